@@ -1,0 +1,87 @@
+"""Resharding keeps every bit of every dtype."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshfeed._reshard import bits_dtype, from_bits, host_bits, reshard, to_bits
+
+NARROW_FLOATS = [
+    name
+    for name in (
+        "bfloat16 float16 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e5m2fnuz float8_e4m3fnuz "
+        "float8_e3m4 float8_e4m3 float8_e8m0fnu float4_e2m1fn"
+    ).split()
+    if hasattr(jnp, name)
+]
+OTHERS = "float32 complex64 int4 uint4 int8 int16 int32 uint8 uint16 uint32 bool".split()
+
+
+def every_bit_pattern(name: str) -> np.ndarray:
+    """Values of the dtype that include all bit patterns (all of 16 bits and less, random above)."""
+    dtype = jnp.dtype(name)
+    rng = np.random.default_rng(0)
+    if name == "bool":
+        return rng.integers(0, 2, 4096).astype(bool)
+    if name in ("int4", "uint4"):
+        return (np.arange(256) % 16 - (8 if name == "int4" else 0)).astype(dtype)
+    if name == "float4_e2m1fn":
+        return (np.arange(256) % 16).astype(np.uint8).view(dtype)
+    if dtype.itemsize == 1:
+        return np.arange(256, dtype=np.uint8).view(dtype)
+    if dtype.itemsize == 2:
+        return np.arange(65536, dtype=np.uint16).view(dtype)
+    raw = rng.integers(0, 256, 4096 * dtype.itemsize, dtype=np.uint8)
+    special = np.array([0x80000000, 1, 0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x807FFFFF, 0], np.uint32)
+    raw[: special.nbytes] = special.view(np.uint8)
+    return raw.view(dtype)
+
+
+def mesh() -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("name", NARROW_FLOATS + OTHERS)
+def test_every_bit_pattern_survives_a_gather_and_a_scatter(name):
+    values = every_bit_pattern(name).reshape(8, -1)
+    spread = NamedSharding(mesh(), PartitionSpec(("data", "model")))
+    whole = NamedSharding(mesh(), PartitionSpec())
+    columns = NamedSharding(mesh(), PartitionSpec(None, "model"))
+    placed = jax.make_array_from_callback(values.shape, spread, lambda index: values[index])
+    (gathered,) = reshard([placed], [whole])
+    (back,) = reshard([gathered], [columns])
+    for moved, sharding in ((gathered, whole), (back, columns)):
+        assert moved.dtype == values.dtype
+        assert moved.sharding.is_equivalent_to(sharding, moved.ndim)
+        for shard in moved.addressable_shards:
+            np.testing.assert_array_equal(host_bits(np.asarray(shard.data)), host_bits(values[shard.index]))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_prng_keys_travel_as_their_key_data(impl):
+    keys = jax.random.split(jax.random.key(7, impl=impl), 8)
+    spread = NamedSharding(mesh(), PartitionSpec(("data", "model")))
+    (placed,) = reshard([jax.device_put(keys, NamedSharding(mesh(), PartitionSpec()))], [spread])
+    (gathered,) = reshard([placed], [NamedSharding(mesh(), PartitionSpec())])
+    assert gathered.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(gathered), jax.random.key_data(keys))
+
+
+def test_narrow_floats_are_carried_unsigned_and_wide_types_as_they_are():
+    assert bits_dtype(jnp.bfloat16) == np.uint16
+    assert bits_dtype(jnp.float8_e5m2) == np.uint8
+    assert bits_dtype(jnp.int4) == np.uint8
+    for name in ("float32", "int64", "bool", "complex64"):
+        assert bits_dtype(name) == np.dtype(name)
+
+
+def test_to_bits_and_from_bits_are_inverse_under_jit():
+    values = every_bit_pattern("bfloat16")
+    bits = jax.jit(to_bits)(jnp.asarray(values))
+    np.testing.assert_array_equal(np.asarray(bits), values.view(np.uint16))
+    back = jax.jit(lambda b: from_bits(b, jnp.bfloat16))(bits)
+    np.testing.assert_array_equal(np.asarray(back).view(np.uint16), values.view(np.uint16))
