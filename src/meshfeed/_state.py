@@ -1,0 +1,261 @@
+"""The state of a feed: a small JSON value from which its stream continues, and what must be equal for that.
+
+Layout, version 1::
+
+    {"meshfeed": 1, "kind": "random_access", "position": 6400, "segments": [[0, 0, 64]], "fingerprint": {…}}
+
+``kind`` is ``random_access``, ``lanes`` or ``host_batches``. The last two also have ``step``; lanes have ``num_lanes`` and
+``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. ``skipped`` {process index: …}
+stands in each kind once a bad record was replaced. Every lane and host entry carries a digest of itself, so that an
+entry changed by hand is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshfeed._errors import StateMismatchError
+
+VERSION = 1
+KINDS = ("random_access", "lanes", "host_batches")
+_TUPLE = "__tuple__"
+_BYTES = "__bytes__"
+_PAIRS = "__pairs__"
+
+_REMEDIES = {
+    "source": "Pass the source that the state was saved with, or start a new stream without the state.",
+    "order": "This version of meshfeed orders records otherwise; continue with the version that saved the state.",
+    "shuffle": "Pass the saved value, or start a new stream without the state.",
+    "seed": "Pass the saved value, or start a new stream without the state.",
+    "num_epochs": "Pass the saved value, or start a new stream without the state.",
+    "end": "Pass the saved value, or start a new stream without the state.",
+    "num_lanes": "Pass the saved number, or num_lanes=None to take it from the state.",
+    "kind": "The state belongs to another kind of source; pass that source, or start a new stream.",
+}
+
+
+def encode_value(value: Any) -> Any:
+    """A JSON value from which :func:`decode_value` gives ``value`` back, tuples, bytes and integer keys included.
+
+    Raises:
+      TypeError: something in it has no exact JSON form.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {_BYTES: value.hex()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [encode_value(item) for item in value]}
+    if isinstance(value, list):
+        return [encode_value(item) for item in value]
+    if isinstance(value, Mapping):
+        plain = all(isinstance(key, str) for key in value) and not {_TUPLE, _BYTES, _PAIRS} & set(value)
+        if plain:
+            return {key: encode_value(item) for key, item in value.items()}
+        return {_PAIRS: [[encode_value(key), encode_value(item)] for key, item in value.items()]}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        import numpy as np
+
+        if isinstance(value, np.generic):
+            return encode_value(value.item())
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            return {"__array__": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
+    raise TypeError(f"a {type(value).__name__} has no exact JSON form: {value!r}")
+
+
+def decode_value(value: Any) -> Any:
+    """The inverse of :func:`encode_value`."""
+    if isinstance(value, list):
+        return [decode_value(item) for item in value]
+    if isinstance(value, dict):
+        if len(value) == 1:
+            ((key, inner),) = value.items()
+            if key == _TUPLE:
+                return tuple(decode_value(item) for item in inner)
+            if key == _BYTES:
+                return bytes.fromhex(inner)
+            if key == _PAIRS:
+                return {decode_value(k): decode_value(v) for k, v in inner}
+            if key == "__array__":
+                import numpy as np
+
+                dtype, shape, data = inner
+                return np.frombuffer(bytes.fromhex(data), np.dtype(dtype)).reshape(shape).copy()
+        return {key: decode_value(item) for key, item in value.items()}
+    return value
+
+
+def digest_of(value: Any) -> str:
+    """xxh3-64 of the canonical JSON text of ``value``."""
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def seal(entry: dict[str, Any]) -> dict[str, Any]:
+    """``entry`` with a digest of itself."""
+    return {**entry, "digest": digest_of(entry)}
+
+
+def unseal(entry: Any, field: str) -> dict[str, Any]:
+    """The entry without its digest.
+
+    Raises:
+      StateMismatchError: the entry is not what was sealed.
+    """
+    remedy = "The state was changed or damaged; use an earlier checkpoint."
+    if not isinstance(entry, dict) or "digest" not in entry:
+        raise StateMismatchError(field, entry, "an object with a digest", remedy)
+    bare = {key: value for key, value in entry.items() if key != "digest"}
+    if digest_of(bare) != entry["digest"]:
+        raise StateMismatchError(f"{field}.digest", entry["digest"], digest_of(bare), remedy)
+    return bare
+
+
+def _shorten(value: Any) -> Any:
+    text = repr(value)
+    return value if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedState:
+    """A parsed state; see the module's docstring for the fields."""
+
+    kind: str
+    position: int
+    segments: list[list[int]]
+    fingerprint: dict[str, Any]
+    step: int | None = None
+    num_lanes: int | None = None
+    lanes: dict[str, Any] | None = None
+    hosts: dict[str, Any] | None = None
+    skipped: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as a fresh JSON value."""
+        value: dict[str, Any] = {
+            "meshfeed": VERSION,
+            "kind": self.kind,
+            "position": self.position,
+            "segments": self.segments,
+            "fingerprint": self.fingerprint,
+        }
+        for name in ("step", "num_lanes", "lanes", "hosts", "skipped"):
+            if getattr(self, name) is not None:
+                value[name] = getattr(self, name)
+        return json.loads(json.dumps(value))
+
+
+def parse_state(state: Any) -> FeedState:
+    """Checks the form of a state.
+
+    Args:
+      state: what ``get_state`` gave, or its JSON text.
+
+    Raises:
+      StateMismatchError: not JSON, cut short, from a newer version, or a field missing, unknown or of another type.
+    """
+    remedy = "Pass what get_state() returned; if this was read from a file, it is damaged: use an earlier checkpoint."
+    if isinstance(state, str | bytes | bytearray):
+        try:
+            state = json.loads(state)
+        except ValueError as error:
+            raise StateMismatchError(
+                "state", _shorten(state), "JSON", f"It is cut short or not JSON ({error}). {remedy}"
+            ) from None
+    if not isinstance(state, Mapping):
+        raise StateMismatchError("state", _shorten(state), "a JSON object", remedy)
+    state = dict(state)
+    version = state.pop("meshfeed", None)
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise StateMismatchError("meshfeed", version, VERSION, f"This is no state of a feed. {remedy}")
+    if version > VERSION:
+        raise StateMismatchError(
+            "meshfeed", version, VERSION, "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
+        )
+    if version < 1:
+        raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {remedy}")
+    required: dict[str, Any] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
+    optional: dict[str, Any] = {"step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict}
+    for name, kind in required.items():
+        if name not in state:
+            raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is cut short. {remedy}")
+    for name, value in state.items():
+        kind = required.get(name) or optional.get(name)
+        if kind is None:
+            raise StateMismatchError(name, _shorten(value), "no such field", remedy)
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+            raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", remedy)
+    if state["kind"] not in KINDS:
+        raise StateMismatchError("kind", state["kind"], " or ".join(KINDS), remedy)
+    return FeedState(**json.loads(json.dumps(state)))
+
+
+def _flatten(value: Any, prefix: str) -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        flat: dict[str, Any] = {}
+        for key, item in value.items():
+            flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+        return flat
+    return {prefix: value}
+
+
+def compare_fingerprints(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raises where a state with fingerprint ``saved`` cannot be continued under ``current``.
+
+    Raises:
+      StateMismatchError: naming the first field that differs.
+    """
+    current = json.loads(json.dumps(current))
+    for top in dict.fromkeys((*current, *saved)):
+        old, new = saved.get(top), current.get(top)
+        if old == new or (top == "num_epochs" and old is None):
+            continue
+        flat_old, flat_new = _flatten(old, top), _flatten(new, top)
+        field = next(
+            name
+            for name in dict.fromkeys((*flat_new, *flat_old))
+            if flat_old.get(name, "missing") != flat_new.get(name, "missing")
+        )
+        raise StateMismatchError(
+            field,
+            flat_old.get(field, "missing"),
+            flat_new.get(field, "missing"),
+            _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
+        )
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins the states of several hosts, taken after the same step, into one.
+
+    For random access they are the same and one is given back; for streams the lanes are joined, and the ledgers of
+    replaced records in each kind.
+
+    Args:
+      states: what ``get_state`` gave on the hosts, in any order; a lane may stand in several.
+
+    Raises:
+      StateMismatchError: the states are not of the same stream and step.
+    """
+    parsed = [parse_state(state) for state in states]
+    if not parsed:
+        raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")
+    first = parsed[0]
+    remedy = "Merge states that the hosts took after the same step of one feed."
+    joined: dict[str, dict[str, Any]] = {"lanes": {}, "hosts": {}, "skipped": {}}
+    for state in parsed:
+        for name in ("kind", "position", "step", "segments", "num_lanes", "fingerprint"):
+            if getattr(state, name) != getattr(first, name):
+                raise StateMismatchError(name, getattr(first, name), getattr(state, name), remedy)
+        for part, target in joined.items():
+            for key, entry in (getattr(state, part) or {}).items():
+                if target.setdefault(key, entry) != entry:
+                    raise StateMismatchError(f"{part}.{key}", target[key], entry, remedy)
+    merged = {
+        part: dict(sorted(entries.items(), key=lambda item: int(item[0]))) or getattr(first, part)
+        for part, entries in joined.items()
+    }
+    return dataclasses.replace(first, **merged).to_json()
