@@ -1,0 +1,169 @@
+"""run_hosts, HostPool and start_hosts with real processes: results, errors, deadlines, kills, nothing left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from meshfeed import testing
+from meshfeed._errors import SettingsError
+
+_SCALE = 10
+
+
+def _sum_over_hosts(x: int) -> dict[str, object]:
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    rows = np.arange(jax.device_count(), dtype=np.int32) * x
+    array = jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+    return {
+        "sum": jax.jit(lambda a: a.sum())(array),
+        "scaled": _helper(x),
+        "host": jax.process_index(),
+        "local": len(jax.local_devices()),
+        "pid": os.getpid(),
+    }
+
+
+def _helper(x: int) -> int:
+    return x * _SCALE
+
+
+def _fail_on(host: int) -> int:
+    print(f"here is host {jax.process_index()}")
+    if jax.process_index() == host:
+        raise ValueError(f"broken on purpose on {host}")
+    return jax.process_index()
+
+
+def _die_on(host: int) -> None:
+    if jax.process_index() == host:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep_on(host: int) -> int:
+    if jax.process_index() == host:
+        time.sleep(600)
+    return jax.process_index()
+
+
+def _gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie that nobody reaps has)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[testing.HostPool]:
+    with testing.HostPool(2, 2, timeout_seconds=60) as pool:
+        yield pool
+
+
+@pytest.mark.multihost
+def test_one_job_runs_many_functions_in_the_same_processes(pool: testing.HostPool) -> None:
+    first, second = pool.run(_sum_over_hosts, 3), pool.run(_sum_over_hosts, 5)
+    assert [r.value["sum"] for r in first] == [18, 18]
+    assert [r.value["scaled"] for r in second] == [50, 50]
+    assert [r.value["host"] for r in second] == [0, 1]
+    assert {r.value["local"] for r in second} == {2}
+    assert [r.value["pid"] for r in first] == [r.value["pid"] for r in second] == pool.pids
+    assert isinstance(first[0].value["sum"], np.ndarray)
+
+
+@pytest.mark.multihost
+def test_closures_lambdas_partials_and_names_travel(pool: testing.HostPool) -> None:
+    factor = 7
+    assert [r.value for r in pool.run(lambda x: x * factor, 6)] == [42, 42]
+    assert [r.value for r in pool.run(functools.partial(_helper, 2))] == [20, 20]
+    assert [r.value for r in pool.run("os:getpid")] == pool.pids
+
+
+@pytest.mark.multihost
+def test_an_exception_comes_back_with_its_traceback_and_log(pool: testing.HostPool) -> None:
+    ok, bad = pool.run(_fail_on, 1, check=False)
+    assert (ok.value, ok.error) == (0, None)
+    assert isinstance(bad.error, ValueError) and str(bad.error) == "broken on purpose on 1"
+    assert "here is host 1" in bad.log and "_fail_on" in bad.traceback
+    pids = pool.pids
+    assert [r.value["pid"] for r in pool.run(_sum_over_hosts, 1)] == pids  # expected failures cost no restart
+
+    with pytest.raises(testing.HostRunError, match="1 of 2 hosts failed") as raised:
+        pool.run(_fail_on, 0)
+    assert "broken on purpose on 0" in str(raised.value) and "here is host 0" in str(raised.value)
+    assert [r.value for r in raised.value.results] == [None, 1]
+    assert isinstance(raised.value.__cause__, ValueError)
+    fresh = [r.value["pid"] for r in pool.run(_sum_over_hosts, 1)]
+    assert not set(fresh) & set(pids) and all(_gone(pid) for pid in pids)
+
+
+@pytest.mark.multihost
+def test_a_late_host_is_named_its_stack_shown_and_killed(pool: testing.HostPool) -> None:
+    pool.run(_helper, 1)
+    pids = pool.pids
+    quick, late = pool.run(_sleep_on, 1, timeout_seconds=1.5, check=False)
+    assert quick.value == 0
+    assert isinstance(late.error, TimeoutError) and "host 1 had no result after" in str(late.error)
+    assert "_sleep_on" in late.log  # faulthandler's stack
+    assert _gone(pids[1])
+
+
+@pytest.mark.multihost
+def test_a_killed_host_is_seen_and_the_next_run_starts_afresh(pool: testing.HostPool) -> None:
+    pool.run(_helper, 1)
+    ok, dead = pool.run(_die_on, 1, check=False)
+    assert ok.error is None
+    assert isinstance(dead.error, ChildProcessError) and "SIGKILL" in str(dead.error)
+    assert dead.returncode == -signal.SIGKILL
+    assert [r.value for r in pool.run(_helper, 4)] == [40, 40]
+
+
+@pytest.mark.multihost
+def test_start_hosts_gives_a_handle_to_kill_with_and_closes_clean() -> None:
+    with testing.start_hosts(_sleep_on, 0, num_hosts=2, devices_per_host=1, recoverability=True) as job:
+        pids = job.pids
+        end = time.monotonic() + 30
+        while job.poll()[1] is None and time.monotonic() < end:
+            time.sleep(0.05)
+        waiting, done = job.poll()
+        assert waiting is None and done is not None and done.value == 1
+        job.kill(0)
+        results = job.wait(timeout_seconds=20, check=False)
+        assert results[0].returncode == -signal.SIGKILL and results[1].value == 1
+    assert all(_gone(pid) for pid in pids)
+
+
+@pytest.mark.multihost
+def test_hosts_die_with_their_parent() -> None:
+    script = (
+        "import os, signal, time\n"
+        "from meshfeed import testing\n"
+        "job = testing.start_hosts('time:sleep', 600, num_hosts=2, devices_per_host=1)\n"
+        "print(*job.pids, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) == 2, ended.stderr
+    end = time.monotonic() + 10
+    while not all(_gone(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(SettingsError, match="num_hosts=0: takes a positive int"):
+        testing.HostPool(0)
+    with pytest.raises(SettingsError, match="devices_per_host=True"):
+        testing.HostPool(1, True)
