@@ -1,0 +1,50 @@
+"""The public names: sorted, all importable, all documented."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+import meshfeed
+
+# TFDS, TFData and the like import their library when they are used, so the names are there without it.
+FACADES = ["meshfeed", "meshfeed.sources", "meshfeed.checkpoint", "meshfeed.testing"]
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_all_is_sorted_and_without_doubles(facade: str) -> None:
+    names = importlib.import_module(facade).__all__
+    assert list(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_every_name_is_there(facade: str) -> None:
+    module = importlib.import_module(facade)
+    for name in module.__all__:
+        assert getattr(module, name) is not None, name
+    assert set(module.__all__) <= set(dir(module))
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_every_class_and_function_has_a_docstring(facade: str) -> None:
+    module = importlib.import_module(facade)
+    values = {name: getattr(module, name) for name in module.__all__}
+    without = [
+        name
+        for name, value in values.items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and not (value.__doc__ or "").strip()
+    ]
+    assert not without
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_an_unknown_name_is_an_attribute_error(facade: str) -> None:
+    module = importlib.import_module(facade)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = module.no_such_name
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert meshfeed.__version__[:1].isdigit()

@@ -1,0 +1,52 @@
+"""What `import meshfeed` costs: none of the heavy libraries, and little time on top of JAX."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = (
+    "orbax tensorstore grain array_record datasets tensorflow tensorflow_datasets fsspec pyarrow rich click torch "
+    "pytest hypothesis"
+).split()
+
+_SCRIPT = """
+import importlib, json, sys, time
+import jax
+before = set(sys.modules)
+start = time.perf_counter()
+for name in sys.argv[1].split():
+    importlib.import_module(name)
+seconds = time.perf_counter() - start
+print(json.dumps({"modules": sorted(set(sys.modules) - before), "seconds": seconds}))
+"""
+
+
+def _import(names: str) -> dict[str, object]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", _SCRIPT, names]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def _heavy(modules: object) -> list[str]:
+    assert isinstance(modules, list)
+    return [name for name in HEAVY if any(module.partition(".")[0] == name for module in modules)]
+
+
+@pytest.mark.parametrize("names", ["meshfeed", "meshfeed meshfeed.testing"])
+def test_import_loads_nothing_heavy(names: str, record_property: pytest.RecordProperty) -> None:
+    loaded = _import(names)
+    assert "meshfeed" in loaded["modules"]  # pyright: ignore[reportOperatorIssue]
+    assert not _heavy(loaded["modules"])
+    record_property("seconds", loaded["seconds"])
+    print(f"import {names}: {float(str(loaded['seconds'])) * 1000:.1f} ms on top of jax")  # shown with -s or -rP
+
+
+def test_the_check_sees_a_heavy_library() -> None:
+    assert "click" in _heavy(_import("click")["modules"])

@@ -1,0 +1,90 @@
+"""The built wheel, not the source tree: what people install."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+pytest.importorskip("hatchling")
+
+
+def _run(command: list[str], cwd: pathlib.Path, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, env=clean | env)
+    assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
+    return ended
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # hatchling's own command, so that no build environment is made and nothing is downloaded
+    _run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A virtual environment with the wheel, which sees this one's libraries but not its meshfeed."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    _run([sys.executable, "-m", "venv", "--without-pip", str(venv)], venv.parent)
+    site = pathlib.Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    libraries = venv.parent / "libraries"
+    libraries.mkdir()
+    for kind in ("purelib", "platlib"):
+        for path in pathlib.Path(sysconfig.get_path(kind)).iterdir():
+            # not meshfeed itself, nor the .pth file of an editable install
+            if "meshfeed" not in path.name and path.suffix != ".pth" and not (libraries / path.name).exists():
+                (libraries / path.name).symlink_to(path)
+    (site / "libraries.pth").write_text(f"{libraries}\n")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return venv
+
+
+def test_it_holds_the_package_and_nothing_else(wheel: pathlib.Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    assert modules <= set(names)
+    assert "meshfeed/py.typed" in names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"meshfeed"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_its_metadata_says_what_it_needs(wheel: pathlib.Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    lines = archive.read(metadata).decode().splitlines()
+    core = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist") and ";" not in line}
+    assert {"jax", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore"} <= {
+        line.partition(">")[0].partition("[")[0] for line in core
+    }
+    assert "Requires-Python: >=3.11" in lines
+
+
+def test_it_imports_away_from_the_source_tree(installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    script = (
+        "import meshfeed, meshfeed.sources, meshfeed.checkpoint, meshfeed.testing\n"
+        "for module in (meshfeed, meshfeed.sources, meshfeed.checkpoint, meshfeed.testing):\n"
+        "    for name in module.__all__: getattr(module, name)\n"
+        "print(meshfeed.__file__)\n"
+    )
+    ended = _run([str(installed / "bin" / "python"), "-c", script], tmp_path, JAX_PLATFORMS="cpu")
+    assert pathlib.Path(ended.stdout.strip()).is_relative_to(installed)
+
+
+def test_its_command_runs(wheel: pathlib.Path, installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+    assert "meshfeed = meshfeed.cli:main" in archive.read(entry_points).decode()
+    script = "import sys; sys.argv[0] = 'meshfeed'; from meshfeed.cli import main; sys.exit(main())"
+    ended = _run([str(installed / "bin" / "python"), "-c", script, "--help"], tmp_path, JAX_PLATFORMS="cpu")
+    assert "plan" in ended.stdout
