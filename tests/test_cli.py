@@ -1,0 +1,108 @@
+"""The command line: what it prints, what it refuses, and with which status."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from meshfeed import cli
+from meshfeed._errors import CheckpointError, SettingsError
+
+BIG = "plan --hosts 4096 --devices-per-host 4 --mesh data=4096,model=4 --spec data --global-batch-size 16384"
+SMALL = "plan --hosts 4 --devices-per-host 2"
+
+
+def run(line: str) -> Result:
+    return CliRunner().invoke(cli.main, line.split())
+
+
+def test_plan_of_4096_hosts_as_json() -> None:
+    result = run(f"{BIG} --json")
+    assert result.exit_code == 0
+    hosts = json.loads(result.output)["hosts"]
+    assert hosts == [{"host": host, "rows": [[host * 4, host * 4 + 4]]} for host in range(4096)]
+
+
+def test_plan_where_the_model_axis_spans_hosts_reads_rows_several_times() -> None:
+    result = run(f"{SMALL} --mesh model=4,data=2 --spec data --global-batch-size 16")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.split() for line in lines[1:5]] == [[str(host), "16", "0..15"] for host in range(4)]
+    assert lines[-2:] == [
+        "4 of 4 hosts read, 16 rows each.",
+        "Every value is read 4 times over all hosts; load='once' would read it once.",
+    ]
+
+
+def test_plan_shows_columns_of_a_divided_sequence() -> None:
+    line = f"{SMALL} --mesh model=4,data=2 --spec data,model --global-batch-size 16 --shape 8"
+    hosts = json.loads(run(f"{line} --json").output)["hosts"]
+    assert [host["columns"] for host in hosts] == [[[0, 2]], [[2, 4]], [[4, 6]], [[6, 8]]]
+    text = run(line).output
+    assert "0..15  ×  columns 2..3" in text
+    assert "load='once'" not in text  # each value is read once: the hosts hold different columns
+
+
+def test_plan_spec_joins_axes_and_skips_dimensions() -> None:
+    line = f"{SMALL} --mesh a=4,b=2 --spec b+a,None --global-batch-size 16 --json"
+    hosts = json.loads(run(line).output)["hosts"]
+    assert [host["rows"] for host in hosts] == [[[2 * h, 2 * h + 2], [8 + 2 * h, 10 + 2 * h]] for h in range(4)]
+
+
+def test_plan_leaves_out_the_middle_unless_asked() -> None:
+    assert "4,080 more hosts" in run(BIG).output
+    assert len(run(f"{BIG} --all").output.splitlines()) == 1 + 4096 + 2
+
+
+def test_plan_counts_hosts_without_a_device_in_the_mesh() -> None:
+    text = run(f"{SMALL} --mesh data=4 --spec data --global-batch-size 8").output
+    assert "2 of 4 hosts read, 4 rows each." in text and text.count("none") == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--mesh data=8 --spec data --global-batch-size 13", "Sizes nearest to it that can: 8 and 16"),
+        ("--mesh data=8 --spec dat --global-batch-size 16", "the spec names the axis 'dat', and the mesh has ['data']"),
+        ("--mesh data=9 --spec data --global-batch-size 9", "9 positions"),
+        ("--mesh data=8 --spec data,data --global-batch-size 16", "as in --shape 2048, or fewer entries"),
+        ("--mesh data --spec data --global-batch-size 16", "'data' is not axis=size"),
+        ("--mesh data=2,data=4 --spec data --global-batch-size 16", "the axis 'data' is there twice"),
+        ("--mesh data=8 --spec data+ --global-batch-size 16", "'data+' is not an axis"),
+        ("--mesh data=8 --spec data --global-batch-size 16 --shape 3,x", "'3,x' is not a list of sizes"),
+        ("--mesh data=8 --spec data --global-batch-size 0", "0 is not in the range x>=1"),
+        ("--mesh data=8 --spec data", "Missing option '--global-batch-size'"),
+    ],
+)
+def test_plan_refuses_with_one_message_and_status_2(line: str, message: str) -> None:
+    result = run(f"{SMALL} {line}")
+    assert result.exit_code == 2
+    assert message in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(CheckpointError("step 7 is damaged"), 1), (SettingsError("end='x'"), 2)]
+)
+def test_errors_of_meshfeed_are_one_line(error: Exception, status: int) -> None:
+    @click.group(cls=type(cli.main))
+    def group() -> None: ...
+
+    @group.command()
+    def failing() -> None:
+        raise error
+
+    result = CliRunner().invoke(group, ["failing"])
+    assert result.exit_code == status
+    assert result.output == f"Error: {error}\n"
+
+
+def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
+    code = f"import sys; sys.path[:] = {sys.path!r}; from meshfeed.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 0 and "plan" in ended.stdout
