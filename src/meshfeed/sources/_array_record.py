@@ -1,0 +1,189 @@
+"""ArrayRecord files as one random-access source that is read a batch at a time."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import xxhash
+
+from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
+from meshfeed.sources import _files
+from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, read_rows, shared_readers
+
+if TYPE_CHECKING:
+    from meshfeed.sources._shard_cache import ShardCache
+
+_PROBES = 4
+
+
+class ArrayRecord:
+    """Records of ArrayRecord files, by id: those of the first file, then those of the second, and so on.
+
+    Files are opened when first read from, and a bounded number of them stays open. A source can be pickled; open files
+    do not travel. Safe to read from several threads.
+
+    Args:
+      paths: a path, a glob (its files sorted by name), a URL that fsspec knows, or a list of them in the order that
+        record ids follow.
+      decode: turns the bytes of one record into a pytree of arrays. May take ``rng=``.
+      decode_batch: turns a list of n records' bytes into a pytree of arrays ``[n, ...]``. May take ``rng=``. For
+        records of one size, ``numpy.frombuffer(b"".join(records), dtype).reshape(len(records), -1)`` is far faster
+        than decoding one by one.
+      cache: local disk through which files behind URLs are read.
+
+    Raises:
+      SettingsError: both decoders given, or a URL without a cache.
+      SourceError: no file, a missing file, or no record in any of them; it names what was asked for.
+      CorruptDataError: a file that is empty, cut short or of another format; it names the file.
+    """
+
+    def __init__(
+        self,
+        paths: _files.Paths,
+        decode: Decode | None = None,
+        decode_batch: DecodeBatch | None = None,
+        *,
+        cache: ShardCache | None = None,
+    ) -> None:
+        if decode is not None and decode_batch is not None:
+            raise SettingsError(
+                "ArrayRecord got both decode and decode_batch. Expected one of them: decode for one record's bytes, "
+                "decode_batch for a list of them.",
+                setting="decode_batch",
+            )
+        self.decode = decode
+        self.decode_batch = decode_batch
+        self._cache = cache
+        names = _files.expand_paths(paths, source="ArrayRecord")
+        remote = [name for name in names if _files.is_url(name)]
+        if remote and cache is None:
+            raise SettingsError(
+                f"ArrayRecord got the URL {remote[0]!r} and no cache. Records are read at random, which object stores "
+                "do slowly: pass cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
+                setting="cache",
+            )
+        self._files: list[ShardFile] = _files.in_threads(_inspect, names)
+        self._ends = np.cumsum([file.num_records for file in self._files], dtype=np.int64)
+        self._starts = self._ends - np.array([file.num_records for file in self._files], np.int64)
+        if not len(self):
+            raise SourceError(
+                f"ArrayRecord got {len(names):,} file(s) with 0 records in all, the first {names[0]}. Expected at "
+                "least one record. Check what wrote them."
+            )
+        self._readers: ReaderPool = shared_readers
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["_readers"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._readers = shared_readers
+
+    def __repr__(self) -> str:
+        return f"ArrayRecord({len(self):,} records in {len(self._files):,} files, first {self._files[0].path!r})"
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """Record ``record_id``, decoded; its bytes where the source has no decoder."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several records, decoded, in the order asked for."""
+        raw = self.read_raw(np.asarray(record_ids, np.int64))
+        if self.decode is not None:
+            return [self.decode(record) for record in raw]
+        if self.decode_batch is not None and raw:
+            batch = self.decode_batch(raw)
+            return [jax.tree.map(lambda leaf, row=row: leaf[row], batch) for row in range(len(raw))]
+        return list(raw)
+
+    def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
+        """Undecoded records, in the order asked for.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          CorruptDataError: stored bytes are damaged; names the file and the record.
+          SourceError: a file is gone or has changed since the source was made.
+          OSError: a file cannot be read.
+        """
+        ids = np.asarray(record_ids, np.int64)
+        if not ids.size:
+            return []
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._ends[-1]:
+            raise IndexError(
+                f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
+            )
+        if len(self._files) == 1:
+            return self._read_file(0, ids.tolist())
+        which = np.searchsorted(self._ends, ids, side="right")
+        rows = ids - self._starts[which]
+        if which[0] == which[-1] and bool((which == which[0]).all()):
+            return self._read_file(int(which[0]), rows.tolist())
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for place, (file_index, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
+            places, rows_of_file = groups.setdefault(file_index, ([], []))
+            places.append(place)
+            rows_of_file.append(row)
+        records = [b""] * len(ids)
+        for file_index, (places, rows_of_file) in groups.items():
+            for place, record in zip(places, self._read_file(file_index, rows_of_file), strict=True):
+                records[place] = record
+        return records
+
+    def _read_file(self, file_index: int, rows: list[int]) -> list[bytes]:
+        file = self._files[file_index]
+        first_record_id = int(self._starts[file_index])
+        try:
+            return read_rows(self._readers.get(file, self._cache), file, rows, first_record_id)
+        except CorruptDataError:
+            if self._cache is None or not _files.is_url(file.path):
+                raise
+        self._readers.drop([file])  # the copy may be at fault: once more from the original
+        self._cache.discard(file.path)
+        return read_rows(self._readers.get(file, self._cache), file, rows, first_record_id)
+
+    def file_of(self, record_id: int) -> str:
+        """Path or URL of the file that holds a record."""
+        return self._files[int(np.searchsorted(self._ends, record_id, side="right"))].path
+
+    def fingerprint_files(self) -> JsonValue:
+        """Identity of the files: count, total bytes, digest of base names and sizes in order."""
+        return _files.identify_files([file.path for file in self._files], [file.num_bytes for file in self._files])
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: files, number of records, and a digest of the bytes of 4 records spread over the source."""
+        digest = xxhash.xxh3_64()
+        for record in self.read_raw(np.linspace(0, len(self) - 1, min(_PROBES, len(self))).astype(np.int64)):
+            digest.update(len(record).to_bytes(8, "little"))
+            digest.update(record)
+        return {
+            "kind": "array_record",
+            "files": self.fingerprint_files(),
+            "records": len(self),
+            "content": digest.hexdigest(),
+        }
+
+    def close(self) -> None:
+        """Closes the files. The source can still be read from: they open again."""
+        self._readers.drop(self._files)
+
+
+def _inspect(name: str) -> ShardFile:
+    if not _files.is_url(name):
+        return inspect_file(name)
+    from meshfeed.sources._array_record_remote import inspect_url
+
+    return inspect_url(name)

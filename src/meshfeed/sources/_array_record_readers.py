@@ -1,0 +1,258 @@
+"""ArrayRecord files: opening, counting and checking them, and reading rows of one file the fastest way.
+
+The library opens a truncated, garbage or missing file as one of 0 records and says nothing; ``ok()`` tells, and the
+reason comes out of the first read. What the library raises is mapped to our own exceptions here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import re
+import resource
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshfeed._errors import CorruptDataError, SourceError
+from meshfeed.sources._files import is_url
+
+if TYPE_CHECKING:
+    from meshfeed.sources._shard_cache import ShardCache
+
+_RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
+# Counting needs neither the index of chunks nor its memory: 2.1 instead of 3.8 ms at 100,000 chunks.
+_COUNTING = _RANDOM_ACCESS + ",footer_prefetch_bytes:0,index_storage_option:offloaded"
+# The library's 1 MiB buffer is filled anew at every jump: 30 instead of 7 µs for a record of 8 KB.
+_BUFFER_BYTES = 8192
+_MAX_OPEN_READERS = 512
+_MAX_OPEN_CHUNKS = 1 << 26  # 40 bytes each in an open reader: 2.7 GB in the worst case
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardFile:
+    """One ArrayRecord file as it was when the source was made.
+
+    Attributes:
+      path: local path, or the URL of a file that is read through a cache.
+      num_bytes: its size.
+      modified_ns: time of its last change; 0 for a local copy of a remote file.
+      num_records: records in it.
+      group_size: records a chunk.
+    """
+
+    path: str
+    num_bytes: int
+    modified_ns: int
+    num_records: int
+    group_size: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in the file, the unit that the library reads, checks and decompresses."""
+        return -(-self.num_records // self.group_size)
+
+
+def inspect_file(path: str) -> ShardFile:
+    """Opens ``path`` to count its records, and checks that it is a whole ArrayRecord file.
+
+    Raises:
+      SourceError: there is no such file.
+      CorruptDataError: the file is empty, cut short, or not an ArrayRecord file.
+      OSError: it cannot be read.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise SourceError(f"there is no ArrayRecord file {path}. Check the path.") from error
+    reader = _open(path, _COUNTING)
+    try:
+        num_records = reader.num_records()
+        group_size = re.search(r"group_size:(\d+)", reader.writer_options_string() or "")
+    finally:
+        reader.close()
+    return ShardFile(path, status.st_size, status.st_mtime_ns, num_records, int(group_size[1]) if group_size else 1)
+
+
+def _open(path: str, options: str) -> Any:
+    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # a C module
+
+    with open(path, "rb"):  # the library reports neither a missing file nor a forbidden one: let the system do it
+        pass
+    reader = array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER_BYTES)
+    if not reader.ok():
+        raise CorruptDataError(_describe_unreadable(path, reader), path=path)
+    return reader
+
+
+def _describe_unreadable(path: str, reader: Any) -> str:
+    size = os.path.getsize(path)
+    try:
+        reader.read([0])
+        reason = "no reason given"
+    except Exception as error:
+        reason = str(error)
+    if not size:
+        what = "the file is empty (0 bytes)"
+    else:
+        what = f"{size:,} bytes are not a whole ArrayRecord file ({reason})"
+    return (
+        f"{path}: {what}. Expected a file closed by ArrayRecordWriter, which ends in a footer. "
+        "It was cut short, is still being written, or has another format: write or copy it again."
+    )
+
+
+class ReaderPool:
+    """Open readers of local files, the least recently used dropped first. Thread-safe.
+
+    A reader is dropped, never closed: it closes when the last thread that reads from it is done.
+    """
+
+    def __init__(self, max_readers: int | None = None, max_chunks: int = _MAX_OPEN_CHUNKS) -> None:
+        self._max_readers = max_readers
+        self._max_chunks = max_chunks
+        self._readers: collections.OrderedDict[ShardFile, Any] = collections.OrderedDict()
+        self._num_chunks = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def get(self, file: ShardFile, cache: ShardCache | None = None) -> Any:
+        """An open reader of ``file``, whose copy ``cache`` holds if its path is a URL.
+
+        Raises:
+          SourceError: the file is gone or has changed since the source was made.
+          CorruptDataError: it is damaged.
+        """
+        with self._lock:
+            reader = self._readers.get(file)
+            if reader is not None:
+                self._readers.move_to_end(file)
+                return reader
+        reader = _open_unchanged(file, cache)  # outside the lock: other threads go on reading
+        with self._lock:
+            if file in self._readers:
+                return self._readers[file]
+            self._readers[file] = reader
+            self._num_chunks += file.num_chunks
+            limit = self._max_readers or _reader_limit()
+            while len(self._readers) > 1 and (len(self._readers) > limit or self._num_chunks > self._max_chunks):
+                dropped, _ = self._readers.popitem(last=False)
+                self._num_chunks -= dropped.num_chunks
+        return reader
+
+    def drop(self, files: Sequence[ShardFile]) -> None:
+        """Forgets the readers of ``files``."""
+        with self._lock:
+            for file in files:
+                if self._readers.pop(file, None) is not None:
+                    self._num_chunks -= file.num_chunks
+
+
+# One for the process, because what it bounds, open files and memory, is the process's: a mixture of 35 sources with 512
+# readers each would run out of both.
+shared_readers = ReaderPool()
+
+
+def _reader_limit() -> int:
+    """At most a quarter of the files that the process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN_READERS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_READERS, soft // 4))
+
+
+def _open_unchanged(file: ShardFile, cache: ShardCache | None) -> Any:
+    if cache is not None and is_url(file.path):
+        with cache.open(file.path) as path:
+            return _open_checked(file, path)
+    return _open_checked(file, file.path)
+
+
+def _open_checked(file: ShardFile, path: str) -> Any:
+    try:
+        status = os.stat(path)
+        reader = _open(path, _RANDOM_ACCESS)
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"the ArrayRecord file {file.path} is gone; it was there when the source was made. Put it back, or build "
+            "the source again."
+        ) from error
+    touched = file.modified_ns and status.st_mtime_ns != file.modified_ns
+    if status.st_size != file.num_bytes or reader.num_records() != file.num_records or touched:
+        raise SourceError(
+            f"the ArrayRecord file {file.path} has changed since the source was made: {file.num_records:,} records in "
+            f"{file.num_bytes:,} bytes then, {reader.num_records():,} in {status.st_size:,} now. Build the source "
+            "again."
+        )
+    return reader
+
+
+def read_rows(reader: Any, file: ShardFile, rows: list[int], first_record_id: int) -> list[bytes]:
+    """Records ``rows`` of one file, in the order asked for.
+
+    Args:
+      reader: of ``file``.
+      file: for the choice of the way to read, and for messages.
+      rows: row numbers within the file.
+      first_record_id: record id of the file's row 0, for messages.
+
+    Raises:
+      CorruptDataError: a stored byte is damaged; names file and record.
+      OSError: the file cannot be read.
+    """
+    try:
+        if not _reads_as_list(file, rows):
+            read = reader.read
+            return [read(row, row + 1)[0] for row in rows]
+        if len(rows) > 1 and rows[-1] - rows[0] == len(rows) - 1 and _is_run(rows):
+            return reader.read(rows[0], rows[-1] + 1)
+        return reader.read(rows)
+    except (RuntimeError, IndexError) as error:
+        raise _explain(reader, file, rows, first_record_id, error) from error
+
+
+def _is_run(rows: list[int]) -> bool:
+    return rows == list(range(rows[0], rows[0] + len(rows)))
+
+
+def _reads_as_list(file: ShardFile, rows: list[int]) -> bool:
+    """Whether one ``read`` of many rows beats many reads of one.
+
+    Microseconds measured on 1,000-byte records: one row costs 3.3 and the decoding of its chunk each time; a list costs
+    0.002 for every chunk of the file (it walks through all of them), some 200 to wake the library's threads, 2.7 a row,
+    and the decoding of each chunk once. A chunk decodes at about 5 bytes a nanosecond.
+    """
+    if len(rows) < 2:
+        return False
+    num_chunks = file.num_chunks
+    fixed = 0.002 * num_chunks + 200.0
+    if file.group_size == 1:
+        return 0.6 * len(rows) > fixed
+    num_touched = len({row // file.group_size for row in rows})
+    chunk_cost = 3.3 + 0.0002 * file.num_bytes / max(num_chunks, 1)
+    if num_touched == 1:
+        fixed -= 200.0  # one chunk is read on the calling thread
+    return len(rows) * chunk_cost > fixed + num_touched * chunk_cost + 0.5 * len(rows)
+
+
+def _explain(reader: Any, file: ShardFile, rows: list[int], first_record_id: int, error: Exception) -> Exception:
+    """The exception to raise for ``error``: reads the rows one by one to find the one at fault."""
+    row, message = None, str(error)
+    for candidate in rows:
+        try:
+            reader.read(candidate, candidate + 1)
+        except (RuntimeError, IndexError) as single:
+            row, message = candidate, str(single)
+            break
+    if "read()" in message and "failed" in message:  # pread() failed: the disk or the network, not the bytes
+        return OSError(f"{file.path}: {message}")
+    record_id = None if row is None else first_record_id + row
+    which = "a record" if row is None else f"record {record_id} (row {row} of the file)"
+    return CorruptDataError(
+        f"{file.path}: {which} is damaged: {message}. Its bytes are not those that were written. Copy the file "
+        "again from where it came, or let the feed replace such records: "
+        "bad_records=meshfeed.SkipBad(max_fraction=1e-4).",
+        path=file.path,
+        record_id=record_id,
+    )

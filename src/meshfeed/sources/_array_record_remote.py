@@ -1,0 +1,64 @@
+"""Counts the records of a remote ArrayRecord file from its last few kilobytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+
+from meshfeed._errors import CorruptDataError, SourceError
+from meshfeed.sources import _files
+from meshfeed.sources._array_record_readers import ShardFile, inspect_file
+
+_BLOCK_BYTES = 1 << 16  # a Riegeli block; the last one of a file holds its postscript
+_SIGNATURE_BYTES = 64
+# The postscript is a protocol buffer {1: offset of the footer, 2: magic number}, never compressed.
+_POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
+
+
+def inspect_url(url: str) -> ShardFile:
+    """Counts and checks as :func:`inspect_file` does, without fetching the records.
+
+    The first bytes, the footer and the postscript are written at their places into a sparse local file, which the
+    library then opens: it checks their hashes as always.
+
+    Raises:
+      SourceError: there is no such file.
+      CorruptDataError: the file is empty, cut short, or not an ArrayRecord file.
+      OSError: it cannot be read.
+    """
+    file_system, path = _files.open_file_system(url, "ArrayRecord")
+    num_bytes = _files.file_sizes([url], source="ArrayRecord")[0]
+    tail_start = max(0, num_bytes - _BLOCK_BYTES)
+    tail = file_system.cat_file(path, start=tail_start, end=num_bytes) if num_bytes else b""
+    postscript = _POSTSCRIPT.search(tail)
+    if postscript is None or num_bytes < _BLOCK_BYTES:
+        raise CorruptDataError(
+            f"{url}: {num_bytes:,} bytes without the postscript of an ArrayRecord file. Expected a file closed by "
+            "ArrayRecordWriter. It was cut short, is still being written, or has another format: write or copy it "
+            "again.",
+            path=url,
+        )
+    # From a block's edge on: the reader looks at the header of the block that a chunk lies in.
+    footer_start = min(_read_varint(postscript[1]), tail_start) // _BLOCK_BYTES * _BLOCK_BYTES
+    footer = file_system.cat_file(path, start=footer_start, end=tail_start) if footer_start < tail_start else b""
+    head = file_system.cat_file(path, start=0, end=_SIGNATURE_BYTES)
+    handle, sparse = tempfile.mkstemp(suffix=".array_record")
+    try:
+        os.truncate(handle, num_bytes)
+        for offset, content in ((0, head), (footer_start, footer), (tail_start, tail)):
+            os.pwrite(handle, content, offset)
+        found = inspect_file(sparse)
+    except CorruptDataError as error:
+        raise CorruptDataError(str(error).replace(sparse, url), path=url) from None
+    except SourceError as error:
+        raise SourceError(str(error).replace(sparse, url)) from None
+    finally:
+        os.close(handle)
+        os.unlink(sparse)
+    return dataclasses.replace(found, path=url, modified_ns=0)
+
+
+def _read_varint(encoded: bytes) -> int:
+    return sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(encoded))

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("array_record")
+
+from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed.sources import _array_record_readers as readers
+from meshfeed.sources._array_record import ArrayRecord
+
+
+def write(path: pathlib.Path, records: list[bytes], options: str = "group_size:1,uncompressed") -> str:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return str(path)
+
+
+def some_records(number: int, first: int = 0) -> list[bytes]:
+    return [f"record {i} ".encode() * (1 + i % 7) for i in range(first, first + number)]
+
+
+@pytest.fixture(scope="module")
+def three_files(tmp_path_factory) -> tuple[list[str], list[bytes]]:
+    """Files of 40, 0 and 300 records, of three layouts."""
+    folder = tmp_path_factory.mktemp("three")
+    records = some_records(340)
+    paths = [
+        write(folder / "b.array_record", records[:40]),
+        write(folder / "a.array_record", [], "group_size:1"),
+        write(folder / "c.array_record", records[40:], "group_size:16,zstd"),
+    ]
+    return paths, records
+
+
+@given(ids=st.lists(st.integers(0, 339), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_records_come_in_the_order_asked_for(three_files, ids: list[int]) -> None:
+    paths, records = three_files
+    assert ArrayRecord(paths).read_raw(np.array(ids, np.int64)) == [records[i] for i in ids]
+
+
+@pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:1,zstd", "group_size:64,brotli:2"])
+def test_every_way_of_reading_gives_the_same_bytes(tmp_path, options: str, monkeypatch) -> None:
+    records = some_records(700)
+    source = ArrayRecord(write(tmp_path / "x", records, options))
+    rng = np.random.default_rng(0)
+    requests = [np.arange(700), np.arange(5, 300), rng.permutation(700), rng.integers(0, 700, 33), np.array([699])]
+    for ids in requests:
+        for as_list in (True, False):
+            monkeypatch.setattr(readers, "_reads_as_list", lambda file, rows, answer=as_list: answer)
+            assert source.read_raw(ids) == [records[i] for i in ids]
+
+
+def test_crossover_between_single_reads_and_lists() -> None:
+    def reads_as_list(num_records: int, rows: list[int], group_size: int = 1, num_bytes: int = 10**8) -> bool:
+        return readers._reads_as_list(readers.ShardFile("x", num_bytes, 0, num_records, group_size), rows)
+
+    spread = list(range(0, 100_000, 1_000))
+    assert not reads_as_list(100_000, spread[:64])
+    assert not reads_as_list(1_000_000, spread)
+    assert reads_as_list(1_000, list(range(999)))
+    assert reads_as_list(100_000, list(range(64)), group_size=256)  # one chunk, decoded once
+    assert not reads_as_list(100_000, spread[:8], group_size=256)
+    assert not reads_as_list(10, [3])
+
+
+def test_globs_lists_and_order(three_files, tmp_path) -> None:
+    paths, records = three_files
+    folder = os.path.dirname(paths[0])
+    by_name = ArrayRecord(os.path.join(folder, "*.array_record"))
+    assert [by_name[0], by_name[339], len(by_name)] == [records[0], records[339], 340]
+    reverse = ArrayRecord([pathlib.Path(paths[2]), "file://" + paths[0]])
+    assert [reverse[0], reverse[300]] == [records[40], records[0]]
+    assert reverse.file_of(299) == paths[2]
+    assert reverse.file_of(300) == paths[0]
+    odd = write(tmp_path / "odd[1].array_record", some_records(3))
+    assert len(ArrayRecord(odd)) == 3
+
+
+def test_decoders(tmp_path) -> None:
+    rows = np.arange(40, dtype=np.int32).reshape(10, 4)
+    path = write(tmp_path / "x", [row.tobytes() for row in rows])
+
+    def decode_batch(records: list[bytes]) -> dict:
+        return {"tokens": np.frombuffer(b"".join(records), np.int32).reshape(len(records), -1)}
+
+    for source in (
+        ArrayRecord(path, decode=lambda record: {"tokens": np.frombuffer(record, np.int32)}),
+        ArrayRecord(path, decode_batch=decode_batch),
+    ):
+        np.testing.assert_array_equal(source[np.int64(3)]["tokens"], rows[3])
+        np.testing.assert_array_equal([r["tokens"] for r in source.__getitems__([9, 0])], rows[[9, 0]])
+        assert source.read_raw([2]) == [rows[2].tobytes()]
+    assert ArrayRecord(path).__getitems__([1]) == [rows[1].tobytes()]
+    with pytest.raises(SettingsError, match="both decode and decode_batch"):
+        ArrayRecord(path, len, len)
+
+
+@pytest.mark.parametrize("record_id", [-1, 340])
+def test_ids_out_of_range(three_files, record_id: int) -> None:
+    with pytest.raises(IndexError, match=f"record id {record_id} is out of range.* 340 records"):
+        ArrayRecord(three_files[0]).read_raw([0, record_id])
+
+
+def test_missing_files_are_named(tmp_path) -> None:
+    (tmp_path / "folder").mkdir()
+    good = write(tmp_path / "good", some_records(1))
+    for paths, message in [
+        ([], "empty list"),
+        (str(tmp_path / "*.nothing"), r"no file matches .*\*\.nothing"),
+        ([good, str(tmp_path / "gone")], "there is no file .*gone"),
+        (tmp_path / "folder", "got the folder .*folder"),
+        (7, "got 7 "),
+        ([good, None], "got None in its list"),
+        ("nosuchprotocol://bucket/x", "fsspec cannot open.*nosuchprotocol"),
+    ]:
+        with pytest.raises((SourceError, SettingsError), match=message):
+            ArrayRecord(paths)  # type: ignore[arg-type]
+
+
+def test_a_url_needs_a_cache() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe_file("/bucket/x", b"1")
+    with pytest.raises(SettingsError, match=r"no cache.*meshfeed\.ShardCache"):
+        ArrayRecord("memory://bucket/*")
+    with pytest.raises(SourceError, match=r"no file matches 'memory://bucket/\*.y'"):
+        ArrayRecord("memory://bucket/*.y")
+
+
+def test_damaged_files_are_refused_by_name(tmp_path) -> None:
+    whole = pathlib.Path(write(tmp_path / "whole", some_records(3000))).read_bytes()
+    noise = np.random.default_rng(0).bytes(2 << 16)
+    flipped_footer = bytearray(whole)
+    flipped_footer[-(1 << 16) + 70] ^= 1
+    for name, content in {
+        "empty": b"",
+        "short": whole[:-1],
+        "half": whole[: len(whole) // 2],
+        "appended": whole + b"xx",
+        "text": b"hello\n" * 100,
+        "noise": noise,
+        "flipped_footer": bytes(flipped_footer),
+    }.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(CorruptDataError, match=f"{name}.*(ArrayRecord|empty)") as caught:
+            ArrayRecord([tmp_path / "whole", path])
+        assert caught.value.path == str(path)
+
+
+def test_a_file_of_no_records_is_no_damage_but_no_source_either(tmp_path) -> None:
+    path = write(tmp_path / "zero", [])
+    with pytest.raises(SourceError, match=r"0 records in all.*zero") as caught:
+        ArrayRecord(path)
+    assert not isinstance(caught.value, CorruptDataError)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_flipped_bit_names_file_and_record(tmp_path, as_list: bool, monkeypatch) -> None:
+    monkeypatch.setattr(readers, "_reads_as_list", lambda file, rows: as_list)
+    records = some_records(400)
+    first = write(tmp_path / "first", records[:100])
+    second = pathlib.Path(write(tmp_path / "second", records[100:]))
+    content = bytearray(second.read_bytes())
+    content[content.index(records[123])] ^= 1
+    second.write_bytes(content)
+    source = ArrayRecord([first, second])
+    for ids in ([5, 123, 300], np.arange(400), [123]):
+        with pytest.raises(CorruptDataError, match=r"second: record 123 \(row 23 of the file\) is damaged") as caught:
+            source.read_raw(ids)
+        assert (caught.value.path, caught.value.record_id) == (str(second), 123)
+    others = [i for i in range(400) if i != 123]  # an error does not spoil the reader for the rest
+    assert source.read_raw(others) == [records[i] for i in others]
+
+
+def test_a_file_that_changes_or_goes_is_noticed_when_it_is_opened(tmp_path) -> None:
+    path = write(tmp_path / "x", some_records(10))
+    source = ArrayRecord(path)
+    write(tmp_path / "x", some_records(11))
+    with pytest.raises(SourceError, match=r"has changed.* 10 records .* 11 in"):
+        source[0]
+    os.unlink(path)
+    with pytest.raises(SourceError, match="is gone"):
+        source[0]
+
+
+def test_fingerprint(three_files, tmp_path) -> None:
+    paths, records = three_files
+    found = ArrayRecord(paths).fingerprint()
+    assert found["kind"] == "array_record"
+    assert found["records"] == 340
+    assert found["files"]["count"] == 3
+    assert found["files"]["bytes"] == sum(os.path.getsize(path) for path in paths)
+    moved = []
+    for path in paths:
+        moved.append(tmp_path / os.path.basename(path))
+        moved[-1].write_bytes(pathlib.Path(path).read_bytes())
+    assert ArrayRecord(moved).fingerprint() == found
+    assert ArrayRecord(moved[::-1]).fingerprint() != found
+    other = [bytes(len(record)) for record in records]  # same sizes, names and counts
+    write(moved[0], other[:40])
+    assert ArrayRecord(moved).fingerprint_files() == ArrayRecord(paths).fingerprint_files()
+    assert ArrayRecord(moved).fingerprint() != found
+
+
+def test_open_readers_are_bounded(tmp_path) -> None:
+    paths = [write(tmp_path / f"{i}", some_records(2, i)) for i in range(9)]
+    source = ArrayRecord(paths)
+    source._readers = pool = readers.ReaderPool(max_readers=3)
+    assert source.read_raw(np.arange(18)[::-1])[-1] == some_records(1)[0]
+    assert len(pool) == 3
+    source.close()
+    assert len(pool) == 0
+    assert source[17] == some_records(1, 9)[0]
+    few_chunks = readers.ReaderPool(max_chunks=5)
+    source._readers = few_chunks
+    source.read_raw(np.arange(18))
+    assert len(few_chunks) == 2
+
+
+def test_threads_read_right_while_readers_are_dropped(tmp_path) -> None:
+    paths = [write(tmp_path / f"{i}", some_records(50, 50 * i)) for i in range(6)]
+    records = some_records(300)
+    source = ArrayRecord(paths)
+    source._readers = readers.ReaderPool(max_readers=2)
+    wrong: list[object] = []
+
+    def read(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(30):
+            ids = rng.integers(0, 300, 40)
+            if source.read_raw(ids) != [records[i] for i in ids]:
+                wrong.append(ids)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_pickle_carries_no_open_file(three_files) -> None:
+    source = ArrayRecord(three_files[0])
+    source[0]
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy[339] == three_files[1][339]
+    assert copy.fingerprint() == source.fingerprint()
+
+
+def test_the_library_is_imported_only_when_needed() -> None:
+    code = (
+        "import sys, meshfeed.sources._array_record;"
+        "assert not {'array_record', 'fsspec', 'grain', 'orbax'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pickle
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfeed._errors import SourceError
+from meshfeed.sources._memory import Memory
+
+
+def _tree(num_records: int = 50) -> dict:
+    rng = np.random.default_rng(0)
+    return {
+        "tokens": rng.integers(0, 1000, (num_records, 7), np.int32),
+        "extra": (rng.random(num_records), rng.random((num_records, 2, 3)).astype(ml_dtypes.bfloat16)),
+    }
+
+
+@given(st.lists(st.integers(0, 49), max_size=30))
+def test_read_batch_is_indexing(ids: list[int]) -> None:
+    tree = _tree()
+    batch = Memory(tree).read_batch(np.array(ids, np.int64))
+    jax.tree.map(lambda leaf, array: np.testing.assert_array_equal(leaf, array[ids]), batch, tree)
+    assert jax.tree.map(lambda leaf: leaf.dtype, batch) == jax.tree.map(lambda leaf: leaf.dtype, tree)
+
+
+@pytest.mark.parametrize("ids", [range(3, 40), [5], [9, 3, 9, 49], []])
+def test_buffers_are_aligned_and_the_callers_own(ids) -> None:
+    tree = _tree()
+    source = Memory(tree)
+    for leaf, array in zip(
+        jax.tree.leaves(source.read_batch(np.array(ids, np.int64))), jax.tree.leaves(tree), strict=True
+    ):
+        assert leaf.ctypes.data % 64 == 0 or not leaf.size  # numpy moves an empty view
+        assert leaf.flags.writeable
+        assert not np.shares_memory(leaf, array)
+
+
+def test_arrays_that_take_would_copy_whole() -> None:
+    base = np.arange(600, dtype=np.float32).reshape(20, 30)
+    for array in (np.asfortranarray(base), base[:, ::2], base.astype(">f4"), base[::-1]):
+        got = Memory(array).read_batch(np.array([3, 1, 19]))
+        np.testing.assert_array_equal(got, array[[3, 1, 19]])
+        assert got.dtype == np.float32
+        assert got.dtype.isnative
+
+
+def test_columns() -> None:
+    tree = _tree()
+    batch = Memory(tree).read_batch(np.array([4, 2]), columns={"['tokens']": (slice(2, 5),)})
+    np.testing.assert_array_equal(batch["tokens"], tree["tokens"][[4, 2], 2:5])
+    np.testing.assert_array_equal(batch["extra"][0], tree["extra"][0][[4, 2]])
+
+
+def test_element_shapes() -> None:
+    shapes = Memory(_tree()).element_shapes()
+    assert shapes["tokens"].shape == (7,)
+    assert shapes["tokens"].dtype == np.int32
+    assert shapes["extra"][0].shape == ()
+    assert shapes["extra"][1].dtype == ml_dtypes.bfloat16
+
+
+def test_items() -> None:
+    tree = _tree()
+    source = Memory(tree)
+    assert len(source) == 50
+    np.testing.assert_array_equal(source[np.int64(7)]["tokens"], tree["tokens"][7])
+    assert [record["extra"][0] for record in source.__getitems__([3, 1])] == tree["extra"][0][[3, 1]].tolist()
+    assert len(list(iter(source))) == 50  # the old sequence protocol ends at IndexError
+
+
+@pytest.mark.parametrize("record_id", [-1, 50])
+def test_ids_out_of_range(record_id: int) -> None:
+    source = Memory(_tree())
+    with pytest.raises(IndexError, match=f"record id {record_id} is out of range.* 50 records"):
+        source[record_id]
+    with pytest.raises(IndexError, match=f"record id {record_id} is out of range"):
+        source.read_batch(np.array([1, record_id]))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({}, "without arrays"),
+        ({"a": np.zeros(3), "b": np.zeros(4)}, r"\['a'\] has 3, \['b'\] has 4"),
+        ({"a": np.zeros((0, 2))}, r"0 records: leaf \"\['a'\]\""),
+        ({"a": np.zeros(3), "b": np.array(["x", "yy", "z"])}, r"\['b'\].*<U2"),
+        ({"a": np.array([[1], [1, 2]], dtype=object)}, r"\['a'\].*object"),
+        ({"a": np.zeros(())}, r"\['a'\].*shape \(\)"),
+        ({"a": np.zeros(3, [("x", "i4")])}, r"\['a'\].*which no device holds"),
+        ({"a": 3}, r"\['a'\].* is a int"),
+    ],
+)
+def test_bad_arrays(arrays, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        Memory(arrays)
+
+
+def test_fingerprint_tells_content_and_shape_apart() -> None:
+    tree = _tree()
+    same = Memory(jax.tree.map(np.copy, tree)).fingerprint()
+    assert Memory(tree).fingerprint() == same
+    assert same["records"] == 50
+    assert same["leaves"][0] == ["['extra'][0]", "float64", []]
+    changed = jax.tree.map(np.copy, tree)
+    changed["tokens"][49, 6] += 1
+    assert Memory(changed).fingerprint() != same
+    assert Memory(jax.tree.map(lambda array: array[:49], tree)).fingerprint() != same
+
+
+def test_pickle_and_memmap(tmp_path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(40).reshape(10, 4))
+    source = Memory(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    assert type(source[0]) is np.ndarray
+    copy = pickle.loads(pickle.dumps(Memory(_tree())))
+    np.testing.assert_array_equal(copy.read_batch(np.array([3]))["tokens"], _tree()["tokens"][[3]])
