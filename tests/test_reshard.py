@@ -12,13 +12,22 @@ from meshfeed._reshard import bits_dtype, from_bits, host_bits, reshard, to_bits
 
 NARROW_FLOATS = [
     name
-    for name in (
-        "bfloat16 float16 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e5m2fnuz float8_e4m3fnuz "
-        "float8_e3m4 float8_e4m3 float8_e8m0fnu float4_e2m1fn"
-    ).split()
+    for name in [
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3b11fnuz",
+        "float8_e5m2fnuz",
+        "float8_e4m3fnuz",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+    ]
     if hasattr(jnp, name)
 ]
-OTHERS = "float32 complex64 int4 uint4 int8 int16 int32 uint8 uint16 uint32 bool".split()
+OTHERS = ["float32", "complex64", "int4", "uint4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool"]
 
 
 def every_bit_pattern(name: str) -> np.ndarray:

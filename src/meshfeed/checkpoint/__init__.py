@@ -1,0 +1,32 @@
+"""Arrays and data position in one checkpoint: read once across the cluster, exact to the bit, intact or refused.
+
+Nothing here is imported before it is asked for, so that ``import meshfeed.checkpoint`` loads no Orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshfeed.checkpoint._iterator import IteratorHandler, IteratorRestore, IteratorSave
+
+_HOMES = {
+    "IteratorHandler": "_iterator",
+    "IteratorRestore": "_iterator",
+    "IteratorSave": "_iterator",
+}
+
+__all__ = ["IteratorHandler", "IteratorRestore", "IteratorSave"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

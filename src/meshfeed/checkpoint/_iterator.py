@@ -1,0 +1,92 @@
+"""Orbax v0 handler for the state of a feed, for people who have their own CheckpointManager or Composite."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meshfeed import _state_files
+from meshfeed._process import process_index
+
+
+class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
+    """Saves and restores the state of a feed as one item of an Orbax checkpoint.
+
+    ::
+
+        manager.save(step, args=ocp.args.Composite(data=IteratorSave(feed), …))
+        manager.restore(step, args=ocp.args.Composite(data=IteratorRestore(feed), …))
+
+    The state is captured before ``save`` returns, also with asynchronous managers. One file holds it for all hosts, and
+    it is restored in place, on any number of hosts.
+    """
+
+    async def async_save(self, directory: Any, args: IteratorSave) -> list[ocp.future.Future]:
+        """Captures the state, and gives futures that write it."""
+        state = args.feed.get_state()
+        process = process_index()
+        if not _state_files.must_write(state, process):
+            return []
+        identity = args.identity
+
+        async def write() -> None:
+            path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
+            await asyncio.to_thread(_state_files.write_state, path, state, identity=identity, process=process)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
+
+    def save(self, directory: Any, args: IteratorSave) -> None:
+        """Writes the state before it returns."""
+        _state_files.write_state(directory, args.feed.get_state(), identity=args.identity)
+
+    def restore(self, directory: Any, args: IteratorRestore | None = None) -> Any:
+        """Reads the state of all hosts and sets it on ``args.feed``, which is given back; without it, the state.
+
+        Raises:
+          CheckpointError: no whole state is there.
+          StateMismatchError: the feed cannot continue it, and is as it was.
+        """
+        state = _state_files.read_state(directory)
+        if args is None or args.feed is None:
+            return state
+        args.feed.set_state(state)
+        return args.feed
+
+    def finalize(self, directory: Any) -> None:
+        """Joins the files of all hosts in one; Orbax calls it on the primary host when all have written."""
+        _state_files.merge_files(directory)
+
+    def metadata(self, directory: Any) -> dict[str, Any]:
+        """The saved state, without a feed."""
+        return _state_files.read_state(epath.Path(directory))
+
+
+@ocp.args.register_with_handler(IteratorHandler, for_save=True)
+@dataclasses.dataclass
+class IteratorSave(ocp.args.CheckpointArgs):
+    """Saves the state of ``feed``.
+
+    Attributes:
+      feed: a :class:`meshfeed.MultiHostDataLoadIterator`, or whatever has ``get_state() -> dict``.
+      identity: ties the file to the arrays saved with it; :class:`~meshfeed.checkpoint.Checkpointer` sets it.
+    """
+
+    feed: Any
+    identity: Mapping[str, Any] | None = None
+
+
+@ocp.args.register_with_handler(IteratorHandler, for_restore=True)
+@dataclasses.dataclass
+class IteratorRestore(ocp.args.CheckpointArgs):
+    """Restores into ``feed``, in place.
+
+    Attributes:
+      feed: whatever has ``set_state(dict)``; None gives back the state itself.
+    """
+
+    feed: Any = None
