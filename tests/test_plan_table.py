@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshfeed._errors import PlanError, SettingsError
+from meshfeed._plan import plan_host
+from meshfeed._plan_table import plan_table
+from meshfeed._topology import fake_mesh
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[str, ...] | None], int, int, list[int] | None]:
+    axes = {name: draw(st.sampled_from([1, 2, 3, 4])) for name in ("a", "b", "c")[: draw(st.integers(1, 3))]}
+    size = math.prod(axes.values())
+    devices_per_host = draw(st.integers(1, 4))
+    hosts = -(-size // devices_per_host) + draw(st.integers(0, 2))
+    order = draw(st.none() | st.permutations(range(hosts * devices_per_host)).map(lambda places: places[:size]))
+    entries: list[list[str]] = [[], [], []]
+    for axis in draw(st.permutations(list(axes))):
+        if (dimension := draw(st.integers(0, 3))) < 3:
+            entries[dimension].append(axis)
+    return axes, [tuple(names) or None for names in entries], hosts, devices_per_host, order
+
+
+@given(tables())
+@settings(max_examples=200)
+def test_the_table_is_what_the_plan_of_each_host_says(
+    table: tuple[dict[str, int], list[tuple[str, ...] | None], int, int, list[int] | None],
+) -> None:
+    axes, spec, hosts, devices_per_host, order = table
+    mesh = fake_mesh(axes, hosts, devices_per_host, permutation=order)
+    process_of = None if order is None else np.array(order) // devices_per_host
+    shape = tuple(math.prod(axes[a] for a in entry or ()) * (2 + d) for d, entry in enumerate(spec))
+    found = plan_table(axes, spec, process_of, hosts, devices_per_host, shape)
+    sharding = NamedSharding(mesh, P(*spec))
+    plans = [plan_host(sharding, shape[0], host) for host in range(hosts)]
+    assert found.row_ranges() == [plan.row_ranges for plan in plans]
+    assert found.num_rows().tolist() == [plan.num_rows for plan in plans]
+    boxes = [[(box.start, box.stop) for box in plan.leaf(sharding, shape).columns] for plan in plans]
+    np.testing.assert_array_equal(found.columns, np.array(boxes).reshape(hosts, 2, 2))
+
+
+def test_four_thousand_hosts_are_planned_as_the_sharding_says() -> None:
+    axes, hosts, devices_per_host = {"data": 4096, "model": 4}, 4096, 4
+    order = np.random.default_rng(0).permutation(hosts * devices_per_host)
+    spec = P("data", "model")
+    found = plan_table(axes, spec, order // devices_per_host, hosts, devices_per_host, (16384, 8))
+    sharding = NamedSharding(fake_mesh(axes, hosts, devices_per_host, permutation=order.tolist()), spec)
+    ranges = found.row_ranges()
+    for host in (0, 1, 77, 4095):
+        plan = plan_host(sharding, 16384, host)
+        assert ranges[host] == plan.row_ranges
+        box = plan.leaf(sharding, (16384, 8)).columns[0]
+        assert found.columns[host].tolist() == [[box.start, box.stop]]
+    assert found.num_rows().sum() >= 16384
+
+
+def test_rows_over_hosts_that_share_a_model_axis() -> None:
+    found = plan_table({"data": 2, "model": 4}, ["data"], None, 4, 2, (16,))
+    assert found.row_ranges() == [((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((["data"], None, 4, 2, (15,)), PlanError, "batch of size 15 .* 'data' of size 2.*: 14 and 16"),
+        ((["data", "model"], None, 4, 2, (16, 6)), PlanError, "dimension 1 of size 6 .* 'model' of size 4.*: 4 and 8"),
+        ((["seq"], None, 4, 2, (16,)), SettingsError, "names the axis 'seq', and the mesh has"),
+        ((["data", "data"], None, 4, 2, (16, 16)), SettingsError, "'data' twice"),
+        ((["data"], None, 3, 2, (16,)), SettingsError, "8 positions, and 3 hosts x 2 devices are 6"),
+        ((["data"], np.arange(8), 4, 2, (16,)), SettingsError, "process_of has 8 entries from 0 to 7"),
+        ((["data"], np.arange(3), 4, 2, (16,)), SettingsError, "process_of has 3 entries"),
+        ((["data"], None, 0, 2, (16,)), SettingsError, "hosts is 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: tuple, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan_table({"data": 2, "model": 4}, *arguments)
