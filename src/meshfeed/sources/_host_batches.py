@@ -1,0 +1,226 @@
+"""Batches that every host makes for itself, as MaxText's iterators do."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed import _aligned, _state
+from meshfeed._errors import SourceError, StateMismatchError
+from meshfeed._types import JsonValue, PyTree
+
+_logger = logging.getLogger("meshfeed.sources")
+_FIELD = "hosts"
+
+
+class HostBatches:
+    """An iterable of host-local batches; the global batch is the batches of all hosts, one after the other.
+
+    Not elastic: a state belongs to this number of hosts. It is resumed exactly where the iterator has ``get_state`` and
+    ``set_state`` (a Grain DataLoader or DatasetIterator), by reading and dropping where the iterable can be started
+    again (a list, a torch DataLoader, a tf.data.Dataset: exact if it gives the same batches again), and not at all
+    where it is a generator, which can be read once.
+
+    Arrays that nobody can write to are handed to JAX as they are. Others are copied first, since JAX may use their
+    memory as its own, and what the producer writes to it later would show in the array.
+
+    Args:
+      iterable: an iterable, or an iterator, of pytrees with arrays ``[host_rows, ...]`` as leaves.
+
+    Attributes:
+      elastic: False.
+
+    Raises:
+      SourceError: it cannot be iterated over.
+    """
+
+    elastic = False
+
+    def __init__(self, iterable: Any) -> None:
+        can_iterate = hasattr(iterable, "__iter__") or hasattr(iterable, "__next__")
+        if not can_iterate or isinstance(iterable, str | bytes):
+            raise SourceError(
+                f"HostBatches got a {type(iterable).__name__}. Expected an iterable of batches: pytrees of arrays "
+                "[host_rows, ...]. A function that makes one is to be called first."
+            )
+        self._iterable = iterable
+        self._one_shot = hasattr(iterable, "__next__") and (
+            not hasattr(iterable, "__iter__") or iter(iterable) is iterable
+        )
+        # The state before the first batch is what brings a resumable iterator back to its beginning.
+        self._first_state = iterable.get_state() if self._one_shot and _has_state(iterable) else None
+        self._taken = False
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a saved state can be continued."""
+        return not self._one_shot or _has_state(self._iterable)
+
+    def iterator(self) -> HostBatchIterator:
+        """The batches from the beginning.
+
+        Raises:
+          SourceError: a generator that was read before.
+        """
+        if not self._one_shot:
+            return HostBatchIterator(self, _start(self._iterable), restartable=True)
+        if self._first_state is not None:
+            if self._taken:
+                self._iterable.set_state(self._first_state)
+            self._taken = True
+            return HostBatchIterator(self, self._iterable, restartable=False)
+        if self._taken:
+            raise SourceError(
+                f"the batches come from a {type(self._iterable).__name__}, which can be read once and was. Expected an "
+                "iterable that starts again at each iter(). Pass an object whose __iter__ makes a new generator."
+            )
+        self._taken = True
+        return HostBatchIterator(self, self._iterable, restartable=False)
+
+    def fingerprint(self) -> JsonValue:
+        """Only the kind: the batches are the user's own affair."""
+        return {"kind": "host_batches"}
+
+
+class HostBatchIterator:
+    """One pass over :class:`HostBatches`.
+
+    After the end it keeps raising StopIteration, after an error that error: an iterator that failed is never asked
+    again, since most of them then skip or end without a word.
+    """
+
+    def __init__(self, batches: HostBatches, iterator: Any, *, restartable: bool) -> None:
+        self._batches = batches
+        self._iterator = iterator
+        self._restartable = restartable
+        self._delivered = 0
+        self._failure: BaseException | None = None
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return self
+
+    def __next__(self) -> PyTree:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            batch = next(self._iterator)
+        except Exception as error:
+            self._failure = error
+            raise
+        except BaseException:
+            # Ctrl-C ends a generator, which would then look like the end of the data.
+            if inspect.isgenerator(self._iterator) and self._iterator.gi_frame is None:
+                self._failure = SourceError(
+                    f"the generator of host batches was interrupted after {self._delivered} batches and cannot go on. "
+                    "Create the feed again with a new one."
+                )
+            raise
+        self._delivered += 1
+        return jax.tree_util.tree_map(_own, batch)
+
+    def get_state(self) -> JsonValue:
+        """State after the last batch that was returned."""
+        state: dict[str, Any] = {"batches": self._delivered}
+        if _has_state(self._iterator):
+            state["state"] = _state.encode_value(self._iterator.get_state())
+        return state
+
+    def set_state(self, state: JsonValue) -> None:
+        """Goes on after the batch at which ``state`` was taken.
+
+        Raises:
+          StateMismatchError: a generator that can be read once; a state of another kind of iterator; or fewer batches
+            than were delivered then.
+        """
+        if not isinstance(state, dict) or not isinstance(state.get("batches"), int) or state["batches"] < 0:
+            raise StateMismatchError(_FIELD, state, {"batches": self._delivered}, "The state is damaged; use another.")
+        if _has_state(self._iterator):
+            self._restore(state)
+        else:
+            self._skip_to(state)
+        self._failure = None
+
+    def close(self) -> None:
+        """Closes the underlying iterator, if it can be closed."""
+        close = getattr(self._iterator, "close", None)
+        if callable(close):
+            close()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if "state" not in state:
+            raise StateMismatchError(
+                f"{_FIELD}.state",
+                "a number of batches",
+                f"the state of a {type(self._iterator).__name__}",
+                "Pass the kind of iterable that the state was saved with.",
+            )
+        try:
+            self._iterator.set_state(_state.decode_value(state["state"]))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise StateMismatchError(
+                f"{_FIELD}.state",
+                state["state"],
+                f"a {type(self._iterator).__name__} that refuses it: {error}",
+                "Host batches are not elastic: continue with the same number of hosts and workers, and the same data.",
+            ) from error
+        self._delivered = state["batches"]
+
+    def _skip_to(self, state: dict[str, Any]) -> None:
+        wanted = state["batches"]
+        if "state" in state:
+            raise StateMismatchError(
+                f"{_FIELD}.state",
+                "the state of an iterator",
+                f"a {type(self._iterator).__name__} without set_state",
+                "Pass the kind of iterable that the state was saved with.",
+            )
+        if self._restartable:
+            if self._delivered:
+                self.close()
+            iterator, start = _start(self._batches._iterable), 0
+        else:
+            iterator, start = self._iterator, self._delivered
+            if wanted != start or self._failure is not None:
+                raise StateMismatchError(
+                    f"{_FIELD}.batches",
+                    wanted,
+                    start,
+                    f"A {type(iterator).__name__} can be read once and cannot be brought to a saved state. Pass an "
+                    "iterable that starts again at each iter(), or an iterator with get_state and set_state.",
+                )
+        if wanted > start:
+            _logger.info("host batches have no state: reading and dropping %d batches to resume", wanted - start)
+        for position in range(start, wanted):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise StateMismatchError(
+                    f"{_FIELD}.batches", wanted, position, "The iterable ends earlier; pass the data it was saved with."
+                ) from None
+        self._iterator, self._delivered = iterator, wanted
+
+
+def _has_state(iterator: Any) -> bool:
+    return callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
+
+
+def _start(iterable: Any) -> Any:
+    # tf.data: NumPy arrays instead of tensors, without copying them
+    as_numpy: Any = getattr(iterable, "as_numpy_iterator", None)
+    return iter(as_numpy() if callable(as_numpy) else iterable)
+
+
+def _own(leaf: Any) -> Any:
+    """``leaf`` as an array whose memory nobody will write to again."""
+    array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return array if array.dtype.hasobject else _aligned.copy(array)
+        owner = owner.base
+    return array

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from meshfeed import _errors as errors
+from meshfeed.sources._host_batches import HostBatches
+
+
+def batches(count=7):
+    return [{"x": np.full((4, 2), i), "y": np.arange(4) + i} for i in range(count)]
+
+
+class Restartable:
+    def __init__(self, count=7):
+        self.count = count
+
+    def __iter__(self):
+        return iter(batches(self.count))
+
+
+class Stateful:
+    """One-shot, with a state that holds a tuple and bytes."""
+
+    def __init__(self, count=7):
+        self.all, self.next_index = batches(count), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next_index == len(self.all):
+            raise StopIteration
+        self.next_index += 1
+        return self.all[self.next_index - 1]
+
+    def get_state(self):
+        return {"at": (self.next_index, b"x")}
+
+    def set_state(self, state):
+        assert isinstance(state["at"], tuple)
+        self.next_index = state["at"][0]
+
+
+def values(iterator):
+    return [int(batch["y"][0]) for batch in iterator]
+
+
+@pytest.mark.parametrize("make", [Restartable, Stateful, batches])
+def test_resumes_at_every_point(make):
+    for stop in range(8):
+        first = HostBatches(make()).iterator()
+        head = values(itertools.islice(first, stop))
+        state = json.loads(json.dumps(first.get_state()))
+        source = HostBatches(make())
+        assert source.resumable
+        resumed = source.iterator()
+        resumed.set_state(state)
+        assert resumed.get_state() == state
+        assert head + values(resumed) == list(range(7))
+        assert values(first) == list(range(stop, 7))
+
+
+@pytest.mark.parametrize("make", [Restartable, Stateful])
+def test_set_state_goes_back_too(make):
+    iterator = HostBatches(make()).iterator()
+    state = iterator.get_state()
+    assert values(iterator) == list(range(7))
+    assert values(iterator) == []
+    iterator.set_state(state)
+    assert values(iterator) == list(range(7))
+
+
+@pytest.mark.parametrize("make", [Restartable, Stateful])
+def test_iterator_starts_again(make):
+    source = HostBatches(make())
+    assert values(itertools.islice(source.iterator(), 3)) == [0, 1, 2]
+    assert values(source.iterator()) == list(range(7))
+
+
+def test_a_generator_is_read_once_and_cannot_be_resumed():
+    source = HostBatches(batch for batch in batches())
+    assert not source.resumable
+    assert not source.elastic
+    iterator = source.iterator()
+    next(iterator)
+    state = iterator.get_state()
+    iterator.set_state(state)  # where it is already
+    with pytest.raises(errors.SourceError, match="a generator, which can be read once and was"):
+        source.iterator()
+    other = HostBatches(batch for batch in batches()).iterator()
+    with pytest.raises(errors.StateMismatchError, match="A generator can be read once") as error:
+        other.set_state(state)
+    assert (error.value.saved, error.value.current) == (1, 0)
+    assert values(other) == list(range(7))
+
+
+def test_states_that_do_not_fit_change_nothing():
+    counted = HostBatches(Restartable()).iterator()
+    stateful = HostBatches(Stateful()).iterator()
+    next(counted), next(stateful)
+    with pytest.raises(errors.StateMismatchError, match="without set_state"):
+        counted.set_state(stateful.get_state())
+    with pytest.raises(errors.StateMismatchError, match="Pass the kind of iterable"):
+        stateful.set_state(counted.get_state())
+    with pytest.raises(errors.StateMismatchError, match="ends earlier") as error:
+        counted.set_state({"batches": 9})
+    assert (error.value.saved, error.value.current) == (9, 7)
+    for damaged in (None, {}, {"batches": -1}, {"batches": "2"}):
+        with pytest.raises(errors.StateMismatchError, match="damaged"):
+            counted.set_state(damaged)
+    assert values(counted) == values(stateful) == list(range(1, 7))
+
+
+def test_an_error_is_raised_again_and_the_iterator_left_alone():
+    def generate():
+        yield {"x": np.zeros(2)}
+        raise OSError("disk")
+
+    iterator = HostBatches(generate()).iterator()
+    next(iterator)
+    for _ in range(3):
+        with pytest.raises(OSError, match="disk"):
+            next(iterator)
+
+
+def test_an_interrupted_generator_does_not_look_like_the_end():
+    def generate():
+        yield {"x": np.zeros(2)}
+        raise KeyboardInterrupt
+
+    iterator = HostBatches(generate()).iterator()
+    next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(errors.SourceError, match="interrupted after 1 batches"):
+        next(iterator)
+
+
+def test_only_what_nobody_can_write_to_is_handed_on_as_it_is():
+    writable = np.arange(6.0)
+    frozen = np.arange(6.0)
+    frozen.flags.writeable = False
+    view = writable[:]
+    view.flags.writeable = False
+    got = next(HostBatches([{"w": writable, "f": frozen, "v": view, "n": [1, 2]}]).iterator())
+    assert got["f"] is frozen
+    writable[:] = -1
+    np.testing.assert_array_equal(got["w"], np.arange(6.0))
+    np.testing.assert_array_equal(got["v"], np.arange(6.0))
+    assert got["n"] == [1, 2]
+
+
+def test_what_cannot_be_iterated_is_refused():
+    for bad in (3, "abc", lambda: batches()):
+        with pytest.raises(errors.SourceError, match="Expected an iterable of batches"):
+            HostBatches(bad)
+
+
+def test_close_reaches_the_iterator():
+    closed = []
+
+    def generate():
+        try:
+            yield {"x": np.zeros(2)}
+            yield {"x": np.zeros(2)}
+        finally:
+            closed.append(True)
+
+    iterator = HostBatches(generate()).iterator()
+    next(iterator)
+    iterator.close()
+    assert closed == [True]
+    HostBatches([]).iterator().close()
+
+
+def test_fingerprint_says_nothing_of_the_content():
+    assert HostBatches([]).fingerprint() == HostBatches(Stateful()).fingerprint() == {"kind": "host_batches"}
+
+
+def test_grain_data_loader_resumes_exactly():
+    grain = pytest.importorskip("grain")
+
+    def loader(seed=5):
+        return grain.DataLoader(
+            data_source=np.arange(90),
+            sampler=grain.samplers.IndexSampler(
+                90, shard_options=grain.sharding.NoSharding(), shuffle=True, seed=seed, num_epochs=1
+            ),
+            operations=[grain.transforms.Batch(8, drop_remainder=True)],
+            worker_count=0,
+        )
+
+    whole = [batch.tolist() for batch in HostBatches(loader()).iterator()]
+    assert len(whole) == 11
+    for stop in (0, 1, 5, 11):
+        first = HostBatches(loader()).iterator()
+        for _ in range(stop):
+            next(first)
+        state = json.loads(json.dumps(first.get_state()))
+        resumed = HostBatches(loader()).iterator()
+        resumed.set_state(state)
+        assert [batch.tolist() for batch in resumed] == whole[stop:]
+    other = HostBatches(loader(seed=6)).iterator()
+    with pytest.raises(errors.StateMismatchError, match="not elastic"):
+        other.set_state(state)
