@@ -57,6 +57,9 @@ class LaneIterator(Protocol):
     dropping what was delivered. ``get_state`` is of the last record returned by ``__next__`` and may hold tuples,
     which come back as tuples. ``close()`` is optional. ``state_cost`` may be ``"expensive"``: the state is then
     taken now and then, and the records since are skipped on resume.
+
+    ``next_batch(num_records: int) -> pytree`` of arrays ``[n, ...]`` is optional and replaces n calls of ``__next__``,
+    with 1 <= n <= num_records: less than asked for does not mean the end, which is StopIteration. Both may be mixed.
     """
 
     def __next__(self) -> Record: ...
