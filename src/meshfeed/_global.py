@@ -1,0 +1,153 @@
+"""Host batch and plan to a pytree of global ``jax.Array``.
+
+Nothing here computes on devices or talks to other hosts, so that it may run on a background thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._errors import SourceError
+from meshfeed._narrow import narrow, narrowed_dtype
+from meshfeed._plan import HostPlan, LeafPlan, broadcast_shardings, cut_spec
+from meshfeed._put import LeafPutter, Putter, probe_fast_call
+from meshfeed._shardings import check_divisible, sharded_dimensions
+from meshfeed._types import PyTree
+
+_MAX_CACHED_BATCH_KINDS = 64  # a batch schedule or ragged widths make several; more means something is wrong
+
+
+class Assembler:
+    """Makes global arrays of the batches of one feed.
+
+    A host without a device in a leaf's sharding receives a ``jax.Array`` of the same global shape, dtype and sharding
+    with no addressable shards: it has a shape and a type and can be passed to a jitted step, and holds no values.
+
+    Args:
+      prefix: normalised shardings, a prefix of the batch.
+      putter: which way arrays are put on devices, and whether 64-bit dtypes are left alone; default: JAX's private
+        fast call where this JAX has it, and 64 bits as ``jax_enable_x64`` is now on this thread.
+    """
+
+    def __init__(self, prefix: PyTree, *, putter: Putter | None = None) -> None:
+        self._prefix = prefix
+        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))
+        self._kinds: dict[Any, list[tuple[str, LeafPutter]]] = {}
+
+    @property
+    def x64(self) -> bool:
+        """Whether 64-bit dtypes are left alone."""
+        return self._putter.x64
+
+    def __call__(self, host_tree: PyTree, plan: HostPlan, record_shapes: PyTree = None) -> PyTree:
+        """A global array for each leaf.
+
+        Args:
+          host_tree: arrays ``[plan.num_rows, ...]``, rows in the order of ``plan.rows``. The dimensions after the
+            first are those of a record, or, where ``record_shapes`` is given, only the plan's columns of them. On CPU
+            the result shares memory with arrays whose address is a multiple of 64: never write to them again.
+          plan: which rows these are.
+          record_shapes: pytree of the same structure with the ``.shape`` of one record's leaves; needed where leaves
+            hold some columns only.
+
+        Returns:
+          the same pytree with global arrays ``[plan.global_batch_size, ...]``.
+
+        Raises:
+          SourceError: a leaf without rows, of another number of rows or columns than planned, or of a dtype that JAX
+            does not take; names the leaf's path.
+          PlanError: a leaf's columns cannot be divided over the axes of its sharding.
+        """
+        arrays, treedef = jax.tree.flatten(host_tree)
+        leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
+        shapes = None if record_shapes is None else tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
+        kind = (plan, treedef, shapes, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        putters = self._kinds.get(kind)
+        if putters is None:
+            putters = self._putters(host_tree, leaves, plan, shapes)
+            if len(self._kinds) >= _MAX_CACHED_BATCH_KINDS:
+                self._kinds.clear()
+            self._kinds[kind] = putters
+        parts = zip(putters, leaves, strict=True)
+        return jax.tree.unflatten(treedef, [put(narrow(leaf, path, self.x64)) for (path, put), leaf in parts])
+
+    def _putters(
+        self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]], plan: HostPlan, widths: Any
+    ) -> list[tuple[str, LeafPutter]]:
+        shardings = broadcast_shardings(self._prefix, host_tree)
+        paths = _paths(host_tree)
+        widths = [leaf.shape[1:] for leaf in leaves] if widths is None else widths
+        if len(widths) != len(leaves):
+            raise SourceError(f"the batch has {len(leaves)} leaves {paths}, and a record has {len(widths)}")
+        putters = []
+        for path, leaf, width, sharding in zip(paths, leaves, widths, shardings, strict=True):
+            if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
+                raise SourceError(
+                    f"leaf {path} has shape {leaf.shape} and dtype {leaf.dtype}; expected {plan.num_rows} rows first, "
+                    f"which is what host {plan.process_index} holds of a global batch of {plan.global_batch_size}"
+                )
+            narrow(leaf[:0], path, self.x64)  # refuses a dtype before anything is made of it
+            leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
+            local = _local_indices(leaf, leaf_plan, path)
+            dtype = narrowed_dtype(leaf.dtype, self.x64)
+            putters.append((path, LeafPutter(self._putter, leaf_plan, dtype, local)))
+        return putters
+
+    def columns(self, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
+        """Leaf path → the columns that this host holds: what a source need read, and this class accepts."""
+        shardings = broadcast_shardings(self._prefix, record_shapes)
+        specs = jax.tree.leaves(record_shapes)
+        return {
+            path: plan.leaf(sharding, (plan.global_batch_size, *spec.shape), path).columns
+            for path, spec, sharding in zip(_paths(record_shapes), specs, shardings, strict=True)
+        }
+
+    def element_spec(self, record_shapes: PyTree, global_batch_size: int) -> PyTree:
+        """What a batch will be: ``jax.ShapeDtypeStruct`` with shardings.
+
+        Args:
+          record_shapes: pytree of ``.shape`` and ``.dtype`` of one record's leaves.
+          global_batch_size: rows of a global batch.
+
+        Raises:
+          PlanError: a dimension cannot be divided over the axes of its sharding.
+          SourceError: ``prefix`` does not fit the record.
+        """
+        specs, treedef = jax.tree.flatten(record_shapes)
+        shardings = broadcast_shardings(self._prefix, record_shapes)
+        return jax.tree.unflatten(
+            treedef,
+            [
+                self._leaf_spec((global_batch_size, *spec.shape), spec.dtype, sharding, path)
+                for path, spec, sharding in zip(_paths(record_shapes), specs, shardings, strict=True)
+            ],
+        )
+
+    def _leaf_spec(self, global_shape: tuple[int, ...], dtype: Any, sharding: Any, path: str) -> jax.ShapeDtypeStruct:
+        sharding = cut_spec(sharding, len(global_shape))
+        for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
+            what = f"dimension {dimension} of leaf {path}" if dimension else "the global batch"
+            check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+        return jax.ShapeDtypeStruct(global_shape, narrowed_dtype(dtype, self.x64), sharding=sharding)
+
+
+__all__ = ["Assembler", "narrow"]
+
+
+def _paths(tree: PyTree) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _local_indices(leaf: np.ndarray[Any, Any], plan: LeafPlan, path: str) -> list[tuple[slice, ...]]:
+    if leaf.shape[1:] == plan.global_shape[1:]:
+        return [(block.local[0], *block.index[1:]) for block in plan.blocks]
+    if leaf.shape[1:] == plan.column_shape:
+        return [block.local for block in plan.blocks]
+    raise SourceError(
+        f"leaf {path} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape {plan.global_shape[1:]} as "
+        f"the first record has, or of this host's columns {plan.column_shape}. All records must have the same shape: "
+        f"pad or cut them in `decode`."
+    )

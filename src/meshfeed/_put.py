@@ -1,0 +1,138 @@
+"""One leaf's host array to one global ``jax.Array``.
+
+The fast way is a call that JAX itself ends in, ``jax._src.interpreters.pxla.batched_device_put``: 1.5 to 5 times as
+fast as the public ways because nothing is worked out again for each batch. It is private, so it is probed before use
+and given up for good, with one log line, when it turns out to be another than expected. The public way
+(``jax.make_array_from_callback``) gives the same array, and also makes the first of each kind: the abstract value that
+the fast call wants is taken from that one, so that no private class has to be built here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed import _aligned
+from meshfeed._plan import LeafPlan
+
+_log = logging.getLogger("meshfeed.put")
+
+FastCall = Callable[..., jax.Array]
+
+
+def probe_fast_call() -> FastCall | None:
+    """The private call, or None where this JAX has no such function or its parameters are others."""
+    try:
+        from jax._src.interpreters import pxla
+
+        call = pxla.batched_device_put
+        names = tuple(inspect.signature(call).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+    return call if names[:5] == ("aval", "sharding", "xs", "devices", "committed") and "enable_x64" in names else None
+
+
+class Putter:
+    """Holds which way is used, for all leaves of one feed.
+
+    Args:
+      fast_call: the private call (:func:`probe_fast_call`), or None for the public way only.
+      x64: whether 64-bit types are on. Given explicitly because a thread does not see another thread's
+        ``jax.enable_x64`` context.
+    """
+
+    def __init__(self, fast_call: FastCall | None, x64: bool) -> None:
+        self.fast_call = fast_call
+        self.x64 = x64
+
+    def give_up(self, error: Exception) -> None:
+        """Use the public way from now on."""
+        if self.fast_call is not None:
+            self.fast_call = None
+            _log.warning(
+                "batched_device_put of JAX %s does not take what it used to (%s: %s); arrays are assembled by the "
+                "public make_array_from_callback from now on, which is slower and otherwise the same",
+                jax.__version__,
+                type(error).__name__,
+                error,
+            )
+
+    def public_call(
+        self, global_shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any, block_of: Callable[[Any], Any]
+    ) -> jax.Array:
+        """``jax.make_array_from_callback`` with 64-bit types on or off as the feed was made."""
+        with _x64(self.x64):
+            return jax.make_array_from_callback(global_shape, sharding, block_of, dtype=dtype)
+
+
+@contextlib.contextmanager
+def _x64(wanted: bool) -> Iterator[None]:
+    if jax.config.jax_enable_x64 == wanted:
+        yield
+        return
+    with jax.enable_x64(wanted):
+        yield
+
+
+class LeafPutter:
+    """Puts the host arrays of one leaf, all of one shape and dtype, on the devices of its plan.
+
+    Args:
+      putter: shared by the leaves.
+      plan: where the blocks go.
+      dtype: of the host arrays, already as JAX takes it.
+      local: for each block of the plan, where it lies in the host array.
+    """
+
+    def __init__(self, putter: Putter, plan: LeafPlan, dtype: Any, local: Sequence[tuple[slice, ...]]) -> None:
+        self._putter = putter
+        self._shape = plan.global_shape
+        self._sharding = plan.sharding
+        self._dtype = np.dtype(dtype)
+        self._aval: Any = None
+        self._devices = [block.device for block in plan.blocks]
+        keys = [_key(index) for index in local]
+        distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        # Replicas on this host share one block: one view, or one copy where its columns are cut.
+        self._distinct = [local[keys.index(key)] for key in distinct]
+        self._number_of_block = [distinct[key] for key in keys]
+        self._number_of_index = {
+            _key(block.index): number for block, number in zip(plan.blocks, self._number_of_block, strict=True)
+        }
+
+    def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
+        """The global array.
+
+        Args:
+          host: the rows and columns of this host. It and the arrays made from it share memory on CPU: never write to
+            it again.
+        """
+        parts = [_contiguous(host[index]) for index in self._distinct]
+        fast_call = self._putter.fast_call
+        if fast_call is not None and self._aval is not None:
+            blocks = [parts[number] for number in self._number_of_block]
+            try:
+                return fast_call(self._aval, self._sharding, blocks, self._devices, True, enable_x64=self._putter.x64)
+            except (TypeError, AttributeError) as error:
+                self._putter.give_up(error)
+        array = self._putter.public_call(self._shape, self._sharding, self._dtype, lambda i: parts[self._number(i)])
+        self._aval = getattr(array, "aval", None)
+        return array
+
+    def _number(self, index: tuple[slice, ...]) -> int:
+        whole = (slice(*part.indices(size)[:2]) for part, size in zip(index, self._shape, strict=True))
+        return self._number_of_index[_key(whole)]
+
+
+def _key(index: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in index)
+
+
+def _contiguous(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return part if part.flags.c_contiguous else _aligned.copy(part)
