@@ -62,7 +62,8 @@ def test_plan_leaves_out_the_middle_unless_asked() -> None:
 
 def test_plan_counts_hosts_without_a_device_in_the_mesh() -> None:
     text = run(f"{SMALL} --mesh data=4 --spec data --global-batch-size 8").output
-    assert "2 of 4 hosts read, 4 rows each." in text and text.count("none") == 2
+    assert "2 of 4 hosts read, 4 rows each." in text
+    assert text.count("none") == 2
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,8 @@ def test_plan_counts_hosts_without_a_device_in_the_mesh() -> None:
 def test_plan_refuses_with_one_message_and_status_2(line: str, message: str) -> None:
     result = run(f"{SMALL} {line}")
     assert result.exit_code == 2
-    assert message in result.output and "Traceback" not in result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -105,4 +107,5 @@ def test_errors_of_meshfeed_are_one_line(error: Exception, status: int) -> None:
 def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}; from meshfeed.cli import main; main()"
     ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
-    assert ended.returncode == 0 and "plan" in ended.stdout
+    assert ended.returncode == 0
+    assert "plan" in ended.stdout

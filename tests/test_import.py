@@ -9,10 +9,22 @@ import sys
 
 import pytest
 
-HEAVY = (
-    "orbax tensorstore grain array_record datasets tensorflow tensorflow_datasets fsspec pyarrow rich click torch "
-    "pytest hypothesis"
-).split()
+HEAVY = [
+    "orbax",
+    "tensorstore",
+    "grain",
+    "array_record",
+    "datasets",
+    "tensorflow",
+    "tensorflow_datasets",
+    "fsspec",
+    "pyarrow",
+    "rich",
+    "click",
+    "torch",
+    "pytest",
+    "hypothesis",
+]
 
 _SCRIPT = """
 import importlib, json, sys, time

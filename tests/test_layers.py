@@ -22,10 +22,13 @@ FLOORS: dict[int, str] = {
         "_plan _plan_table _shardings _topology _reshard _aligned"
     ),
     2: (
-        "sources sources.* checkpoint checkpoint.* _read _host_batch _global _load _prefetch _agree _window _workers "
-        "_worker_* _stats _feeder* _lanes _lane_* _course_* _identity _narrow _put"
+        "sources sources.* checkpoint checkpoint.* _read _host_batch _identity _stats _steplog "  # records, batches
+        "_narrow _put _global _load _layout _replicas "  # onto the devices
+        "_feeder* _course_* _lanes _lane_* "  # what comes at which step
+        "_prefetch _pipeline _window _workers _worker_* "  # when
+        "_agree _exchange"  # with the others' consent
     ),
-    3: "_iterator",
+    3: "_iterator _courses",
     4: "remote maxtext testing _resumable _spawn _spawn_host _spawn_child",
     5: "__init__",  # the façade: it names what the floors below have
     6: "cli _cli_* _demo",  # programs: they use the library as anybody would
@@ -46,9 +49,7 @@ MODULES = {_module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def _floor(module: str) -> int | None:
-    found = [
-        floor for floor, names in FLOORS.items() for name in names.split() if fnmatch.fnmatchcase(module, name)
-    ]
+    found = [floor for floor, names in FLOORS.items() for name in names.split() if fnmatch.fnmatchcase(module, name)]
     assert len(found) <= 1, f"{module} stands on several floors: {found}"
     return found[0] if found else None
 
@@ -142,7 +143,7 @@ def test_the_import_reader_sees_every_form(tmp_path: pathlib.Path) -> None:
         "import meshfeed\nimport meshfeed._a\nfrom meshfeed import _b\nfrom meshfeed import Name\n"
         "def f():\n    from meshfeed.sources import c\n    from meshfeed._d import something\n"
     )
-    modules = {name: path for name in ("x", "_a", "_b", "sources", "sources.c", "_d", "__init__")}
+    modules = dict.fromkeys(("x", "_a", "_b", "sources", "sources.c", "_d", "__init__"), path)
     assert _imports("x", modules) == {"__init__", "_a", "_b", "sources.c", "_d"}
 
 

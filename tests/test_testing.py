@@ -94,18 +94,22 @@ def test_closures_lambdas_partials_and_names_travel(pool: testing.HostPool) -> N
 def test_an_exception_comes_back_with_its_traceback_and_log(pool: testing.HostPool) -> None:
     ok, bad = pool.run(_fail_on, 1, check=False)
     assert (ok.value, ok.error) == (0, None)
-    assert isinstance(bad.error, ValueError) and str(bad.error) == "broken on purpose on 1"
-    assert "here is host 1" in bad.log and "_fail_on" in bad.traceback
+    assert isinstance(bad.error, ValueError)
+    assert str(bad.error) == "broken on purpose on 1"
+    assert "here is host 1" in bad.log
+    assert "_fail_on" in bad.traceback
     pids = pool.pids
     assert [r.value["pid"] for r in pool.run(_sum_over_hosts, 1)] == pids  # expected failures cost no restart
 
     with pytest.raises(testing.HostRunError, match="1 of 2 hosts failed") as raised:
         pool.run(_fail_on, 0)
-    assert "broken on purpose on 0" in str(raised.value) and "here is host 0" in str(raised.value)
+    assert "broken on purpose on 0" in str(raised.value)
+    assert "here is host 0" in str(raised.value)
     assert [r.value for r in raised.value.results] == [None, 1]
     assert isinstance(raised.value.__cause__, ValueError)
     fresh = [r.value["pid"] for r in pool.run(_sum_over_hosts, 1)]
-    assert not set(fresh) & set(pids) and all(_gone(pid) for pid in pids)
+    assert not set(fresh) & set(pids)
+    assert all(_gone(pid) for pid in pids)
 
 
 @pytest.mark.multihost
@@ -114,7 +118,8 @@ def test_a_late_host_is_named_its_stack_shown_and_killed(pool: testing.HostPool)
     pids = pool.pids
     quick, late = pool.run(_sleep_on, 1, timeout_seconds=1.5, check=False)
     assert quick.value == 0
-    assert isinstance(late.error, TimeoutError) and "host 1 had no result after" in str(late.error)
+    assert isinstance(late.error, TimeoutError)
+    assert "host 1 had no result after" in str(late.error)
     assert "_sleep_on" in late.log  # faulthandler's stack
     assert _gone(pids[1])
 
@@ -124,7 +129,8 @@ def test_a_killed_host_is_seen_and_the_next_run_starts_afresh(pool: testing.Host
     pool.run(_helper, 1)
     ok, dead = pool.run(_die_on, 1, check=False)
     assert ok.error is None
-    assert isinstance(dead.error, ChildProcessError) and "SIGKILL" in str(dead.error)
+    assert isinstance(dead.error, ChildProcessError)
+    assert "SIGKILL" in str(dead.error)
     assert dead.returncode == -signal.SIGKILL
     assert [r.value for r in pool.run(_helper, 4)] == [40, 40]
 
@@ -137,10 +143,13 @@ def test_start_hosts_gives_a_handle_to_kill_with_and_closes_clean() -> None:
         while job.poll()[1] is None and time.monotonic() < end:
             time.sleep(0.05)
         waiting, done = job.poll()
-        assert waiting is None and done is not None and done.value == 1
+        assert waiting is None
+        assert done is not None
+        assert done.value == 1
         job.kill(0)
         results = job.wait(timeout_seconds=20, check=False)
-        assert results[0].returncode == -signal.SIGKILL and results[1].value == 1
+        assert results[0].returncode == -signal.SIGKILL
+        assert results[1].value == 1
     assert all(_gone(pid) for pid in pids)
 
 

@@ -63,7 +63,9 @@ def test_its_metadata_says_what_it_needs(wheel: pathlib.Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     lines = archive.read(metadata).decode().splitlines()
-    core = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist") and ";" not in line}
+    core = {
+        line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist") and ";" not in line
+    }
     assert {"jax", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore"} <= {
         line.partition(">")[0].partition("[")[0] for line in core
     }

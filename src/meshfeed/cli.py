@@ -97,7 +97,7 @@ def plan(
     as_json: bool,
     show_all: bool,
 ) -> None:
-    """Show which rows of the global batch each host reads.
+    r"""Show which rows of the global batch each host reads.
 
     Neither devices nor other hosts are needed. The mesh is filled host by host, as jax.make_mesh does on CPUs; a real
     mesh may order its devices otherwise, and the feed follows the real one.

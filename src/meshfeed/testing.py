@@ -1,12 +1,24 @@
-"""Tools for tests of feeds: real multi-host jobs on one machine.
+"""Tools for tests of feeds: the conformance check, real multi-host jobs on one machine, and fake topologies.
 
-``run_hosts`` runs a function on fresh ``jax.distributed`` processes, ``HostPool`` many functions on the same ones,
-``start_hosts`` gives a handle with which single hosts can be killed.
+``check_resumable`` saves and restores a feed everywhere and compares. ``run_hosts`` runs a function on fresh
+``jax.distributed`` processes, ``HostPool`` many functions on the same ones, ``start_hosts`` gives a handle with which
+single hosts can be killed. ``fake_devices`` and ``fake_mesh`` make plans for thousands of hosts on a laptop.
 """
 
 from __future__ import annotations
 
+from meshfeed._resumable import check_resumable
 from meshfeed._spawn import HostPool, run_hosts, start_hosts
 from meshfeed._spawn_host import HostResult, HostRunError
+from meshfeed._topology import fake_devices, fake_mesh
 
-__all__ = ["HostPool", "HostResult", "HostRunError", "run_hosts", "start_hosts"]
+__all__ = [
+    "HostPool",
+    "HostResult",
+    "HostRunError",
+    "check_resumable",
+    "fake_devices",
+    "fake_mesh",
+    "run_hosts",
+    "start_hosts",
+]
