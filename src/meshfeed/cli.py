@@ -20,14 +20,22 @@ if TYPE_CHECKING:
 _SHOWN_HOSTS = 16
 
 
+class _Refused(click.ClickException):
+    exit_code = 1
+
+
+class _Mistyped(click.ClickException):
+    exit_code = 2
+
+
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except (SettingsError, PlanError) as error:
+            raise _Mistyped(str(error)) from error
         except MeshfeedError as error:
-            clean = click.ClickException(str(error))
-            clean.exit_code = 2 if isinstance(error, SettingsError | PlanError) else 1
-            raise clean from error
+            raise _Refused(str(error)) from error
 
 
 class _Mesh(click.ParamType):
