@@ -297,7 +297,7 @@ class EpochOrder:
         return record_ids
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)  # at most 8 MiB; enough for the components of a mixture
 def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
     """Ids of one aligned chunk of an epoch: a small batch costs as much as a large one, so the chunk is kept."""
     start = chunk_index * _TABLE_RECORDS
