@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from meshfeed._errors import SourceError
 from meshfeed._narrow import narrow, narrowed_dtype
@@ -78,7 +79,7 @@ class Assembler:
         self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]], plan: HostPlan, widths: Any
     ) -> list[tuple[str, LeafPutter]]:
         shardings = broadcast_shardings(self._prefix, host_tree)
-        paths = _paths(host_tree)
+        paths = leaf_paths(host_tree)
         widths = [leaf.shape[1:] for leaf in leaves] if widths is None else widths
         if len(widths) != len(leaves):
             raise SourceError(f"the batch has {len(leaves)} leaves {paths}, and a record has {len(widths)}")
@@ -102,7 +103,7 @@ class Assembler:
         specs = jax.tree.leaves(record_shapes)
         return {
             path: plan.leaf(sharding, (plan.global_batch_size, *spec.shape), path).columns
-            for path, spec, sharding in zip(_paths(record_shapes), specs, shardings, strict=True)
+            for path, spec, sharding in zip(leaf_paths(record_shapes), specs, shardings, strict=True)
         }
 
     def element_spec(self, record_shapes: PyTree, global_batch_size: int) -> PyTree:
@@ -121,23 +122,36 @@ class Assembler:
         return jax.tree.unflatten(
             treedef,
             [
-                self._leaf_spec((global_batch_size, *spec.shape), spec.dtype, sharding, path)
-                for path, spec, sharding in zip(_paths(record_shapes), specs, shardings, strict=True)
+                leaf_spec((global_batch_size, *spec.shape), spec.dtype, sharding, path, self.x64)
+                for path, spec, sharding in zip(leaf_paths(record_shapes), specs, shardings, strict=True)
             ],
         )
 
-    def _leaf_spec(self, global_shape: tuple[int, ...], dtype: Any, sharding: Any, path: str) -> jax.ShapeDtypeStruct:
-        sharding = cut_spec(sharding, len(global_shape))
-        for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
-            what = f"dimension {dimension} of leaf {path}" if dimension else "the global batch"
-            check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
-        return jax.ShapeDtypeStruct(global_shape, narrowed_dtype(dtype, self.x64), sharding=sharding)
+
+def leaf_spec(
+    global_shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, path: str, x64: bool
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of one leaf of a batch.
+
+    Args:
+      global_shape: ``(global_batch_size, ...)``.
+      dtype: of the host array.
+      sharding: its spec is cut to the leaf's rank.
+      path: the leaf's path, for messages.
+      x64: whether 64-bit dtypes are left alone.
+
+    Raises:
+      PlanError: a dimension cannot be divided over the axes of its sharding.
+    """
+    sharding = cut_spec(sharding, len(global_shape))
+    for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
+        what = f"dimension {dimension} of leaf {path or '(the only one)'}" if dimension else "the global batch"
+        check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+    return jax.ShapeDtypeStruct(global_shape, narrowed_dtype(dtype, x64), sharding=sharding)
 
 
-__all__ = ["Assembler", "narrow"]
-
-
-def _paths(tree: PyTree) -> list[str]:
+def leaf_paths(tree: PyTree) -> list[str]:
+    """Key path of each leaf, as ``jax.tree_util.keystr`` writes it."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 

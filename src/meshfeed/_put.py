@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from meshfeed import _aligned
 from meshfeed._plan import LeafPlan
@@ -67,17 +68,69 @@ class Putter:
         self, global_shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any, block_of: Callable[[Any], Any]
     ) -> jax.Array:
         """``jax.make_array_from_callback`` with 64-bit types on or off as the feed was made."""
-        with _x64(self.x64):
+        with x64_types(self.x64):
             return jax.make_array_from_callback(global_shape, sharding, block_of, dtype=dtype)
 
 
 @contextlib.contextmanager
-def _x64(wanted: bool) -> Iterator[None]:
+def x64_types(wanted: bool) -> Iterator[None]:
+    """Switches 64-bit dtypes on or off for this thread, where they are not so already."""
     if jax.config.jax_enable_x64 == wanted:
         yield
         return
     with jax.enable_x64(wanted):
         yield
+
+
+class BlockPutter:
+    """Puts the blocks of arrays of one shape, dtype and sharding on the devices of this host.
+
+    Args:
+      putter: shared by the leaves.
+      global_shape: of the arrays.
+      sharding: of the arrays.
+      dtype: of the blocks, already as JAX takes it.
+      devices: this host's devices in the sharding, in the sharding's order; none on a host outside its mesh.
+      indices: the block's place in the global array, for each of ``devices``.
+    """
+
+    def __init__(
+        self,
+        putter: Putter,
+        global_shape: tuple[int, ...],
+        sharding: NamedSharding,
+        dtype: Any,
+        devices: Sequence[Any],
+        indices: Sequence[tuple[slice, ...]],
+    ) -> None:
+        self._putter = putter
+        self._shape = global_shape
+        self._sharding = sharding
+        self._dtype = np.dtype(dtype)
+        self._devices = list(devices)
+        self._number_of_index = {_key(index): number for number, index in enumerate(indices)}
+        self._aval: Any = None
+
+    def __call__(self, blocks: list[np.ndarray[Any, Any]]) -> jax.Array:
+        """The global array.
+
+        Args:
+          blocks: one for each device, C-contiguous, of the dtype; several may be the same array. They and the result
+            share memory on CPU: never write to them again.
+        """
+        fast_call = self._putter.fast_call
+        if fast_call is not None and self._aval is not None:
+            try:
+                return fast_call(self._aval, self._sharding, blocks, self._devices, True, enable_x64=self._putter.x64)
+            except (TypeError, AttributeError) as error:
+                self._putter.give_up(error)
+        array = self._putter.public_call(self._shape, self._sharding, self._dtype, lambda i: blocks[self._number(i)])
+        self._aval = getattr(array, "aval", None)
+        return array
+
+    def _number(self, index: tuple[slice, ...]) -> int:
+        whole = (slice(*part.indices(size)[:2]) for part, size in zip(index, self._shape, strict=True))
+        return self._number_of_index[_key(whole)]
 
 
 class LeafPutter:
@@ -91,20 +144,14 @@ class LeafPutter:
     """
 
     def __init__(self, putter: Putter, plan: LeafPlan, dtype: Any, local: Sequence[tuple[slice, ...]]) -> None:
-        self._putter = putter
-        self._shape = plan.global_shape
-        self._sharding = plan.sharding
-        self._dtype = np.dtype(dtype)
-        self._aval: Any = None
-        self._devices = [block.device for block in plan.blocks]
+        devices = [block.device for block in plan.blocks]
+        indices = [block.index for block in plan.blocks]
+        self._put = BlockPutter(putter, plan.global_shape, plan.sharding, dtype, devices, indices)
         keys = [_key(index) for index in local]
         distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         # Replicas on this host share one block: one view, or one copy where its columns are cut.
         self._distinct = [local[keys.index(key)] for key in distinct]
         self._number_of_block = [distinct[key] for key in keys]
-        self._number_of_index = {
-            _key(block.index): number for block, number in zip(plan.blocks, self._number_of_block, strict=True)
-        }
 
     def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
         """The global array.
@@ -113,26 +160,14 @@ class LeafPutter:
           host: the rows and columns of this host. It and the arrays made from it share memory on CPU: never write to
             it again.
         """
-        parts = [_contiguous(host[index]) for index in self._distinct]
-        fast_call = self._putter.fast_call
-        if fast_call is not None and self._aval is not None:
-            blocks = [parts[number] for number in self._number_of_block]
-            try:
-                return fast_call(self._aval, self._sharding, blocks, self._devices, True, enable_x64=self._putter.x64)
-            except (TypeError, AttributeError) as error:
-                self._putter.give_up(error)
-        array = self._putter.public_call(self._shape, self._sharding, self._dtype, lambda i: parts[self._number(i)])
-        self._aval = getattr(array, "aval", None)
-        return array
-
-    def _number(self, index: tuple[slice, ...]) -> int:
-        whole = (slice(*part.indices(size)[:2]) for part, size in zip(index, self._shape, strict=True))
-        return self._number_of_index[_key(whole)]
+        parts = [contiguous(host[index]) for index in self._distinct]
+        return self._put([parts[number] for number in self._number_of_block])
 
 
 def _key(index: Any) -> tuple[tuple[int, int], ...]:
     return tuple((part.start, part.stop) for part in index)
 
 
-def _contiguous(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def contiguous(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The part itself where it is C-contiguous, else a fresh aligned copy."""
     return part if part.flags.c_contiguous else _aligned.copy(part)
