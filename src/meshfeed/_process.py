@@ -20,7 +20,8 @@ import jax
 
 from meshfeed._errors import StalledError
 
-_SLICE_SECONDS = 2.0  # a blocking get is cut into slices so that Ctrl-C and deadlines are noticed
+_MIN_SLICE_SECONDS = 0.25  # a blocking get is cut into slices so that Ctrl-C, close and deadlines are noticed …
+_MAX_SLICE_SECONDS = 2.0  # … which grow, so that thousands of hosts in a long wait do not flood the coordinator
 _FIRST_POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.05
 
@@ -136,8 +137,9 @@ def wait_for_key(
     """
     start = time.monotonic()
     while True:
-        left = deadline - time.monotonic()
-        value = store.get(key, min(_SLICE_SECONDS, max(left, 0.001)))
+        now = time.monotonic()
+        slice_seconds = min(_MAX_SLICE_SECONDS, _MIN_SLICE_SECONDS + (now - start) / 4)
+        value = store.get(key, min(slice_seconds, max(deadline - now, 0.001)))
         if value is not None:
             return value
         if time.monotonic() >= deadline:

@@ -194,13 +194,18 @@ def parse_state(state: Any) -> FeedState:
     return FeedState(**json.loads(json.dumps(state)))
 
 
-def _flatten(value: Any, prefix: str) -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted keys."""
     if isinstance(value, dict) and value:
         flat: dict[str, Any] = {}
         for key, item in value.items():
-            flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+            flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
         return flat
     return {prefix: value}
+
+
+def _same(left: Any, right: Any) -> bool:
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # to Python True equals 1
 
 
 def compare_fingerprints(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -212,13 +217,13 @@ def compare_fingerprints(saved: Mapping[str, Any], current: Mapping[str, Any]) -
     current = json.loads(json.dumps(current))
     for top in dict.fromkeys((*current, *saved)):
         old, new = saved.get(top), current.get(top)
-        if old == new or (top == "num_epochs" and old is None):
+        if _same(old, new) or (top == "num_epochs" and old is None):
             continue
-        flat_old, flat_new = _flatten(old, top), _flatten(new, top)
+        flat_old, flat_new = flatten(old, top), flatten(new, top)
         field = next(
             name
             for name in dict.fromkeys((*flat_new, *flat_old))
-            if flat_old.get(name, "missing") != flat_new.get(name, "missing")
+            if not _same(flat_old.get(name, "missing"), flat_new.get(name, "missing"))
         )
         raise StateMismatchError(
             field,
@@ -226,6 +231,11 @@ def compare_fingerprints(saved: Mapping[str, Any], current: Mapping[str, Any]) -
             flat_new.get(field, "missing"),
             _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
         )
+
+
+def kind_mismatch(saved: str, current: str) -> StateMismatchError:
+    """The error for a state of another kind of source."""
+    return StateMismatchError("kind", saved, current, _REMEDIES["kind"])
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,354 @@
+"""The course of host-local batches: each host makes its own part, and a state belongs to this number of hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed import _process, _state, _timeline
+from meshfeed._errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._feeder import HostBatch, HostRows, Place
+from meshfeed._host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
+from meshfeed._local_iterator import LocalIterator
+from meshfeed._retry import call_with_retry
+from meshfeed._settings import BatchSchedule, FeedSettings
+from meshfeed._types import PyTree, RecordIds
+
+_UNSUPPORTED = {
+    "shuffle": (False, "shuffle where the batches are made"),
+    "num_workers": (0, "give the workers to what makes the batches"),
+    "num_lanes": (None, "host batches have no lanes"),
+    "bad_records": (None, "handle bad records where the batches are made"),
+}
+
+
+class BatchesCourse:
+    """See :class:`meshfeed._feeder.Course`.
+
+    Args:
+      source: the host's batches (``meshfeed.sources.HostBatches``).
+      settings: the feed's settings.
+      derive_size: rows of this host's batch → global batch size, where the setting is left out.
+    """
+
+    kind = "host_batches"
+    opens_at_restore = True
+
+    def __init__(self, source: Any, settings: FeedSettings, derive_size: Any) -> None:
+        for setting, (only, remedy) in _UNSUPPORTED.items():
+            value = getattr(settings, setting)
+            if value != only or isinstance(value, bool) != isinstance(only, bool):
+                raise SettingsError(
+                    f"{setting}={value!r} has no effect on an iterable of host batches; leave it out, and {remedy}.",
+                    setting=setting,
+                )
+        if settings.schedule is not None and len(settings.schedule.sizes) > 1:
+            raise SettingsError(
+                "a BatchSchedule needs a source of records; an iterable of host batches has batches of one size.",
+                setting="global_batch_size",
+            )
+        if settings.load != "sharded":
+            raise SettingsError(
+                f"load={settings.load!r} needs a source of records; with host batches every host brings its own rows.",
+                setting="load",
+            )
+        self.source = source
+        self._settings = settings
+        self._derive_size = derive_size
+        self._schedule = settings.schedule
+        self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
+        self._spec: RecordSpec | None = None
+
+    # ------------------------------------------------------------------ sizes
+
+    def schedule(self) -> BatchSchedule:
+        """The batch size; reads the first batch where the setting is left out.
+
+        Raises:
+          SourceError: there is no first batch.
+        """
+        if self._schedule is None:
+            _, batch = self._peek()
+            rows = _rows_of(batch)
+            self._schedule = BatchSchedule([(0, self._derive_size(rows))])
+        return self._schedule
+
+    def _peek(self) -> tuple[Any, PyTree]:
+        if self._first is None:
+            iterator = self.source.iterator()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise SourceError("the iterable of host batches is empty: it gave no batch on this host.") from None
+            self._first = (iterator, batch)
+        return self._first
+
+    def record_spec(self) -> RecordSpec:
+        """From the first batch."""
+        if self._spec is None:
+            batch = self._peek()[1]
+            self._spec = spec_of_batch(batch, _rows_of(batch), what="the iterable of host batches")
+        return self._spec
+
+    def batch_size_at(self, place: Place) -> int:
+        """Global batch size."""
+        del place
+        return self.schedule().sizes[0]
+
+    # ------------------------------------------------------------------ state
+
+    def fingerprint(self, place: Place) -> dict[str, Any]:
+        """Not of the content: the batches are the user's affair."""
+        del place
+        return {
+            "source": self.source.fingerprint(),
+            "elastic": False,
+            "processes": _process.process_count(),
+            "num_epochs": self._settings.num_epochs,
+            "end": self._settings.end,
+        }
+
+    def start(self) -> Place:
+        """Before the first batch; the batch size may not be known yet."""
+        return Place(_timeline.Timeline(self._schedule or BatchSchedule([(0, 1)])), 0, 0)
+
+    def restore(self, state: _state.FeedState) -> Place:
+        """The place of this host's batches."""
+        remedy = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
+        if state.hosts is None or state.step is None:
+            raise StateMismatchError("hosts", None, "step and hosts of an iterable of host batches", remedy)
+        _state.compare_fingerprints(state.fingerprint, self.fingerprint(self.start()))
+        host = str(_process.process_index())
+        if host not in state.hosts and state.step:
+            raise StateMismatchError(
+                "hosts",
+                sorted(state.hosts),
+                f"host {host}",
+                "Join the states of all hosts with meshfeed.merge_states.",
+            )
+        entries = {}
+        if host in state.hosts:
+            entry = _state.unseal(state.hosts[host], f"hosts.{host}")
+            if not self.source.resumable:
+                raise StateMismatchError(
+                    f"hosts.{host}",
+                    f"{state.step} batches",
+                    "an iterator that can be read once",
+                    "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
+                )
+            entries[host] = entry
+        segments = _timeline.parse_segments(state.segments)
+        schedule = self._schedule or BatchSchedule([(0, segments[0].size if segments else 1)])
+        nominal = segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
+        if state.position > nominal or (bool(segments) != bool(state.step)):
+            raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
+        timeline = _timeline.Timeline(schedule, past=segments, step=state.step, position=nominal)
+        return Place(timeline, state.step, state.position, entries=entries)
+
+    def state(self, place: Place) -> _state.FeedState:
+        """Holds this host's entry."""
+        return _state.FeedState(
+            kind=self.kind,
+            position=place.position,
+            step=place.step,
+            segments=[[s.first_step, s.first_position, s.size] for s in place.timeline.delivered(place.step)],
+            fingerprint=self.fingerprint(place),
+            hosts={host: _state.seal(dict(entry)) for host, entry in place.entries.items()},
+        )
+
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int]) -> Place:
+        """The place after a delivered batch; short last batches of hosts count as announced in ``ended``."""
+        timeline = place.timeline
+        if place.step == 0 and not place.entries:  # now the size is known
+            timeline = _timeline.Timeline(self.schedule())
+        size = batch.global_batch_size
+        padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
+        return Place(timeline, batch.step + 1, place.position + size - padding, entries=batch.entries)
+
+    # ------------------------------------------------------------------ reading
+
+    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> BatchesFeeder:
+        """Opens this host's iterator at a place."""
+        host = str(_process.process_index())
+        entry = place.entries.get(host)
+        ready: PyTree | None = None
+        if entry is None and self._first is not None:
+            iterator, ready = self._first
+            self._first = None
+        else:
+            iterator = self.source.iterator()
+            self._first = None
+            if entry is not None:
+                iterator.set_state(entry["iterator"])
+        epoch = 0 if entry is None else int(entry["epoch"])
+        return BatchesFeeder(self, place, host_rows, self._settings, iterator, ready, epoch, hosts_agree=hosts_agree)
+
+    def num_steps(self, place: Place) -> int | None:
+        """Not known before the end."""
+        raise TypeError("an iterable of host batches has no length that all hosts know.")
+
+    def record_ids(self, place: Place, step: int) -> RecordIds:
+        """Host batches have no ids."""
+        raise SourceError(f"record_ids({step}): host batches have no record ids.")
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Host batches cannot be read by id."""
+        raise SourceError("read(record_ids): host batches have no record ids; pass a random-access source.")
+
+    def local_iterator(self, feed: Any) -> LocalIterator:
+        """A view of the feed."""
+        return LocalIterator(feed)
+
+    def close(self) -> None:
+        """Closes an iterator that was opened only to look at its first batch."""
+        if self._first is not None:
+            self._first[0].close()
+            self._first = None
+
+
+class BatchesFeeder:
+    """Takes this host's batches.
+
+    Args:
+      course: the course.
+      place: where to begin.
+      host_rows: this host's rows.
+      settings: the feed's settings.
+      iterator: opened at the place.
+      ready: its first batch, if it was taken already.
+      epoch: pass through the iterable.
+      hosts_agree: other hosts may still have data when this one has none.
+    """
+
+    sequential = True
+
+    def __init__(
+        self,
+        course: BatchesCourse,
+        place: Place,
+        host_rows: HostRows,
+        settings: FeedSettings,
+        iterator: Any,
+        ready: PyTree | None,
+        epoch: int,
+        *,
+        hosts_agree: bool,
+    ) -> None:
+        self._course = course
+        self._host_rows = host_rows
+        self._settings = settings
+        self._iterator = iterator
+        self._ready = ready
+        self._epoch = epoch
+        self._step = place.step
+        self._host = _process.process_index()
+        self._go_on = hosts_agree and settings.end == "pad"
+        self._final: int | None = None
+        self._entry: dict[str, Any] = {}
+        self._spec: RecordSpec | None = None
+        self._since = time.monotonic()
+
+    def _take(self) -> PyTree | None:
+        """The next batch, or None at the end."""
+        if self._ready is not None:
+            batch, self._ready = self._ready, None
+            return batch
+        while True:
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                self._epoch += 1
+                epochs = self._settings.num_epochs
+                if epochs is not None and self._epoch >= epochs:
+                    return None
+                self._iterator.close()
+                self._iterator = self._course.source.iterator()
+                first = next(self._iterator, None)
+                if first is None:
+                    raise SourceError(
+                        f"the iterable of host batches gave none in epoch {self._epoch}; with num_epochs it must start "
+                        "again at each iter()."
+                    ) from None
+                return first
+
+    def next(self) -> HostBatch:
+        """See :class:`meshfeed._feeder.Feeder`."""
+        self._since = time.monotonic()
+        start = time.perf_counter()
+        batch = None
+        if self._final is None:
+            batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
+        seconds = time.perf_counter() - start
+        step = self._step
+        if batch is None:
+            if not self._go_on:
+                raise StopIteration
+            self._final = step if self._final is None else self._final
+        else:
+            self._entry = {"epoch": self._epoch, "iterator": self._iterator.get_state()}
+        size = self._course.schedule().sizes[0] if batch is None else self._size_of(batch)
+        num_rows = len(self._host_rows.rows(size))
+        tree, real = None, 0
+        if batch is not None:
+            real = _rows_of(batch)
+            tree = self._check(batch, real, num_rows, step)
+            if tree is None:
+                raise StopIteration
+        elif self._spec is not None:
+            tree = self._spec.zeros(num_rows)
+        if tree is not None and self._settings.mask_key is not None:
+            tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < real)
+        self._step = step + 1
+        missing = num_rows - real
+        return HostBatch(
+            step=step,
+            global_batch_size=size,
+            tree=tree,
+            num_bytes=0 if tree is None else num_bytes(tree),
+            entries={str(self._host): self._entry} if self._entry else {},
+            # lengths keyed by step and host, so that every host counts the same padding
+            ended={(step + 1) << 32 | self._host: missing} if missing else {},
+            times={"read_seconds": seconds},
+        )
+
+    def _size_of(self, batch: PyTree) -> int:
+        del batch
+        return self._course.schedule().sizes[0]
+
+    def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree | None:
+        found = spec_of_batch(batch, real, what=f"host batch {step}")
+        if self._spec is None:
+            self._spec = found
+        check_spec(self._spec, found, what=f"host batch {step}")
+        if real == num_rows:
+            return batch
+        if real > num_rows:
+            leaf = found.leaves[0]
+            raise SourceError(
+                f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
+                f"rows of a global batch of {self._course.schedule().sizes[0]}; give batches of {num_rows} rows."
+            )
+        return pad_rows(batch, num_rows) if self._settings.end == "pad" else None
+
+    def final(self) -> int | None:
+        """The first step without a batch of this host."""
+        return self._final
+
+    def describe(self) -> str:
+        """What the reader does."""
+        return f"waiting for host batch {self._step} for {time.monotonic() - self._since:.1f} s"
+
+    def close(self) -> None:
+        """Closes the iterator."""
+        self._iterator.close()
+
+
+def _rows_of(batch: PyTree) -> int:
+    leaves = jax.tree.leaves(batch)
+    if not leaves or not getattr(leaves[0], "ndim", 0):
+        raise SourceError(f"a host batch must be a pytree of arrays with rows first, not {type(batch).__name__}.")
+    return int(leaves[0].shape[0])

@@ -1,0 +1,349 @@
+"""The course of a stream: rows of every batch divided once and for all into lanes, each a sequential stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+
+
+from meshfeed import _process, _state, _timeline
+from meshfeed._errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped
+from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
+from meshfeed._identity import source_identity
+from meshfeed._lane import Lane, LaneEntry, LaneSettings
+from meshfeed._lane_group import GroupRows, LaneGroup, WorkerLanes, needed_lanes, place_rows
+from meshfeed._local_iterator import LocalIterator
+from meshfeed._settings import BatchSchedule, FeedSettings
+from meshfeed._types import PyTree, RecordIds
+
+_MAX_LANES = 64
+
+
+def default_num_lanes(sizes: tuple[int, ...]) -> int:
+    """The largest divisor of every batch size that is at most 64."""
+    common = math.gcd(*sizes)
+    return next(lanes for lanes in range(min(_MAX_LANES, common), 0, -1) if common % lanes == 0)
+
+
+class LanesCourse:
+    """See :class:`meshfeed._feeder.Course`.
+
+    Args:
+      source: a stream source.
+      settings: the feed's settings.
+    """
+
+    kind = "lanes"
+    opens_at_restore = True
+
+    def __init__(self, source: Any, settings: FeedSettings) -> None:
+        if settings.schedule is None:
+            raise SettingsError(
+                "global_batch_size is missing; a stream needs it (an int or a meshfeed.BatchSchedule).",
+                setting="global_batch_size",
+            )
+        if settings.shuffle is not False:
+            raise SettingsError(
+                f"shuffle={settings.shuffle!r}, but a stream cannot be shuffled as a whole: it is read one record after "
+                "the other. Shuffle in the source (Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a "
+                "random-access source.",
+                setting="shuffle",
+            )
+        if settings.bad_records is not None and getattr(source, "decode", None) is None:
+            raise SettingsError(
+                "bad_records=SkipBad(…) on a stream covers its decode, and this one has none; leave it out, and handle "
+                "bad records where the stream is made.",
+                setting="bad_records",
+            )
+        self.source = source
+        self._settings = settings
+        self._schedule: BatchSchedule = settings.schedule
+        self.num_lanes = settings.num_lanes or default_num_lanes(self._schedule.sizes)
+        self._check_lanes(self.num_lanes)
+        self._identity: Any = None
+        self._spec: RecordSpec | None = None
+
+    def _check_lanes(self, num_lanes: int) -> None:
+        for size in self._schedule.sizes:
+            if size % num_lanes:
+                best = default_num_lanes(self._schedule.sizes)
+                raise SettingsError(
+                    f"num_lanes={num_lanes} does not divide global_batch_size={size}; it takes a divisor of every batch "
+                    f"size, such as {best}.",
+                    setting="num_lanes",
+                )
+
+    @property
+    def _pad(self) -> bool:
+        return self._settings.end == "pad"
+
+    # ------------------------------------------------------------------ state
+
+    def fingerprint(self, place: Place) -> dict[str, Any]:
+        """Source, seed, epochs, end and number of lanes."""
+        if self._identity is None:
+            self._identity = source_identity(self.source)
+        return {
+            "source": self._identity,
+            "seed": self._settings.seed,
+            "num_epochs": self._settings.num_epochs,
+            "end": self._settings.end,
+            "num_lanes": place.num_lanes,
+        }
+
+    def start(self) -> Place:
+        """Step 0, every lane at its beginning."""
+        entries = {str(lane): LaneEntry() for lane in range(self.num_lanes)}
+        return Place(_timeline.Timeline(self._schedule), 0, 0, entries=entries, num_lanes=self.num_lanes)
+
+    def restore(self, state: _state.FeedState) -> Place:
+        """The place of the lanes that the state holds."""
+        remedy = "The state was changed or damaged; use an earlier checkpoint."
+        num_lanes = self._settings.num_lanes or state.num_lanes
+        if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
+            raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", remedy)
+        here = dataclasses.replace(self.start(), num_lanes=num_lanes)
+        _state.compare_fingerprints(state.fingerprint, self.fingerprint(here))
+        if num_lanes != state.num_lanes:
+            raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, remedy)
+        if any(size % num_lanes for size in self._schedule.sizes):
+            raise StateMismatchError(
+                "num_lanes",
+                num_lanes,
+                f"a divisor of the batch sizes {list(self._schedule.sizes)}",
+                "Choose global_batch_size as a multiple of the saved number of lanes.",
+            )
+        segments = _timeline.parse_segments(state.segments)
+        nominal = 0
+        if segments:
+            last = segments[-1]
+            nominal = last.first_position + (state.step - last.first_step) * last.size
+        consistent = state.step > segments[-1].first_step if segments else state.step == 0
+        if not consistent or state.position > nominal or (not self._pad and state.position != nominal):
+            raise StateMismatchError("position", state.position, f"{nominal} at step {state.step}", remedy)
+        entries: dict[str, LaneEntry] = {}
+        for key, value in state.lanes.items():
+            if not key.isdecimal() or int(key) >= num_lanes:
+                raise StateMismatchError(f"lanes.{key}", key, f"a lane below {num_lanes}", remedy)
+            entries[key] = LaneEntry.from_json(value, int(key))
+            expected = nominal // num_lanes
+            entry = entries[key]
+            if entry.records > expected or (entry.records < expected and not entry.ended):
+                raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, remedy)
+        ended = {int(key): entry.records for key, entry in entries.items() if entry.ended}
+        timeline = _timeline.Timeline(self._schedule, past=segments, step=state.step, position=nominal)
+        return Place(
+            timeline,
+            state.step,
+            state.position,
+            entries=entries,
+            ended=ended,
+            skipped=state.skipped or {},
+            num_lanes=num_lanes,
+        )
+
+    def state(self, place: Place) -> _state.FeedState:
+        """Holds the lanes of this host."""
+        return _state.FeedState(
+            kind=self.kind,
+            position=place.position,
+            step=place.step,
+            segments=[[s.first_step, s.first_position, s.size] for s in place.timeline.delivered(place.step)],
+            fingerprint=self.fingerprint(place),
+            num_lanes=place.num_lanes,
+            lanes={lane: entry.to_json() for lane, entry in sorted(place.entries.items(), key=lambda i: int(i[0]))},
+            skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
+        )
+
+    def real_rows(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Real rows of ``step`` over all hosts, from the lengths of the lanes that ended."""
+        nominal, size = place.timeline.at(step)
+        rows, before = size // place.num_lanes, nominal // place.num_lanes
+        return size - sum(rows - max(0, min(rows, length - before)) for length in ended.values())
+
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int]) -> Place:
+        """The place after a delivered batch."""
+        ended = {**place.ended, **ended} if ended else place.ended
+        position = place.position + self.real_rows(place, batch.step, ended)
+        skipped = add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped
+        return dataclasses.replace(
+            place, step=batch.step + 1, position=position, entries=batch.entries, ended=ended, skipped=skipped
+        )
+
+    # ------------------------------------------------------------------ reading
+
+    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> LanesFeeder:
+        """Opens this host's lanes at a place.
+
+        Raises:
+          StateMismatchError: the state lacks lanes that this host needs.
+        """
+        size = place.timeline.at(place.step)[1]
+        needed = needed_lanes(host_rows.rows(size), size // place.num_lanes)
+        missing = [lane for lane in needed if str(lane) not in place.entries]
+        if missing:
+            raise StateMismatchError(
+                "lanes",
+                f"lanes {sorted(int(lane) for lane in place.entries)} of {place.num_lanes}",
+                f"this host reads the lanes {needed}",
+                f"The state lacks the lanes {missing}: join the states of all hosts with meshfeed.merge_states.",
+            )
+        entries = {lane: place.entries[str(lane)] for lane in needed}
+        return LanesFeeder(self, place, host_rows, self._settings, entries, hosts_agree=hosts_agree)
+
+    def lane_settings(self, num_lanes: int) -> LaneSettings:
+        """What lanes share."""
+        settings = self._settings
+        return LaneSettings(num_lanes, settings.num_epochs, settings.seed, settings.retry, settings.bad_records)
+
+    def record_spec(self) -> RecordSpec:
+        """From the first record of the first lane that has one."""
+        if self._spec is None:
+            settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
+            for lane_index in range(self.num_lanes):
+                lane = Lane(self.source, lane_index, settings, LaneEntry())
+                taken = lane.take(1)
+                lane.close()
+                if taken.tree is not None:
+                    self._spec = spec_of_batch(taken.tree, 1, what=f"lane {lane_index}")
+                    break
+            else:
+                raise SourceError(f"the stream is empty: none of its {self.num_lanes} lanes has a record.")
+        return self._spec
+
+    def batch_size_at(self, place: Place) -> int:
+        """Global batch size of the next step."""
+        return place.timeline.at(place.step)[1]
+
+    def num_steps(self, place: Place) -> int | None:
+        """Not known before the end."""
+        raise TypeError("a stream has no length before it has ended.")
+
+    def record_ids(self, place: Place, step: int) -> RecordIds:
+        """Streams have no ids."""
+        raise SourceError(
+            f"record_ids({step}): a stream has no record ids; read the step again from a state taken before it."
+        )
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Streams cannot be read by id."""
+        raise SourceError("read(record_ids): a stream has no record ids; pass a random-access source.")
+
+    def local_iterator(self, feed: Any) -> LocalIterator:
+        """A view of the feed."""
+        return LocalIterator(feed)
+
+    def close(self) -> None:
+        """Releases the source, where it has a ``close``."""
+        close = getattr(self.source, "close", None)
+        if callable(close):
+            close()
+
+
+class LanesFeeder:
+    """Reads this host's lanes, step by step.
+
+    Args:
+      course: the course.
+      place: where to begin.
+      host_rows: this host's rows.
+      settings: the feed's settings.
+      entries: lane → where it begins; all lanes that this host needs.
+      hosts_agree: other hosts may still have data when this one has none.
+    """
+
+    sequential = True
+
+    def __init__(
+        self,
+        course: LanesCourse,
+        place: Place,
+        host_rows: HostRows,
+        settings: FeedSettings,
+        entries: Mapping[int, LaneEntry],
+        *,
+        hosts_agree: bool,
+    ) -> None:
+        self._timeline = place.timeline
+        self._host_rows = host_rows
+        self._settings = settings
+        self._num_lanes = place.num_lanes
+        self._step = place.step
+        self._asked = place.step
+        self._go_on = hosts_agree and settings.end == "pad"
+        self._spec: RecordSpec | None = None
+        self._final: int | None = None
+        self._group: LaneGroup | None = None
+        self._workers: WorkerLanes | None = None
+        shared = course.lane_settings(place.num_lanes)
+        if settings.num_workers and entries:
+            self._workers = WorkerLanes(
+                course.source, shared, entries, settings.num_workers, settings.timeout_seconds
+            )
+        else:
+            self._group = LaneGroup(course.source, shared, entries, settings.num_threads or 1)
+
+    def _rows_per_lane(self, step: int) -> int:
+        return self._timeline.at(step)[1] // self._num_lanes
+
+    def _read(self, step: int) -> GroupRows:
+        if self._group is not None:
+            return self._group.read(self._rows_per_lane(step))
+        assert self._workers is not None
+        while self._asked <= step + 1:
+            self._workers.submit(self._rows_per_lane(self._asked))
+            self._asked += 1
+        return self._workers.result()
+
+    def next(self) -> HostBatch:
+        """See :class:`meshfeed._feeder.Feeder`."""
+        step = self._step
+        size = self._timeline.at(step)[1]
+        per_lane = self._rows_per_lane(step)
+        rows = self._host_rows.rows(size)
+        group = self._read(step)
+        short = [lane for lane, row in group.lanes.items() if row.taken.count < per_lane]
+        if short and self._settings.end == "drop":
+            raise StopIteration
+        if not any(row.taken.count for row in group.lanes.values()):
+            if not self._go_on:
+                raise StopIteration
+            self._final = step if self._final is None else self._final
+        self._step = step + 1
+        tree, real, self._spec = place_rows(group.lanes, rows, per_lane, self._spec)
+        if tree is not None and self._settings.mask_key is not None:
+            tree = add_mask(tree, self._settings.mask_key, real)
+        return HostBatch(
+            step=step,
+            global_batch_size=size,
+            tree=tree,
+            num_bytes=0 if tree is None else num_bytes(tree),
+            entries={str(lane): row.entry for lane, row in group.lanes.items()},
+            ended={lane: row.entry.records for lane, row in group.lanes.items() if row.entry.ended},
+            bad=[entry for row in group.lanes.values() for entry in row.taken.bad],
+            times={"read_seconds": group.seconds},
+            retries=sum(row.taken.retries for row in group.lanes.values()),
+        )
+
+    def final(self) -> int | None:
+        """The first step without a real row of this host."""
+        return self._final
+
+    def describe(self) -> str:
+        """What the reader does."""
+        reader = self._group if self._group is not None else self._workers
+        return f"step {self._step}: {reader.describe()}" if reader is not None else "idle"
+
+    def close(self) -> None:
+        """Closes lanes, threads and processes."""
+        for reader in (self._group, self._workers):
+            if reader is not None:
+                reader.close()
+
+
+

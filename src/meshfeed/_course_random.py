@@ -1,0 +1,297 @@
+"""The course of a random-access source: everything follows from (source, settings, step)."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from meshfeed import _order, _process, _state, _timeline
+from meshfeed._errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped
+from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, pad_rows
+from meshfeed._identity import source_identity
+from meshfeed._local_iterator import LocalIterator
+from meshfeed._read import ReadRows, RecordReader, file_of
+from meshfeed._settings import BatchSchedule, FeedSettings
+from meshfeed._types import ColumnSlices, PyTree, RecordIds
+from meshfeed._worker_reader import WorkerReader
+
+
+class RandomCourse:
+    """See :class:`meshfeed._feeder.Course`.
+
+    Args:
+      source: a random-access source.
+      settings: the feed's settings.
+    """
+
+    kind = "random_access"
+    opens_at_restore = False
+
+    def __init__(self, source: Any, settings: FeedSettings) -> None:
+        if settings.schedule is None:
+            raise SettingsError(
+                "global_batch_size is missing; a random-access source needs it (an int or a meshfeed.BatchSchedule).",
+                setting="global_batch_size",
+            )
+        if settings.num_lanes is not None:
+            raise SettingsError(
+                f"num_lanes={settings.num_lanes}, but this source is read at random and has no lanes; leave it out.",
+                setting="num_lanes",
+            )
+        if len(source) < 1:
+            raise SourceError(f"the source {type(source).__name__} is empty: it has 0 records.")
+        self.source = source
+        self._settings = settings
+        self._schedule: BatchSchedule = settings.schedule
+        make_order = getattr(source, "make_order", None)
+        if make_order is None:
+            self.order = _order.EpochOrder(
+                len(source), shuffle=settings.shuffle, seed=settings.seed, num_epochs=settings.num_epochs
+            )
+        else:  # a mixture brings its own
+            self.order = make_order(
+                shuffle=settings.shuffle,
+                seed=settings.seed,
+                num_epochs=settings.num_epochs,
+                position_of_step=_timeline.Timeline(self._schedule).position_of_step,
+            )
+        self.total: int | None = self.order.total
+        self.reader = RecordReader(
+            source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records
+        )
+        self._identity: Any = None
+
+    @property
+    def _pad(self) -> bool:
+        return self._settings.end == "pad"
+
+    def fingerprint(self, place: Place | None = None) -> dict[str, Any]:
+        """Source, order, epochs and end; the same at every place."""
+        del place
+        if self._identity is None:
+            self._identity = source_identity(self.source)
+        config = dict(self.order.config())
+        return {
+            "source": self._identity,
+            "order": {"algorithm": config.pop("algorithm"), "version": config.pop("version")},
+            **config,
+            "num_epochs": self._settings.num_epochs,
+            "end": self._settings.end,
+        }
+
+    def start(self) -> Place:
+        """Step 0, position 0."""
+        return Place(_timeline.Timeline(self._schedule), 0, 0)
+
+    def restore(self, state: _state.FeedState) -> Place:
+        """The place at the state's position; O(1)."""
+        current = self.fingerprint()
+        saved, current_rest = dict(state.fingerprint), dict(current)
+        check = getattr(self.order, "check_saved", None)
+        if check is not None and "mixture" in saved:
+            check(saved.pop("mixture"), state.position)
+            current_rest.pop("mixture", None)
+        _state.compare_fingerprints(saved, current_rest)
+        segments = _timeline.parse_segments(state.segments)
+        if self.total is not None and state.position > self.total and self._settings.num_epochs == state.fingerprint.get(
+            "num_epochs"
+        ):
+            raise StateMismatchError(
+                "position",
+                state.position,
+                f"at most {self.total}",
+                "The state was changed or damaged; use an earlier checkpoint.",
+            )
+        step = _timeline.derive_step(segments, state.position, self.total, pad=self._pad)
+        timeline = _timeline.Timeline(self._schedule, past=segments, step=step, position=state.position)
+        return Place(timeline, step, state.position, skipped=state.skipped or {})
+
+    def state(self, place: Place) -> _state.FeedState:
+        """The same on every host."""
+        return _state.FeedState(
+            kind=self.kind,
+            position=place.position,
+            segments=[[s.first_step, s.first_position, s.size] for s in place.timeline.delivered(place.step)],
+            fingerprint=self.fingerprint(),
+            skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
+        )
+
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int]) -> Place:
+        """The place after a delivered batch."""
+        del ended
+        position, size = place.timeline.at(batch.step)
+        position += size
+        if self.total is not None:
+            position = min(position, self.total)
+        skipped = add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped
+        return Place(place.timeline, batch.step + 1, position, skipped=skipped)
+
+    def num_steps(self, place: Place) -> int | None:
+        """From the length, the same everywhere, without talking."""
+        return None if self.total is None else place.timeline.num_steps(self.total, pad=self._pad)
+
+    def record_ids(self, place: Place, step: int) -> RecordIds:
+        """Ids of the rows of ``step`` in row order, int64 ``[rows]``, padding left out."""
+        last = self.num_steps(place)
+        if step < 0 or (last is not None and step >= last):
+            raise IndexError(f"step {step} is not in this stream, which has {last} steps (0 to {(last or 0) - 1}).")
+        position, size = place.timeline.at(step)
+        stop = position + size if self.total is None else min(position + size, self.total)
+        return self.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Records as host-local numpy, decoded as in epoch 0."""
+        ids = np.asarray(record_ids, np.int64).reshape(-1)
+        if not ids.size:
+            return self.record_spec().zeros(0)
+        valid = getattr(self.source, "check_record_ids", None)
+        if valid is not None:
+            valid(ids)
+        elif ids.min() < 0 or ids.max() >= len(self.source):
+            bad = int(ids[(ids < 0) | (ids >= len(self.source))][0])
+            raise SourceError(
+                f"record id {bad} is not in the source, which has the ids 0 to {len(self.source) - 1}.", record_id=bad
+            )
+        return self.reader.read(ids, np.zeros(ids.size, np.int64)).tree
+
+    def batch_size_at(self, place: Place) -> int:
+        """Global batch size of the next step."""
+        return place.timeline.at(place.step)[1]
+
+    def local_iterator(self, feed: Any) -> LocalIterator:
+        """A view of the feed."""
+        return LocalIterator(feed)
+
+    def record_spec(self) -> RecordSpec:
+        """From record 0."""
+        return self.reader.spec()
+
+    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> RandomFeeder:
+        """Opens the data at a place."""
+        del hosts_agree
+        return RandomFeeder(self, place, host_rows, self._settings)
+
+    def close(self) -> None:
+        """Releases the source's files, where it has a ``close``."""
+        close = getattr(self.source, "close", None)
+        if callable(close):
+            close()
+
+
+class RandomFeeder:
+    """Reads steps of a random-access source, in this thread, in several, or in processes.
+
+    Args:
+      course: the course.
+      place: where to begin.
+      host_rows: this host's rows and columns.
+      settings: the feed's settings.
+    """
+
+    sequential = False
+
+    def __init__(self, course: RandomCourse, place: Place, host_rows: HostRows, settings: FeedSettings) -> None:
+        self._course = course
+        self._timeline = place.timeline
+        self._host_rows = host_rows
+        self._settings = settings
+        self._last = course.num_steps(place)
+        self._next_step = place.step
+        self._asked = place.step
+        self._pending: collections.deque[tuple[RecordIds, Any]] = collections.deque()
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._workers: WorkerReader | None = None
+        self._ahead = 1
+        self._doing: tuple[str, float] = ("idle", time.monotonic())
+        if settings.num_workers:
+            self._workers = WorkerReader(course.reader, settings.num_workers, timeout_seconds=settings.timeout_seconds)
+            self._ahead = 2 * settings.num_workers
+        elif (settings.num_threads or 1) > 1:
+            self._threads = concurrent.futures.ThreadPoolExecutor(settings.num_threads, "meshfeed-read")
+            self._ahead = 2 * (settings.num_threads or 1)
+
+    def _rows_of(self, step: int) -> tuple[RecordIds, RecordIds]:
+        position, size = self._timeline.at(step)
+        positions = position + self._host_rows.rows(size)
+        if self._course.total is not None and position + size > self._course.total:
+            positions = positions[positions < self._course.total]
+        return self._course.order.ids_at(positions)
+
+    def _submit(self, step: int) -> tuple[RecordIds, Any]:
+        record_ids, epochs = self._rows_of(step)
+        columns: ColumnSlices | None = self._host_rows.columns(self._timeline.at(step)[1])
+        if not record_ids.size:
+            return record_ids, None
+        if self._workers is not None:
+            return record_ids, self._workers.submit(step, record_ids, epochs, columns)
+        if self._threads is not None:
+            return record_ids, self._threads.submit(self._course.reader.read, record_ids, epochs, columns).result
+        return record_ids, lambda: self._course.reader.read(record_ids, epochs, columns)
+
+    def next(self) -> HostBatch:
+        """See :class:`meshfeed._feeder.Feeder`."""
+        step = self._next_step
+        if self._last is not None and step >= self._last:
+            raise StopIteration
+        while self._asked < step + self._ahead and (self._last is None or self._asked < self._last):
+            self._pending.append(self._submit(self._asked))
+            self._asked += 1
+        record_ids, result = self._pending[0]
+        self._doing = (self._describe_read(step, record_ids), time.monotonic())
+        try:
+            rows: ReadRows | None = None if result is None else result()
+        except KeyboardInterrupt:  # of the caller's own thread: the step can be read again
+            self._pending.clear()
+            self._asked = step
+            raise
+        self._pending.popleft()
+        self._next_step = step + 1
+        self._doing = ("waiting for room", time.monotonic())
+        return self._finish(step, record_ids, rows)
+
+    def _describe_read(self, step: int, record_ids: RecordIds) -> str:
+        if not record_ids.size:
+            return f"padding step {step}"
+        path = file_of(self._course.source, int(record_ids[0]))
+        how = "waiting for workers to read" if self._workers is not None else "reading"
+        return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
+
+    def _finish(self, step: int, record_ids: RecordIds, rows: ReadRows | None) -> HostBatch:
+        size = self._timeline.at(step)[1]
+        num_rows = len(self._host_rows.rows(size))
+        tree = self._course.record_spec().zeros(num_rows) if rows is None else pad_rows(rows.tree, num_rows)
+        if self._settings.mask_key is not None:
+            tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < len(record_ids))
+        return HostBatch(
+            step=step,
+            global_batch_size=size,
+            tree=tree,
+            num_bytes=num_bytes(tree),
+            bad=() if rows is None else rows.bad,
+            times={} if rows is None else rows.times,
+            retries=0 if rows is None else rows.retries,
+            record_ids=record_ids,
+        )
+
+    def final(self) -> int | None:
+        """None: the end needs no talk."""
+        return None
+
+    def describe(self) -> str:
+        """What the reader does, and since when."""
+        what, since = self._doing
+        return f"{what} for {time.monotonic() - since:.1f} s"
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self._pending.clear()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._workers is not None:
+            self._workers.close()

@@ -1,0 +1,204 @@
+"""What hosts tell each other about a window of batches, and what the reducer makes of it.
+
+Carried by :mod:`meshfeed._agree`: sizes (for the window's length), the structure of the records, lanes that ended,
+counts of bad records, and digests of replicated rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import jax
+import numpy as np
+import xxhash
+
+from meshfeed._agree import Part
+from meshfeed._errors import AgreementError, MeshfeedError, SourceError
+from meshfeed._feeder import HostBatch
+from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
+from meshfeed._process import format_hosts
+from meshfeed._settings import SkipBad
+from meshfeed._types import PyTree
+
+_log = logging.getLogger("meshfeed.exchange")
+_CHECKED_STEPS = 4
+BlocksOf = Callable[[PyTree, int], "dict[str, np.ndarray]"]
+"""Host tree and global batch size → label of each block of rows (and columns) that devices here hold, and the block."""
+
+
+class Exchange:
+    """This host's side of the exchange, and the reducer's rules.
+
+    Args:
+      first_step: of the feed's present generation.
+      bad_records: the feed's setting.
+      blocks_of: for ``check_replicas``, else None.
+      num_rows: global batch size → rows of this host.
+      compare_records: whether hosts read whole records, so that their structure can be compared.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_step: int,
+        bad_records: SkipBad | None,
+        blocks_of: BlocksOf | None,
+        num_rows: Callable[[int], int],
+        compare_records: bool = True,
+    ) -> None:
+        self._first_step = first_step
+        self._bad_records = bad_records
+        self._blocks_of = blocks_of
+        self._num_rows = num_rows
+        self._compare_records = compare_records
+        self._records = 0
+        self._bad = 0
+        self._last_bad = ""
+        self._element: PyTree | None = None  # zero rows, with the structure of a batch
+        self.ended: Mapping[int, int] = {}
+
+    # ------------------------------------------------------------------ this host's part
+
+    def _count(self, batch: HostBatch) -> None:
+        self._records += self._num_rows(batch.global_batch_size)
+        self._bad += len(batch.bad)
+        if batch.bad:
+            self._last_bad = f"record {batch.bad[-1][0]}: {batch.bad[-1][2]}"
+            _log.warning("replaced %d bad records in step %d; %s", len(batch.bad), batch.step, self._last_bad)
+
+    def part_info(self, batches: list[HostBatch]) -> dict[str, Any]:
+        """What this host publishes of the batches of a window, JSON."""
+        info: dict[str, Any] = {}
+        ended: dict[int, int] = {}
+        for batch in batches:
+            self._count(batch)
+            ended.update(batch.ended)
+        if ended:
+            info["ended"] = {str(lane): length for lane, length in ended.items()}
+        if self._bad_records is not None:
+            info["records"], info["bad"], info["last_bad"] = self._records, self._bad, self._last_bad
+        if batches and batches[0].step == self._first_step and batches[0].tree is not None:
+            tree = batches[0].tree
+            info["bytes"] = num_bytes(tree)
+            if self._compare_records and jax.tree.leaves(tree)[0].shape[0]:
+                spec = spec_of_batch(tree, jax.tree.leaves(tree)[0].shape[0], what="the source")
+                info["records_are"] = ", ".join(leaf.describe() for leaf in spec.leaves)
+                element = jax.tree.map(lambda leaf: leaf[:0], tree)
+                info["element"] = base64.b64encode(cloudpickle.dumps(element)).decode()
+        if self._blocks_of is not None:
+            digests = {}
+            for batch in batches:
+                if batch.step < self._first_step + _CHECKED_STEPS and batch.tree is not None:
+                    for label, block in self._blocks_of(batch.tree, batch.global_batch_size).items():
+                        digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(block).tobytes())
+                        digests[f"step {batch.step}, {label}"] = digest
+            if digests:
+                info["digests"] = digests
+        return info
+
+    def judge_alone(self, batch: HostBatch) -> None:
+        """The reducer's rule on bad records, for one process.
+
+        Raises:
+          SourceError: too many bad records.
+        """
+        self._count(batch)
+        self.ended = {**self.ended, **batch.ended} if batch.ended else self.ended
+        verdict = self._judge_bad(self._records, self._bad, self._last_bad)
+        if verdict is not None:
+            raise self.verdict_error(verdict)
+
+    # ------------------------------------------------------------------ the reducer's rules
+
+    def judge(self, parts: Mapping[int, Part]) -> tuple[dict[str, Any], str | None]:
+        """Joins the parts of a window; see :data:`meshfeed._agree.Judge`."""
+        info: dict[str, Any] = {}
+        ended: dict[str, int] = {}
+        for part in parts.values():
+            ended.update(part.info.get("ended", {}))
+            if "element" not in info and "element" in part.info:
+                info["element"] = part.info["element"]
+        if ended:
+            info["ended"] = ended
+        for host, part in parts.items():
+            if "failed" in part.info:
+                return info, f"source|host {host} failed while it prepared its batches: {part.info['failed']}"
+        verdict = self._judge_records(parts) or self._judge_replicas(parts)
+        if verdict is None and self._bad_records is not None:
+            totals = [sum(part.info.get(name, 0) for part in parts.values()) for name in ("records", "bad")]
+            last = next((f"host {h}, {p.info['last_bad']}" for h, p in parts.items() if p.info.get("last_bad")), "")
+            verdict = self._judge_bad(totals[0], totals[1], last)
+        return info, verdict
+
+    def _judge_records(self, parts: Mapping[int, Part]) -> str | None:
+        groups: dict[str, list[int]] = {}
+        for host, part in parts.items():
+            if "records_are" in part.info:
+                groups.setdefault(part.info["records_are"], []).append(host)
+        if len(groups) < 2:
+            return None
+        shown = "; ".join(f"{format_hosts(hosts)}: {what}" for what, hosts in groups.items())
+        return f"agreement|hosts read records of different structure ({shown}). Start all hosts with the same source."
+
+    def _judge_replicas(self, parts: Mapping[int, Part]) -> str | None:
+        seen: dict[str, tuple[str, int]] = {}
+        for host, part in sorted(parts.items()):
+            for label, digest in part.info.get("digests", {}).items():
+                first = seen.setdefault(label, (digest, host))
+                if first[0] != digest:
+                    return (
+                        f"agreement|hosts {first[1]} and {host} hold the same rows but read different bytes ({label}). "
+                        "Their sources or decoders differ: compare the files, and look for randomness without rng=."
+                    )
+        return None
+
+    def _judge_bad(self, records: int, bad: int, last: str) -> str | None:
+        if self._bad_records is None or not bad:
+            return None
+        limit = self._bad_records.max_fraction
+        if records < 1 / limit or bad <= limit * records:
+            return None
+        return (
+            f"source|{bad} of {records} records read are bad, {bad / records:.2g} of them, and bad_records="
+            f"SkipBad(max_fraction={limit:g}) allows {limit:g} (last: {last}). Look at the data; raise max_fraction only "
+            "if so many bad records are expected."
+        )
+
+    @staticmethod
+    def verdict_error(verdict: str) -> MeshfeedError:
+        """The exception of a verdict, the same on all hosts."""
+        kind, _, message = verdict.partition("|")
+        return AgreementError(message) if kind == "agreement" else SourceError(message)
+
+    # ------------------------------------------------------------------ what was announced
+
+    def learn(self, info: Mapping[str, Any]) -> None:
+        """Takes in the JSON of an announcement."""
+        if "ended" in info:
+            self.ended = {**self.ended, **{int(lane): length for lane, length in info["ended"].items()}}
+        if "element" in info and self._element is None:
+            self._element = cloudpickle.loads(base64.b64decode(info["element"]))
+
+    def materialize(self, batch: HostBatch) -> PyTree:
+        """The batch's tree; rows of zeros for a host that has no record and took the structure from the others.
+
+        Raises:
+          SourceError: no host has a record.
+        """
+        if batch.tree is not None:
+            return batch.tree
+        if self._element is None:
+            raise SourceError("no host has a single record, so that not even padding can be made; check the source.")
+        rows = self._num_rows(batch.global_batch_size)
+        return jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), self._element)
+
+
+def spec_with_mask(spec: RecordSpec, mask_key: str | None) -> RecordSpec:
+    """The structure of a batch's rows, its mask included."""
+    if mask_key is None:
+        return spec
+    return spec_of_batch(add_mask(spec.zeros(0), mask_key, np.zeros(0, bool)), 0, what="the source")

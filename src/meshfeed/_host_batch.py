@@ -1,0 +1,244 @@
+"""Rows of one host as numpy: stacked records, their common structure, padding and the mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed import _aligned
+from meshfeed._errors import SourceError
+from meshfeed._types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """One leaf of one record: its path, shape (without rows) and dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def describe(self) -> str:
+        """``['tokens'] int32[2048]``."""
+        return f"{self.path or '(the record)'} {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSpec:
+    """Structure of every record of a source: a pytree's definition and its leaves."""
+
+    treedef: Any
+    leaves: tuple[LeafSpec, ...]
+
+    def shapes(self) -> PyTree:
+        """The record as a pytree of ``jax.ShapeDtypeStruct``."""
+        return self.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves])
+
+    def zeros(self, num_rows: int) -> PyTree:
+        """A batch of ``num_rows`` rows of zeros."""
+        return self.treedef.unflatten([_zeros((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
+
+    def empty(self, num_rows: int) -> PyTree:
+        """A batch of ``num_rows`` rows to be filled."""
+        return self.treedef.unflatten([_aligned.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    array = _aligned.empty(shape, dtype)
+    array[...] = np.zeros((), dtype)
+    return array
+
+
+def _where(record_id: int | None, lane_index: int | None) -> str:
+    if record_id is not None:
+        return f"record {record_id}"
+    return "a record" if lane_index is None else f"a record of lane {lane_index}"
+
+
+def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
+    array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:  # ml_dtypes have types of their own
+        text = isinstance(leaf, bytes | bytearray | memoryview)
+        remedy = (
+            "Give the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
+            if text
+            else "Turn it into numbers before the feed, or leave that column out."
+        )
+        shape = f" of shape {list(array.shape)}" if array.shape else ""
+        raise SourceError(
+            f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}){shape}; "
+            f"a leaf is an array or number of a dtype that JAX has. {remedy}",
+            **place,
+        )
+    return array
+
+
+def flatten_record(
+    record: PyTree, *, record_id: int | None = None, lane_index: int | None = None
+) -> tuple[list[np.ndarray], RecordSpec]:
+    """Leaves of one record, and its structure.
+
+    Raises:
+      SourceError: a leaf that is no array or number of a dtype that JAX has, or no leaf at all.
+    """
+    where = _where(record_id, lane_index)
+    place = {"record_id": record_id, "lane_index": lane_index}
+    paths, treedef = jax.tree_util.tree_flatten_with_path(record)
+    if not paths:
+        raise SourceError(f"{where} has no leaves: {record!r}; a record is a pytree of arrays.", **place)
+    arrays, leaves = [], []
+    for key_path, leaf in paths:
+        path = jax.tree_util.keystr(key_path)
+        array = _as_leaf(leaf, path, where, **place)
+        arrays.append(array)
+        leaves.append(LeafSpec(path, array.shape, array.dtype))
+    return arrays, RecordSpec(treedef, tuple(leaves))
+
+
+def stack_records(
+    records: Sequence[PyTree],
+    spec: RecordSpec | None = None,
+    *,
+    record_ids: Sequence[int] | None = None,
+    lane_index: int | None = None,
+) -> tuple[PyTree, RecordSpec]:
+    """Stacks records into a batch.
+
+    Args:
+      records: at least one record, or none with ``spec`` given.
+      spec: structure that they must have; that of the first record if None.
+      record_ids: their ids, for errors.
+      lane_index: their lane, for errors.
+
+    Returns:
+      The batch, a pytree of fresh 64-byte-aligned arrays ``[len(records), ...]``, and the records' structure.
+
+    Raises:
+      SourceError: records that differ in structure, shape or dtype, or that hold no arrays.
+    """
+
+    def id_of(row: int) -> int | None:
+        return None if record_ids is None else int(record_ids[row])
+
+    if spec is None:
+        _, spec = flatten_record(records[0], record_id=id_of(0), lane_index=lane_index)
+    outputs = [_aligned.empty((len(records), *leaf.shape), leaf.dtype) for leaf in spec.leaves]
+    for row, record in enumerate(records):
+        leaves, treedef = jax.tree.flatten(record)
+        if treedef != spec.treedef:
+            raise_difference(spec, record, id_of(row), lane_index)
+        for output, leaf, wanted in zip(outputs, leaves, spec.leaves, strict=True):
+            if not isinstance(leaf, np.ndarray):
+                leaf = np.asarray(leaf)
+            if leaf.dtype != wanted.dtype or leaf.shape != wanted.shape:
+                raise_difference(spec, record, id_of(row), lane_index)
+            output[row] = leaf
+    return spec.treedef.unflatten(outputs), spec
+
+
+def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, lane_index: int | None) -> None:
+    """Raises the SourceError that says how ``record`` differs from ``spec``, if it does."""
+    _, other = flatten_record(record, record_id=record_id, lane_index=lane_index)
+    where = _where(record_id, lane_index)
+    place: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
+    remedy = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
+    if other.treedef != spec.treedef:
+        raise SourceError(
+            f"{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
+            f"{', '.join(leaf.describe() for leaf in spec.leaves)}. {remedy}",
+            **place,
+        )
+    for wanted, found in zip(spec.leaves, other.leaves, strict=True):
+        if wanted != found:
+            what = "ragged rows: " if wanted.dtype == found.dtype else ""
+            raise SourceError(
+                f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {list(found.shape)}, "
+                f"that of the first record was {wanted.dtype} of shape {list(wanted.shape)}. {remedy}",
+                **place,
+            )
+
+
+def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
+    """Structure of the records in a batch that a source made itself.
+
+    Args:
+      batch: pytree of arrays ``[num_rows, ...]``.
+      num_rows: rows that it must have.
+      what: who made it, for errors.
+
+    Raises:
+      SourceError: a leaf without rows, with another number of them, or of a dtype that JAX has not.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    if not paths:
+        raise SourceError(f"{what} gave no leaves: {batch!r}; a batch is a pytree of arrays.")
+    leaves = []
+    for key_path, leaf in paths:
+        path = jax.tree_util.keystr(key_path)
+        array = _as_leaf(leaf, path, "the batch")
+        if not array.ndim or array.shape[0] != num_rows:
+            raise SourceError(
+                f"leaf {path or '(the batch)'} of {what} is {array.dtype} of shape {list(array.shape)}; "
+                f"its first dimension must be the {num_rows} rows asked for."
+            )
+        leaves.append(LeafSpec(path, array.shape[1:], array.dtype))
+    return RecordSpec(treedef, tuple(leaves))
+
+
+def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str) -> None:
+    """Raises SourceError where a batch's structure is not that of the first record."""
+    if found == spec:
+        return
+    raise SourceError(
+        f"{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, the first had "
+        f"{', '.join(leaf.describe() for leaf in spec.leaves)}. Records of a source must be alike; pad or cast them in "
+        "the source (nothing is promoted silently)."
+    )
+
+
+def pad_rows(batch: PyTree, num_rows: int, first_row: int = 0) -> PyTree:
+    """``batch`` with zero rows around it.
+
+    Args:
+      batch: pytree of arrays ``[n, ...]``.
+      num_rows: rows of the result.
+      first_row: where the rows of ``batch`` begin.
+
+    Returns:
+      A pytree of arrays ``[num_rows, ...]``.
+    """
+
+    def pad(leaf: np.ndarray) -> np.ndarray:
+        if leaf.shape[0] == num_rows:
+            return leaf
+        padded = _zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+        padded[first_row : first_row + leaf.shape[0]] = leaf
+        return padded
+
+    return jax.tree.map(pad, batch)
+
+
+def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
+    """``batch`` with the leaf ``mask_key``, bool ``[rows]``, False on padded rows.
+
+    Raises:
+      SourceError: records are no dicts with string keys, or have that key already.
+    """
+    if not isinstance(batch, dict):
+        raise SourceError(
+            f"mask_key={mask_key!r} adds a leaf to a dict, but records are {type(batch).__name__}; give dict records."
+        )
+    if mask_key in batch:
+        raise SourceError(
+            f"mask_key={mask_key!r} is the name of a leaf that records have already; choose another name."
+        )
+    return {**batch, mask_key: mask}
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all leaves."""
+    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,402 @@
+"""MultiHostDataLoadIterator: the recipe that joins source, order, plan, reading, agreement and assembly."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from meshfeed import _agree, _process, _state, _state_files
+from meshfeed._courses import make_course
+from meshfeed._errors import MeshfeedError, SettingsError
+from meshfeed._exchange import Exchange, spec_with_mask
+from meshfeed._feeder import Feeder, Place
+from meshfeed._host_batch import RecordSpec
+from meshfeed._layout import make_layout
+from meshfeed._pipeline import HOST_READ_AHEAD_BYTES, Pipeline
+from meshfeed._replicas import blocks_of
+from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
+from meshfeed._stats import FeedStats, StatsRecorder
+from meshfeed._steplog import log_step
+from meshfeed._types import PyTree, RecordIds
+
+_log = logging.getLogger("meshfeed.feed")
+
+
+class MultiHostDataLoadIterator:
+    """One stream of global batches over a mesh of any number of hosts.
+
+    Step k's global batch is a function of source, settings and k alone: not of the number of hosts, devices, workers,
+    threads, or of the read-ahead. ``iter(feed)`` is the feed itself and does not reset it.
+
+    Args:
+      source: a source of :mod:`meshfeed.sources`; a Grain, Hugging Face, TFDS or tf.data object; a sequence, a pytree
+        of equally long numpy arrays, or an iterable of host-local batches.
+      sharding: the layout that the step wants: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
+        NamedShardings. One NamedSharding serves all leaves, its spec cut to a leaf's rank.
+      global_batch_size: rows of a step over all hosts, or a :class:`BatchSchedule`. May be left out for HostBatches.
+      shuffle: False; True (uniform over the epoch); or an int: records a block, blocks and their records are shuffled.
+      seed: 0 to 2**64 - 1.
+      num_epochs: times through the source, without a gap between them; None for ever.
+      end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step.
+      mask_key: with ``end="pad"``, the name of an added bool ``[global_batch_size]`` leaf, False on padded rows.
+      num_lanes: streams only: sequential parts that the rows are divided into; default: the largest divisor of every
+        batch size that is at most 64.
+      load: ``"sharded"``: each host reads what its devices hold. ``"once"``: each row is read by one host and resharded
+        on device. A list of process indices: these read for all.
+      prefetch: global batches kept ready on device; 0 for none.
+      num_workers: processes that read and decode. Never changes the stream.
+      num_threads: threads that read and decode; None for one.
+      retry: for reads that fail.
+      bad_records: None to raise; a :class:`SkipBad` to replace, count and record them.
+      check_replicas: compare digests of replicated rows between hosts on the first batches.
+      timeout_seconds: longest wait for another host or for the source.
+      name: tells feeds apart between hosts and in logs; default ``feed-<n>`` in order of creation.
+
+    Raises:
+      SettingsError: a keyword's value.
+      PlanError: a batch size that the mesh cannot divide.
+      SourceError: a source that cannot be read.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        sharding: PyTree,
+        *,
+        global_batch_size: int | BatchSchedule | None = None,
+        shuffle: bool | int = False,
+        seed: int = 0,
+        num_epochs: int | None = 1,
+        end: Literal["drop", "pad"] = "drop",
+        mask_key: str | None = None,
+        num_lanes: int | None = None,
+        load: Literal["sharded", "once"] | Sequence[int] = "sharded",
+        prefetch: int = 2,
+        num_workers: int = 0,
+        num_threads: int | None = None,
+        retry: Retry = Retry(),  # noqa: B008 (a frozen value)
+        bad_records: SkipBad | None = None,
+        check_replicas: bool = False,
+        timeout_seconds: float = 300,
+        name: str | None = None,
+    ) -> None:
+        self._pipeline: Pipeline | None = None
+        self._opened: Feeder | None = None  # a sequential feeder that set_state has opened and next has not yet begun
+        self._closed = False
+        self._failed: BaseException | None = None
+        self._generation = 0
+        self._stats = StatsRecorder()
+        settings = check_settings(
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            end=end,
+            mask_key=mask_key,
+            num_lanes=num_lanes,
+            load=load,
+            prefetch=prefetch,
+            num_workers=num_workers,
+            num_threads=num_threads,
+            retry=retry,
+            bad_records=bad_records,
+            check_replicas=check_replicas,
+            timeout_seconds=timeout_seconds,
+            name=name,
+        )
+        self.name = name or f"feed-{_process.next_use('feeds')}"
+        self._scope = f"feed/{self.name}/{_process.next_use(f'feed {self.name}')}"
+        self._settings = settings
+        self._layout = make_layout(sharding, settings)
+        self._host = _process.process_index()
+        self._participants = self._layout.participants
+        self._hosts_agree = len(self._participants) > 1 and self._host in self._participants
+        try:
+            self._course = make_course(source, settings, self._layout)
+            self._place = self._course.start()
+        except Exception as error:
+            self._tell_failure(error)
+            raise
+        self._host_rows = self._layout.host_rows(_columns_spec(self._course))
+        self._finalizer: Any = None
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> MultiHostDataLoadIterator:
+        return self
+
+    def __next__(self) -> PyTree:
+        """The next global batch, a pytree of global ``jax.Array`` ``[global_batch_size, ...]``.
+
+        Raises:
+          StopIteration: the end, on all hosts at the same step; again until ``reset`` or ``set_state``.
+          PeerError: another host failed. AgreementError: hosts differ. StalledError: a host or the source is late.
+          MeshfeedError: the feed is closed. What the source raised, again at each further call.
+        """
+        if self._closed:
+            raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
+        if self._failed is not None:
+            raise self._failed
+        start = time.perf_counter()
+        self._stats.entered_next(start)
+        try:
+            pipeline = self._pipeline or self._start()
+            ready = pipeline.peek()
+            batch = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
+            place = self._course.advance(self._place, ready.batch, ready.ended)
+        except (Exception, StopIteration) as error:
+            self._failed = error
+            raise
+        position = self._place.position
+        pipeline.pop()
+        self._place = place
+        self._stats.delivered(start, place.position - position, ready.batch.num_bytes)
+        self._stats.add(transfer_seconds=ready.seconds, skipped_records=len(ready.batch.bad))
+        log_step(self.name, self._host, ready, position, time.perf_counter() - start, getattr(self._course, "source", None))
+        return batch
+
+    def _start(self) -> Pipeline:
+        self._agree_on_settings()
+        place, settings = self._place, self._settings
+        opened, self._opened = self._opened, None
+        feeder = opened or self._course.feeder(place, self._host_rows, hosts_agree=self._hosts_agree)
+        host_rows = self._host_rows  # the pipeline must not hold the feed, which ends it when it is dropped
+        exchange = Exchange(
+            first_step=place.step,
+            bad_records=settings.bad_records,
+            blocks_of=blocks_of(self._layout) if settings.check_replicas else None,
+            num_rows=lambda size: len(host_rows.rows(size)),
+            compare_records=not getattr(getattr(self._course, "source", None), "reads_columns", False),
+        )
+        agreement = None
+        store = _process.key_value_store() if self._hosts_agree else None
+        if store is not None:
+            agreement = _agree.WindowAgreement(
+                store,
+                scope=f"{self._scope}/{self._generation}",
+                participants=self._participants,
+                host=self._host,
+                first_step=place.step,
+                pad=settings.end == "pad" and self._course.kind != "random_access",
+                byte_limit=HOST_READ_AHEAD_BYTES,
+                timeout_seconds=settings.timeout_seconds,
+                describe=feeder.describe,
+                judge=exchange.judge,
+            )
+        elif self._hosts_agree:
+            _log.warning("this JAX has no key-value store: hosts cannot tell each other of failures and ends of streams")
+        self._pipeline = Pipeline(
+            feeder,
+            self._layout.put,
+            prefetch=settings.prefetch,
+            agreement=agreement,
+            exchange=exchange,
+            first_step=place.step,
+            timeout_seconds=settings.timeout_seconds,
+            stats=self._stats,
+            name=self.name,
+            host=self._host,
+        )
+        # a feed that is dropped without close, or at exit, must not leave threads behind
+        self._finalizer = weakref.finalize(self, self._pipeline.close)
+        return self._pipeline
+
+    def _agree_on_settings(self) -> None:
+        generation, self._generation = self._generation, self._generation + 1
+        if self._hosts_agree:
+            _agree.agree_on_settings(
+                self._scope,
+                generation,
+                self._agreed_settings(),
+                participants=self._participants,
+                timeout_seconds=self._settings.timeout_seconds,
+            )
+
+    def _agreed_settings(self) -> dict[str, Any]:
+        schedule = self._settings.schedule
+        bad = self._settings.bad_records
+        return {
+            **_state.flatten(self._course.fingerprint(self._place)),
+            "position": self._place.position,
+            "step": self._place.step,
+            "load": self._settings.load,
+            "mask_key": self._settings.mask_key,
+            "bad_records": None if bad is None else bad.max_fraction,
+            "check_replicas": self._settings.check_replicas,
+            "global_batch_size": None if schedule is None else schedule.stages,
+        }
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if self._hosts_agree:
+            _agree.publish_failure(self._scope, self._generation, error)
+
+    # ------------------------------------------------------------------ state
+
+    def get_state(self) -> dict[str, Any]:
+        """State of the last delivered batch, JSON; legal at any moment, talks to nobody."""
+        return self._course.state(self._place).to_json()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state``.
+
+        Raises:
+          StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
+        """
+        try:
+            parsed = _state.parse_state(state)
+            if parsed.kind != self._course.kind:
+                raise _state.kind_mismatch(parsed.kind, self._course.kind)
+            place = self._course.restore(parsed)
+            opened = self._open(place) if self._course.opens_at_restore else None
+        except Exception as error:
+            self._tell_failure(error)
+            raise
+        self._drop()
+        self._place, self._opened = place, opened
+
+    def _open(self, place: Place) -> Feeder:
+        return self._course.feeder(place, self._host_rows, hosts_agree=self._hosts_agree)
+
+    def reset(self) -> None:
+        """Back to the first batch."""
+        place = self._course.start()
+        self._drop()
+        self._place = place
+
+    async def save(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
+        return await _state_files.save(self, directory)
+
+    async def load(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: returns the coroutine that reads and sets the state."""
+        return await _state_files.load(self, directory)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def step(self) -> int:
+        """Batches delivered so far; the next batch has this index."""
+        return self._place.step
+
+    @property
+    def position(self) -> int:
+        """Real records delivered so far, over all hosts."""
+        return self._place.position
+
+    def __len__(self) -> int:
+        """Batches from the first to the last, delivered ones included.
+
+        Raises:
+          TypeError: the stream has no end, or its length is not known.
+        """
+        steps = self._course.num_steps(self._place)
+        if steps is None:
+            raise TypeError(f"{self.name} goes on for ever (num_epochs=None) and has no length.")
+        return steps
+
+    @property
+    def element_spec(self) -> PyTree:
+        """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
+        spec = spec_with_mask(self._course.record_spec(), self._settings.mask_key)
+        return self._layout.element_spec(spec, self._course.batch_size_at(self._place))
+
+    def record_ids(self, step: int) -> RecordIds:
+        """Ids of the records of any past or future batch.
+
+        Args:
+          step: index of the batch.
+
+        Returns:
+          int64 ``[rows]`` in row order, padding left out.
+
+        Raises:
+          IndexError: there is no such step. SourceError: the source is not read at random.
+        """
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
+        return self._course.record_ids(self._place, int(step))
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Records as host-local numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``.
+
+        Raises:
+          SourceError: an id that is not there, or a source that is not read at random.
+        """
+        return self._course.read(record_ids)
+
+    def config(self) -> dict[str, Any]:
+        """Every setting and the fingerprint, JSON."""
+        settings = self._settings
+        schedule = settings.schedule
+        stages = None if schedule is None else [list(stage) for stage in schedule.stages]
+        return {
+            "name": self.name,
+            "kind": self._course.kind,
+            "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
+            "shuffle": settings.shuffle,
+            "seed": settings.seed,
+            "num_epochs": settings.num_epochs,
+            "end": settings.end,
+            "mask_key": settings.mask_key,
+            "num_lanes": self._place.num_lanes or None,
+            "load": settings.load if isinstance(settings.load, str) else list(settings.load),
+            "prefetch": settings.prefetch,
+            "num_workers": settings.num_workers,
+            "num_threads": settings.num_threads,
+            "retry": {
+                "attempts": settings.retry.attempts,
+                "initial_seconds": settings.retry.initial_seconds,
+                "max_seconds": settings.retry.max_seconds,
+                "on": [kind.__name__ for kind in settings.retry.on],
+            },
+            "bad_records": None if settings.bad_records is None else {"max_fraction": settings.bad_records.max_fraction},
+            "check_replicas": settings.check_replicas,
+            "timeout_seconds": settings.timeout_seconds,
+            "participants": list(self._participants),
+            "fingerprint": self._course.fingerprint(self._place),
+        }
+
+    @property
+    def local_iterator(self) -> Any:
+        """The underlying local iterator, as MaxText reads it: its state is that of the last delivered batch."""
+        return self._course.local_iterator(self)
+
+    def stats(self) -> FeedStats:
+        """What this host has done so far."""
+        return self._stats.snapshot()
+
+    # ------------------------------------------------------------------ the end
+
+    def _drop(self) -> None:
+        """Lets go of the read-ahead."""
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer()
+        if self._opened is not None:
+            self._opened.close()
+        self._pipeline, self._opened, self._failed = None, None, None
+
+    def close(self) -> None:
+        """Ends threads and processes and releases the source; ``get_state`` still works, a second close does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._drop()
+        self._course.close()
+
+    def __enter__(self) -> MultiHostDataLoadIterator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _columns_spec(course: Any) -> Callable[[], RecordSpec | None]:
+    """For sources that read columns: gives the structure of whole records; else None."""
+    source = getattr(course, "source", None)
+    return course.record_spec if getattr(source, "reads_columns", False) else lambda: None

@@ -1,0 +1,221 @@
+"""Lanes that are read together: in this thread, in a pool of threads, or in worker processes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch
+from meshfeed._lane import Lane, LaneEntry, LaneSettings, Taken
+from meshfeed._types import PyTree
+from meshfeed._workers import WorkerPool, pickle_task
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneRows:
+    """One read of one lane.
+
+    Attributes:
+      taken: its rows.
+      entry: where it stands after them.
+    """
+
+    taken: Taken
+    entry: LaneEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRows:
+    """One read of several lanes: lane → rows, and the seconds it took."""
+
+    lanes: Mapping[int, LaneRows]
+    seconds: float
+
+
+class LaneGroup:
+    """Reads the same number of records of each of its lanes.
+
+    Args:
+      source: a stream source.
+      settings: shared settings.
+      entries: lane → where to begin.
+      num_threads: threads that read lanes side by side; one pool for all lanes.
+    """
+
+    def __init__(
+        self, source: Any, settings: LaneSettings, entries: Mapping[int, LaneEntry], num_threads: int = 1
+    ) -> None:
+        self._threads = None
+        if num_threads > 1 and len(entries) > 1:
+            self._threads = concurrent.futures.ThreadPoolExecutor(min(num_threads, len(entries)), "meshfeed-lanes")
+        self._lanes: list[Lane] = []
+        try:
+            for lane_index, entry in sorted(entries.items()):
+                self._lanes.append(Lane(source, lane_index, settings, entry))
+        except BaseException:
+            self.close()
+            raise
+        self._reading = 0
+
+    def read(self, num_records: int) -> GroupRows:
+        """Up to ``num_records`` of each lane."""
+        start = time.perf_counter()
+
+        def take(lane: Lane) -> LaneRows:
+            taken = lane.take(num_records)
+            return LaneRows(taken, lane.entry())
+
+        if self._threads is None:
+            rows = []
+            for self._reading, lane in enumerate(self._lanes):
+                rows.append(take(lane))
+        else:
+            rows = list(self._threads.map(take, self._lanes))
+        lanes = {lane.lane_index: row for lane, row in zip(self._lanes, rows, strict=True)}
+        return GroupRows(lanes, time.perf_counter() - start)
+
+    def describe(self) -> str:
+        """For logs."""
+        return self._lanes[self._reading].describe() if self._lanes else "idle"
+
+    def close(self) -> None:
+        """Closes the lanes."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        for lane in self._lanes:
+            lane.close()
+
+    # called in workers, where the group is the task
+    __call__ = read
+
+
+class WorkerLanes:
+    """Lanes dealt out to processes, with one read asked for ahead.
+
+    Args:
+      source: sent to each worker.
+      settings: shared settings.
+      entries: lane → where to begin.
+      num_workers: processes; at most one a lane is started.
+      timeout_seconds: longest wait for one answer.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        settings: LaneSettings,
+        entries: Mapping[int, LaneEntry],
+        num_workers: int,
+        timeout_seconds: float,
+    ) -> None:
+        lanes = sorted(entries)
+        self._num_workers = max(1, min(num_workers, len(lanes)))
+        self._timeout_seconds = timeout_seconds
+
+        def make_task() -> Callable[[Any], Any]:
+            groups: list[LaneGroup] = []
+
+            def task(request: Any) -> Any:
+                kind, value = request
+                if kind == "open":
+                    groups.append(LaneGroup(source, settings, value))
+                    return None
+                return groups[0].read(value)
+
+            return task
+
+        self._pool = WorkerPool(
+            self._num_workers, pickle_task(make_task), name="the feed", describe=lambda request: f"{request[0]} lanes"
+        )
+        try:
+            for worker in range(self._num_workers):
+                mine = {lane: entries[lane] for lane in lanes[worker :: self._num_workers]}
+                self._pool.submit(worker, ("open", mine))
+            for worker in range(self._num_workers):
+                self._pool.result(worker, timeout_seconds)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def submit(self, num_records: int) -> None:
+        """Asks for a read."""
+        for worker in range(self._num_workers):
+            self._pool.submit(worker, ("read", num_records))
+
+    def result(self) -> GroupRows:
+        """The oldest read asked for."""
+        parts: list[GroupRows] = [
+            self._pool.result(worker, self._timeout_seconds) for worker in range(self._num_workers)
+        ]
+        lanes = {lane: rows for part in parts for lane, rows in part.lanes.items()}
+        return GroupRows(lanes, sum(part.seconds for part in parts))
+
+    def describe(self) -> str:
+        """For logs."""
+        return f"waiting for {self._num_workers} workers to read lanes"
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.close()
+
+
+def place_rows(
+    lanes: Mapping[int, LaneRows], rows: np.ndarray, rows_per_lane: int, spec: RecordSpec | None
+) -> tuple[PyTree | None, np.ndarray, RecordSpec | None]:
+    """Lays the rows of lanes out as this host's part of a batch.
+
+    Args:
+      lanes: at least those that ``rows`` need.
+      rows: this host's rows of the global batch, int64, rising.
+      rows_per_lane: rows of the global batch that each lane feeds.
+      spec: structure that records must have, if known.
+
+    Returns:
+      The tree ``[len(rows), ...]`` with zeros in rows that no lane filled (None if none did and ``spec`` is None), a
+      bool ``[len(rows)]`` of the real rows, and the records' structure.
+
+    Raises:
+      SourceError: lanes whose records differ.
+    """
+    pieces: list[tuple[slice, PyTree, slice]] = []
+    real = np.zeros(len(rows), bool)
+    for lane_index in np.unique(rows // rows_per_lane).tolist():
+        taken = lanes[lane_index].taken
+        if taken.tree is None:
+            continue
+        found = spec_of_batch(taken.tree, taken.count, what=f"lane {lane_index}")
+        if spec is None:
+            spec = found
+        check_spec(spec, found, what=f"lane {lane_index}")
+        first, last = np.searchsorted(rows, (lane_index * rows_per_lane, (lane_index + 1) * rows_per_lane)).tolist()
+        offsets = rows[first:last] - lane_index * rows_per_lane  # a host's rows of one lane may be a part of it
+        filled = offsets < taken.count
+        real[first:last] = filled
+        start = first
+        for run in np.split(offsets[filled], np.flatnonzero(np.diff(offsets[filled]) != 1) + 1):
+            if run.size:
+                target = slice(start, start + run.size)
+                pieces.append((target, taken.tree, slice(int(run[0]), int(run[-1]) + 1)))
+                start += run.size
+    if spec is None:
+        return None, real, None
+    if len(pieces) == 1 and pieces[0][0] == slice(0, len(rows)):
+        _, tree, part = pieces[0]
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[part], tree), real, spec
+    output = spec.empty(len(rows)) if real.all() else spec.zeros(len(rows))
+    leaves = jax.tree.leaves(output)
+    for target, tree, part in pieces:
+        for leaf, source_leaf in zip(leaves, jax.tree.leaves(tree), strict=True):
+            leaf[target] = np.asarray(source_leaf)[part]
+    return output, real, spec
+
+
+def needed_lanes(rows: Sequence[int] | np.ndarray, rows_per_lane: int) -> list[int]:
+    """Lanes that feed ``rows``."""
+    return np.unique(np.asarray(rows, np.int64) // rows_per_lane).tolist()

@@ -1,0 +1,231 @@
+"""Feeder → agreement → transfer → caller, with the threads in between.
+
+::
+
+    feeder ──(reader thread, host batches)──► agreement ──(read-ahead thread, global arrays)──► caller
+
+One process with a source that can be read again needs no reader thread; ``prefetch=0`` needs no read-ahead thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+import jax
+
+from meshfeed._agree import ALL_HOSTS, Part, Stop, WindowAgreement
+from meshfeed._errors import PeerError, StalledError
+from meshfeed._exchange import Exchange
+from meshfeed._feeder import Feeder, HostBatch
+from meshfeed._prefetch import ReadAhead
+from meshfeed._process import format_hosts
+from meshfeed._stats import StatsRecorder
+from meshfeed._types import PyTree
+
+HOST_READ_AHEAD_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A batch that all hosts can make, its transfer started.
+
+    Attributes:
+      batch: what was read; its tree is let go.
+      arrays: global arrays, or what :meth:`Layout.finish` turns into them.
+      ended: lanes of all hosts that ended, as far as announced: lane → length in records.
+      seconds: ``transfer_seconds``.
+    """
+
+    batch: HostBatch
+    arrays: PyTree
+    ended: Mapping[int, int]
+    seconds: float
+
+
+class Pipeline:
+    """Batches from a place on, in order.
+
+    Args:
+      feeder: reads this host's part; closed with the pipeline.
+      put: host tree and global batch size → arrays; any thread.
+      prefetch: arrays kept ready.
+      agreement: with other hosts, or None.
+      exchange: what hosts tell each other about a window.
+      first_step: of the feeder.
+      timeout_seconds: longest wait for this host's own reader.
+      stats: figures are added here.
+      name: of the feed, for threads.
+      host: this process.
+    """
+
+    def __init__(
+        self,
+        feeder: Feeder,
+        put: Callable[[PyTree, int], PyTree],
+        *,
+        prefetch: int,
+        agreement: WindowAgreement | None,
+        exchange: Exchange,
+        first_step: int,
+        timeout_seconds: float,
+        stats: StatsRecorder,
+        name: str,
+        host: int,
+    ) -> None:
+        self._feeder = feeder
+        self._put = put
+        self._agreement = agreement
+        self._exchange = exchange
+        self._step = first_step
+        self._read_step = first_step
+        self._window: list[HostBatch] = []
+        self._timeout_seconds = timeout_seconds
+        self._stats = stats
+        self._host = host
+        self._slot: Ready | None = None  # without a read-ahead thread: what peek gave and pop has not taken
+        self._held: HostBatch | None = None  # without a reader thread: what was read and is not transferred yet
+        self._host_stage: ReadAhead[HostBatch] | None = None
+        self._device_stage: ReadAhead[Ready] | None = None
+        if agreement is not None or feeder.sequential:
+            depth = (lambda: 1) if agreement is None else (lambda: agreement.read_ahead)
+            self._host_stage = ReadAhead(
+                self._read,
+                depth=depth,
+                name=f"meshfeed-reader-{name}",
+                max_bytes=HOST_READ_AHEAD_BYTES if agreement is None else None,  # else part of the window's size
+                size_of=lambda batch: batch.num_bytes,
+            )
+        if prefetch:
+            self._device_stage = ReadAhead(self._produce, depth=lambda: prefetch, name=f"meshfeed-prefetch-{name}")
+
+    # ------------------------------------------------------------------ stages
+
+    def _read(self) -> HostBatch:
+        agreement = self._agreement
+        try:
+            with jax.profiler.TraceAnnotation("meshfeed.read"):
+                batch = self._feeder.next()
+        except StopIteration:
+            self._publish(final=self._read_step)
+            raise
+        except BaseException as error:
+            self._publish(final=self._read_step, error=f"{type(error).__name__}: {error}{_notes(error)}")
+            raise
+        self._stats.add(**batch.times, retries=batch.retries)
+        self._read_step = batch.step + 1
+        if agreement is None:
+            self._exchange.judge_alone(batch)
+        else:
+            self._window.append(batch)
+            if self._read_step == agreement.window_end:
+                self._publish(final=self._feeder.final())
+        return batch
+
+    def _publish(self, *, final: int | None, error: str | None = None) -> None:
+        if self._agreement is None:
+            return
+        try:
+            info = self._exchange.part_info(self._window)
+        except Exception as failure:
+            if error is None:
+                raise
+            info = {"failed": str(failure)}
+        self._window = []
+        self._agreement.publish(Part(self._read_step, final, error, info))
+
+    def _next_host_batch(self) -> HostBatch:
+        if self._host_stage is not None:
+            return self._host_stage.peek(self._tick)
+        if self._held is None:
+            self._held = self._read()
+        return self._held
+
+    def _tick(self, waited: float) -> None:
+        if waited >= self._timeout_seconds:
+            raise StalledError(
+                f"step {self._step}: host {self._host} itself is late: it is {self._feeder.describe()} "
+                f"(waited {waited:.0f} s, timeout_seconds={self._timeout_seconds:g}). Raise timeout_seconds if its "
+                "reads may take longer.",
+                hosts=(self._host,),
+                waited_seconds=waited,
+            )
+
+    def _produce(self) -> Ready:
+        if self._agreement is not None:
+            stop = self._agreement.wait_for(self._step)
+            for info in self._agreement.take_infos():
+                self._exchange.learn(info)
+            if stop is not None:
+                self._raise_stop(stop)
+        batch = self._next_host_batch()
+        start = time.perf_counter()
+        with jax.profiler.TraceAnnotation("meshfeed.transfer"):
+            arrays = self._put(self._exchange.materialize(batch), batch.global_batch_size)
+        seconds = time.perf_counter() - start
+        if self._host_stage is not None:
+            self._host_stage.pop()
+        self._held = None
+        self._step = batch.step + 1
+        return Ready(dataclasses.replace(batch, tree=None), arrays, self._exchange.ended, seconds)
+
+    def _raise_stop(self, stop: Stop) -> None:
+        if not stop.errors:
+            raise StopIteration
+        if self._host in stop.errors:
+            self._next_host_batch()  # raises what the reader raised
+        if ALL_HOSTS in stop.errors:
+            raise self._exchange.verdict_error(stop.errors[ALL_HOSTS])
+        host = min(stop.errors)
+        who = format_hosts(list(stop.errors))
+        raise PeerError(
+            f"{who} failed in the read of step {stop.step}: {stop.errors[host]} All hosts delivered the steps before "
+            f"{stop.step}; see the log of host {host}.",
+            host=host,
+            peer_message=stop.errors[host],
+        )
+
+    # ------------------------------------------------------------------ the caller's side
+
+    def peek(self) -> Ready:
+        """The next batch, left where it is.
+
+        Raises:
+          StopIteration: the end of the data.
+          MeshfeedError, or what the source raised.
+        """
+        if self._device_stage is not None:
+            return self._device_stage.peek(self._late_tick)
+        if self._slot is None:
+            self._slot = self._produce()
+        return self._slot
+
+    def _late_tick(self, waited: float) -> None:
+        slack = 0.0 if self._agreement is None else 15.0  # the read-ahead thread names the late host better
+        self._tick(waited - slack)
+
+    def pop(self) -> None:
+        """Takes off what :meth:`peek` gave."""
+        if self._device_stage is not None:
+            self._device_stage.pop()
+        self._slot = None
+
+    def close(self) -> None:
+        """Ends threads and processes; batches read ahead are dropped."""
+        stages = [stage for stage in (self._host_stage, self._device_stage) if stage is not None]
+        for stage in stages:
+            stage.stop()
+        if self._agreement is not None:
+            self._agreement.close()
+        for stage in reversed(stages):
+            stage.join()
+        self._feeder.close()
+        self._slot = None
+
+
+def _notes(error: BaseException) -> str:
+    notes = getattr(error, "__notes__", ())
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+

@@ -1,0 +1,292 @@
+"""Record ids → a stacked batch, through the best way of reading that a source has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed import _order
+from meshfeed._errors import CorruptDataError, SourceError
+from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch, stack_records
+from meshfeed._retry import call_with_retry
+from meshfeed._settings import Retry, SkipBad
+from meshfeed._types import ColumnSlices, PyTree, RecordIds, Rngs
+
+_BAD_RECORD = (CorruptDataError, ValueError)
+_MAX_REPLACEMENTS = 1000
+
+
+@functools.lru_cache(maxsize=256)
+def _has_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables of C have no signature
+        return False
+    return any(p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
+    """Whether ``function`` has the parameter ``keyword`` (``**kwargs`` does not count)."""
+    if function is None:
+        return False
+    try:
+        return _has_keyword(function, keyword)
+    except TypeError:  # an unhashable callable
+        return _has_keyword.__wrapped__(function, keyword)
+
+
+def wants_rng(source: Any) -> bool:
+    """Whether the source's decoder takes a random generator a record."""
+    declared = getattr(source, "wants_rng", None)
+    if isinstance(declared, bool):
+        return declared
+    return any(accepts_keyword(getattr(source, name, None), "rng") for name in ("decode", "decode_batch"))
+
+
+def file_of(source: Any, record_id: int) -> str | None:
+    """The file that holds a record, where the source knows it."""
+    locate = getattr(source, "file_of", None)
+    return None if locate is None else locate(int(record_id))
+
+
+def _name_record(source: Any, record_id: int) -> str:
+    path = file_of(source, record_id)
+    return f"record {record_id}" + (f" of {path}" if path else "")
+
+
+def read_records(
+    source: Any,
+    record_ids: RecordIds,
+    rngs: Rngs | None = None,
+    *,
+    columns: ColumnSlices | None = None,
+    times: dict[str, float] | None = None,
+) -> PyTree:
+    """Reads and stacks records of a random-access source.
+
+    Args:
+      source: see :class:`meshfeed._types.RandomAccessSource`.
+      record_ids: int64 ``[n]``, n at least 1.
+      rngs: a generator a record, for decoders that take ``rng=``.
+      columns: for sources that read columns, the part of each leaf that is wanted.
+      times: seconds of reading and decoding are added under ``read_seconds`` and ``decode_seconds``.
+
+    Returns:
+      A pytree of arrays ``[n, ...]``.
+
+    Raises:
+      SourceError: records that cannot be stacked, or a source that raises StopIteration.
+      Whatever the source or the decoder raises, with a note that names the record.
+    """
+    times = {} if times is None else times
+    start = time.perf_counter()
+    try:
+        if hasattr(source, "read_raw"):
+            raw = source.read_raw(record_ids)
+            times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
+            start = time.perf_counter()
+            batch = _decode(source, raw, record_ids, rngs)
+            times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
+            return batch
+        if hasattr(source, "read_batch"):
+            extra: dict[str, Any] = {} if columns is None else {"columns": columns}
+            if rngs is not None and accepts_keyword(source.read_batch, "rngs"):
+                extra["rngs"] = rngs
+            batch = source.read_batch(record_ids, **extra)
+            times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
+            return batch
+        ids = record_ids.tolist()
+        if hasattr(source, "__getitems__"):
+            records = source.__getitems__(ids)
+            if len(records) != len(ids):
+                raise SourceError(f"__getitems__ gave {len(records)} records for {len(ids)} ids; one an id is wanted.")
+        else:
+            records = [_get_item(source, record_id) for record_id in ids]
+        times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
+        start = time.perf_counter()
+        batch = stack_records(records, record_ids=ids)[0]
+        times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
+        return batch
+    except StopIteration as error:
+        raise SourceError(
+            f"the source raised StopIteration while reading {len(record_ids)} records (first id {record_ids[0]}); "
+            "a random-access source ends at len(source), so this is an error in the source or its decoder."
+        ) from error
+
+
+def _get_item(source: Any, record_id: int) -> Any:
+    try:
+        return source[record_id]
+    except SourceError:
+        raise
+    except Exception as error:
+        error.add_note(f"while reading {_name_record(source, record_id)}")
+        raise
+
+
+def _decode(source: Any, raw: Sequence[Any], record_ids: RecordIds, rngs: Rngs | None) -> PyTree:
+    decode, decode_batch = getattr(source, "decode", None), getattr(source, "decode_batch", None)
+    if decode_batch is not None:
+        extra = {"rng": list(rngs)} if rngs is not None and accepts_keyword(decode_batch, "rng") else {}
+        try:
+            batch = decode_batch(list(raw), **extra)
+        except SourceError:
+            raise
+        except Exception as error:
+            error.add_note(f"while decoding {len(raw)} records (first: {_name_record(source, int(record_ids[0]))})")
+            raise
+        spec_of_batch(batch, len(raw), what="decode_batch")
+        return batch
+    if decode is None:
+        return stack_records(list(raw), record_ids=record_ids)[0]  # raises: bytes are no arrays, and says what to give
+    with_rng = rngs is not None and accepts_keyword(decode, "rng")
+    records = []
+    for row, record in enumerate(raw):
+        try:
+            records.append(decode(record, rng=rngs[row]) if with_rng else decode(record))  # type: ignore[index]
+        except SourceError:
+            raise
+        except Exception as error:
+            error.add_note(f"while decoding {_name_record(source, int(record_ids[row]))}")
+            raise
+    return stack_records(records, record_ids=record_ids)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadRows:
+    """Rows that were read, and what it took.
+
+    Attributes:
+      tree: pytree of arrays ``[n, ...]``.
+      times: ``read_seconds`` and ``decode_seconds``.
+      retries: reads tried again.
+      bad: ``[record id, epoch, reason]`` of each record that was replaced.
+    """
+
+    tree: PyTree
+    times: dict[str, float]
+    retries: int = 0
+    bad: tuple[tuple[int, int, str], ...] = ()
+
+
+class RecordReader:
+    """Reads rows of a source with retries and, where asked, replacement of bad records.
+
+    Picklable where the source is, so that it runs in worker processes too.
+
+    Args:
+      source: a random-access source.
+      seed: the feed's seed, for ``rng=`` and for replacements.
+      retry: tried around each read of the source.
+      bad_records: replace bad records, or None to raise.
+    """
+
+    def __init__(self, source: Any, *, seed: int, retry: Retry, bad_records: SkipBad | None) -> None:
+        self.source = source
+        self._seed = seed
+        self._retry = retry
+        self._bad_records = bad_records
+        self._wants_rng = wants_rng(source)
+        self._spec: RecordSpec | None = None
+
+    def spec(self) -> RecordSpec:
+        """Structure of the records, from the first one that can be read."""
+        if self._spec is None:
+            ids = np.zeros(1, np.int64)
+            first = getattr(self.source, "first_record_id", None)
+            if first is not None:
+                ids[0] = first
+            rows = self.read(ids, np.zeros(1, np.int64))
+            self._spec = spec_of_batch(rows.tree, 1, what="the source")
+        return self._spec
+
+    def read(self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None = None) -> ReadRows:
+        """Reads records.
+
+        Args:
+          record_ids: int64 ``[n]``, n at least 1.
+          epochs: int64 ``[n]``, the epoch that each is read in.
+          columns: part of each leaf, for sources that read columns.
+
+        Raises:
+          SourceError: records that differ from the first one, or that cannot be stacked.
+          What the source or its decoder raised, after the retries.
+        """
+        times: dict[str, float] = {}
+        retries = 0
+
+        def count() -> None:
+            nonlocal retries
+            retries += 1
+
+        def read() -> PyTree:
+            return self._read_once(record_ids, epochs, columns, times)
+
+        doing = f"reading {len(record_ids)} records"
+        bad: tuple[tuple[int, int, str], ...] = ()
+        try:
+            tree = call_with_retry(read, self._retry, doing=doing, on_retry=count)
+        except _BAD_RECORD:
+            if self._bad_records is None:
+                raise
+            tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
+        if columns is None:
+            found = spec_of_batch(tree, len(record_ids), what="the source")
+            if self._spec is None:
+                self._spec = found
+            else:
+                check_spec(self._spec, found, what=f"records {record_ids[0]} and following")
+        return ReadRows(tree, times, retries, bad)
+
+    def _read_once(
+        self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None, times: dict[str, float]
+    ) -> PyTree:
+        rngs = None
+        if self._wants_rng:
+            pairs = zip(epochs.tolist(), record_ids.tolist(), strict=True)
+            rngs = [_order.philox(self._seed, epoch, record_id) for epoch, record_id in pairs]
+        return read_records(self.source, record_ids, rngs, columns=columns, times=times)
+
+    def _read_one_by_one(
+        self,
+        record_ids: RecordIds,
+        epochs: RecordIds,
+        columns: ColumnSlices | None,
+        times: dict[str, float],
+        count: Callable[[], None],
+    ) -> tuple[PyTree, tuple[tuple[int, int, str], ...]]:
+        rows, bad = [], []
+        for record_id, epoch in zip(record_ids.tolist(), epochs.tolist(), strict=True):
+            for attempt in range(_MAX_REPLACEMENTS):
+                planned = record_id if attempt == 0 else self._replacement(record_id, epoch, attempt)
+                ids, epoch_ids = np.array([planned], np.int64), np.array([epoch], np.int64)
+
+                def read(ids: RecordIds = ids, epoch_ids: RecordIds = epoch_ids) -> PyTree:
+                    return self._read_once(ids, epoch_ids, columns, times)
+
+                try:
+                    rows.append(call_with_retry(read, self._retry, doing=f"reading record {planned}", on_retry=count))
+                    break
+                except _BAD_RECORD as error:
+                    if attempt == 0:
+                        bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
+            else:
+                raise SourceError(
+                    f"record {record_id} is bad, and so are the {_MAX_REPLACEMENTS - 1} records that were to replace "
+                    "it; the data is damaged as a whole.",
+                    record_id=record_id,
+                )
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows), tuple(bad)
+
+    def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
+        replace = getattr(self.source, "replacement_id", None)
+        if replace is not None:  # a mixture replaces within the component
+            return replace(self._seed, epoch, record_id, attempt)
+        return _order.replacement_id(self._seed, epoch, record_id, attempt, len(self.source))
