@@ -18,12 +18,12 @@ MAX_LINES = 400
 FLOORS: dict[int, str] = {
     0: "_errors _types",
     1: (
-        "_state _state_files _timeline _settings _retry _process _order _mixture_order _mixture_stages "
+        "_state _state_files _timeline _settings _retry _process _order _mixture_order "
         "_mixture_stages _plan _plan_table _shardings _topology _reshard _aligned"
     ),
     2: (
         "sources sources.* checkpoint checkpoint.* _read _host_batch _identity _stats _steplog "  # records, batches
-        "_narrow _put _global _load _layout _replicas "  # onto the devices
+        "_narrow _put _global _load _load_move _layout _replicas "  # onto the devices
         "_feeder* _course_* _lane _lanes _lane_* "  # what comes at which step
         "_prefetch _pipeline _window _workers _worker_* "  # when
         "_agree _exchange"  # with the others' consent
