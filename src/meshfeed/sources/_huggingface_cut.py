@@ -1,0 +1,239 @@
+"""Cutting the tree of a streaming Hugging Face dataset into lanes, below ``map``.
+
+Every lane gets a copy of the tree in which the leaves are pieces of files (:mod:`_file_stream`). Nodes that depend on
+the position of a row in the whole stream (``skip``, ``take``, ``with_indices``) stay as they are where the rows below
+them can be counted; otherwise the lane runs everything below them and keeps every L-th row, which is reported.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from datasets import iterable_dataset as nodes
+
+from meshfeed._errors import SourceError
+from meshfeed.sources._file_stream import Piece, cut_files, keep_rows
+from meshfeed.sources._huggingface_files import Files, open_files
+from meshfeed.sources._huggingface_pieces import ExamplePieces, TablePieces
+from meshfeed.sources._window_shuffle import permutation
+
+_SHUFFLED = "BufferShuffledExamplesIterable"
+_LEAVES = ("ExamplesIterable", "ArrowExamplesIterable")
+_ROW_BY_ROW = ("SelectColumnsIterable", "RebatchedArrowExamplesIterable", "FormattedExamplesIterable")
+_BY_PART = (
+    "RepeatExamplesIterable",
+    "CyclingMultiSourcesExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+)
+# A range of rows begins and ends inside a row group, so two lanes decode it: not worth a word.
+_COSTLY = 1.5
+_RANGES = ("SkipExamplesIterable", "TakeExamplesIterable")
+
+
+@dataclasses.dataclass
+class LaneCut:
+    """Which lane is cut, and what was found on the way.
+
+    Attributes:
+      lane_index: 0 … num_lanes - 1.
+      num_lanes: number of lanes.
+      seed: of the feed.
+      epoch: of the feed.
+      shuffle_files: whether the pieces of each list of files change their order with seed and epoch.
+      columns: the columns that a record is made of, or None for all.
+      units: how each list of files was cut, in the order of the tree.
+      costs: what is read more than once, in words.
+    """
+
+    lane_index: int
+    num_lanes: int
+    seed: int = 0
+    epoch: int = 0
+    shuffle_files: bool = False
+    columns: Sequence[str] | None = None
+    units: list[str] = dataclasses.field(default_factory=list)
+    costs: list[str] = dataclasses.field(default_factory=list)
+    _ordinal: int = 0
+
+    def next_ordinal(self) -> int:
+        """A number for each node that draws, the same in every lane."""
+        self._ordinal += 1
+        return self._ordinal
+
+
+def cut_tree(node: Any, cut: LaneCut) -> Any:
+    """The part of the tree that one lane reads, sharing no iteration state with ``node``.
+
+    Raises:
+      SourceError: a shuffle buffer, whose state is not exact.
+    """
+    return _cut(node, cut, cut.columns)
+
+
+def find_leaves(node: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
+    children = _children(node)
+    return [leaf for child in children for leaf in find_leaves(child)] if children else [node]
+
+
+def walk(node: Any) -> list[Any]:
+    """All nodes of a tree, parents first."""
+    return [node, *(found for child in _children(node) for found in walk(child))]
+
+
+def check_tree(node: Any) -> None:
+    """Raises SourceError for what cannot be continued exactly."""
+    for found in walk(node):
+        if type(found).__name__ == _SHUFFLED:
+            raise SourceError(
+                f"the dataset has a shuffle(buffer_size={found.buffer_size}), whose state does not hold the buffer: a "
+                "resume would lose and repeat records. Take the shuffle() out and give the buffer to the source: "
+                f"meshfeed.sources.HuggingFace(dataset, shuffle_buffer={found.buffer_size}), which continues exactly."
+            )
+
+
+def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
+    kind = type(node).__name__
+    if kind in _LEAVES:
+        files = open_files(node, columns)
+        return _cut_leaf(files, [Piece(index) for index in range(files.count)], cut)
+    if kind in _RANGES:
+        counted = _cut_range(node, cut, columns)
+        return _take_turns(node, cut) if counted is None else counted
+    if kind in ("MappedExamplesIterable", "FilteredExamplesIterable"):
+        if node.with_indices:
+            return _take_turns(node, cut)
+        columns = None  # the function may read any
+    elif kind == "SelectColumnsIterable":
+        columns = [name for name in node.column_names if columns is None or name in columns]
+    elif kind == "FormattedExamplesIterable" and node.features is not None:
+        columns = None  # columns that are left out would be filled with nulls
+    elif kind not in (*_ROW_BY_ROW, *_BY_PART):
+        return _take_turns(node, cut)
+    mine = _copy(node)
+    if hasattr(node, "ex_iterable"):
+        mine.ex_iterable = _cut(node.ex_iterable, cut, columns)
+    else:
+        mine.ex_iterables = [_cut(child, cut, columns) for child in node.ex_iterables]
+    if kind == "RandomlyCyclingMultiSourcesExamplesIterable":
+        mine.generator = np.random.default_rng(_draws_of(node, cut))
+    if kind == "SelectColumnsIterable":
+        mine.column_names = columns
+    return mine
+
+
+def _cut_leaf(files: Files, parts: Sequence[Piece], cut: LaneCut) -> Any:
+    found = cut_files(parts, cut.lane_index, cut.num_lanes, files.group_rows)
+    pieces = list(found.pieces)
+    if cut.shuffle_files:
+        pieces = [
+            pieces[i] for i in permutation(len(pieces), (cut.seed, cut.epoch, cut.lane_index, cut.next_ordinal()))
+        ]
+    cut.units.append(found.unit)
+    if found.times_read >= _COSTLY:
+        names = [files.paths[index].rsplit("/", 1)[-1] if files.paths else f"part {index}" for index in found.left]
+        listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        how = (
+            "each lane parses all of a file and keeps its turns"
+            if found.unit == "turns"
+            else "each lane decodes whole row groups"
+        )
+        cut.costs.append(
+            f"{len(names)} of {files.count} files ({listed}) are cut among {cut.num_lanes} lanes by {found.unit}, so "
+            f"they are read {found.times_read:.1f} times ({how})"
+        )
+    return (TablePieces if files.is_table else ExamplePieces)(files, pieces)
+
+
+def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
+    """``skip`` and ``take`` over files whose rows can be counted, as ranges of rows; None where they cannot."""
+    chain, ranges, inner = [], [], node
+    while type(inner).__name__ not in _LEAVES:
+        kind = type(inner).__name__
+        if kind in _RANGES:
+            ranges.append((kind, inner.n))
+        elif kind in _ROW_BY_ROW or (kind == "MappedExamplesIterable" and not (inner.batched or inner.with_indices)):
+            chain.append(inner)
+        else:
+            return None
+        inner = inner.ex_iterable
+    first, stop = 0, None
+    for kind, n in reversed(ranges):
+        if kind == "SkipExamplesIterable":
+            first += n
+        else:
+            stop = first + n if stop is None else min(stop, first + n)
+    if any(type(found).__name__ not in ("SelectColumnsIterable", "RebatchedArrowExamplesIterable") for found in chain):
+        columns = None
+    files = open_files(inner, columns)
+    parts = keep_rows(files.count, first, stop, files.group_rows)
+    if parts is None:
+        return None
+    built = _cut_leaf(files, parts, cut)
+    for found in reversed(chain):
+        mine = _copy(found)
+        mine.ex_iterable = built
+        built = mine
+    return built
+
+
+def _take_turns(node: Any, cut: LaneCut) -> Any:
+    """Every L-th row of what ``node`` gives as a whole: for nodes that depend on positions in the whole stream."""
+    if cut.num_lanes == 1:
+        return _copy_whole(node, cut)
+    whole = LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files)
+    inner = _copy_whole(node, whole)
+    cut.units.append("turns")
+    name = type(node).__name__.removesuffix("ExamplesIterable").removesuffix("Iterable")
+    cut.costs.append(
+        f"{name} depends on the position of a row in the whole stream, so {cut.num_lanes} lanes read and process every "
+        f"row, and each keeps one of {cut.num_lanes}: {cut.num_lanes} × the work of every row"
+    )
+    return nodes.StepExamplesIterable(inner, step=cut.num_lanes, offset=cut.lane_index)
+
+
+def _copy_whole(node: Any, whole: LaneCut) -> Any:
+    """The whole tree, uncut, for a lane of its own."""
+    children = _children(node)
+    if type(node).__name__ in _LEAVES:
+        return _cut(node, whole, None)
+    if not children:
+        return copy.deepcopy(node)
+    mine = _copy(node)
+    if hasattr(node, "ex_iterable"):
+        mine.ex_iterable = _copy_whole(node.ex_iterable, whole)
+    else:
+        mine.ex_iterables = [_copy_whole(child, whole) for child in node.ex_iterables]
+    if type(node).__name__ == "RandomlyCyclingMultiSourcesExamplesIterable":
+        mine.generator = np.random.default_rng(_draws_of(node, whole))
+    return mine
+
+
+def _copy(node: Any) -> Any:
+    mine = copy.copy(node)
+    mine._state_dict = None
+    if hasattr(mine, "_owned_loops_and_tasks"):
+        mine._owned_loops_and_tasks = []
+    return mine
+
+
+def _children(node: Any) -> list[Any]:
+    if hasattr(node, "ex_iterable"):
+        return [node.ex_iterable]
+    return list(getattr(node, "ex_iterables", ()))
+
+
+def _draws_of(node: Any, cut: LaneCut) -> list[int]:
+    """Seed of a node that chooses among sources at random.
+
+    Each lane draws numbers of its own, or all rows of a batch would come from one source. A dataset that was made
+    without a seed draws with the feed's.
+    """
+    entropy = getattr(node.generator.bit_generator.seed_seq, "entropy", 0)
+    given = entropy if isinstance(entropy, int) and entropy < 2**64 else 0
+    return [given, cut.seed & (2**64 - 1), cut.epoch, cut.lane_index, cut.next_ordinal()]

@@ -1,0 +1,116 @@
+"""Leaves of a lane's dataset: pieces of files, under the library's own ``map``, ``filter`` and ``interleave``.
+
+They speak the library's protocol of examples iterables, whose state says where the next row is. Continuing inside a
+file skips row groups without decoding them, where the library's own leaves read the file again from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets.formatting import PythonFormatter
+from datasets.iterable_dataset import _BaseExamplesIterable
+
+from meshfeed.sources._file_stream import Piece
+from meshfeed.sources._huggingface_files import Files
+
+_ROWS_AS_PYTHON = 128
+
+
+class _Pieces(_BaseExamplesIterable):
+    """Rows of pieces of files; the state is {piece, row of it}."""
+
+    _sleep_on_threads_shutdown = False
+
+    def __init__(self, files: Files, pieces: Sequence[Piece]) -> None:
+        super().__init__()
+        self.files = files
+        self.pieces = pieces
+
+    def _init_state_dict(self) -> dict[str, Any]:
+        self._state_dict = {"piece": 0, "row": 0, "type": type(self).__name__}
+        return self._state_dict
+
+    @property
+    def num_shards(self) -> int:
+        return 1
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> _Pieces:
+        return type(self)(self.files, self.pieces if index == 0 else ())
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> _Pieces:
+        return self
+
+    def reshard_data_sources(self) -> _Pieces:
+        return self
+
+    def _each_piece(self) -> Iterator[tuple[Piece, int]]:
+        """The pieces that are left, each with its rows that were read already."""
+        first = self._state_dict["piece"] if self._state_dict else 0
+        for piece in self.pieces[first:]:
+            yield piece, self._state_dict["row"] if self._state_dict else 0
+            if self._state_dict:
+                self._state_dict["piece"] += 1
+                self._state_dict["row"] = 0
+
+    def _count(self, rows: int) -> None:
+        if self._state_dict:
+            self._state_dict["row"] += rows
+
+
+class TablePieces(_Pieces):
+    """Pieces of files that are read as Arrow tables."""
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow
+
+    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
+        for piece, done in self._each_piece():
+            for table in self._tables(piece, done):
+                self._count(len(table))
+                yield "", table
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        formatter = PythonFormatter()
+        for piece, done in self._each_piece():
+            for table in self._tables(piece, done):
+                for batch in table.to_reader(max_chunksize=_ROWS_AS_PYTHON):
+                    columns = formatter.format_batch(pa.Table.from_batches([batch]))
+                    for row in range(len(batch)):
+                        self._count(1)
+                        yield "", {name: values[row] for name, values in columns.items()}
+
+    def _tables(self, piece: Piece, done: int) -> Iterator[pa.Table]:
+        position = piece.file_row(done)
+        if piece.stop is not None and position >= piece.stop:
+            return
+        for table in self.files.read(piece.file_index, position):
+            start, position = position, position + len(table)
+            if piece.stop is not None and position > piece.stop:
+                table = table.slice(0, piece.stop - start)
+            elif piece.round_size > 1:
+                places = np.arange(start, position) % piece.round_size
+                kept = np.flatnonzero((places >= piece.first_place) & (places < piece.stop_place))
+                table = table.take(pa.array(kept))
+            if len(table):
+                yield table
+            if piece.stop is not None and position >= piece.stop:
+                return
+
+
+class ExamplePieces(_Pieces):
+    """Pieces of what a generator of examples gives."""
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for piece, done in self._each_piece():
+            position = piece.file_row(done)
+            for example in self.files.read(piece.file_index, position):
+                place = position % piece.round_size
+                position += 1
+                if piece.first_place <= place < piece.stop_place:
+                    self._count(1)
+                    yield "", example

@@ -1,0 +1,144 @@
+"""Streaming Hugging Face datasets as lanes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import IterableDataset
+from datasets.features.features import require_decoding
+
+from meshfeed._errors import SettingsError, SourceError
+from meshfeed._types import JsonValue
+from meshfeed.sources._huggingface_cut import LaneCut, check_tree, cut_tree, find_leaves, walk
+from meshfeed.sources._huggingface_files import open_files
+from meshfeed.sources._huggingface_identity import file_size, files_identity, function_name
+from meshfeed.sources._huggingface_lanes import ExampleLane, ReplayedLane, TableLane
+from meshfeed.sources._window_shuffle import WindowShuffle, shuffle_windows
+
+_log = logging.getLogger("meshfeed.sources.huggingface")
+_MAX_LISTED = 4
+# Settings of nodes that change the stream.
+_SETTINGS = (
+    *("batch_size", "batched", "drop_last_batch", "remove_columns", "input_columns", "with_indices", "column_names"),
+    *("n", "num_times", "stopping_strategy", "probabilities", "step", "offset"),
+)
+
+
+class HuggingFaceStream:
+    """A ``datasets.IterableDataset`` as lanes, each continued exactly.
+
+    Args:
+      dataset: a streaming dataset of one split; it is not changed, and may be used elsewhere.
+      columns: the columns of a record; None for all.
+      shuffle_buffer: records over all lanes that are shuffled with each other; 0 for none.
+
+    Raises:
+      SourceError: a dataset that was split by node already, or that has a shuffle buffer of its own.
+      SettingsError: ``columns`` names what the dataset has not.
+    """
+
+    def __init__(self, dataset: IterableDataset, columns: Sequence[str] | None, shuffle_buffer: int) -> None:
+        if not hasattr(dataset, "_ex_iterable"):
+            raise SourceError(
+                "this version of datasets keeps streaming datasets in a form that is not known here, so they cannot be "
+                "cut into lanes. Open each lane yourself: meshfeed.sources.Stream(lambda lane_index, num_lanes: "
+                "iter(split_dataset_by_node(dataset, lane_index, num_lanes)))."
+            )
+        if dataset._distributed is not None:
+            raise SourceError(
+                "the dataset was split by node already (split_dataset_by_node). Expected the whole dataset: the feed "
+                "cuts it into lanes, so that it can go on with another number of hosts. Take the split out."
+            )
+        check_tree(dataset._ex_iterable)
+        known = None if dataset.features is None else list(dataset.features)
+        missing = [name for name in columns or () if known is not None and name not in known]
+        if missing:
+            raise SettingsError(
+                f"columns names {missing}, which the dataset has not; it has {known}.", setting="columns"
+            )
+        self._dataset = dataset
+        self._columns = list(columns) if columns is not None else known
+        self._shuffle_buffer = shuffle_buffer
+        self._warned: set[int] = set()
+
+    def open(
+        self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
+    ) -> TableLane | ExampleLane | ReplayedLane | WindowShuffle:
+        """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
+
+        Args:
+          lane_index: 0 … num_lanes - 1.
+          num_lanes: number of lanes.
+          epoch: with ``shuffle_buffer``, each epoch has an order of its own.
+          seed: of the feed.
+
+        Returns:
+          An iterator of dicts of numpy values with ``get_state`` and ``set_state``.
+        """
+        cut = LaneCut(lane_index, num_lanes, seed, epoch, self._shuffle_buffer > 0, self._columns)
+        tree = cut_tree(self._dataset._ex_iterable, cut)
+        self._warn(cut)
+        lane = self._lane(tree, cut)
+        if not self._shuffle_buffer:
+            return lane
+        window = max(1, self._shuffle_buffer // num_lanes)
+        return shuffle_windows(lane, window, (seed, epoch, lane_index))
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: files by base name and size, columns, and the names of the dataset's steps and functions."""
+        leaves = [open_files(leaf, None) for leaf in find_leaves(self._dataset._ex_iterable) if hasattr(leaf, "kwargs")]
+        paths = [path for files in leaves for path in files.paths or ()]
+        identity: dict[str, Any] = {
+            "kind": "huggingface stream",
+            "columns": self._columns,
+            "structure": [_describe(node) for node in walk(self._dataset._ex_iterable)],
+            "shuffle_buffer": self._shuffle_buffer,
+        }
+        if paths:
+            identity["files"] = files_identity(paths, file_size)
+        shards = [shard for files in leaves for shard in getattr(files, "shards", ())]
+        if shards:
+            identity["rows"] = sum(len(shard) for shard in shards)
+        return identity
+
+    def _lane(self, tree: Any, cut: LaneCut) -> TableLane | ExampleLane | ReplayedLane:
+        dataset, features = self._dataset, self._dataset.features
+        chosen = {} if features is None else {name: features[name] for name in self._columns or features}
+        lane: TableLane | ExampleLane
+        if tree.iter_arrow is not None and not any(require_decoding(feature) for feature in chosen.values()):
+            lane = TableLane(tree, self._columns, features, cut.lane_index, cut.epoch, cut.units)
+        else:
+            part = IterableDataset(tree, info=dataset._info.copy(), token_per_repo_id=dataset._token_per_repo_id)
+            lane = ExampleLane(part, self._columns, cut.lane_index, cut.epoch, cut.units)
+        # batch(by_column=) keeps the rows of the group it is in, and its state does not.
+        exact = not any(getattr(node, "is_batch_accumulate_arrow_table_function", False) for node in walk(tree))
+        return lane if exact else ReplayedLane(lane)
+
+    def _warn(self, cut: LaneCut) -> None:
+        if not cut.costs or cut.num_lanes in self._warned:
+            return
+        self._warned.add(cut.num_lanes)  # once, not once a lane
+        listed = "; ".join(cut.costs[:_MAX_LISTED])
+        more = f"; and {len(cut.costs) - _MAX_LISTED} more" if len(cut.costs) > _MAX_LISTED else ""
+        _log.warning(
+            "read amplification with %d lanes: %s%s. A number of files, or of Parquet row groups, that num_lanes "
+            "divides is read once.",
+            cut.num_lanes,
+            listed,
+            more,
+        )
+
+
+def _describe(node: Any) -> list[Any]:
+    """A node of the tree: its class, functions by name, and settings."""
+    settings = {}
+    for name in _SETTINGS:
+        value = getattr(node, name, None)
+        if value is not None:
+            settings[name] = value if isinstance(value, bool | int | float | str) else [str(item) for item in value]
+    function = getattr(node, "mask_function", None) or getattr(node, "function", None)
+    if function is not None:
+        settings["function"] = function_name(function)
+    return [type(node).__name__, settings]
