@@ -1,0 +1,182 @@
+"""What the hosts of tests/multihost/test_feed.py run: feeds over many layouts, checked shard by shard."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshfeed
+
+RECORDS, WIDTH = 101, 24
+
+
+def data() -> dict[str, np.ndarray]:
+    """Rows that name themselves; float bits include NaN payloads."""
+    ids = np.arange(RECORDS)
+    tokens = (ids[:, None] * 1000 + np.arange(WIDTH)[None, :]).astype(np.int32)
+    bits = (np.uint32(0x7F800001) + ids[:, None].astype(np.uint32) * np.uint32(7)).astype(np.uint32)
+    return {"tokens": tokens, "weird": np.broadcast_to(bits, (RECORDS, 4)).copy().view(np.float32), "id": ids}
+
+
+def mesh_of(kind: str) -> jax.sharding.Mesh:
+    """A mesh over all devices of the job."""
+    devices = np.array(jax.devices())
+    count = devices.size
+    auto = (AxisType.Auto, AxisType.Auto)
+    if kind == "rows":
+        return jax.sharding.Mesh(devices.reshape(count, 1), ("data", "model"), axis_types=auto)
+    if kind == "model":  # the model axis spans hosts wherever a host has fewer than count // 2 devices
+        return jax.sharding.Mesh(devices.reshape(2, count // 2), ("data", "model"), axis_types=auto)
+    if kind == "model-first":  # neighbouring rows on different hosts
+        return jax.sharding.Mesh(devices.reshape(2, count // 2).T, ("data", "model"), axis_types=auto)
+    if kind == "permuted":
+        order = np.random.default_rng(3).permutation(count)
+        return jax.sharding.Mesh(devices[order].reshape(count // 2, 2), ("data", "model"), axis_types=auto)
+    raise ValueError(kind)
+
+
+def sharding_of(kind: str) -> Any:
+    """A sharding by name."""
+    if kind == "sequence":
+        mesh = mesh_of("model")
+        return {
+            "tokens": NamedSharding(mesh, P("data", "model")),
+            "weird": NamedSharding(mesh, P("data")),
+            "id": NamedSharding(mesh, P()),
+        }
+    if kind == "mesh":
+        return mesh_of("rows")
+    return NamedSharding(mesh_of(kind), P("data"))
+
+
+def check(batch: Any, ids: np.ndarray) -> None:
+    """Every shard here holds the bits that a batch of the records ``ids`` has there."""
+    rows = data()
+    for name, leaf in batch.items():
+        wanted = rows[name][ids]
+        wanted = wanted.astype(leaf.dtype) if name == "id" else wanted
+        assert leaf.shape == wanted.shape, (name, leaf.shape, wanted.shape)
+        for shard in leaf.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(wanted[shard.index]).tobytes(), name
+
+
+def run_variants(variants: list[dict[str, Any]], expected: list[list[int]]) -> int:
+    """Runs a feed for each variant and compares all of its batches; the number of batches seen."""
+    seen = 0
+    for variant in variants:
+        options = dict(variant)
+        sharding = sharding_of(options.pop("layout"))
+        source = meshfeed.sources.Memory(data())
+        with meshfeed.MultiHostDataLoadIterator(source, sharding, timeout_seconds=60, **options) as feed:
+            assert len(feed) == len(expected), variant
+            for step, batch in enumerate(feed):
+                assert feed.record_ids(step).tolist() == expected[step], (variant, step)
+                check(batch, np.array(expected[step]))
+                seen += 1
+            assert feed.step == len(expected), (variant, feed.step)
+    return seen
+
+
+def run_some(options: dict[str, Any], layout: str, state: Any, steps: int, expected: list[list[int]]) -> str:
+    """Continues from ``state`` for ``steps`` batches and gives the state then, as JSON text."""
+    source = meshfeed.sources.Memory(data())
+    with meshfeed.MultiHostDataLoadIterator(source, sharding_of(layout), timeout_seconds=60, **options) as feed:
+        if state is not None:
+            feed.set_state(json.loads(state))
+        first = feed.step
+        for offset in range(steps):
+            batch = next(feed)
+            check(batch, np.array(expected[first + offset]))
+        text = json.dumps(feed.get_state())
+        assert len(text) <= 2048, len(text)
+        return text
+
+
+def failing(bad_host: int, bad_step: int, where: str) -> dict[str, Any]:
+    """Trains with a collective a step while one host's read fails; what each host saw."""
+    mesh = mesh_of("rows")
+    size = 2 * jax.device_count()
+
+    class Source(meshfeed.sources.Memory):
+        reads = 0
+
+        def read_batch(self, record_ids: Any, columns: Any = None) -> Any:
+            batch = super().read_batch(record_ids, columns=columns)
+            if len(record_ids) > 1 and jax.process_index() == bad_host:
+                if Source.reads == bad_step:
+                    raise RuntimeError("disk on fire")
+                Source.reads += 1
+            return batch
+
+    def open_lane(lane_index: int, num_lanes: int) -> Any:
+        for number in range(1000):
+            if jax.process_index() == bad_host and number == bad_step:
+                raise RuntimeError("disk on fire")
+            yield {"x": np.full(3, number, np.float32)}
+
+    rows = {"x": np.ones((size * 40, 3), np.float32)}
+    host_rows = size // jax.process_count()
+    source: Any = {
+        "random": lambda: Source(rows),
+        "stream": lambda: meshfeed.sources.Stream(open_lane),
+        "batches": lambda: (
+            {"x": np.ones((host_rows, 3), np.float32)} if n != bad_step or jax.process_index() != bad_host else 1 / 0
+            for n in range(40)
+        ),
+    }[where]()
+    options: dict[str, Any] = {"num_lanes": size} if where == "stream" else {}
+    total = jax.jit(lambda x: x.sum())
+    feed = meshfeed.MultiHostDataLoadIterator(
+        source, NamedSharding(mesh, P("data")), global_batch_size=size, timeout_seconds=60, **options
+    )
+    steps, start = 0, time.monotonic()
+    try:
+        for batch in feed:
+            float(total(batch["x"]))
+            steps += 1
+            start = time.monotonic()
+    except Exception as error:
+        waited = time.monotonic() - start
+        again = None
+        try:
+            next(feed)
+        except Exception as second:
+            again = type(second).__name__
+        feed.close()
+        return {"steps": steps, "type": type(error).__name__, "text": str(error), "waited": waited, "again": again}
+    return {"steps": steps, "type": None, "text": "", "waited": 0.0, "again": None}
+
+
+def differing(field: str) -> str:
+    """Hosts built with one setting that differs; the error's type and text."""
+    options: dict[str, Any] = {"global_batch_size": 2 * jax.device_count(), "timeout_seconds": 30}
+    rows = data()
+    here = jax.process_index()
+    if field == "source.records":
+        rows = {key: value[: RECORDS - here] for key, value in rows.items()}
+    elif field == "source.content":
+        rows["tokens"] = rows["tokens"] + here
+    elif field == "position":
+        pass
+    elif field == "bad_records":
+        options["bad_records"] = meshfeed.SkipBad(0.1) if here else None
+    else:
+        options[field] = {"seed": here, "shuffle": [False, 4][here > 0], "end": ["drop", "pad"][here > 0]}[field]
+    feed = meshfeed.MultiHostDataLoadIterator(meshfeed.sources.Memory(rows), mesh_of("rows"), **options)
+    if field == "position" and here:
+        state = feed.get_state()
+        state["position"], state["segments"] = options["global_batch_size"], [[0, 0, options["global_batch_size"]]]
+        feed.set_state(state)
+    try:
+        next(feed)
+    except meshfeed.MeshfeedError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        feed.close()
+    return "no error"

@@ -1,0 +1,99 @@
+"""The feed on real processes: one stream on any topology, and errors instead of waiting."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import feed_jobs
+
+from meshfeed._order import EpochOrder
+from meshfeed.testing import HostPool
+
+BATCH = 24
+SETTINGS: dict[str, Any] = {"global_batch_size": BATCH, "shuffle": True, "seed": 7, "num_epochs": 2}
+
+
+def expected_ids(shuffle: Any = True) -> list[list[int]]:
+    order = EpochOrder(feed_jobs.RECORDS, shuffle=shuffle, seed=7, num_epochs=2)
+    ids = order.ids_at(np.arange(2 * feed_jobs.RECORDS))[0]
+    steps = len(ids) // BATCH
+    return [ids[k * BATCH : (k + 1) * BATCH].tolist() for k in range(steps)]
+
+
+VARIANTS = [
+    {"layout": "mesh", **SETTINGS},
+    {"layout": "rows", "prefetch": 0, **SETTINGS},
+    {"layout": "model", "prefetch": 8, **SETTINGS},
+    {"layout": "model-first", **SETTINGS},
+    {"layout": "permuted", "num_threads": 3, **SETTINGS},
+    {"layout": "sequence", **SETTINGS},
+    {"layout": "rows", "load": "once", **SETTINGS},
+    {"layout": "model", "load": "once", **SETTINGS},
+    {"layout": "sequence", "load": [0], **SETTINGS},
+]
+WORKERS = [
+    {"layout": "permuted", "num_workers": 1, **SETTINGS},
+    {"layout": "sequence", "num_workers": 3, "prefetch": 0, **SETTINGS},
+]
+TOPOLOGIES = [(1, 8), (2, 4), (4, 2), (3, 2)]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Any:
+    made = {topology: HostPool(*topology, timeout_seconds=240) for topology in TOPOLOGIES}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_global_batches_are_the_same_bits_on_every_topology(pools: Any, topology: tuple[int, int]) -> None:
+    variants = VARIANTS + (WORKERS if topology == (2, 4) else [])
+    if topology[0] * topology[1] % 4:
+        variants = [v for v in variants if v["layout"] != "permuted"]  # a mesh of 3 × 2 with 24 rows
+    for result in pools[topology].run(feed_jobs.run_variants, variants, expected_ids()):
+        assert result.value == len(variants) * len(expected_ids())
+
+
+def test_save_anywhere_and_resume_on_any_topology(pools: Any) -> None:
+    state = None
+    journey = [((4, 2), "model", 2), ((3, 2), "rows", 1), ((1, 8), "sequence", 0), ((2, 4), "permuted", 3), ((4, 2), "rows", 2)]
+    for topology, layout, steps in journey:
+        results = pools[topology].run(feed_jobs.run_some, SETTINGS, layout, state, steps, expected_ids())
+        states = {result.value for result in results}
+        assert len(states) == 1, "random access has one state, the same on every host"
+        state = states.pop()
+
+
+@pytest.mark.parametrize("where", ["random", "stream", "batches"])
+@pytest.mark.parametrize("topology", [(2, 4), (4, 2)])
+def test_a_read_that_fails_on_one_host_stops_all_before_that_step(pools: Any, topology: Any, where: str) -> None:
+    results = [result.value for result in pools[topology].run(feed_jobs.failing, 1, 7, where)]
+    for host, value in enumerate(results):
+        assert value["steps"] == 7, results
+        assert value["waited"] < 10
+        if host == 1:
+            assert value["type"] == ("ZeroDivisionError" if where == "batches" else "RuntimeError")
+        else:
+            assert value["type"] == "PeerError"
+            assert "host 1 failed in the read of step 7" in value["text"]
+            assert ("division by zero" if where == "batches" else "disk on fire") in value["text"]
+        assert value["again"] == value["type"]
+
+
+@pytest.mark.parametrize(
+    "field", ["seed", "shuffle", "end", "source.records", "source.content", "position", "bad_records"]
+)
+def test_hosts_that_differ_are_told_before_the_first_batch(pools: Any, field: str) -> None:
+    for result in pools[(2, 4)].run(feed_jobs.differing, field):
+        assert result.value.startswith("AgreementError: hosts differ in "), result.value
+        assert field in result.value
+        assert "host 0" in result.value
+        assert "host 1" in result.value
