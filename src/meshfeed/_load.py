@@ -225,7 +225,7 @@ class LoadPlan:
             numbers = [n for n, spec in enumerate(loaded.specs) if _devices_of(spec.sharding.mesh) == devices]
             specs = tuple(loaded.specs[n] for n in numbers)
             if not deal.held_by(self._rows.process_index):
-                moved = [self._putter.public_call(s.shape, s.sharding, s.dtype, _no_block) for s in specs]
+                moved = [self._putter.without_blocks(spec.shape, spec.sharding, spec.dtype) for spec in specs]
             else:
                 moved = self._move(deal, specs, tuple(loaded.arrays[n] for n in numbers))
             for n, array in zip(numbers, moved, strict=True):
@@ -243,10 +243,6 @@ class LoadPlan:
             mover = self._movers[key] = make_mover(deal.sharding, deal.ranks, deal.chunk_rows, specs)
         with x64_types(self._putter.x64):
             return mover(arrays)
-
-
-def _no_block(index: Any) -> Any:
-    raise AssertionError(f"a block {index} is wanted of a host without a device in the sharding")
 
 
 class _LoadedLeaf:

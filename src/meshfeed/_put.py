@@ -65,11 +65,16 @@ class Putter:
             )
 
     def public_call(
-        self, global_shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any, block_of: Callable[[Any], Any]
+        self, global_shape: tuple[int, ...], sharding: Any, dtype: Any, block_of: Callable[[Any], Any]
     ) -> jax.Array:
         """``jax.make_array_from_callback`` with 64-bit types on or off as the feed was made."""
         with x64_types(self.x64):
             return jax.make_array_from_callback(global_shape, sharding, block_of, dtype=dtype)
+
+    def without_blocks(self, global_shape: tuple[int, ...], sharding: Any, dtype: Any) -> jax.Array:
+        """The array of a host without a device in the sharding: shape and type, no addressable shards."""
+        with x64_types(self.x64):  # make_array_from_callback asks such a host for a block if all are the same
+            return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
 
 
 @contextlib.contextmanager
@@ -118,6 +123,8 @@ class BlockPutter:
           blocks: one for each device, C-contiguous, of the dtype; several may be the same array. They and the result
             share memory on CPU: never write to them again.
         """
+        if not self._devices:
+            return self._putter.without_blocks(self._shape, self._sharding, self._dtype)
         fast_call = self._putter.fast_call
         if fast_call is not None and self._aval is not None:
             try:
