@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pathlib
+import tomllib
 
 import pytest
 
@@ -47,4 +49,5 @@ def test_an_unknown_name_is_an_attribute_error(facade: str) -> None:
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    assert meshfeed.__version__[:1].isdigit()
+    project = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert meshfeed.__version__ == project["version"]

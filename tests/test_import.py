@@ -31,6 +31,8 @@ import importlib, json, sys, time
 import jax
 before = set(sys.modules)
 start = time.perf_counter()
+if len(sys.argv) > 2:
+    exec(sys.argv[2])
 for name in sys.argv[1].split():
     importlib.import_module(name)
 seconds = time.perf_counter() - start
@@ -38,9 +40,9 @@ print(json.dumps({"modules": sorted(set(sys.modules) - before), "seconds": secon
 """
 
 
-def _import(names: str) -> dict[str, object]:
+def _import(names: str, code: str = "") -> dict[str, object]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", _SCRIPT, names]
+    command = [sys.executable, "-c", _SCRIPT, names, code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
@@ -51,6 +53,16 @@ def _heavy(modules: object) -> list[str]:
     return [name for name in HEAVY if any(module.partition(".")[0] == name for module in modules)]
 
 
+FEED = """
+import numpy as np
+import meshfeed
+mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+with meshfeed.MultiHostDataLoadIterator({"x": np.arange(8)}, mesh, global_batch_size=2, shuffle=True) as feed:
+    feed.set_state(feed.get_state())
+    assert len(list(feed)) == 4
+"""
+
+
 @pytest.mark.parametrize("names", ["meshfeed", "meshfeed meshfeed.testing"])
 def test_import_loads_nothing_heavy(names: str, record_property: pytest.RecordProperty) -> None:
     loaded = _import(names)
@@ -58,6 +70,10 @@ def test_import_loads_nothing_heavy(names: str, record_property: pytest.RecordPr
     assert not _heavy(loaded["modules"])
     record_property("seconds", loaded["seconds"])
     print(f"import {names}: {float(str(loaded['seconds'])) * 1000:.1f} ms on top of jax")  # shown with -s or -rP
+
+
+def test_a_feed_from_memory_loads_nothing_heavy_either() -> None:
+    assert not _heavy(_import("", FEED)["modules"])
 
 
 def test_the_check_sees_a_heavy_library() -> None:

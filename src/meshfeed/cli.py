@@ -80,13 +80,19 @@ class _Shape(click.ParamType):
         return [int(part) for part in parts]
 
 
+def _example(arguments: str) -> str:
+    return f"\b\nExample:\n  meshfeed {arguments}"  # click leaves a paragraph after this mark as it is
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="meshfeed")
 def main() -> None:
     """Feed a JAX device mesh: one stream of global batches on any number of hosts."""
 
 
-@main.command()
+@main.command(
+    epilog=_example("plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64")
+)
 @click.option("--hosts", type=click.IntRange(min=1), required=True, help="Number of hosts (JAX processes).")
 @click.option("--devices-per-host", type=click.IntRange(min=1), required=True, help="Devices of each host.")
 @click.option("--mesh", type=_Mesh(), required=True, help="Axes and sizes, slowest first: data=8,model=4.")
@@ -105,13 +111,10 @@ def plan(
     as_json: bool,
     show_all: bool,
 ) -> None:
-    r"""Show which rows of the global batch each host reads.
+    """Show which rows of the global batch each host reads.
 
     Neither devices nor other hosts are needed. The mesh is filled host by host, as jax.make_mesh does on CPUs; a real
     mesh may order its devices otherwise, and the feed follows the real one.
-
-    \b
-        meshfeed plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64
     """
     from meshfeed._plan_table import plan_table
 
@@ -168,6 +171,42 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
     if times > 1:
         lines.append(f"Every value is read {times:g} times over all hosts; load='once' would read it once.")
     return lines
+
+
+@main.command(epilog=_example("replay checkpoints/ --step 812 --array-record 'data/*.array_record'"))
+@click.argument("state", type=click.Path(exists=True))
+@click.option(
+    "--step", type=click.IntRange(min=0), default=None, help="Index of the batch; default: the last delivered."
+)
+@click.option("--global-batch-size", type=click.IntRange(min=1), default=None, help="Of steps after the state.")
+@click.option(
+    "--array-record", "paths", multiple=True, help="The files: shows each record's file and first bytes. Repeatable."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, all records.")
+def replay(state: str, step: int | None, global_batch_size: int | None, paths: tuple[str, ...], as_json: bool) -> None:
+    """Show which records a past or coming step consumes.
+
+    STATE is a JSON file with what feed.get_state() gave, or a checkpoint's folder. No data is read, unless
+    --array-record says where it is.
+    """
+    from meshfeed import _cli_replay
+
+    parsed = _cli_replay.load_state(state)
+    found = _cli_replay.replay(parsed, step, global_batch_size)
+    records = _cli_replay.describe_records(parsed, list(paths), found["record_ids"]) if paths else None
+    ids = found["record_ids"].tolist()
+    if as_json:
+        click.echo(json.dumps({**found, "record_ids": ids} | ({"records": records} if records else {})))
+        return
+    first, last = found["epochs"]
+    when = "delivered" if found["delivered"] else "not yet delivered"
+    click.echo(f"step {found['step']} ({when}): rows {found['position']:,}..{found['position'] + len(ids) - 1:,}")
+    click.echo(f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else ""))
+    if records:
+        for record in records:
+            click.echo(f"{record['record_id']:>12}  {record['bytes']:>10,} B  {record['file']}  {record['begins']}")
+    else:
+        click.echo(" ".join(map(str, ids)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""``meshfeed replay``: which records a step consumed, worked out from a saved state alone."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from meshfeed import _order, _state, _state_files, _timeline
+from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._identity import source_identity
+from meshfeed._read import file_of
+from meshfeed._settings import BatchSchedule
+from meshfeed._types import RecordIds
+
+_SHOWN_BYTES = 48
+
+
+def load_state(path: str) -> _state.FeedState:
+    """The state in a JSON file, in a folder of state files, or in the newest step below a checkpoint's folder.
+
+    Raises:
+      CheckpointError: none is there. StateMismatchError: it is damaged, or from a newer version.
+    """
+    place = pathlib.Path(path)
+    if place.is_file():
+        try:
+            value = json.loads(place.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{path}: not JSON ({error}), expected a state as get_state() gives it.") from None
+        return _state.parse_state(value["state"] if isinstance(value, dict) and "meshfeed_iterator" in value else value)
+    folders = [place, *place.glob("*"), *place.glob("*/*")]
+    holding = [folder for folder in folders if folder.is_dir() and _state_files.state_paths(folder)]
+    holding = [folder for folder in holding if not any("tmp" in part for part in folder.parts[len(place.parts) :])]
+    if not holding:
+        raise CheckpointError(
+            f"{path}: no state of a feed there. Give a JSON file with what get_state() gave, or a checkpoint's folder."
+        )
+    return _state.parse_state(_state_files.read_state(max(holding, key=lambda folder: _step_of(folder, place))))
+
+
+def _step_of(folder: pathlib.Path, root: pathlib.Path) -> int:
+    return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)
+
+
+def replay(state: _state.FeedState, step: int | None, global_batch_size: int | None) -> dict[str, Any]:
+    """What one step of the stream consumed, or will.
+
+    Args:
+      state: of a random-access source.
+      step: index of the batch; None: the last one delivered.
+      global_batch_size: of steps after the state; None: as the last one delivered.
+
+    Returns:
+      ``step``, ``position``, ``global_batch_size``, ``epochs`` (first and last) and ``record_ids`` int64 ``[rows]``.
+
+    Raises:
+      MeshfeedError: the state does not say it, because records come in the order of a stream or of a mixture.
+      SettingsError: there is no such step, or no batch size is known for it.
+    """
+    fingerprint = state.fingerprint
+    if state.kind != "random_access" or "mixture" in fingerprint:
+        kind = "a mixture" if "mixture" in fingerprint else f"{state.kind!r}"
+        raise MeshfeedError(
+            f"This is the state of {kind}, whose records are not known from the state alone. Make the feed, give it "
+            "the state by set_state, and ask feed.record_ids(step)."
+        )
+    segments = _timeline.parse_segments(state.segments)
+    order = _order.EpochOrder(
+        fingerprint["source"]["records"],
+        shuffle=fingerprint["shuffle"],
+        seed=fingerprint["seed"],
+        num_epochs=fingerprint["num_epochs"],
+    )
+    current = {"algorithm": _order.ALGORITHM, "version": _order.VERSION}
+    _state.compare_fingerprints({"order": fingerprint["order"]}, {"order": current})
+    pad = fingerprint["end"] == "pad"
+    next_step = _timeline.derive_step(segments, state.position, order.total, pad=pad)
+    size = global_batch_size or (segments[-1].size if segments else None)
+    if size is None:
+        raise SettingsError(
+            "No batch was delivered before this state, so its batch size is not known. Give --global-batch-size.",
+            setting="global_batch_size",
+        )
+    timeline = _timeline.Timeline(BatchSchedule([(0, size)]), past=segments, step=next_step, position=state.position)
+    step = max(0, next_step - 1) if step is None else step
+    last = None if order.total is None else timeline.num_steps(order.total, pad=pad)
+    if step < 0 or (last is not None and step >= last):
+        raise SettingsError(f"step {step} is not in this stream, which has {last} steps.", setting="step")
+    position, size = timeline.at(step)
+    stop = position + size if order.total is None else min(position + size, order.total)
+    record_ids, epochs = order.ids_at(np.arange(position, stop, dtype=np.int64))
+    return {
+        "step": step,
+        "delivered": step < next_step,
+        "position": position,
+        "global_batch_size": size,
+        "epochs": [int(epochs[0]), int(epochs[-1])],
+        "record_ids": record_ids,
+    }
+
+
+def describe_records(state: _state.FeedState, paths: list[str], record_ids: RecordIds) -> list[dict[str, Any]]:
+    """File, size and first bytes of records, read from the ArrayRecord files that the state was saved with.
+
+    Raises:
+      StateMismatchError: these are other files.
+    """
+    from meshfeed.sources import ArrayRecord
+
+    source = ArrayRecord(paths)
+    try:
+        _state.compare_fingerprints({"source": state.fingerprint["source"]}, {"source": source_identity(source)})
+        raw = source.read_raw(record_ids)
+        return [
+            {
+                "record_id": int(record_id),
+                "file": file_of(source, int(record_id)),
+                "bytes": len(record),
+                "begins": repr(bytes(record[:_SHOWN_BYTES]))[2:-1],
+            }
+            for record_id, record in zip(record_ids.tolist(), raw, strict=True)
+        ]
+    finally:
+        source.close()

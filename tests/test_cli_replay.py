@@ -1,0 +1,122 @@
+"""meshfeed replay: the records of a step from a saved state alone, as the feed itself says them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from jax.sharding import AxisType
+
+import meshfeed
+from meshfeed import _state_files, cli
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, ["replay", *map(str, arguments)])
+
+
+def make_feed(source: Any, **settings: Any) -> meshfeed.MultiHostDataLoadIterator:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    settings = {"global_batch_size": 4, "shuffle": True, "seed": 5, "num_epochs": 3, "prefetch": 0} | settings
+    return meshfeed.MultiHostDataLoadIterator(source, mesh, **settings)
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> tuple[pathlib.Path, list[list[int]]]:
+    """A state after step 6 of 8, across an epoch's edge, and the ids of all steps."""
+    with make_feed({"x": np.arange(11)}) as feed:
+        for _ in range(6):
+            next(feed)
+        path = tmp_path / "state.json"
+        path.write_text(json.dumps(feed.get_state()))
+        return path, [feed.record_ids(step).tolist() for step in range(len(feed))]
+
+
+def test_it_says_what_the_feed_says(saved: tuple[pathlib.Path, list[list[int]]]) -> None:
+    path, ids = saved
+    assert len(ids) == 8
+    for step, expected in enumerate(ids):
+        found = json.loads(run(path, "--step", step, "--json").output)
+        assert found["record_ids"] == expected
+        assert found["delivered"] == (step < 6)
+        assert found["position"] == step * 4
+    last = json.loads(run(path, "--json").output)
+    assert (last["step"], last["epochs"]) == (5, [1, 2])
+
+
+def test_the_text_names_rows_epochs_and_ids(saved: tuple[pathlib.Path, list[list[int]]]) -> None:
+    path, ids = saved
+    lines = run(path, "--step", 2).output.splitlines()
+    assert lines == ["step 2 (delivered): rows 8..11", "4 records of epoch 0 to 1", " ".join(map(str, ids[2]))]
+
+
+def test_another_batch_size_holds_from_the_state_on(saved: tuple[pathlib.Path, list[list[int]]]) -> None:
+    path, ids = saved
+    flat = [record_id for batch in ids for record_id in batch]
+    assert json.loads(run(path, "--step", 2, "--global-batch-size", 2, "--json").output)["record_ids"] == ids[2]
+    assert json.loads(run(path, "--step", 7, "--global-batch-size", 2, "--json").output)["record_ids"] == flat[26:28]
+
+
+def test_it_finds_the_newest_step_of_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    with make_feed({"x": np.arange(11)}) as feed:
+        for step in (9, 10):
+            next(feed)
+            folder = tmp_path / str(step) / "iterator"
+            folder.mkdir(parents=True)
+            _state_files.write_state(folder, feed.get_state())
+    assert json.loads(run(tmp_path, "--json").output)["step"] == 1
+    assert json.loads(run(tmp_path / "9", "--json").output)["step"] == 0
+
+
+def test_it_shows_the_records_of_the_same_files_only(tmp_path: pathlib.Path) -> None:
+    array_record = pytest.importorskip("array_record.python.array_record_module")
+    for name in ("a", "b"):
+        writer = array_record.ArrayRecordWriter(str(tmp_path / f"{name}.array_record"), "group_size:1")
+        for i in range(11):
+            writer.write(f"{name} record {i}".encode())
+        writer.close()
+    paths = str(tmp_path / "a.array_record")
+    source = meshfeed.sources.ArrayRecord(paths, decode=lambda raw: {"n": np.int32(int(raw.split()[-1]))})
+    with make_feed(source) as feed:
+        rows = np.asarray(next(feed)["n"]).tolist()
+        (tmp_path / "state.json").write_text(json.dumps(feed.get_state()))
+    result = run(tmp_path / "state.json", "--array-record", paths, "--json")
+    assert [record["begins"] for record in json.loads(result.output)["records"]] == [f"a record {row}" for row in rows]
+    assert "a.array_record" in run(tmp_path / "state.json", "--array-record", paths).output
+    other = run(tmp_path / "state.json", "--array-record", tmp_path / "b.array_record")
+    assert other.exit_code == 1
+    assert "state mismatch in 'source" in other.output
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ({}, ["--step", 8], "step 8 is not in this stream, which has 8 steps"),
+        ({"segments": [], "position": 0}, [], "Give --global-batch-size"),
+        ({"kind": "lanes", "step": 6, "num_lanes": 2, "lanes": {}}, [], "ask feed.record_ids(step)"),
+        ({"meshfeed": 99}, [], "A newer version of meshfeed wrote this state"),
+        ({"position": 7}, [], "state mismatch in 'position'"),
+    ],
+)
+def test_what_it_cannot_say(
+    saved: tuple[pathlib.Path, list[list[int]]], change: dict[str, Any], arguments: list[Any], message: str
+) -> None:
+    path, _ = saved
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    result = run(path, *arguments)
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
+    result = run(tmp_path)
+    assert result.exit_code == 1
+    assert "no state of a feed there" in result.output
+    (tmp_path / "x.json").write_text('{"meshfeed": 1, ')
+    assert "not JSON" in run(tmp_path / "x.json").output
