@@ -14,23 +14,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("array_record")
 
+from array_record_files import some_records, write
+
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed.sources import _array_record_readers as readers
 from meshfeed.sources._array_record import ArrayRecord
-
-
-def write(path: pathlib.Path, records: list[bytes], options: str = "group_size:1,uncompressed") -> str:
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    writer = ArrayRecordWriter(str(path), options)
-    for record in records:
-        writer.write(record)
-    writer.close()
-    return str(path)
-
-
-def some_records(number: int, first: int = 0) -> list[bytes]:
-    return [f"record {i} ".encode() * (1 + i % 7) for i in range(first, first + number)]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +55,7 @@ def test_every_way_of_reading_gives_the_same_bytes(tmp_path, options: str, monke
 
 def test_crossover_between_single_reads_and_lists() -> None:
     def reads_as_list(num_records: int, rows: list[int], group_size: int = 1, num_bytes: int = 10**8) -> bool:
-        return readers._reads_as_list(readers.ShardFile("x", num_bytes, 0, num_records, group_size), rows)
+        return readers._reads_as_list(readers.ShardFile("x", num_bytes, "", num_records, group_size), rows)
 
     spread = list(range(0, 100_000, 1_000))
     assert not reads_as_list(100_000, spread[:64])

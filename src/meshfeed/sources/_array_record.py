@@ -67,7 +67,7 @@ class ArrayRecord:
                 "do slowly: pass cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
                 setting="cache",
             )
-        self._files: list[ShardFile] = _files.in_threads(_inspect, names)
+        self._files: list[ShardFile] = _files.in_threads(self._inspect, names)
         self._ends = np.cumsum([file.num_records for file in self._files], dtype=np.int64)
         self._starts = self._ends - np.array([file.num_records for file in self._files], np.int64)
         if not len(self):
@@ -143,6 +143,13 @@ class ArrayRecord:
                 records[place] = record
         return records
 
+    def _inspect(self, name: str) -> ShardFile:
+        if self._cache is None or not _files.is_url(name):
+            return inspect_file(name)
+        from meshfeed.sources._array_record_remote import inspect_url
+
+        return inspect_url(name, self._cache)
+
     def _read_file(self, file_index: int, rows: list[int]) -> list[bytes]:
         file = self._files[file_index]
         first_record_id = int(self._starts[file_index])
@@ -179,11 +186,3 @@ class ArrayRecord:
     def close(self) -> None:
         """Closes the files. The source can still be read from: they open again."""
         self._readers.drop(self._files)
-
-
-def _inspect(name: str) -> ShardFile:
-    if not _files.is_url(name):
-        return inspect_file(name)
-    from meshfeed.sources._array_record_remote import inspect_url
-
-    return inspect_url(name)

@@ -37,14 +37,14 @@ class ShardFile:
     Attributes:
       path: local path, or the URL of a file that is read through a cache.
       num_bytes: its size.
-      modified_ns: time of its last change; 0 for a local copy of a remote file.
+      version: time of its last change in nanoseconds; of a remote file the name of its version.
       num_records: records in it.
       group_size: records a chunk.
     """
 
     path: str
     num_bytes: int
-    modified_ns: int
+    version: str
     num_records: int
     group_size: int
 
@@ -72,7 +72,9 @@ def inspect_file(path: str) -> ShardFile:
         group_size = re.search(r"group_size:(\d+)", reader.writer_options_string() or "")
     finally:
         reader.close()
-    return ShardFile(path, status.st_size, status.st_mtime_ns, num_records, int(group_size[1]) if group_size else 1)
+    return ShardFile(
+        path, status.st_size, str(status.st_mtime_ns), num_records, int(group_size[1]) if group_size else 1
+    )
 
 
 def _open(path: str, options: str) -> Any:
@@ -141,7 +143,20 @@ class ReaderPool:
             while len(self._readers) > 1 and (len(self._readers) > limit or self._num_chunks > self._max_chunks):
                 dropped, _ = self._readers.popitem(last=False)
                 self._num_chunks -= dropped.num_chunks
+            if cache is not None and cache.max_bytes is not None:
+                self._drop_copies(file, cache.max_bytes // 4)
         return reader
+
+    def _drop_copies(self, newest: ShardFile, max_bytes: int) -> None:
+        """Closes copies of remote files beyond ``max_bytes``: one that is evicted while open still takes its room."""
+        copies = [file for file in self._readers if is_url(file.path)]
+        excess = sum(file.num_bytes for file in copies) - max_bytes
+        for file in copies:
+            if excess <= 0 or file == newest:
+                break
+            del self._readers[file]
+            self._num_chunks -= file.num_chunks
+            excess -= file.num_bytes
 
     def drop(self, files: Sequence[ShardFile]) -> None:
         """Forgets the readers of ``files``."""
@@ -165,11 +180,11 @@ def _reader_limit() -> int:
 def _open_unchanged(file: ShardFile, cache: ShardCache | None) -> Any:
     if cache is not None and is_url(file.path):
         with cache.open(file.path) as path:
-            return _open_checked(file, path)
-    return _open_checked(file, file.path)
+            return _open_checked(file, str(path), cache.identify(file.path)[1])
+    return _open_checked(file, file.path, None)
 
 
-def _open_checked(file: ShardFile, path: str) -> Any:
+def _open_checked(file: ShardFile, path: str, version: str | None) -> Any:
     try:
         status = os.stat(path)
         reader = _open(path, _RANDOM_ACCESS)
@@ -178,7 +193,7 @@ def _open_checked(file: ShardFile, path: str) -> Any:
             f"the ArrayRecord file {file.path} is gone; it was there when the source was made. Put it back, or build "
             "the source again."
         ) from error
-    touched = file.modified_ns and status.st_mtime_ns != file.modified_ns
+    touched = file.version != (version or str(status.st_mtime_ns))
     if status.st_size != file.num_bytes or reader.num_records() != file.num_records or touched:
         raise SourceError(
             f"the ArrayRecord file {file.path} has changed since the source was made: {file.num_records:,} records in "

@@ -6,10 +6,14 @@ import dataclasses
 import os
 import re
 import tempfile
+from typing import TYPE_CHECKING
 
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed.sources import _files
 from meshfeed.sources._array_record_readers import ShardFile, inspect_file
+
+if TYPE_CHECKING:
+    from meshfeed.sources._shard_cache import ShardCache
 
 _BLOCK_BYTES = 1 << 16  # a Riegeli block; the last one of a file holds its postscript
 _SIGNATURE_BYTES = 64
@@ -17,7 +21,7 @@ _SIGNATURE_BYTES = 64
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
 
-def inspect_url(url: str) -> ShardFile:
+def inspect_url(url: str, cache: ShardCache) -> ShardFile:
     """Counts and checks as :func:`inspect_file` does, without fetching the records.
 
     The first bytes, the footer and the postscript are written at their places into a sparse local file, which the
@@ -28,10 +32,9 @@ def inspect_url(url: str) -> ShardFile:
       CorruptDataError: the file is empty, cut short, or not an ArrayRecord file.
       OSError: it cannot be read.
     """
-    file_system, path = _files.open_file_system(url, "ArrayRecord")
-    num_bytes = _files.file_sizes([url], source="ArrayRecord")[0]
+    num_bytes, version = cache.identify(url)
     tail_start = max(0, num_bytes - _BLOCK_BYTES)
-    tail = file_system.cat_file(path, start=tail_start, end=num_bytes) if num_bytes else b""
+    tail = _read(url, tail_start, num_bytes, num_bytes)
     postscript = _POSTSCRIPT.search(tail)
     if postscript is None or num_bytes < _BLOCK_BYTES:
         raise CorruptDataError(
@@ -42,8 +45,8 @@ def inspect_url(url: str) -> ShardFile:
         )
     # From a block's edge on: the reader looks at the header of the block that a chunk lies in.
     footer_start = min(_read_varint(postscript[1]), tail_start) // _BLOCK_BYTES * _BLOCK_BYTES
-    footer = file_system.cat_file(path, start=footer_start, end=tail_start) if footer_start < tail_start else b""
-    head = file_system.cat_file(path, start=0, end=_SIGNATURE_BYTES)
+    footer = _read(url, footer_start, tail_start, num_bytes)
+    head = _read(url, 0, _SIGNATURE_BYTES, num_bytes)
     handle, sparse = tempfile.mkstemp(suffix=".array_record")
     try:
         os.truncate(handle, num_bytes)
@@ -57,7 +60,11 @@ def inspect_url(url: str) -> ShardFile:
     finally:
         os.close(handle)
         os.unlink(sparse)
-    return dataclasses.replace(found, path=url, modified_ns=0)
+    return dataclasses.replace(found, path=url, version=version)
+
+
+def _read(url: str, start: int, stop: int, num_bytes: int) -> bytes:
+    return _files.read_range(url, start, stop, num_bytes, source="ArrayRecord")
 
 
 def _read_varint(encoded: bytes) -> int:

@@ -7,15 +7,16 @@ fsspec is imported only for those.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import xxhash
 
-from meshfeed._errors import SourceError
+from meshfeed._errors import MeshfeedError, SourceError
 from meshfeed._types import JsonValue
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -93,17 +94,20 @@ def _expand_local(name: str, source: str) -> list[str]:
 
 def _expand_url(name: str, source: str) -> list[str]:
     file_system, path = open_file_system(name, source)
+    with remote_errors(name, source):
+        return _list_url(file_system, path, name, source)
+
+
+def _list_url(file_system: Any, path: str, name: str, source: str) -> list[str]:
     if _MAGIC.search(path):
         files = sorted(str(match) for match in file_system.glob(path))
         if not files:
             raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
         return [file_system.unstrip_protocol(match) for match in files]
-    if not file_system.isfile(path):
-        if file_system.isdir(path):
-            raise SourceError(
-                f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {name.rstrip('/')}/*."
-            )
-        raise SourceError(f"{source}: there is no file {name!r}. Check the URL and the credentials.")
+    if file_system.info(path).get("type") == "directory":  # and no file: FileNotFoundError
+        raise SourceError(
+            f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {name.rstrip('/')}/*."
+        )
     return [name]
 
 
@@ -128,6 +132,45 @@ def open_file_system(url: str, source: str) -> tuple[Any, str]:
         ) from error
 
 
+@contextlib.contextmanager
+def remote_errors(url: str, source: str) -> Iterator[None]:
+    """The border at which what fsspec and the clients below it raise becomes ours.
+
+    Raises:
+      SourceError: there is no such file, or no permission; trying again does not help.
+      OSError: anything else; it may.
+    """
+    try:
+        yield
+    except MeshfeedError:
+        raise
+    except FileNotFoundError as error:
+        cause = error.__cause__  # of fsspec's HTTP: a server out of reach looks like a missing file
+        if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
+            raise OSError(f"{source}: {url}: {type(cause).__name__}: {cause}") from error
+        raise SourceError(f"{source}: there is no file {url!r}. Check the URL and the credentials.") from error
+    except PermissionError as error:
+        raise SourceError(f"{source}: no permission to read {url!r}: {error}. Check the credentials.") from error
+    except OSError:
+        raise
+    except Exception as error:  # botocore's connection errors, for one, are not OSError
+        raise OSError(f"{source}: {url}: {type(error).__name__}: {error}") from error
+
+
+def read_range(url: str, start: int, stop: int, num_bytes: int, *, source: str) -> bytes:
+    """Bytes ``[start, stop)`` of a remote file of ``num_bytes``; also where the server sends all of it each time."""
+    if start >= stop:
+        return b""
+    file_system, inner = open_file_system(url, source)
+    with remote_errors(url, source):
+        content = file_system.cat_file(inner, start=start, end=stop)
+    if len(content) == num_bytes != stop - start:
+        content = content[start:stop]
+    if len(content) != stop - start:
+        raise OSError(f"{source}: {url}: {len(content):,} bytes came for the range [{start:,}, {stop:,})")
+    return content
+
+
 def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
     """Bytes of each file, local or remote.
 
@@ -142,7 +185,8 @@ def _file_size(path: str, source: str) -> int:
     if not is_url(path):
         return os.stat(path).st_size
     file_system, inner = open_file_system(path, source)
-    size = file_system.info(inner).get("size")
+    with remote_errors(path, source):
+        size = file_system.info(inner).get("size")
     if size is None:
         raise SourceError(
             f"{source}: the server of {path!r} does not tell the file's size. Copy the file to a local disk."

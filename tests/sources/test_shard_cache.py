@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import hashlib
+import http.server
+import os
+import pathlib
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+import xxhash
+
+from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._settings import Retry
+from meshfeed.sources._shard_cache import ShardCache
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+QUICK = Retry(attempts=3, initial_seconds=0.01, max_seconds=0.02)
+
+
+class Store(http.server.ThreadingHTTPServer):
+    """An object store of a few bytes, over HTTP, that misbehaves when told to."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.fetches: list[str] = []
+        self.ranges = True
+        self.fail = 0  # so many fetches answer 503
+        self.cut = 0  # so many fetches break off half-way
+        self.hold = threading.Event()  # fetches of "slow…" wait for it after their first half
+        self.hold.set()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+    def put(self, name: str, content: bytes) -> str:
+        self.files[name] = content
+        return self.url(name)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Store
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        store, name = self.server, self.path.lstrip("/")
+        content = store.files.get(name)
+        if content is None:
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        etag = hashlib.md5(content).hexdigest()
+        wanted = self.headers.get("Range")
+        status = 200
+        if store.ranges and wanted:
+            start, _, end = wanted.removeprefix("bytes=").partition("-")
+            content = content[int(start) : int(end) + 1 if end else None]
+            status = 206
+        if body and not wanted:
+            store.fetches.append(name)
+            if store.fail:
+                store.fail -= 1
+                status, content = 503, b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{etag}"')
+        if store.ranges:
+            self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if not body:
+            return
+        half = len(content) // 2
+        self.wfile.write(content[:half])
+        self.wfile.flush()
+        if status == 200 and store.cut:
+            store.cut -= 1
+            self.close_connection = True
+            return
+        if name.startswith("slow"):
+            store.hold.wait(60)
+        try:
+            self.wfile.write(content[half:])
+        except ConnectionError:
+            pass
+
+
+@pytest.fixture
+def store():
+    with Store() as server:
+        yield server
+        server.hold.set()
+        server.shutdown()
+
+
+def read(cache: ShardCache, url: str) -> bytes:
+    with cache.open(url) as path:
+        return path.read_bytes()
+
+
+def files_in(cache: ShardCache) -> list[str]:
+    return sorted(path.name.partition("-")[2] for path in cache.directory.iterdir() if path.suffix not in (".lock",))
+
+
+def test_a_file_is_fetched_once_for_all_who_share_the_folder(store: Store, tmp_path) -> None:
+    content = os.urandom(100_000)
+    url = store.put("a/shard-0", content)
+    first, second = ShardCache(tmp_path / "cache"), ShardCache(str(tmp_path / "cache"))
+    third = pickle.loads(pickle.dumps(first))
+    for cache in (first, second, third, first):
+        assert read(cache, url) == content
+    assert store.fetches == ["a/shard-0"]
+    assert files_in(first) == ["shard-0"]
+    assert first.num_bytes() == 100_000
+
+
+def test_another_version_under_the_same_name_is_another_file(store: Store, tmp_path) -> None:
+    url = store.put("x", b"one")
+    assert read(ShardCache(tmp_path), url) == b"one"
+    store.put("x", b"two")
+    assert read(ShardCache(tmp_path), url) == b"two"
+    assert read(ShardCache(tmp_path), store.put("other/x", b"two")) == b"two"
+    assert store.fetches == ["x", "x", "other/x"]
+
+
+def test_fetches_are_tried_again(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path, retry=QUICK)
+    store.fail, store.cut = 1, 1
+    assert read(cache, store.put("x", b"0123456789")) == b"0123456789"
+    assert len(store.fetches) == 3
+    store.fail = 3
+    with pytest.raises(OSError, match="503"):
+        read(cache, store.put("y", b"0123456789"))
+    assert files_in(cache) == ["x"]  # nothing half-done stays
+
+
+def test_files_that_are_not_there_are_named_at_once(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path)
+    with pytest.raises(SourceError, match=r"there is no file 'http://.*/gone'"), cache.open(store.url("gone")):
+        pass
+    url = store.put("x", b"12345")
+    cache._entry(url)
+    del store.files["x"]
+    with pytest.raises(SourceError, match=r"there is no file 'http://.*/x'"), cache.open(url):
+        pass
+
+
+def test_an_unreachable_server_is_an_os_error(tmp_path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/x"
+        with pytest.raises(OSError, match=r"127\.0\.0\.1"), ShardCache(tmp_path, retry=QUICK).open(url):
+            pass
+
+
+def test_checksums(store: Store, tmp_path) -> None:
+    content = b"0123456789"
+    url = store.put("x", content)
+    good = {"x": "sha256:" + hashlib.sha256(content).hexdigest()}
+    assert read(ShardCache(tmp_path / "1", checksums=good), url) == content
+    assert (
+        read(ShardCache(tmp_path / "2", checksums={url: "xxh3_64:" + xxhash.xxh3_64(content).hexdigest()}), url)
+        == content
+    )
+    with pytest.raises(CorruptDataError, match=r"/x: fetched 10 bytes with md5 781e.*, expected 00") as caught:
+        read(ShardCache(tmp_path / "3", checksums={"x": "md5:00"}), url)
+    assert caught.value.path == url
+    assert store.fetches == ["x", "x", "x", "x"]  # damaged on the way would look the same: so twice
+    assert files_in(ShardCache(tmp_path / "3")) == []
+
+
+def test_the_longest_unopened_go_first(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path, max_bytes=250)
+    urls = [store.put(f"f{i}", bytes([i]) * 100) for i in range(4)]
+    for at, url in enumerate(urls[:2]):
+        read(cache, url)
+        copy = cache._entry(url).path
+        os.utime(copy, (at, at))
+    read(cache, urls[0])  # opened last
+    with cache.open(urls[2]) as path:
+        assert files_in(cache) == ["f0", "f2"]
+        opened = path.open("rb")
+    read(cache, urls[3])
+    assert cache.num_bytes() <= 250
+    read(cache, urls[1])
+    read(cache, urls[0])
+    with opened:  # evicted long ago
+        assert opened.read() == bytes([2]) * 100
+    for at, name in enumerate(store.fetches):
+        assert name == ["f0", "f1", "f2", "f3", "f1", "f0"][at]
+
+
+def test_what_is_being_opened_is_not_evicted(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path, max_bytes=250, stall_seconds=0.2, retry=QUICK)
+    a, b, c = (store.put(name, bytes(100)) for name in "abc")
+    with cache.open(a) as first, cache.open(b) as second:
+        with pytest.raises(SourceError, match=r"no room for .*/c \(100 bytes\).* 50 bytes too few of max_bytes=250"):
+            read(cache, c)
+        assert first.exists()
+        assert second.exists()
+    assert read(cache, c) == bytes(100)
+
+
+def test_a_file_larger_than_the_cache_and_other_wrong_settings(store: Store, tmp_path) -> None:
+    with pytest.raises(SourceError, match=r"has 300 bytes and max_bytes=250 holds no file of that size"):
+        read(ShardCache(tmp_path, max_bytes=250), store.put("big", bytes(300)))
+    for wrong in (0, -1, 1.5, True, "1GB"):
+        with pytest.raises(SettingsError, match=f"max_bytes={wrong!r}"):
+            ShardCache(tmp_path, max_bytes=wrong)  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="cannot be used as a cache"):
+        ShardCache(tmp_path / "file")
+
+
+def test_threads_fetch_a_file_once_and_keep_within_the_limit(store: Store, tmp_path) -> None:
+    urls = [store.put(f"f{i}", os.urandom(1000)) for i in range(8)]
+    cache, most, wrong = ShardCache(tmp_path, max_bytes=4500), [0], []
+
+    def work(seed: int) -> None:
+        for i in np.random.default_rng(seed).integers(0, 8, 15).tolist():
+            try:
+                if read(cache, urls[i]) != store.files[f"f{i}"]:
+                    wrong.append(i)
+            except Exception as error:
+                wrong.append(error)
+            most[0] = max(most[0], sum(p.stat().st_size for p in tmp_path.glob("*-f*") if p.exists()))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert most[0] <= 4500
+    other = ShardCache(tmp_path / "other")
+    same = [threading.Thread(target=read, args=(other, store.put("one", bytes(10**6)))) for _ in range(4)]
+    for thread in same:
+        thread.start()
+    for thread in same:
+        thread.join(60)
+    assert store.fetches.count("one") == 1
+
+
+FETCHER = """
+    import sys
+    from meshfeed.sources._shard_cache import ShardCache
+    with ShardCache({directory!r}, max_bytes=3_000_000).open({url!r}) as path:
+        print(path.stat().st_size, flush=True)
+"""
+
+
+def start_fetcher(tmp_path: pathlib.Path, url: str) -> subprocess.Popen:
+    code = textwrap.dedent(FETCHER.format(directory=str(tmp_path), url=url))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_part(tmp_path: pathlib.Path) -> pathlib.Path:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for part in tmp_path.glob("*.part"):
+            if part.stat().st_size:
+                return part
+        time.sleep(0.02)
+    raise AssertionError("no fetch began")
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_the_owner_of_a_fetch_dies_or_hangs(store: Store, tmp_path, how: str) -> None:
+    url = store.put("slow", os.urandom(2_000_000))
+    store.hold.clear()
+    owner = start_fetcher(tmp_path, url)
+    try:
+        part = wait_for_part(tmp_path)
+        found: list[bytes] = []
+        cache = ShardCache(tmp_path, max_bytes=5_000_000, stall_seconds=0.5)
+        waiter = threading.Thread(target=lambda: found.append(read(cache, url)), daemon=True)
+        waiter.start()
+        waiter.join(0.2)
+        assert store.fetches == ["slow"]  # it waits for the owner
+        os.kill(owner.pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        store.hold.set()
+        waiter.join(60)
+        assert found == [store.files["slow"]]
+        assert store.fetches == ["slow", "slow"]
+        assert part.exists() == (how == "stopped")
+        if how == "stopped":
+            os.kill(owner.pid, signal.SIGCONT)
+            assert owner.wait(60) == 0
+        assert files_in(cache) == ["slow"]
+    finally:
+        owner.kill()
+        owner.wait()
+        assert owner.stdout is not None
+        owner.stdout.close()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_array_record_over_the_cache(store: Store, tmp_path, ranges: bool) -> None:
+    pytest.importorskip("array_record")
+    from array_record_files import some_records, write
+
+    from meshfeed.sources._array_record import ArrayRecord
+
+    store.ranges = ranges
+    contents = [some_records(5000), some_records(700, 5000)]
+    urls = []
+    for i, records in enumerate(contents):
+        path = write(
+            tmp_path / f"{i}.array_record", records, "group_size:1,uncompressed" if i else "group_size:16,zstd"
+        )
+        urls.append(store.put(f"d/{i}.array_record", pathlib.Path(path).read_bytes()))
+    cache = ShardCache(tmp_path / "cache", retry=QUICK)
+    source = ArrayRecord(urls, cache=cache)
+    assert len(source) == 5700
+    if ranges:
+        assert store.fetches == []  # counted by their footers alone
+    assert source.read_raw([5699, 0, 5000]) == [contents[1][699], contents[0][0], contents[1][0]]
+    assert source.file_of(5699) == urls[1]
+    local = ArrayRecord([tmp_path / "0.array_record", tmp_path / "1.array_record"])
+    assert source.fingerprint() == local.fingerprint()
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy[1] == contents[0][1]
+
+    # A copy that the disk damages is fetched anew; what is damaged in the store is an error.
+    damaged = cache._entry(urls[1]).path
+    content = bytearray(damaged.read_bytes())
+    content[content.index(contents[1][5])] ^= 1
+    damaged.write_bytes(content)
+    source.close()
+    before = len(store.fetches)
+    assert source[5005] == contents[1][5]
+    assert store.fetches[before:] == ["d/1.array_record"]
+    store.put("d/1.array_record", bytes(content))
+    again = ArrayRecord(urls, cache=ShardCache(tmp_path / "cache2", retry=QUICK))
+    with pytest.raises(CorruptDataError, match=r"http://.*1\.array_record: record 5005") as caught:
+        again[5005]
+    assert (caught.value.path, caught.value.record_id) == (urls[1], 5005)
+    store.put("d/1.array_record", bytes(content[:-1]))
+    with pytest.raises(CorruptDataError, match=r"http://.*1\.array_record"):
+        ArrayRecord(urls, cache=ShardCache(tmp_path / "cache3", retry=QUICK))
+
+
+def test_a_real_s3_server(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server")
+    pytest.importorskip("array_record")
+    from array_record_files import some_records, write
+
+    from meshfeed.sources._array_record import ArrayRecord
+
+    s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    s3.start()
+    try:
+        host, port = s3.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        for name, value in {"KEY": "a", "SECRET": "b", "ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setitem(fsspec.config.conf.setdefault("s3", {}), name.lower(), value)
+        files = fsspec.filesystem("s3")
+        files.mkdir("bucket")
+        records = some_records(900)
+        for i in range(3):
+            path = write(tmp_path / f"part-{i}", records[300 * i : 300 * i + 300])
+            files.put_file(path, f"bucket/train/part-{i}")
+        cache = ShardCache(tmp_path / "cache", max_bytes=300_000, retry=QUICK)  # one file of three
+        source = ArrayRecord("s3://bucket/train/part-*", cache=cache)
+        assert len(source) == 900
+        ids = np.random.default_rng(0).permutation(900)[:50]
+        assert source.read_raw(ids) == [records[i] for i in ids]
+        assert cache.num_bytes() <= 300_000
+        with pytest.raises(SourceError, match=r"no file matches 's3://bucket/other/\*'"):
+            ArrayRecord("s3://bucket/other/*", cache=cache)
+        with pytest.raises(SourceError, match="there is no file 's3://bucket/train/none'"):
+            ArrayRecord("s3://bucket/train/none", cache=cache)
+    finally:
+        s3.stop()
+        fsspec.filesystem("s3").clear_instance_cache()
