@@ -1,0 +1,323 @@
+"""Restores a list of stored leaves to their shardings: plan, read, agree, gather."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshfeed._errors import SettingsError
+from meshfeed._process import process_count, process_index
+from meshfeed.checkpoint import _packed
+from meshfeed.checkpoint._agreement import Agreement
+from meshfeed.checkpoint._gather import (
+    aligned_zeros,
+    gather_group,
+    gather_in_blocks,
+    host_bits_of,
+    piece_shape,
+    place,
+)
+from meshfeed.checkpoint._grid import Box, box_shape
+from meshfeed.checkpoint._load_plan import GOOD_READS, LoadPlan, best_plan, read_cost, replica_plan
+from meshfeed.checkpoint._options import RestoreOptions
+from meshfeed.checkpoint._progress import Progress
+from meshfeed.checkpoint._read import Target, UnitReader, units_for
+from meshfeed.checkpoint._save_layout import free_axes
+from meshfeed.checkpoint._stored import StoredArrays, StoredLeaf
+
+SMALL_BYTES = 256 << 10
+"""Leaves up to this size are read by one host and sent packed: a collective of its own would cost more than it saves."""
+
+_DEFAULT_GROUP_BYTES = 4 << 30
+
+
+@dataclasses.dataclass(eq=False)
+class LeafRequest:
+    """A leaf to restore.
+
+    Attributes:
+      leaf: as stored.
+      shape: wanted, in stored form (key data for keys); may differ from the stored one, then cut or filled with zeros.
+      dtype: wanted.
+      sharding: wanted; None for a numpy array on every process.
+    """
+
+    leaf: StoredLeaf
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return math.prod(self.leaf.shape) * self.leaf.itemsize
+
+
+@dataclasses.dataclass(eq=False)
+class _Work:
+    index: int
+    request: LeafRequest
+    plan: LoadPlan
+    buffers: dict[Any, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)
+
+    def targets(self) -> list[Target]:
+        """Allocates this process's buffers, one for each different box; shared by devices until they are placed."""
+        here = process_index()
+        shared: dict[Box, np.ndarray[Any, Any]] = {}
+        targets = []
+        for device, box in self.plan.boxes().items():
+            if device.process_index != here:
+                continue
+            shape = piece_shape(self.plan) if not self.plan.direct else box_shape(box or ())
+            if box is None:
+                self.buffers[device] = aligned_zeros(shape, self.request.dtype)
+                continue
+            if box not in shared:
+                shared[box] = aligned_zeros(shape, self.request.dtype)
+                targets.append(Target(box, shared[box]))
+            self.buffers[device] = shared[box]
+        return targets
+
+    def own_buffers(self) -> dict[Any, np.ndarray[Any, Any]]:
+        """Buffers by device, a copy of its own for each CPU device, which would alias a shared one."""
+        seen: set[int] = set()
+        own = {}
+        for device, buffer in self.buffers.items():
+            if id(buffer) in seen and device.platform == "cpu":
+                copy = aligned_zeros(buffer.shape, buffer.dtype)
+                copy[...] = buffer
+                buffer = copy
+            seen.add(id(buffer))
+            own[device] = buffer
+        return own
+
+    def extra_bytes(self) -> int:
+        """Memory of this process beside the result while it is gathered; the same bound on every process."""
+        devices = collections.Counter(device.process_index for device in self.plan.sharding.device_set)
+        local = max(devices.values())
+        itemsize = self.request.dtype.itemsize
+        if self.plan.direct:
+            return self.request.nbytes // max(1, len(devices))
+        shard = math.prod(self.plan.sharding.shard_shape(self.plan.shape)) * itemsize
+        return local * (math.prod(piece_shape(self.plan)) * itemsize + shard)
+
+
+def choose_replica_axis(requests: Sequence[LeafRequest], options: RestoreOptions) -> str | None:
+    """The mesh axis of replicas: the one named, or that along which most bytes are replicated.
+
+    Raises:
+      SettingsError: ``replica_axis`` names no axis, or ``primary_replica`` lies outside it.
+    """
+    meshes = {r.sharding.mesh for r in requests if isinstance(r.sharding, NamedSharding)}
+    if isinstance(options.replica_axis, int):
+        names = {mesh.axis_names[options.replica_axis] for mesh in meshes if options.replica_axis < mesh.devices.ndim}
+        axis = next(iter(sorted(names)), None)
+    elif options.replica_axis is not None:
+        axis = options.replica_axis
+    else:
+        weights: collections.Counter[str] = collections.Counter()
+        for request in requests:
+            if isinstance(request.sharding, NamedSharding):
+                for name in free_axes(request.sharding):
+                    weights[name] += request.nbytes
+        axis = max(sorted(weights), key=lambda name: weights[name], default=None)
+    sizes = [mesh.shape[axis] for mesh in meshes if axis in mesh.shape]
+    if options.replica_axis is not None and meshes and not sizes:
+        raise SettingsError(
+            f"replica_axis={options.replica_axis!r}: the meshes have the axes "
+            f"{sorted({name for mesh in meshes for name in mesh.axis_names})}. Name one of them.",
+            setting="replica_axis",
+        )
+    if sizes and options.primary_replica >= min(sizes):
+        raise SettingsError(
+            f"primary_replica={options.primary_replica}: mesh axis {axis!r} has size {min(sizes)}",
+            setting="primary_replica",
+        )
+    return axis
+
+
+def _plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> tuple[list[_Work], list[int], dict[int, int]]:
+    """Plans of leaves that their devices read, indices of those that are sent packed, and bytes read by host."""
+    works: list[_Work] = []
+    packed: list[int] = []
+    loads: collections.Counter[int] = collections.Counter()
+    several = process_count() > 1
+    axis = choose_replica_axis(requests, options) if options.restore == "single_replica" else None
+    for index, request in enumerate(requests):
+        spread = several and options.restore != "every_host"
+        if spread and (request.sharding is None or request.nbytes <= SMALL_BYTES):
+            packed.append(index)
+            continue
+        if request.sharding is None:
+            works.append(_Work(index, request, LoadPlan(_HERE, request.shape)))
+            continue
+        units = request.leaf.units
+        plan = LoadPlan(request.sharding, request.shape)
+        if options.restore == "single_replica":
+            plan = replica_plan(request.sharding, request.shape, axis, options.primary_replica)
+        elif options.restore == "once" and several:
+            plan, cost = best_plan(request.sharding, request.shape, units, request.leaf.itemsize)
+            if cost.ratio > GOOD_READS:
+                packed.append(index)
+                continue
+        works.append(_Work(index, request, plan))
+        if several:
+            loads.update(dict(read_cost(plan, units, request.leaf.itemsize).by_process))
+    return works, packed, dict(loads)
+
+
+class _HostDevice:
+    """Stands for the memory of this process where a numpy array is wanted."""
+
+    platform = "host"
+
+    @property
+    def process_index(self) -> int:
+        return process_index()
+
+
+class _HostSharding:
+    """The sharding of such an array: whole, on one such device."""
+
+    device_set = frozenset((_HostDevice(),))
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[Any, Any]:
+        return {device: tuple(slice(0, size) for size in shape) for device in self.device_set}
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+
+_HERE = _HostSharding()
+
+
+def restore_leaves(
+    stored: StoredArrays, requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement
+) -> list[Any]:
+    """Restores all leaves; every process of the job calls it with the same requests.
+
+    Args:
+      stored: the item.
+      requests: what is wanted.
+      options: how.
+      agreement: used before each collective.
+
+    Returns:
+      a ``jax.Array`` for each request with a sharding, else a numpy array.
+
+    Raises:
+      CheckpointError: on all hosts, when one could not read.
+      DamagedCheckpointError: on all hosts, when one found bytes changed.
+    """
+    results: list[Any] = [None] * len(requests)
+    works, packed, loads = agreement.attempt(lambda: _plan_all(requests, options))
+    limit = options.memory_limit_bytes
+    with Progress(stored.directory, sum(request.nbytes for request in requests)) as progress:
+        reader = UnitReader(stored, verify=options.verify, bytes_in_flight=limit, on_bytes=progress.add)
+        for group in _groups(works, limit or _DEFAULT_GROUP_BYTES):
+            agreement.attempt(lambda group=group: _read_group(group, reader))
+            _finish_group(group, results, limit)
+        if packed:
+            _exchange_packed(requests, packed, loads, results, reader, agreement, limit)
+        progress.finish(reader.bytes_read, sum(_result_bytes(result) for result in results))
+    return results
+
+
+def _result_bytes(result: Any) -> int:
+    if isinstance(result, np.ndarray):
+        return result.nbytes
+    return sum(shard.data.nbytes for shard in result.addressable_shards)
+
+
+def _groups(works: Sequence[_Work], limit: int) -> list[list[_Work]]:
+    groups: list[list[_Work]] = []
+    room = 0
+    for work in works:
+        extra = work.extra_bytes()
+        if not groups or extra > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(work)
+        room -= extra
+    return groups
+
+
+def _read_group(group: Sequence[_Work], reader: UnitReader) -> None:
+    wanted: list[tuple[StoredLeaf, int, Callable[[Box, np.ndarray[Any, Any]], None]]] = []
+    for work in group:
+        for number, targets in units_for(work.request.leaf, work.targets()).items():
+
+            def take(box: Box, values: np.ndarray[Any, Any], targets: list[Target] = targets) -> None:
+                for target in targets:
+                    target.fill(box, values)
+
+            wanted.append((work.request.leaf, number, take))
+    reader.read(wanted)
+
+
+def _finish_group(group: Sequence[_Work], results: list[Any], limit: int | None) -> None:
+    together: dict[Any, list[_Work]] = collections.defaultdict(list)
+    for work in group:
+        if work.plan.sharding is _HERE:
+            (results[work.index],) = work.buffers.values()
+        elif work.plan.direct or not work.buffers:
+            results[work.index] = place(work.own_buffers(), work.plan.shape, work.plan.sharding, work.request.dtype)
+        elif limit is not None and work.extra_bytes() > limit and work.plan.shape:
+            results[work.index] = _finish_in_blocks(work, limit)
+        else:
+            together[work.plan.sharding.mesh].append(work)
+            continue
+        work.buffers = {}
+    for works in together.values():
+        buffers = [
+            {device: host_bits_of(buffer) for device, buffer in work.own_buffers().items()} for work in works
+        ]
+        dtypes = [work.request.dtype for work in works]
+        for work, array in zip(works, gather_group([w.plan for w in works], dtypes, buffers), strict=True):
+            array.block_until_ready()
+            results[work.index] = array
+            work.buffers = {}
+
+
+def _finish_in_blocks(work: _Work, limit: int) -> jax.Array:
+    row_bytes = math.prod(piece_shape(work.plan)) // max(1, work.plan.piece) * work.request.dtype.itemsize
+    ways = math.prod(work.plan.sharding.mesh.shape[axis] for axis in work.plan.piece_axes())
+    local = max(collections.Counter(d.process_index for d in work.plan.sharding.device_set).values())
+    rows = max(1, limit // max(1, 2 * local * row_bytes * (1 + ways)))
+    buffers = {device: host_bits_of(buffer) for device, buffer in work.own_buffers().items()}
+    return gather_in_blocks(work.plan, work.request.dtype, buffers, rows)
+
+
+def _exchange_packed(
+    requests: Sequence[LeafRequest],
+    packed: Sequence[int],
+    loads: dict[int, int],
+    results: list[Any],
+    reader: UnitReader,
+    agreement: Agreement,
+    limit: int | None,
+) -> None:
+    leaves = [requests[index].leaf for index in packed]
+    targets: list[list[Target]] = []
+    works: list[_Work] = []
+    for index in packed:
+        request = requests[index]
+        work = _Work(index, request, LoadPlan(_HERE if request.sharding is None else request.sharding, request.shape))
+        targets.append(work.targets())
+        works.append(work)
+
+    def deliver(number: int, box: Box, values: np.ndarray[Any, Any]) -> None:
+        for target in targets[number]:
+            target.fill(box, values)
+
+    owned = _packed.assign_units(leaves, range(process_count()), loads)
+    _packed.exchange(leaves, owned, reader, deliver, agreement, limit)
+    _finish_group(works, results, limit)
+

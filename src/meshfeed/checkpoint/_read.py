@@ -1,0 +1,110 @@
+"""Reads whole units of stored leaves, each once, and copies what is wanted of them into this process's buffers."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from meshfeed.checkpoint._grid import Box, box_size, intersect, slices
+from meshfeed.checkpoint._load_plan import clip
+from meshfeed.checkpoint._stored import StoredArrays, StoredLeaf
+
+DEFAULT_BYTES_IN_FLIGHT = 512 << 20
+
+
+class Target:
+    """A buffer that wants a box of a leaf.
+
+    Attributes:
+      box: in the leaf's coordinates.
+      buffer: host array whose first value is the box's first; its dtype is the final one.
+    """
+
+    __slots__ = ("box", "buffer")
+
+    def __init__(self, box: Box, buffer: np.ndarray[Any, Any]) -> None:
+        self.box = box
+        self.buffer = buffer
+
+    def fill(self, unit_box: Box, values: np.ndarray[Any, Any]) -> None:
+        """Copies the common part, cast to the buffer's dtype."""
+        if self.buffer.ndim == 0:
+            self.buffer[...] = values
+            return
+        common = intersect(self.box, unit_box)
+        if box_size(common):
+            self.buffer[slices(common, self.box)] = values[slices(common, unit_box)]
+
+
+class UnitReader:
+    """Reads units with a bounded number of bytes in flight, checks them, and counts.
+
+    Args:
+      stored: the item.
+      verify: check digests.
+      bytes_in_flight: how much is asked of storage at once; one unit at least.
+      on_bytes: called with the bytes of each unit that has come.
+    """
+
+    def __init__(
+        self,
+        stored: StoredArrays,
+        *,
+        verify: bool,
+        bytes_in_flight: int | None,
+        on_bytes: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._stored = stored
+        self._verify = verify
+        self._limit = DEFAULT_BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
+        self._on_bytes = on_bytes
+        self.bytes_read = 0
+        self.seconds = 0.0
+
+    def read(
+        self, wanted: Iterable[tuple[StoredLeaf, int, Callable[[Box, np.ndarray[Any, Any]], None]]]
+    ) -> None:
+        """Reads units in order; ``take(box, values)`` is called for each in the same order.
+
+        Args:
+          wanted: (leaf, number of the unit, take).
+
+        Raises:
+          CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`.
+        """
+        started = time.perf_counter()
+        pending: collections.deque[Any] = collections.deque()
+        in_flight = 0
+
+        def finish() -> int:
+            leaf, box, future, take, count = pending.popleft()
+            values = self._stored.finish_read(leaf, box, future, self._verify)
+            self.bytes_read += count
+            self._on_bytes(count)
+            take(box, values)
+            return count
+
+        for leaf, number, take in wanted:
+            box = leaf.units.box(number) if leaf.shape else ()
+            count = box_size(box) * leaf.itemsize
+            while pending and in_flight + count > self._limit:
+                in_flight -= finish()
+            pending.append((leaf, box, self._stored.start_read(leaf, box), take, count))
+            in_flight += count
+        while pending:
+            finish()
+        self.seconds += time.perf_counter() - started
+
+
+def units_for(leaf: StoredLeaf, targets: Iterable[Target]) -> dict[int, list[Target]]:
+    """Number of the unit → the targets that want some of it, ascending."""
+    found: dict[int, list[Target]] = collections.defaultdict(list)
+    units = leaf.units
+    for target in targets:
+        for number in units.touching(clip(target.box, leaf.shape)) if leaf.shape else (0,):
+            found[number].append(target)
+    return dict(sorted(found.items()))

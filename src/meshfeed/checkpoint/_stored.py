@@ -1,0 +1,214 @@
+"""The arrays of one item of an Orbax checkpoint, ours or plain Orbax's, as they lie in storage."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from meshfeed._errors import CheckpointError
+from meshfeed.checkpoint._errors import DamagedCheckpointError
+from meshfeed.checkpoint._grid import Box, Grid, box_shape, joint_cell, slices
+from meshfeed.checkpoint._leaves import dtype_of, numpy_from_bits
+from meshfeed.checkpoint._manifest import Manifest, read_manifest
+
+_TREE_METADATA = "_METADATA"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredLeaf:
+    """One stored array.
+
+    Attributes:
+      name: Orbax's parameter name.
+      shape: of the stored values; key data for PRNG keys.
+      dtype: of the values as they were in the tree; key data's for keys.
+      bits: whether storage holds their bits as uint8.
+      cell: shape of the boxes that have a digest, or None.
+      chunk: shape of the stored chunks.
+      digests: digest by number of the cell.
+      impl: of PRNG keys.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    bits: bool
+    cell: tuple[int, ...] | None
+    chunk: tuple[int, ...]
+    digests: Mapping[int, str]
+    impl: str | None = None
+
+    @property
+    def units(self) -> Grid:
+        """The boxes that can be read and checked on their own, without reading a chunk twice."""
+        return Grid(self.shape, joint_cell(self.shape, self.cell if self.digests else None, self.chunk))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value on the host."""
+        return self.dtype.itemsize
+
+
+class StoredArrays:
+    """Opens the arrays of an item, and reads boxes of them.
+
+    Args:
+      directory: the item's folder, such as ``<checkpoint>/<step>/arrays``.
+
+    Raises:
+      CheckpointError: no arrays are there.
+      DamagedCheckpointError: its manifest is not what was written.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self.directory = epath.Path(directory)
+        if not self.directory.exists():
+            raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
+        self.manifest: Manifest | None = read_manifest(self.directory)
+        # One context, so that the nodes of the OCDBT tree are read once for all arrays.
+        self._context = ts.Context(
+            {
+                "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
+                "file_io_concurrency": {"limit": 64},
+                "data_copy_concurrency": {"limit": 8},
+            }
+        )
+        self._ocdbt = (self.directory / "manifest.ocdbt").exists()
+        self._stores: dict[str, ts.TensorStore] = {}
+        self._leaves: dict[str, StoredLeaf] = {}
+        self._metadata: dict[str, Any] | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Orbax's own tree metadata."""
+        if self._metadata is None:
+            path = self.directory / _TREE_METADATA
+            if not path.exists():
+                raise CheckpointError(f"{path}: not there, so this is no item of arrays that Orbax wrote.")
+            try:
+                self._metadata = json.loads(path.read_text())
+            except ValueError as error:
+                raise DamagedCheckpointError(f"{path}: not JSON ({error}). Restore an earlier step.") from None
+        assert self._metadata is not None
+        return self._metadata
+
+    def plain_leaves(self) -> dict[str, dict[str, Any]]:
+        """Parameter name → {"keys", "value_type"} as Orbax's metadata has it."""
+        found = {}
+        for text, entry in self.metadata["tree_metadata"].items():
+            keys = [str(part["key"]) for part in entry["key_metadata"]] if "key_metadata" in entry else None
+            keys = keys or [str(key) for key in ast.literal_eval(text)]
+            found[".".join(keys)] = {"keys": keys, "value_type": entry["value_metadata"]["value_type"]}
+        return found
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        plain = self.metadata if self.manifest is None or (self.directory / _TREE_METADATA).exists() else {}
+        base = os.fspath(self.directory)
+        root: Any = base + "/" if "://" in base else {"driver": "file", "path": base + "/"}
+        if self._ocdbt:
+            kvstore: Any = {"driver": "ocdbt", "base": root, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
+        elif "://" in base:
+            kvstore = f"{root}{name}/"
+        else:
+            kvstore = {"driver": "file", "path": f"{base}/{name}/"}
+        fill = not plain.get("store_array_data_equal_to_fill_value", False)
+        return {
+            "driver": "zarr3" if plain.get("use_zarr3") else "zarr",
+            "kvstore": kvstore,
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+            "fill_missing_data_reads": fill and self.manifest is None,
+        }
+
+    def open(self, name: str) -> ts.TensorStore:
+        """The TensorStore of a parameter."""
+        if name not in self._stores:
+            spec = self._spec(name)
+            try:
+                self._stores[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+            except Exception as error:
+                raise CheckpointError(f"{self.directory}: parameter {name!r} cannot be opened: {error}") from error
+        return self._stores[name]
+
+    def chunk_of(self, name: str) -> list[int]:
+        """Shape of the stored chunks of a parameter."""
+        store = self.open(name)
+        return [int(size) for size in store.chunk_layout.read_chunk.shape] if store.rank else []
+
+    def leaf(self, name: str) -> StoredLeaf:
+        """What is stored under a parameter name."""
+        if name not in self._leaves:
+            self._leaves[name] = self._describe(name)
+        return self._leaves[name]
+
+    def _describe(self, name: str) -> StoredLeaf:
+        entry = None if self.manifest is None else self.manifest.leaves.get(name)
+        if entry is None:
+            store = self.open(name)
+            shape, chunk = tuple(int(size) for size in store.shape), tuple(self.chunk_of(name))
+            return StoredLeaf(name, shape, jnp.dtype(store.dtype.numpy_dtype), False, None, chunk, {})
+        assert self.manifest is not None
+        dtype, stored = dtype_of(entry), entry.get("stored")
+        shape = tuple(entry.get("data_shape", entry["shape"]))
+        if stored == "bytes":  # host values of unusual types: a flat row of bytes
+            shape = (int(np.prod(shape)) * dtype.itemsize,)
+            dtype = np.dtype(np.uint8)
+        chunk = tuple(entry.get("chunk") or (self.chunk_of(name) if stored != "nothing" else shape))
+        cell = tuple(entry["cell"]) if "cell" in entry else None
+        digests = self.manifest.digests.get(name, {})
+        return StoredLeaf(name, shape, dtype, stored == "bits", cell, chunk, digests, entry.get("impl"))
+
+    def start_read(self, leaf: StoredLeaf, box: Box) -> ts.Future:
+        """Starts to read a box; its result goes to :meth:`finish_read`."""
+        store = self.open(leaf.name)
+        if leaf.shape == ():
+            return store.read(order="C")
+        return store[slices(box)].read(order="C")
+
+    def finish_read(self, leaf: StoredLeaf, box: Box, future: ts.Future, verify: bool) -> np.ndarray[Any, Any]:
+        """Waits for a read of whole cells, checks it, and gives the values in the leaf's dtype.
+
+        Raises:
+          DamagedCheckpointError: the values are not what was written; names parameter and box.
+          CheckpointError: storage cannot be read.
+        """
+        from meshfeed.checkpoint._digests import digest
+
+        where = f"{self.directory}: parameter {leaf.name!r}, values {[list(side) for side in box]}"
+        try:
+            values = np.asarray(future.result()).reshape(box_shape(box))
+        except Exception as error:
+            # A file cut short, a failed checksum and a missing file all come as a ValueError of TensorStore.
+            if isinstance(error, OSError) or "RESOURCE_EXHAUSTED" in str(error) or "PERMISSION" in str(error):
+                raise CheckpointError(f"{where}: cannot be read: {error}") from error
+            raise DamagedCheckpointError(
+                f"{where}: cannot be decoded: {error}. Restore an earlier step.", path=str(self.directory)
+            ) from error
+        if verify and leaf.digests and leaf.cell is not None:
+            grid = Grid(leaf.shape, leaf.cell)
+            for number in grid.touching(box) if leaf.shape else (0,):
+                found = digest(values[slices(grid.box(number), box)])
+                wanted = leaf.digests.get(number)
+                if found != wanted:
+                    raise DamagedCheckpointError(
+                        f"{where}: digest is {found}, saved was {wanted}: stored bytes have changed. Restore an "
+                        "earlier step.",
+                        path=str(self.directory),
+                    )
+        return numpy_from_bits(values, leaf.dtype) if leaf.bits else values
+
+
+def key_shape(shape: tuple[int, ...], impl: str) -> tuple[int, ...]:
+    """Shape of the key data of PRNG keys of ``shape``."""
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    return (*shape, *data.shape)

@@ -1,0 +1,184 @@
+"""Restores whole trees: matches what is wanted with what is stored, leaf by leaf."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._errors import CheckpointError
+from meshfeed.checkpoint._agreement import Agreement
+from meshfeed.checkpoint._engine import LeafRequest, restore_leaves
+from meshfeed.checkpoint._leaves import dtype_of, leaf_name, python_value, tree_of
+from meshfeed.checkpoint._options import RestoreOptions
+from meshfeed.checkpoint._stored import StoredArrays
+from meshfeed.checkpoint._want import Finish, array_wanted, host_wanted, saved_sharding
+
+_PYTHON = (bool, int, float, complex, str, bytes)
+_PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "string": "str"}
+
+
+def stored_kinds(stored: StoredArrays) -> dict[str, str]:
+    """Parameter name → kind of leaf, of all leaves that hold something."""
+    manifest = stored.manifest
+    if manifest is not None and manifest.skeleton is not None:
+        return {name: entry["kind"] for name, entry in manifest.leaves.items()}
+    found = {}
+    for name, entry in stored.plain_leaves().items():
+        kind = _PLAIN_KINDS.get(entry["value_type"])
+        if kind is not None:
+            found[name] = kind
+    return found
+
+
+def restore_tree(
+    stored: StoredArrays,
+    abstract_tree: Any,
+    options: RestoreOptions,
+    agreement: Agreement,
+    *,
+    partial: bool = False,
+    strict: bool = True,
+) -> Any:
+    """Restores ``abstract_tree`` from an item; every process of the job calls it with the same tree.
+
+    Args:
+      stored: the item.
+      abstract_tree: see :class:`~meshfeed.checkpoint.ArraysRestore`; None: as it was saved.
+      options: how to read.
+      agreement: of this operation.
+      partial: ignore stored leaves that are not wanted.
+      strict: refuse other shapes than the stored ones.
+
+    Raises:
+      CheckpointError: trees that differ, naming the leaves; or hosts that could not read.
+    """
+
+    def plan() -> tuple[list[tuple[LeafRequest | None, Finish]], Any]:
+        wanted = abstract_tree_of(stored) if abstract_tree is None else abstract_tree
+        flat, structure = jax.tree_util.tree_flatten_with_path(wanted)
+        kinds = stored_kinds(stored)
+        names = [leaf_name(path) for path, _ in flat]
+        _compare(stored, names, [leaf for _, leaf in flat], kinds, partial)
+        return [_want(stored, name, leaf, kinds, strict) for name, (_, leaf) in zip(names, flat, strict=True)], structure
+
+    wanted, structure = agreement.attempt(plan)
+    requests = [request for request, _ in wanted if request is not None]
+    results = iter(restore_leaves(stored, requests, options, agreement))
+    leaves = [finish(None if request is None else next(results)) for request, finish in wanted]
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+def _compare(stored: StoredArrays, names: list[str], leaves: list[Any], kinds: dict[str, str], partial: bool) -> None:
+    missing = [name for name, leaf in zip(names, leaves, strict=True) if name not in kinds and leaf is not ...]
+    extra = [] if partial else sorted(set(kinds) - set(names))
+    if missing or extra:
+        raise CheckpointError(
+            f"{stored.directory}: the tree that is wanted and the stored one differ: wanted but not stored "
+            f"{_some(missing)}; stored but not wanted {_some(extra)}. Give the structure that was saved, put ... for "
+            "leaves to leave out, or pass partial_restore=True."
+        )
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    shown = ", ".join(repr(name) for name in names[:8])
+    return shown if len(names) <= 8 else f"{shown}, … ({len(names)} in all)"
+
+
+def _want(
+    stored: StoredArrays, name: str, leaf: Any, kinds: dict[str, str], strict: bool
+) -> tuple[LeafRequest | None, Finish]:
+    if leaf is ...:
+        return None, lambda _: ...
+    kind = kinds[name]
+    if isinstance(leaf, str | bytes) or kind in ("str", "bytes"):
+        text = _text(stored, name)
+        return None, lambda _: text
+    if isinstance(leaf, _PYTHON) or (kind == "scalar" and not hasattr(leaf, "shape")):
+        return _python_wanted(stored, name, leaf)
+    if isinstance(leaf, np.generic):
+        request, finish = host_wanted(stored, name, shape=(), dtype=leaf.dtype)
+        return request, lambda values: finish(values)[()]
+    if isinstance(leaf, np.ndarray):
+        return host_wanted(stored, name, shape=leaf.shape, dtype=leaf.dtype)
+    if isinstance(leaf, type) or not hasattr(leaf, "shape"):
+        raise CheckpointError(f"leaf {name!r}: a {type(leaf).__name__} says not what is wanted. Give an array or type.")
+    sharding = _wanted_sharding(leaf)
+    if sharding is None and kind not in ("jax",):  # a host value whose shape alone was given: as it was saved
+        request, finish = host_wanted(stored, name, shape=leaf.shape, dtype=leaf.dtype)
+        return request, (lambda values: finish(values)[()]) if kind == "numpy_scalar" else finish
+    if sharding is None:
+        sharding = saved_sharding(stored, name)
+    return array_wanted(stored, name, shape=leaf.shape, dtype=leaf.dtype, sharding=sharding, strict=strict)
+
+
+def _wanted_sharding(leaf: Any) -> Any:
+    format_ = getattr(leaf, "format", None)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and format_ is not None and getattr(format_, "layout", None) is not None:
+        return format_
+    return getattr(leaf, "sharding", None)
+
+
+def _text(stored: StoredArrays, name: str) -> Any:
+    entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
+    if entry is not None and "value" in entry:
+        return python_value(entry)
+    texts = json.loads((stored.directory / "_strings.json").read_text())
+    return texts[name]
+
+
+def _python_wanted(stored: StoredArrays, name: str, leaf: Any) -> tuple[LeafRequest | None, Finish]:
+    entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
+    if entry is not None and "value" in entry:
+        value = python_value(entry)
+        same = type(value) is type(leaf) or not isinstance(leaf, _PYTHON)
+        return None, lambda _: value if same else type(leaf)(value)
+    request, finish = host_wanted(stored, name)
+    cast = type(leaf) if isinstance(leaf, _PYTHON) else (lambda value: value)
+    return request, lambda values: cast(finish(values).reshape(()).item())
+
+
+def abstract_tree_of(stored: StoredArrays) -> Any:
+    """The saved tree with a description at each leaf, which restores it as it was.
+
+    Arrays become ``jax.ShapeDtypeStruct``, with the saved sharding where this job has as many devices; numpy values
+    become empty-handed numpy values of the same shape and dtype; numbers and text stand for themselves.
+    """
+    manifest = stored.manifest
+    if manifest is not None and manifest.skeleton is not None:
+        return tree_of(manifest.skeleton, lambda name: _abstract(stored, name, manifest.leaves[name]))
+    tree: dict[str, Any] = {}
+    for name, entry in stored.plain_leaves().items():
+        kind = _PLAIN_KINDS.get(entry["value_type"])
+        node = tree
+        for key in entry["keys"][:-1]:
+            node = node.setdefault(key, {})
+        node[entry["keys"][-1]] = None if kind is None else _abstract_plain(stored, name, kind)
+    return tree
+
+
+def _abstract(stored: StoredArrays, name: str, entry: dict[str, Any]) -> Any:
+    kind = entry["kind"]
+    if "value" in entry:
+        return python_value(entry)
+    shape, dtype = tuple(entry["shape"]), dtype_of(entry)
+    if kind == "numpy":
+        return np.broadcast_to(np.zeros((), dtype), shape)
+    if kind == "numpy_scalar":
+        return np.zeros((), dtype)[()]
+    if "impl" in entry:
+        dtype = jax.eval_shape(lambda: jax.random.key(0, impl=entry["impl"])).dtype
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=saved_sharding(stored, name))
+
+
+def _abstract_plain(stored: StoredArrays, name: str, kind: str) -> Any:
+    if kind == "str":
+        return ""
+    leaf = stored.leaf(name)
+    if kind == "jax":
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=saved_sharding(stored, name))
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)

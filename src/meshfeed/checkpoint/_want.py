@@ -1,0 +1,159 @@
+"""From what a caller wants for a leaf to what is read, and back to the leaf."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshfeed._errors import CheckpointError
+from meshfeed.checkpoint._engine import LeafRequest
+from meshfeed.checkpoint._leaves import dtype_of, is_key, python_value, rebuild_sharding
+from meshfeed.checkpoint._stored import StoredArrays, key_shape
+
+Finish = Callable[[Any], Any]
+
+
+def array_wanted(
+    stored: StoredArrays, name: str, *, shape: Any, dtype: Any, sharding: Any, strict: bool = True
+) -> tuple[LeafRequest | None, Finish]:
+    """What to read for a ``jax.Array``, and how to finish it.
+
+    Args:
+      stored: the item.
+      name: parameter.
+      shape: wanted; None: as stored.
+      dtype: wanted, a PRNG key dtype included; None: as stored.
+      sharding: a Sharding of any memory kind, or a Format.
+      strict: refuse a shape that differs from the stored one; else cut, or fill with zeros.
+
+    Returns:
+      the request, None where nothing is stored because the leaf is empty, and what makes the leaf of its result.
+
+    Raises:
+      CheckpointError: the shapes differ, or no sharding is known.
+    """
+    entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
+    if entry is not None and "value" in entry:
+        value = np.asarray(python_value(entry))
+        return None, lambda _: _from_host(value if dtype is None else value.astype(dtype), sharding)
+    final = getattr(sharding, "sharding", sharding)  # of a Format
+    if final is None:
+        raise CheckpointError(
+            f"{stored.directory}: parameter {name!r}: no sharding given, and none was saved that fits these "
+            f"{jax.device_count()} devices. Give a ShapeDtypeStruct with a sharding."
+        )
+    if entry is not None and entry.get("stored") == "nothing":
+        _check_shape(stored, name, tuple(entry["shape"]), shape, strict)
+        empty = np.zeros(tuple(entry["shape"]) if shape is None else tuple(shape), dtype or dtype_of(entry))
+        return None, lambda _: _from_host(empty, sharding)
+    leaf = stored.leaf(name)
+    key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    impl = None
+    if key or (dtype is None and leaf.impl is not None):
+        impl = leaf.impl or _impl_of(dtype)
+    if impl is not None:
+        logical = leaf.shape[: len(leaf.shape) - len(key_shape((), impl))] if shape is None else tuple(shape)
+        _check_shape(stored, name, leaf.shape, key_shape(logical, impl), strict)
+        request = LeafRequest(leaf, key_shape(logical, impl), leaf.dtype, _readable(final))
+        return request, lambda data: _placed(_wrap_keys(data, impl, _readable(final)), sharding)
+    _check_shape(stored, name, leaf.shape, shape, strict)
+    wanted = leaf.shape if shape is None else tuple(shape)
+    request = LeafRequest(leaf, wanted, np.dtype(dtype or leaf.dtype), _readable(final))
+    return request, lambda array: _placed(array, sharding)
+
+
+def host_wanted(
+    stored: StoredArrays, name: str, *, shape: Any = None, dtype: Any = None
+) -> tuple[LeafRequest | None, Finish]:
+    """What to read for a numpy array on every process; as :func:`array_wanted`."""
+    entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
+    if entry is not None and "value" in entry:
+        value = np.asarray(python_value(entry))
+        return None, lambda _: value if dtype is None else value.astype(dtype)
+    if entry is not None and "dtype" in entry and entry["kind"] != "jax":
+        saved, saved_shape = dtype_of(entry), tuple(entry["shape"])
+        _check_shape(stored, name, saved_shape, shape, True)
+        if entry.get("stored") == "nothing":
+            return None, lambda _: np.zeros(saved_shape, dtype or saved)
+        leaf = stored.leaf(name)
+        if entry.get("stored") == "bytes":
+            request = LeafRequest(leaf, leaf.shape, leaf.dtype, None)
+            return request, lambda raw: raw.view(saved).reshape(saved_shape).astype(dtype or saved, copy=False)
+        return LeafRequest(leaf, leaf.shape, np.dtype(dtype or saved), None), lambda values: values
+    if entry is not None and entry.get("stored") == "nothing":
+        return None, lambda _: np.zeros(tuple(entry["shape"]), dtype or dtype_of(entry))
+    leaf = stored.leaf(name)
+    _check_shape(stored, name, leaf.shape, shape, True)
+    return LeafRequest(leaf, leaf.shape, np.dtype(dtype or leaf.dtype), None), lambda values: values
+
+
+def saved_sharding(stored: StoredArrays, name: str) -> Any:
+    """The sharding that a leaf was saved with, over this job's devices; the only device's in a job of one; or None."""
+    entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
+    sharding = rebuild_sharding(entry.get("sharding")) if entry else None
+    if sharding is None and jax.process_count() == 1:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return sharding
+
+
+def _check_shape(stored: StoredArrays, name: str, found: tuple[int, ...], wanted: Any, strict: bool) -> None:
+    if wanted is None or tuple(wanted) == found:
+        return
+    if strict or len(tuple(wanted)) != len(found):
+        raise CheckpointError(
+            f"{stored.directory}: parameter {name!r} has the stored shape {found}, wanted is {tuple(wanted)}. Ask for "
+            "the stored shape, or set strict=False in ArrayRestoreArgs to cut it or fill it with zeros."
+        )
+
+
+def _impl_of(dtype: Any) -> str:
+    impl = getattr(dtype, "_impl", None)
+    return str(getattr(impl, "name", impl))
+
+
+def _default_kind(sharding: Any) -> str | None:
+    return next(iter(sharding.device_set)).default_memory().kind
+
+
+def _readable(sharding: Any) -> Any:
+    """The same sharding in the devices' default memory, where collectives can run."""
+    if getattr(sharding, "memory_kind", None) in (None, _default_kind(sharding)):
+        return sharding
+    return sharding.with_memory_kind(_default_kind(sharding))
+
+
+@functools.lru_cache(maxsize=64)
+def _wrapper(impl: str, sharding: Any) -> Any:
+    return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=sharding)
+
+
+def _wrap_keys(data: jax.Array, impl: str, sharding: Any) -> jax.Array:
+    if not data.addressable_shards:
+        return data
+    return _wrapper(impl, sharding)(data)
+
+
+def _placed(array: jax.Array, sharding: Any) -> jax.Array:
+    """``array`` under exactly the sharding, memory kind and layout that were asked for."""
+    final = getattr(sharding, "sharding", sharding)
+    if final is not sharding or _readable(final) is not final:
+        return jax.device_put(array, sharding)
+    if array.sharding == final or is_key(array):
+        return array
+    # The compiler writes PartitionSpec('a') where ('a', None) was asked for: the same layout, another value.
+    shards = [shard.data for shard in array.addressable_shards]
+    if not shards:
+        return jax.make_array_from_single_device_arrays(array.shape, final, [], dtype=array.dtype)
+    return jax.make_array_from_single_device_arrays(array.shape, final, shards)
+
+
+def _from_host(value: np.ndarray[Any, Any], sharding: Any) -> Any:
+    final = getattr(sharding, "sharding", sharding)
+    if final is None:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(value.shape, final, lambda index: value[index])
