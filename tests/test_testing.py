@@ -38,6 +38,20 @@ def _helper(x: int) -> int:
     return x * _SCALE
 
 
+def _check_a_feed(load: str) -> int:
+    import meshfeed
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data = {"x": np.arange(26, dtype=np.int32).reshape(13, 2)}
+
+    def make_feed() -> meshfeed.MultiHostDataLoadIterator:
+        return meshfeed.MultiHostDataLoadIterator(
+            data, mesh, global_batch_size=4, shuffle=True, num_epochs=2, end="pad", mask_key="real", load=load
+        )
+
+    return testing.check_resumable(make_feed, save_points=[3])
+
+
 def _fail_on(host: int) -> int:
     print(f"here is host {jax.process_index()}")
     if jax.process_index() == host:
@@ -88,6 +102,12 @@ def test_closures_lambdas_partials_and_names_travel(pool: testing.HostPool) -> N
     assert [r.value for r in pool.run(lambda x: x * factor, 6)] == [42, 42]
     assert [r.value for r in pool.run(functools.partial(_helper, 2))] == [20, 20]
     assert [r.value for r in pool.run("os:getpid")] == pool.pids
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("load", ["sharded", "once"])
+def test_check_resumable_of_a_feed_on_several_hosts(pool: testing.HostPool, load: str) -> None:
+    assert [r.value for r in pool.run(_check_a_feed, load)] == [3, 3]
 
 
 @pytest.mark.multihost
