@@ -127,19 +127,17 @@ class ArrayRecord:
                 f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
             )
         if len(self._files) == 1:
-            return self._read_file(0, ids.tolist())
+            return self._read_file(0, ids)
         which = np.searchsorted(self._ends, ids, side="right")
         rows = ids - self._starts[which]
         if which[0] == which[-1] and bool((which == which[0]).all()):
-            return self._read_file(int(which[0]), rows.tolist())
-        groups: dict[int, tuple[list[int], list[int]]] = {}
-        for place, (file_index, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
-            places, rows_of_file = groups.setdefault(file_index, ([], []))
-            places.append(place)
-            rows_of_file.append(row)
+            return self._read_file(int(which[0]), rows)
         records = [b""] * len(ids)
-        for file_index, (places, rows_of_file) in groups.items():
-            for place, record in zip(places, self._read_file(file_index, rows_of_file), strict=True):
+        by_file = np.argsort(which, kind="stable")
+        which_sorted = which[by_file]
+        for places in np.split(by_file, np.flatnonzero(which_sorted[1:] != which_sorted[:-1]) + 1):
+            found = self._read_file(int(which[places[0]]), rows[places])
+            for place, record in zip(places.tolist(), found, strict=True):
                 records[place] = record
         return records
 
@@ -150,7 +148,7 @@ class ArrayRecord:
 
         return inspect_url(name, self._cache)
 
-    def _read_file(self, file_index: int, rows: list[int]) -> list[bytes]:
+    def _read_file(self, file_index: int, rows: np.ndarray) -> list[bytes]:
         file = self._files[file_index]
         first_record_id = int(self._starts[file_index])
         try:

@@ -15,19 +15,23 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed.sources._files import is_url
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
 
-_RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
+# With a read-ahead of 0, a run of records costs a walk through all chunks and a hand-over to other threads: 17 instead
+# of 0.8 µs a record of 1 KB in runs of 64. Single records and lists cost the same either way.
+_READING = "readahead_buffer_size:1M,max_parallelism:0"
 # Counting needs neither the index of chunks nor its memory: 2.1 instead of 3.8 ms at 100,000 chunks.
-_COUNTING = _RANDOM_ACCESS + ",footer_prefetch_bytes:0,index_storage_option:offloaded"
+_COUNTING = _READING + ",footer_prefetch_bytes:0,index_storage_option:offloaded"
 # The library's 1 MiB buffer is filled anew at every jump: 30 instead of 7 µs for a record of 8 KB.
 _BUFFER_BYTES = 8192
 _MAX_OPEN_READERS = 512
-_MAX_OPEN_CHUNKS = 1 << 26  # 40 bytes each in an open reader: 2.7 GB in the worst case
+_MAX_OPEN_CHUNKS = 1 << 26  # 8 bytes each in an open reader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +191,7 @@ def _open_unchanged(file: ShardFile, cache: ShardCache | None) -> Any:
 def _open_checked(file: ShardFile, path: str, version: str | None) -> Any:
     try:
         status = os.stat(path)
-        reader = _open(path, _RANDOM_ACCESS)
+        reader = _open(path, _READING)
     except FileNotFoundError as error:
         raise SourceError(
             f"the ArrayRecord file {file.path} is gone; it was there when the source was made. Put it back, or build "
@@ -203,51 +207,52 @@ def _open_checked(file: ShardFile, path: str, version: str | None) -> Any:
     return reader
 
 
-def read_rows(reader: Any, file: ShardFile, rows: list[int], first_record_id: int) -> list[bytes]:
+def read_rows(reader: Any, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
     """Records ``rows`` of one file, in the order asked for.
 
     Args:
       reader: of ``file``.
       file: for the choice of the way to read, and for messages.
-      rows: row numbers within the file.
+      rows: int64[n], row numbers within the file.
       first_record_id: record id of the file's row 0, for messages.
 
     Raises:
       CorruptDataError: a stored byte is damaged; names file and record.
       OSError: the file cannot be read.
     """
+    read = reader.read
     try:
-        if not _reads_as_list(file, rows):
-            read = reader.read
-            return [read(row, row + 1)[0] for row in rows]
-        if len(rows) > 1 and rows[-1] - rows[0] == len(rows) - 1 and _is_run(rows):
-            return reader.read(rows[0], rows[-1] + 1)
-        return reader.read(rows)
+        if len(rows) == 1:
+            row = int(rows[0])
+            return read(row, row + 1)
+        ends = np.flatnonzero(np.diff(rows) != 1) + 1  # of runs of neighbours, but for the last one
+        if 2 * len(ends) < len(rows):
+            records: list[bytes] = []
+            for run in np.split(rows, ends):
+                records += read(int(run[0]), int(run[-1]) + 1)
+            return records
+        listed = rows.tolist()
+        if _reads_as_list(file, rows):
+            return read(listed)
+        return [read(row, row + 1)[0] for row in listed]
     except (RuntimeError, IndexError) as error:
-        raise _explain(reader, file, rows, first_record_id, error) from error
+        raise _explain(reader, file, rows.tolist(), first_record_id, error) from error
 
 
-def _is_run(rows: list[int]) -> bool:
-    return rows == list(range(rows[0], rows[0] + len(rows)))
-
-
-def _reads_as_list(file: ShardFile, rows: list[int]) -> bool:
-    """Whether one ``read`` of many rows beats many reads of one.
+def _reads_as_list(file: ShardFile, rows: np.ndarray) -> bool:
+    """Whether one ``read`` of many scattered rows beats many reads of one.
 
     Microseconds measured on 1,000-byte records: one row costs 3.3 and the decoding of its chunk each time; a list costs
     0.002 for every chunk of the file (it walks through all of them), some 200 to wake the library's threads, 2.7 a row,
     and the decoding of each chunk once. A chunk decodes at about 5 bytes a nanosecond.
     """
-    if len(rows) < 2:
-        return False
-    num_chunks = file.num_chunks
-    fixed = 0.002 * num_chunks + 200.0
+    fixed = 0.002 * file.num_chunks + 200.0
     if file.group_size == 1:
         return 0.6 * len(rows) > fixed
-    num_touched = len({row // file.group_size for row in rows})
-    chunk_cost = 3.3 + 0.0002 * file.num_bytes / max(num_chunks, 1)
+    num_touched = len(np.unique(rows // file.group_size))
     if num_touched == 1:
         fixed -= 200.0  # one chunk is read on the calling thread
+    chunk_cost = 3.3 + 0.0002 * file.num_bytes / max(file.num_chunks, 1)
     return len(rows) * chunk_cost > fixed + num_touched * chunk_cost + 0.5 * len(rows)
 
 
