@@ -6,6 +6,7 @@ was typed wrongly, 1 for everything else that meshfeed refuses.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -207,6 +208,32 @@ def replay(state: str, step: int | None, global_batch_size: int | None, paths: t
             click.echo(f"{record['record_id']:>12}  {record['bytes']:>10,} B  {record['file']}  {record['begins']}")
     else:
         click.echo(" ".join(map(str, ids)))
+
+
+@main.command(epilog=_example("bench 'data/*.array_record' --global-batch-size 256 --step-ms 20"))
+@click.argument("paths", nargs=-1)
+@click.option("--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Batches a round, of three.")
+@click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, help="Pretended length of a training step.")
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True)
+@click.option("--prefetch", type=click.IntRange(min=0), default=2, show_default=True)
+@click.option("--num-threads", type=click.IntRange(min=1), default=None)
+@click.option("--num-workers", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--record-bytes", type=click.IntRange(min=1), default=None, help="Width of a row; default: record 0's.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(
+    paths: tuple[str, ...], step_ms: float, steps: int, record_bytes: int | None, as_json: bool, **settings: Any
+) -> None:
+    """Measure how fast this machine feeds its devices from ArrayRecord files.
+
+    PATHS are files or globs. Without any, files of 20,000 random records are made and removed again.
+    """
+    from meshfeed import _cli_bench
+
+    with contextlib.ExitStack() as stack:
+        files = list(paths) or stack.enter_context(_cli_bench.example_files(20_000, record_bytes or 4096))
+        result = _cli_bench.bench(files, steps=steps, step_seconds=step_ms / 1e3, record_bytes=record_bytes, **settings)
+    click.echo(json.dumps(result) if as_json else "\n".join(_cli_bench.report(result, step_ms / 1e3)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""meshfeed bench: it measures what it says it does. How fast is not a test's business."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from meshfeed import _cli_bench, cli
+
+pytest.importorskip("array_record")
+
+
+def test_rows_are_cut_and_padded() -> None:
+    rows = _cli_bench.FixedBytes(3)([b"abcd", b"e", b""])["bytes"]
+    assert rows.dtype == np.uint8
+    assert rows.tolist() == [[97, 98, 99], [101, 0, 0], [0, 0, 0]]
+
+
+def test_figures_of_own_files(tmp_path: pathlib.Path) -> None:
+    with _cli_bench.example_files(200, 64) as paths:
+        assert len(paths) == 2
+        arguments = ["bench", *paths, "--steps", "4", "--global-batch-size", "16", "--step-ms", "1", "--json"]
+        result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.output)
+    assert not any(pathlib.Path(path).exists() for path in paths)
+    assert (figures["records"], figures["record_bytes"], figures["global_batch_size"]) == (200, 64, 16)
+    assert figures["bytes_per_second"] == figures["records_per_second"] * 64
+    assert 0 < figures["records_per_second"] < 16 / 0.001  # the pretended step is waited for
+    assert 0 <= figures["stall_fraction"] <= 1
+    assert set(figures["seconds_per_batch"]) == {"read", "decode", "transfer", "wait"}
+
+
+def test_the_report_in_words() -> None:
+    with _cli_bench.example_files(64, 32) as paths:
+        result = CliRunner().invoke(cli.main, ["bench", *paths, "--steps", "2", "--global-batch-size", "8"])
+    assert result.output.startswith("64 records of 32 bytes, batches of 8 to 8 cpu devices\n")
+    assert "the loop waits" not in result.output
+
+
+def test_wrong_values_are_refused(tmp_path: pathlib.Path) -> None:
+    with _cli_bench.example_files(64, 32) as paths:
+        result = CliRunner().invoke(cli.main, ["bench", *paths, "--global-batch-size", "13"])
+    assert result.exit_code == 2
+    assert "13" in result.output
+    missing = CliRunner().invoke(cli.main, ["bench", str(tmp_path / "none-*.array_record")])
+    assert missing.exit_code == 1
+    assert "none-" in missing.output
