@@ -7,9 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-
-
-
 from meshfeed import _process, _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped
@@ -61,6 +58,7 @@ class LanesCourse:
                 setting="bad_records",
             )
         self.source = source
+        self._bind: Any = getattr(source, "bind", None)  # a mixture's stages begin at steps
         self._settings = settings
         self._schedule: BatchSchedule = settings.schedule
         self.num_lanes = settings.num_lanes or default_num_lanes(self._schedule.sizes)
@@ -94,12 +92,23 @@ class LanesCourse:
             "num_epochs": self._settings.num_epochs,
             "end": self._settings.end,
             "num_lanes": place.num_lanes,
+            **({} if self._bind is None else {"mixture": place.source.mixture_config()}),
         }
+
+    def _source_under(self, timeline: _timeline.Timeline) -> Any:
+        if self._bind is None:
+            return self.source
+        settings = self._settings
+        return self._bind(
+            seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=timeline.position_of_step
+        )
 
     def start(self) -> Place:
         """Step 0, every lane at its beginning."""
         entries = {str(lane): LaneEntry() for lane in range(self.num_lanes)}
-        return Place(_timeline.Timeline(self._schedule), 0, 0, entries=entries, num_lanes=self.num_lanes)
+        timeline = _timeline.Timeline(self._schedule)
+        source = self._source_under(timeline)
+        return Place(timeline, 0, 0, entries=entries, num_lanes=self.num_lanes, source=source)
 
     def restore(self, state: _state.FeedState) -> Place:
         """The place of the lanes that the state holds."""
@@ -108,7 +117,9 @@ class LanesCourse:
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
             raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", remedy)
         here = dataclasses.replace(self.start(), num_lanes=num_lanes)
-        _state.compare_fingerprints(state.fingerprint, self.fingerprint(here))
+        saved, current = dict(state.fingerprint), self.fingerprint(here)
+        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
+        _state.compare_fingerprints(saved, current)
         if num_lanes != state.num_lanes:
             raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, remedy)
         if any(size % num_lanes for size in self._schedule.sizes):
@@ -137,6 +148,9 @@ class LanesCourse:
                 raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, remedy)
         ended = {int(key): entry.records for key, entry in entries.items() if entry.ended}
         timeline = _timeline.Timeline(self._schedule, past=segments, step=state.step, position=nominal)
+        source = self._source_under(timeline)
+        if self._bind is not None:
+            source.check_saved(mixture, nominal, state.step)
         return Place(
             timeline,
             state.step,
@@ -145,6 +159,7 @@ class LanesCourse:
             ended=ended,
             skipped=state.skipped or {},
             num_lanes=num_lanes,
+            source=source,
         )
 
     def state(self, place: Place) -> _state.FeedState:
@@ -199,14 +214,16 @@ class LanesCourse:
     def lane_settings(self, num_lanes: int) -> LaneSettings:
         """What lanes share."""
         settings = self._settings
-        return LaneSettings(num_lanes, settings.num_epochs, settings.seed, settings.retry, settings.bad_records)
+        num_epochs = 1 if getattr(self.source, "owns_epochs", False) else settings.num_epochs
+        return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records)
 
     def record_spec(self) -> RecordSpec:
         """From the first record of the first lane that has one."""
         if self._spec is None:
             settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
+            source = self._source_under(_timeline.Timeline(self._schedule))
             for lane_index in range(self.num_lanes):
-                lane = Lane(self.source, lane_index, settings, LaneEntry())
+                lane = Lane(source, lane_index, settings, LaneEntry())
                 taken = lane.take(1)
                 lane.close()
                 if taken.tree is not None:
@@ -282,11 +299,9 @@ class LanesFeeder:
         self._workers: WorkerLanes | None = None
         shared = course.lane_settings(place.num_lanes)
         if settings.num_workers and entries:
-            self._workers = WorkerLanes(
-                course.source, shared, entries, settings.num_workers, settings.timeout_seconds
-            )
+            self._workers = WorkerLanes(place.source, shared, entries, settings.num_workers, settings.timeout_seconds)
         else:
-            self._group = LaneGroup(course.source, shared, entries, settings.num_threads or 1)
+            self._group = LaneGroup(place.source, shared, entries, settings.num_threads or 1)
 
     def _rows_per_lane(self, step: int) -> int:
         return self._timeline.at(step)[1] // self._num_lanes
@@ -344,6 +359,3 @@ class LanesFeeder:
         for reader in (self._group, self._workers):
             if reader is not None:
                 reader.close()
-
-
-

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +22,8 @@ from meshfeed._read import ReadRows, RecordReader, file_of
 from meshfeed._settings import BatchSchedule, FeedSettings
 from meshfeed._types import ColumnSlices, PyTree, RecordIds
 from meshfeed._worker_reader import WorkerReader
+
+_log = logging.getLogger("meshfeed.feed")
 
 
 class RandomCourse:
@@ -49,34 +53,34 @@ class RandomCourse:
         self.source = source
         self._settings = settings
         self._schedule: BatchSchedule = settings.schedule
-        make_order = getattr(source, "make_order", None)
-        if make_order is None:
-            self.order = _order.EpochOrder(
-                len(source), shuffle=settings.shuffle, seed=settings.seed, num_epochs=settings.num_epochs
-            )
-        else:  # a mixture brings its own
-            self.order = make_order(
-                shuffle=settings.shuffle,
-                seed=settings.seed,
-                num_epochs=settings.num_epochs,
-                position_of_step=_timeline.Timeline(self._schedule).position_of_step,
-            )
-        self.total: int | None = self.order.total
-        self.reader = RecordReader(
-            source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records
-        )
+        self._make_order: Any = getattr(source, "make_order", None)  # a mixture brings its own
+        self._order = self._order_under(_timeline.Timeline(self._schedule))
+        self.reader = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
         self._identity: Any = None
+        if self.num_steps(self.start()) == 0:
+            _log.warning(
+                "the source has %d records in all epochs, which is smaller than a batch of %d: with end='drop' there is no "
+                "batch at all. Use end='pad', more epochs or a smaller batch.",
+                self._order.total,
+                self._schedule.sizes[0],
+            )
 
     @property
     def _pad(self) -> bool:
         return self._settings.end == "pad"
 
-    def fingerprint(self, place: Place | None = None) -> dict[str, Any]:
-        """Source, order, epochs and end; the same at every place."""
-        del place
+    def _order_under(self, timeline: _timeline.Timeline) -> Any:
+        settings = self._settings
+        kwargs: dict[str, Any] = {"shuffle": settings.shuffle, "seed": settings.seed, "num_epochs": settings.num_epochs}
+        if self._make_order is not None:
+            return self._make_order(**kwargs, position_of_step=timeline.position_of_step)
+        return _order.EpochOrder(len(self.source), **kwargs)
+
+    def fingerprint(self, place: Place) -> dict[str, Any]:
+        """Source, order, epochs and end; of a mixture also its stages, which begin where the place's timeline says."""
         if self._identity is None:
             self._identity = source_identity(self.source)
-        config = dict(self.order.config())
+        config = dict(place.order.config())
         return {
             "source": self._identity,
             "order": {"algorithm": config.pop("algorithm"), "version": config.pop("version")},
@@ -87,30 +91,32 @@ class RandomCourse:
 
     def start(self) -> Place:
         """Step 0, position 0."""
-        return Place(_timeline.Timeline(self._schedule), 0, 0)
+        return Place(_timeline.Timeline(self._schedule), 0, 0, order=self._order)
 
     def restore(self, state: _state.FeedState) -> Place:
         """The place at the state's position; O(1)."""
-        current = self.fingerprint()
-        saved, current_rest = dict(state.fingerprint), dict(current)
-        check = getattr(self.order, "check_saved", None)
-        if check is not None and "mixture" in saved:
-            check(saved.pop("mixture"), state.position)
-            current_rest.pop("mixture", None)
-        _state.compare_fingerprints(saved, current_rest)
+        saved, current = dict(state.fingerprint), self.fingerprint(self.start())
+        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
+        _state.compare_fingerprints(saved, current)
         segments = _timeline.parse_segments(state.segments)
-        if self.total is not None and state.position > self.total and self._settings.num_epochs == state.fingerprint.get(
-            "num_epochs"
-        ):
+        order = self._order
+        if self._make_order is not None:
+            step = _timeline.derive_step(segments, state.position, state.position, pad=self._pad)
+            order = self._order_under(
+                _timeline.Timeline(self._schedule, past=segments, step=step, position=state.position)
+            )
+            order.check_saved(mixture, state.position, step)
+        beyond = order.total is not None and state.position > order.total
+        if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
             raise StateMismatchError(
                 "position",
                 state.position,
-                f"at most {self.total}",
+                f"at most {order.total}",
                 "The state was changed or damaged; use an earlier checkpoint.",
             )
-        step = _timeline.derive_step(segments, state.position, self.total, pad=self._pad)
+        step = _timeline.derive_step(segments, state.position, order.total, pad=self._pad)
         timeline = _timeline.Timeline(self._schedule, past=segments, step=step, position=state.position)
-        return Place(timeline, step, state.position, skipped=state.skipped or {})
+        return Place(timeline, step, state.position, skipped=state.skipped or {}, order=order)
 
     def state(self, place: Place) -> _state.FeedState:
         """The same on every host."""
@@ -118,7 +124,7 @@ class RandomCourse:
             kind=self.kind,
             position=place.position,
             segments=[[s.first_step, s.first_position, s.size] for s in place.timeline.delivered(place.step)],
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint(place),
             skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
         )
 
@@ -127,14 +133,15 @@ class RandomCourse:
         del ended
         position, size = place.timeline.at(batch.step)
         position += size
-        if self.total is not None:
-            position = min(position, self.total)
+        if place.order.total is not None:
+            position = min(position, place.order.total)
         skipped = add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped
-        return Place(place.timeline, batch.step + 1, position, skipped=skipped)
+        return dataclasses.replace(place, step=batch.step + 1, position=position, skipped=skipped)
 
     def num_steps(self, place: Place) -> int | None:
         """From the length, the same everywhere, without talking."""
-        return None if self.total is None else place.timeline.num_steps(self.total, pad=self._pad)
+        total = place.order.total
+        return None if total is None else place.timeline.num_steps(total, pad=self._pad)
 
     def record_ids(self, place: Place, step: int) -> RecordIds:
         """Ids of the rows of ``step`` in row order, int64 ``[rows]``, padding left out."""
@@ -142,8 +149,9 @@ class RandomCourse:
         if step < 0 or (last is not None and step >= last):
             raise IndexError(f"step {step} is not in this stream, which has {last} steps (0 to {(last or 0) - 1}).")
         position, size = place.timeline.at(step)
-        stop = position + size if self.total is None else min(position + size, self.total)
-        return self.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
+        total = place.order.total
+        stop = position + size if total is None else min(position + size, total)
+        return place.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
 
     def read(self, record_ids: Any) -> PyTree:
         """Records as host-local numpy, decoded as in epoch 0."""
@@ -199,6 +207,7 @@ class RandomFeeder:
     def __init__(self, course: RandomCourse, place: Place, host_rows: HostRows, settings: FeedSettings) -> None:
         self._course = course
         self._timeline = place.timeline
+        self._order = place.order
         self._host_rows = host_rows
         self._settings = settings
         self._last = course.num_steps(place)
@@ -219,9 +228,9 @@ class RandomFeeder:
     def _rows_of(self, step: int) -> tuple[RecordIds, RecordIds]:
         position, size = self._timeline.at(step)
         positions = position + self._host_rows.rows(size)
-        if self._course.total is not None and position + size > self._course.total:
-            positions = positions[positions < self._course.total]
-        return self._course.order.ids_at(positions)
+        if self._order.total is not None and position + size > self._order.total:
+            positions = positions[positions < self._order.total]
+        return self._order.ids_at(positions)
 
     def _submit(self, step: int) -> tuple[RecordIds, Any]:
         record_ids, epochs = self._rows_of(step)

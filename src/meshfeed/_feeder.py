@@ -80,6 +80,8 @@ class Place:
       ended: see :attr:`HostBatch.ended`, over all hosts as far as known.
       skipped: process index → ``[record id, epoch, reason, step]`` of replaced records in delivered batches.
       num_lanes: of a stream.
+      order: of a random-access source; a mixture's depends on the timeline, because its stages begin at steps.
+      source: that a stream's lanes are opened from; a mixture's depends on the timeline too.
     """
 
     timeline: Timeline
@@ -89,6 +91,8 @@ class Place:
     ended: Mapping[int, int] = dataclasses.field(default_factory=dict)
     skipped: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     num_lanes: int = 0
+    order: Any = None
+    source: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ the components enter each stage are computed once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,14 @@ class StagedBlocks:
                 rank[here] = offset + layout_rank[slots[here]]
         return component, rank
 
+    def components_from(self, position: int, count: int) -> RecordIds:
+        """Component numbers of ``position`` and those after it within its block; int64, 1 to ``count`` of them."""
+        stage = int(np.searchsorted(self._first, position, side="right")) - 1
+        block_index, slot = divmod(position - int(self._first[stage]), self.block)
+        if stage + 1 < len(self._counts):
+            count = min(count, int(self._first[stage + 1]) - position)
+        return self._layout(stage, block_index)[0][slot : slot + count]
+
     def position_of(self, component: int, component_position: int) -> int | None:
         """Where a component's record is drawn; None if no stage ever gets there."""
         for stage in range(len(self._counts)):
@@ -150,7 +158,6 @@ class MixtureOrder:
       num_epochs: None for ever.
       on_end: "repeat" or "stop".
       identities: component → JSON value that must be equal for a state to be continued; default: number of records.
-      step_of: position → step, for the remedy of a changed mixture.
 
     Raises:
       SettingsError: a setting out of range, named.
@@ -168,7 +175,6 @@ class MixtureOrder:
         num_epochs: int | None = None,
         on_end: str = "repeat",
         identities: Mapping[str, JsonValue] | None = None,
-        step_of: Callable[[int], int] | None = None,
     ) -> None:
         self._names = tuple(num_records)
         self._stages = tuple(stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages)
@@ -192,7 +198,6 @@ class MixtureOrder:
         self._on_end, self._seed = on_end, seed
         self._shuffle = shuffle
         self._identities = identities
-        self._step_of = step_of
         self.num_records = sum(num_records.values())
         self.total: int | None = None
         if num_epochs is not None:
@@ -218,9 +223,8 @@ class MixtureOrder:
             },
         }
 
-    def check_saved(self, saved_mixture: JsonValue, position: int) -> None:
+    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
         """See :func:`check_stages`."""
-        step = None if self._step_of is None else self._step_of(position)
         check_stages(saved_mixture, self.config()["mixture"], position, step=step)
 
     def ids_at(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[RecordIds, RecordIds]:

@@ -142,7 +142,7 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
     try:
         saved_stages = [Stage(int(s[1]), dict(s[2]), int(s[0])) for s in saved["stages"]]
         saved_components = {str(entry[0]): (number, entry[1]) for number, entry in enumerate(saved["components"])}
-        saved_fixed = {name: saved[name] for name in ("version", "block", "on_end")}
+        fixed = [name for name in {**current, **saved} if name not in ("stages", "components")]
     except (TypeError, KeyError, IndexError, ValueError):
         raise StateMismatchError(
             "mixture",
@@ -152,13 +152,11 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
         ) from None
     if not position:
         return
-    for name, value in saved_fixed.items():
-        if current[name] != value:
+    for name in fixed:
+        value, here = saved.get(name), current.get(name)
+        if value != here or type(value) is not type(here):  # True equals 1
             raise StateMismatchError(
-                f"mixture.{name}",
-                value,
-                current[name],
-                f"Pass {name}={value!r}, or start a new stream without the state.",
+                f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
             )
     begun = [stage for stage in saved_stages if stage.first_position < position]
     now = [Stage(s[1], s[2], s[0]) for s in current["stages"]]

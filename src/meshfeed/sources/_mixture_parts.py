@@ -1,0 +1,89 @@
+"""Records of several components in one batch: the same structure everywhere, each in its row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed import _aligned
+from meshfeed._errors import SourceError
+from meshfeed._host_batch import RecordSpec, spec_of_batch
+from meshfeed._identity import source_identity
+from meshfeed._state import digest_of
+from meshfeed._types import JsonValue, PyTree
+
+Part = tuple[str, np.ndarray[Any, Any], PyTree]
+"""Component, the rows of the batch that are its own (int64[k]), and its records, pytree of arrays ``[k, ...]``."""
+
+
+def compact_identity(source: Any) -> JsonValue:
+    """A source's identity with everything long as a digest: a state holds one for each component."""
+
+    def short(value: Any) -> Any:
+        small = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= 16)
+        return value if small else digest_of(value)[:8]
+
+    return {key: short(value) for key, value in source_identity(source).items()}
+
+
+class Joiner:
+    """Joins parts of components into batches; remembers the first component's structure, which all must have."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, RecordSpec] = {}
+
+    def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
+        """One batch ``[num_rows, ...]`` of parts that together hold each row once.
+
+        Args:
+          parts: at least one.
+          num_rows: rows of the batch.
+          whole: leaves hold all columns; parts of columns are compared with each other only.
+
+        Raises:
+          SourceError: components whose records differ in structure, shape or dtype; names both and the leaf.
+        """
+        specs = self._specs if whole else {}
+        for name, rows, tree in parts:
+            self._check(specs, name, spec_of_batch(tree, len(rows), what=f"component {name!r}"))
+        if len(parts) == 1 and np.array_equal(parts[0][1], np.arange(num_rows)):
+            return parts[0][2]
+        leaves, treedef = jax.tree.flatten(parts[0][2])
+        outputs = [_aligned.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        for _, rows, tree in parts:
+            for output, leaf in zip(outputs, jax.tree.leaves(tree), strict=True):
+                output[rows] = leaf
+        return treedef.unflatten(outputs)
+
+    def _check(self, specs: dict[str, RecordSpec], name: str, spec: RecordSpec) -> None:
+        if name in specs and specs[name] == spec:
+            return
+        for other, wanted in specs.items():
+            if spec != wanted:
+                raise SourceError(_difference(name, spec, other, wanted))
+        specs[name] = spec
+
+
+def _difference(name: str, found: RecordSpec, other: str, wanted: RecordSpec) -> str:
+    remedy = (
+        "Records of a mixture must be alike: rename, pad or cast them in the component's decode (nothing is promoted "
+        "silently)."
+    )
+    if name == other:
+        who = f"records of component {name!r} differ from its first"
+    else:
+        who = f"components {name!r} and {other!r} have unlike records"
+    here, there = ({leaf.path: leaf for leaf in spec.leaves} for spec in (found, wanted))
+    only_here, only_there = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+    if only_here or only_there:
+        return (
+            f"{who}: {name!r} has the leaves {', '.join(map(repr, here))}, {other!r} has "
+            f"{', '.join(map(repr, there))}. {remedy}"
+        )
+    for path, leaf in here.items():
+        if leaf != there[path]:
+            return f"{who}: {leaf.describe()} in {name!r}, {there[path].describe()} in {other!r}. {remedy}"
+    return f"{who}: {found.treedef} in {name!r}, {wanted.treedef} in {other!r}. {remedy}"
