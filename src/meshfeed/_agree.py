@@ -1,4 +1,4 @@
-"""Agreement between hosts: equal settings before the first batch, and how far all of them can go.
+"""Agreement between hosts on how far all of them can go.
 
 Batch k is delivered only when every participant has read its part of k, so that nobody enters the collective of a
 step that some host cannot make. Steps are grouped into windows. A host publishes a window once it has read it (or has
@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshfeed import _process
-from meshfeed._errors import AgreementError, PeerError, StalledError
+from meshfeed._errors import StalledError
 
 _log = logging.getLogger("meshfeed.agree")
 _MIN_WINDOW = 8
 _HOSTS_PER_STEP = 50
 _ERROR_GRACE_SECONDS = 4.0
 _MAX_MESSAGE = 2000
-_FAILURE = "__failure__"
 ALL_HOSTS = -1  # stands for the host in an error that is everybody's
 
 
@@ -235,9 +234,7 @@ class WindowAgreement:
                 self._store.set(f"{self._prefix}/doing/{self._host}", self._describe(), overwrite=True)
             _log.warning("waited %.0f s for step %d: %s", waited, step, self._who_is_late(number)[1])
 
-        text = _process.wait_for_key(
-            self._store, f"{self._prefix}/a/{number}", start + self._timeout_seconds, tick
-        )
+        text = _process.wait_for_key(self._store, f"{self._prefix}/a/{number}", start + self._timeout_seconds, tick)
         with self._lock:
             if self._announced != number:  # the other thread of this host was faster
                 return
@@ -289,7 +286,12 @@ class WindowAgreement:
                 info, verdict = self._judge(parts) if len(parts) == len(self._participants) else ({}, None)
                 if verdict is not None and (stop is None or not stop.errors):
                     upto, stop = first, Stop(first, {ALL_HOSTS: verdict})
-                message = {"upto": upto, "stop": None if stop is None else stop.errors, "window": sizes[0], "info": info}
+                message = {
+                    "upto": upto,
+                    "stop": None if stop is None else stop.errors,
+                    "window": sizes[0],
+                    "info": info,
+                }
                 self._store.set(f"{self._prefix}/a/{window}", json.dumps(message), overwrite=True)
                 while deleted < min(seen, default=0):  # every host has read these announcements
                     self._store.delete(f"{self._prefix}/a/{deleted}")
@@ -328,77 +330,3 @@ class WindowAgreement:
         self._closed.set()
         if self._reducer is not None and self._reducer is not threading.current_thread():
             self._reducer.join(5.0)
-
-
-def publish_failure(scope: str, round_number: int, error: BaseException) -> None:
-    """Tells the hosts that will agree on settings in this round that this one cannot come."""
-    store = _process.key_value_store()
-    if store is None:
-        return
-    message = {_FAILURE: f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]}
-    key = f"meshfeed/{scope}/settings/{round_number}/in/{_process.process_index()}"
-    store.set(key, json.dumps(message), overwrite=True)
-
-
-def agree_on_settings(
-    scope: str,
-    round_number: int,
-    settings: Mapping[str, Any],
-    *,
-    participants: Sequence[int],
-    timeout_seconds: float,
-) -> None:
-    """Compares settings between hosts.
-
-    Args:
-      scope: unique to this feed.
-      round_number: generation of the feed.
-      settings: field → JSON value, flat.
-      participants: process indices that take part.
-      timeout_seconds: how long to wait for the slowest host.
-
-    Raises:
-      AgreementError: on every participant, naming the first fields that differ and the hosts.
-      PeerError: a host could not make its feed, or could not take its state.
-      StalledError: some host did not come.
-    """
-
-    def compare(values: dict[int, Any]) -> dict[str, Any]:
-        for host, value in values.items():
-            if _FAILURE in value:
-                return {"failed": host, "message": value[_FAILURE]}
-        differences = []
-        for field in dict.fromkeys(name for value in values.values() for name in value):
-            groups: dict[str, list[int]] = {}
-            for host, value in values.items():
-                groups.setdefault(json.dumps(value.get(field), sort_keys=True), []).append(host)
-            if len(groups) > 1:
-                shown = "; ".join(
-                    f"{_process.format_hosts(hosts)}: {text if len(text) <= 120 else text[:117] + '...'}"
-                    for text, hosts in sorted(groups.items(), key=lambda item: item[1][0])
-                )
-                differences.append(f"{field} ({shown})")
-        return {"differences": differences}
-
-    result = _process.reduce_json(
-        f"{scope}/settings",
-        round_number,
-        dict(settings),
-        compare,
-        participants=participants,
-        timeout_seconds=timeout_seconds,
-        doing="agreeing on the feed's settings",
-    )
-    if "failed" in result:
-        host, message = result["failed"], result["message"]
-        raise PeerError(
-            f"host {host} failed before its first batch: {message} See the log of host {host}.",
-            host=host,
-            peer_message=message,
-        )
-    differences = result["differences"]
-    if differences:
-        raise AgreementError(
-            "hosts differ in " + ", and in ".join(differences[:4]) + ". Start all hosts with the same source, settings "
-            "and state."
-        )

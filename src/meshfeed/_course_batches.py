@@ -143,7 +143,9 @@ class BatchesCourse:
             entries[host] = entry
         segments = _timeline.parse_segments(state.segments)
         schedule = self._schedule or BatchSchedule([(0, segments[0].size if segments else 1)])
-        nominal = segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
+        nominal = (
+            segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
+        )
         if state.position > nominal or (bool(segments) != bool(state.step)):
             raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
         timeline = _timeline.Timeline(schedule, past=segments, step=state.step, position=nominal)

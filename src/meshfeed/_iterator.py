@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshfeed import _agree, _process, _state, _state_files
+from meshfeed import _agree, _agree_settings, _process, _state, _state_files
 from meshfeed._courses import make_course
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import Exchange, spec_with_mask
@@ -18,8 +18,9 @@ from meshfeed._feeder import Feeder, Place
 from meshfeed._host_batch import RecordSpec
 from meshfeed._layout import make_layout
 from meshfeed._pipeline import HOST_READ_AHEAD_BYTES, Pipeline
+from meshfeed._read import reads_columns
 from meshfeed._replicas import blocks_of
-from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
+from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step
 from meshfeed._types import PyTree, RecordIds
@@ -157,7 +158,9 @@ class MultiHostDataLoadIterator:
         self._place = place
         self._stats.delivered(start, place.position - position, ready.batch.num_bytes)
         self._stats.add(transfer_seconds=ready.seconds, skipped_records=len(ready.batch.bad))
-        log_step(self.name, self._host, ready, position, time.perf_counter() - start, getattr(self._course, "source", None))
+        log_step(
+            self.name, self._host, ready, position, time.perf_counter() - start, getattr(self._course, "source", None)
+        )
         return batch
 
     def _start(self) -> Pipeline:
@@ -171,7 +174,7 @@ class MultiHostDataLoadIterator:
             bad_records=settings.bad_records,
             blocks_of=blocks_of(self._layout) if settings.check_replicas else None,
             num_rows=lambda size: len(host_rows.rows(size)),
-            compare_records=not getattr(getattr(self._course, "source", None), "reads_columns", False),
+            compare_records=not reads_columns(getattr(self._course, "source", None)),
         )
         agreement = None
         store = _process.key_value_store() if self._hosts_agree else None
@@ -189,7 +192,9 @@ class MultiHostDataLoadIterator:
                 judge=exchange.judge,
             )
         elif self._hosts_agree:
-            _log.warning("this JAX has no key-value store: hosts cannot tell each other of failures and ends of streams")
+            _log.warning(
+                "this JAX has no key-value store: hosts cannot tell each other of failures and ends of streams"
+            )
         self._pipeline = Pipeline(
             feeder,
             self._layout.put,
@@ -209,7 +214,7 @@ class MultiHostDataLoadIterator:
     def _agree_on_settings(self) -> None:
         generation, self._generation = self._generation, self._generation + 1
         if self._hosts_agree:
-            _agree.agree_on_settings(
+            _agree_settings.agree_on_settings(
                 self._scope,
                 generation,
                 self._agreed_settings(),
@@ -233,7 +238,7 @@ class MultiHostDataLoadIterator:
 
     def _tell_failure(self, error: BaseException) -> None:
         if self._hosts_agree:
-            _agree.publish_failure(self._scope, self._generation, error)
+            _agree_settings.publish_failure(self._scope, self._generation, error)
 
     # ------------------------------------------------------------------ state
 
@@ -331,32 +336,11 @@ class MultiHostDataLoadIterator:
 
     def config(self) -> dict[str, Any]:
         """Every setting and the fingerprint, JSON."""
-        settings = self._settings
-        schedule = settings.schedule
-        stages = None if schedule is None else [list(stage) for stage in schedule.stages]
         return {
             "name": self.name,
             "kind": self._course.kind,
-            "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
-            "shuffle": settings.shuffle,
-            "seed": settings.seed,
-            "num_epochs": settings.num_epochs,
-            "end": settings.end,
-            "mask_key": settings.mask_key,
+            **settings_json(self._settings),
             "num_lanes": self._place.num_lanes or None,
-            "load": settings.load if isinstance(settings.load, str) else list(settings.load),
-            "prefetch": settings.prefetch,
-            "num_workers": settings.num_workers,
-            "num_threads": settings.num_threads,
-            "retry": {
-                "attempts": settings.retry.attempts,
-                "initial_seconds": settings.retry.initial_seconds,
-                "max_seconds": settings.retry.max_seconds,
-                "on": [kind.__name__ for kind in settings.retry.on],
-            },
-            "bad_records": None if settings.bad_records is None else {"max_fraction": settings.bad_records.max_fraction},
-            "check_replicas": settings.check_replicas,
-            "timeout_seconds": settings.timeout_seconds,
             "participants": list(self._participants),
             "fingerprint": self._course.fingerprint(self._place),
         }
@@ -399,4 +383,4 @@ class MultiHostDataLoadIterator:
 def _columns_spec(course: Any) -> Callable[[], RecordSpec | None]:
     """For sources that read columns: gives the structure of whole records; else None."""
     source = getattr(course, "source", None)
-    return course.record_spec if getattr(source, "reads_columns", False) else lambda: None
+    return course.record_spec if reads_columns(source) else lambda: None

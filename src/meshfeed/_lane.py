@@ -137,7 +137,9 @@ class Lane:
         try:
             return self._source.open(self.lane_index, self._settings.num_lanes, **extra)
         except StopIteration as error:
-            raise SourceError(f"opening lane {self.lane_index} raised StopIteration.", lane_index=self.lane_index) from error
+            raise SourceError(
+                f"opening lane {self.lane_index} raised StopIteration.", lane_index=self.lane_index
+            ) from error
 
     def _reopen(self) -> None:
         """Opens the lane at its snapshot and moves it forward by the records since."""
@@ -154,7 +156,9 @@ class Lane:
             iterator.set_state(_state.decode_value(self._snapshot))
         if self._since and not hasattr(iterator, "get_state") and self._since == self._taken and self._taken:
             _log.info(
-                "lane %d has no get_state: it is resumed by reading and dropping %d records", self.lane_index, self._since
+                "lane %d has no get_state: it is resumed by reading and dropping %d records",
+                self.lane_index,
+                self._since,
             )
         self._drop(iterator, self._since)
         self._iterator = iterator
@@ -349,4 +353,3 @@ def _concatenate(chunks: list[PyTree]) -> PyTree:
         if jax.tree.structure(chunk) != first:
             raise SourceError(f"records of one stream differ in structure: {first} and {jax.tree.structure(chunk)}.")
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
-

@@ -61,7 +61,7 @@ class LaneGroup:
         except BaseException:
             self.close()
             raise
-        self._reading = 0
+        self._reading: Lane | None = self._lanes[0] if self._lanes else None
 
     def read(self, num_records: int) -> GroupRows:
         """Up to ``num_records`` of each lane."""
@@ -73,7 +73,8 @@ class LaneGroup:
 
         if self._threads is None:
             rows = []
-            for self._reading, lane in enumerate(self._lanes):
+            for lane in self._lanes:
+                self._reading = lane
                 rows.append(take(lane))
         else:
             rows = list(self._threads.map(take, self._lanes))
@@ -82,7 +83,7 @@ class LaneGroup:
 
     def describe(self) -> str:
         """For logs."""
-        return self._lanes[self._reading].describe() if self._lanes else "idle"
+        return self._reading.describe() if self._reading is not None else "idle"
 
     def close(self) -> None:
         """Closes the lanes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+
 import jax
 
 from meshfeed._agree import ALL_HOSTS, Part, Stop, WindowAgreement
@@ -226,6 +227,3 @@ class Pipeline:
 def _notes(error: BaseException) -> str:
     notes = getattr(error, "__notes__", ())
     return f" ({'; '.join(notes)})" if notes else ""
-
-
-

@@ -50,6 +50,13 @@ def wants_rng(source: Any) -> bool:
     return any(accepts_keyword(getattr(source, name, None), "rng") for name in ("decode", "decode_batch"))
 
 
+def reads_columns(source: Any) -> bool:
+    """Whether the source can read a part of each leaf; a subclass whose ``read_batch`` lost the keyword cannot."""
+    return bool(getattr(source, "reads_columns", False)) and accepts_keyword(
+        getattr(source, "read_batch", None), "columns"
+    )
+
+
 def file_of(source: Any, record_id: int) -> str | None:
     """The file that holds a record, where the source knows it."""
     locate = getattr(source, "file_of", None)
@@ -96,7 +103,9 @@ def read_records(
             times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
             return batch
         if hasattr(source, "read_batch"):
-            extra: dict[str, Any] = {} if columns is None else {"columns": columns}
+            extra: dict[str, Any] = {}
+            if columns is not None and reads_columns(source):
+                extra["columns"] = columns
             if rngs is not None and accepts_keyword(source.read_batch, "rngs"):
                 extra["rngs"] = rngs
             batch = source.read_batch(record_ids, **extra)

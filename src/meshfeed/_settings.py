@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import numbers
 from collections.abc import Sequence
@@ -40,15 +41,13 @@ class BatchSchedule:
         try:
             pairs = [(first, size) for first, size in stages]
         except (TypeError, ValueError):
-            raise SettingsError(
-                f"BatchSchedule({stages!r}); it takes {what}.", setting="global_batch_size"
-            ) from None
+            raise SettingsError(f"BatchSchedule({stages!r}); it takes {what}.", setting="global_batch_size") from None
         checked = [
             (_integer("global_batch_size", first, 0, what), _integer("global_batch_size", size, 1, what))
             for first, size in pairs
         ]
         firsts = [first for first, _ in checked]
-        if not checked or firsts[0] != 0 or any(b <= a for a, b in zip(firsts, firsts[1:], strict=False)):
+        if not checked or firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
             raise SettingsError(f"BatchSchedule({pairs!r}); it takes {what}.", setting="global_batch_size")
         self.stages: tuple[tuple[int, int], ...] = tuple(checked)
 
@@ -241,8 +240,21 @@ def check_settings(
         retry=_instance("retry", retry, Retry, "a meshfeed.Retry"),
         bad_records=bad_records,
         check_replicas=_flag("check_replicas", check_replicas),
-        timeout_seconds=_number(
-            "timeout_seconds", timeout_seconds, 0, "a number of seconds above 0", strict=True
-        ),
+        timeout_seconds=_number("timeout_seconds", timeout_seconds, 0, "a number of seconds above 0", strict=True),
         name=name,
     )
+
+
+def settings_json(settings: FeedSettings) -> dict[str, Any]:
+    """Every setting as JSON, under the name of its keyword."""
+    value = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    schedule = value.pop("schedule")
+    stages = None if schedule is None else [list(stage) for stage in schedule.stages]
+    retry, bad_records = settings.retry, settings.bad_records
+    return {
+        **value,
+        "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
+        "load": settings.load if isinstance(settings.load, str) else list(settings.load),
+        "retry": {**dataclasses.asdict(retry), "on": [kind.__name__ for kind in retry.on]},
+        "bad_records": None if bad_records is None else dataclasses.asdict(bad_records),
+    }

@@ -238,6 +238,23 @@ def kind_mismatch(saved: str, current: str) -> StateMismatchError:
     return StateMismatchError("kind", saved, current, _REMEDIES["kind"])
 
 
+def _join_entries(part: str, left: Any, right: Any) -> Any:
+    """One entry for two hosts' entries of the same lane, host or ledger; None where they contradict each other."""
+    if left == right:
+        return left
+    if part == "lanes":
+        # two hosts that open one lane may have taken the source's own state at different records before the same place
+        place = ("records", "epoch", "taken", "ended")
+        if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in place):
+            return min(left, right, key=lambda entry: entry.get("skip", 0))
+        return None
+    if part == "skipped" and isinstance(left, list) and isinstance(right, list):
+        # each host adds to its own ledger only, and carries the others' as they were when it was restored
+        longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
+        return longer if longer[: len(shorter)] == shorter else None
+    return None
+
+
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins the states of several hosts, taken after the same step, into one.
 
@@ -262,8 +279,10 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 raise StateMismatchError(name, getattr(first, name), getattr(state, name), remedy)
         for part, target in joined.items():
             for key, entry in (getattr(state, part) or {}).items():
-                if target.setdefault(key, entry) != entry:
-                    raise StateMismatchError(f"{part}.{key}", target[key], entry, remedy)
+                joined_entry = _join_entries(part, target.setdefault(key, entry), entry)
+                if joined_entry is None:
+                    raise StateMismatchError(f"{part}.{key}", _shorten(target[key]), _shorten(entry), remedy)
+                target[key] = joined_entry
     merged = {
         part: dict(sorted(entries.items(), key=lambda item: int(item[0]))) or getattr(first, part)
         for part, entries in joined.items()

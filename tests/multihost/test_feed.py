@@ -64,7 +64,13 @@ def test_global_batches_are_the_same_bits_on_every_topology(pools: Any, topology
 
 def test_save_anywhere_and_resume_on_any_topology(pools: Any) -> None:
     state = None
-    journey = [((4, 2), "model", 2), ((3, 2), "rows", 1), ((1, 8), "sequence", 0), ((2, 4), "permuted", 3), ((4, 2), "rows", 2)]
+    journey = [
+        ((4, 2), "model", 2),
+        ((3, 2), "rows", 1),
+        ((1, 8), "sequence", 0),
+        ((2, 4), "permuted", 3),
+        ((4, 2), "rows", 2),
+    ]
     for topology, layout, steps in journey:
         results = pools[topology].run(feed_jobs.run_some, SETTINGS, layout, state, steps, expected_ids())
         states = {result.value for result in results}

@@ -1,0 +1,271 @@
+"""Design's table of bad input: each answer names what is wrong and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshfeed
+
+
+def rows_sharding() -> NamedSharding:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, P("data"))
+
+
+def make_feed(source: Any = None, **options: Any) -> meshfeed.MultiHostDataLoadIterator:
+    options.setdefault("global_batch_size", 16)
+    source = {"x": np.zeros((64, 2), np.float32)} if source is None else source
+    return meshfeed.MultiHostDataLoadIterator(source, rows_sharding(), **options)
+
+
+class Records:
+    """Random access over a function of the record id."""
+
+    def __init__(self, record: Any, count: int = 64) -> None:
+        self._record, self._count = record, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, record_id: int) -> Any:
+        return self._record(record_id)
+
+    def fingerprint(self) -> str:
+        return "records"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("global_batch_size", 0),
+        ("global_batch_size", -1),
+        ("global_batch_size", 1.5),
+        ("global_batch_size", True),
+        ("global_batch_size", "16"),
+        ("shuffle", -1),
+        ("shuffle", 0.5),
+        ("shuffle", "yes"),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 1.0),
+        ("num_epochs", 0),
+        ("num_epochs", True),
+        ("end", "keep"),
+        ("end", None),
+        ("mask_key", ""),
+        ("mask_key", "mask"),  # with end="drop"
+        ("num_lanes", 0),
+        ("num_lanes", 4),  # of a random-access source
+        ("load", "twice"),
+        ("load", []),
+        ("load", [0, 0]),
+        ("load", [7]),
+        ("load", 3),
+        ("prefetch", -1),
+        ("prefetch", 1.0),
+        ("num_workers", -1),
+        ("num_threads", 0),
+        ("retry", 3),
+        ("bad_records", 0.1),
+        ("check_replicas", 1),
+        ("timeout_seconds", 0),
+        ("timeout_seconds", float("inf")),
+        ("name", ""),
+        ("name", "a/b"),
+    ],
+)
+def test_a_wrong_setting_names_the_keyword_and_what_it_takes(setting: str, value: Any) -> None:
+    with pytest.raises(meshfeed.SettingsError) as info:
+        make_feed(**{setting: value})
+    assert setting in str(info.value)
+    assert info.value.setting == setting
+    assert isinstance(info.value, ValueError)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="batch_size"):
+        make_feed(batch_size=3)
+
+
+@pytest.mark.parametrize("stages", [[], [(1, 8)], [(0, 8), (0, 16)], [(0, 0)], [(0, 8), (5, True)], [8], "08"])
+def test_a_wrong_batch_schedule_says_what_it_takes(stages: Any) -> None:
+    with pytest.raises(meshfeed.SettingsError, match="first_step"):
+        meshfeed.BatchSchedule(stages)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: meshfeed.Retry(attempts=0),
+        lambda: meshfeed.Retry(initial_seconds=-1),
+        lambda: meshfeed.Retry(max_seconds=float("nan")),
+        lambda: meshfeed.Retry(on=("OSError",)),  # type: ignore[arg-type]
+        lambda: meshfeed.SkipBad(0),
+        lambda: meshfeed.SkipBad(1.5),
+        lambda: meshfeed.SkipBad(True),
+    ],
+)
+def test_small_settings_check_themselves(make: Any) -> None:
+    with pytest.raises(meshfeed.SettingsError, match="it takes"):
+        make()
+
+
+def test_global_batch_size_missing_says_who_needs_it() -> None:
+    with pytest.raises(meshfeed.SettingsError, match="global_batch_size is missing"):
+        make_feed(global_batch_size=None)
+
+
+@pytest.mark.parametrize("sharding", [None, "data", P("data"), {"x": 3}])
+def test_a_wrong_sharding_is_a_settings_error(sharding: Any) -> None:
+    with pytest.raises(meshfeed.SettingsError, match="sharding"):
+        meshfeed.MultiHostDataLoadIterator({"x": np.zeros((64, 2))}, sharding, global_batch_size=16)
+
+
+def test_a_batch_that_the_mesh_cannot_divide_names_axis_batch_and_sizes_that_work() -> None:
+    with pytest.raises(meshfeed.PlanError) as info:
+        make_feed(global_batch_size=20)
+    text = str(info.value)
+    assert all(part in text for part in ("data", "8", "20", "16", "24")), text
+
+
+def test_a_column_that_the_mesh_cannot_divide_names_the_leaf() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    feed = meshfeed.MultiHostDataLoadIterator(
+        {"x": np.zeros((64, 6), np.float32)}, NamedSharding(mesh, P("data", "seq")), global_batch_size=16
+    )
+    with feed, pytest.raises(meshfeed.PlanError, match=r"\['x'\]"):
+        next(feed)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        (lambda i: {"a": {"text": "hello"}}, ["['a']['text']", "str", "record"]),
+        (lambda i: {"a": b"bytes"}, ["['a']", "bytes", "decode"]),
+        (lambda i: b"bytes", ["bytes", "decode"]),
+        (lambda i: {"a": np.array([object()])}, ["['a']", "object", "[1]"]),
+        (lambda i: {"a": np.array(["x", "y"])}, ["['a']", "<U1", "[2]"]),
+        (lambda i: {"a": np.array("2020-01-01", "datetime64[D]")}, ["['a']", "datetime64"]),
+        (lambda i: {}, ["no leaves"]),
+        (lambda i: {"a": np.zeros(3 + (i == 5))}, ["ragged", "['a']", "record 5", "[4]", "[3]"]),
+        (
+            lambda i: {"a": np.zeros(3, np.float32 if i == 7 else np.float64)},
+            ["['a']", "record 7", "float32", "float64"],
+        ),
+        (lambda i: {"a": 1} if i != 9 else {"b": 1}, ["['a']", "['b']", "record 9"]),
+        (lambda i: {"a": 2**40 + i}, ["['a']", "int64"]),
+    ],
+)
+def test_records_that_cannot_be_batched_name_leaf_dtype_shape_and_record(
+    record: Any, parts: list[str], prefetch: int
+) -> None:
+    with make_feed(Records(record), prefetch=prefetch) as feed:
+        for _ in range(2):
+            with pytest.raises(meshfeed.SourceError) as info:
+                next(feed)
+            assert all(part in str(info.value) for part in parts), str(info.value)
+
+
+def test_a_scalar_batch_leaf_of_host_batches_is_refused_by_name() -> None:
+    with make_feed(iter([{"x": np.float32(1), "y": np.zeros(16)}])) as feed, pytest.raises(meshfeed.SourceError):
+        next(feed)
+
+
+def test_64_bit_integers_are_narrowed_where_every_value_fits() -> None:
+    with make_feed(Records(lambda i: {"a": np.int64(i - 32), "b": np.uint64(i), "c": np.float64(i)})) as feed:
+        batch = next(feed)
+        assert (batch["a"].dtype, batch["b"].dtype, batch["c"].dtype) == (np.int32, np.uint32, np.float32)
+        assert np.asarray(batch["a"]).tolist() == list(range(-32, -16))
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_a_64_bit_integer_that_does_not_fit_is_named_and_never_wraps(value: int) -> None:
+    with make_feed(Records(lambda i: {"a": np.int64(value if i == 20 else 0)})) as feed:
+        next(feed)
+        with pytest.raises(meshfeed.SourceError) as info:
+            next(feed)
+    assert "['a']" in str(info.value)
+    assert str(value) in str(info.value)
+
+
+@pytest.mark.parametrize("source", [[], {"x": np.zeros((0, 2))}, Records(lambda i: i, 0)])
+def test_an_empty_source_is_an_error(source: Any) -> None:
+    with pytest.raises(meshfeed.SourceError, match=r"0 records|empty|no rows"):
+        make_feed(source)
+
+
+def test_stop_iteration_inside_a_read_is_an_error_and_not_the_end() -> None:
+    def record(record_id: int) -> dict[str, Any]:
+        if record_id == 20:
+            raise StopIteration
+        return {"a": record_id}
+
+    with make_feed(Records(record)) as feed:
+        next(feed)
+        with pytest.raises(meshfeed.SourceError, match="StopIteration"):
+            next(feed)
+
+
+def test_mask_key_must_be_new_and_records_dicts() -> None:
+    with make_feed(end="pad", mask_key="x") as feed, pytest.raises(meshfeed.SourceError, match="already"):
+        next(feed)
+    with (
+        make_feed(Records(lambda i: np.float32(i)), end="pad", mask_key="x") as feed,
+        pytest.raises(meshfeed.SourceError, match="dict"),
+    ):
+        next(feed)
+
+
+@pytest.mark.parametrize("source", [3, None, "path/to/file", {"a": 1}, {1, 2}, lambda: None])
+def test_what_is_no_source_is_refused_with_what_is_taken(source: Any) -> None:
+    with pytest.raises(meshfeed.MeshfeedError):
+        meshfeed.MultiHostDataLoadIterator(source, rows_sharding(), global_batch_size=16)
+
+
+def test_streams_refuse_what_they_cannot_do() -> None:
+    stream = meshfeed.sources.Stream(lambda lane, lanes: iter([]))
+    for setting, value in (("shuffle", True), ("bad_records", meshfeed.SkipBad()), ("num_lanes", 5)):
+        with pytest.raises(meshfeed.SettingsError, match=setting):
+            make_feed(stream, **{setting: value})
+    with make_feed(stream) as feed:
+        for use in (lambda: feed.record_ids(0), lambda: feed.read([0])):
+            with pytest.raises(meshfeed.SourceError, match="no record ids"):
+                use()
+        with pytest.raises(TypeError):
+            len(feed)
+
+
+def test_host_batches_refuse_what_they_cannot_do() -> None:
+    for setting, value in (
+        ("shuffle", True),
+        ("num_workers", 1),
+        ("num_lanes", 2),
+        ("bad_records", meshfeed.SkipBad()),
+        ("load", "once"),
+        ("global_batch_size", meshfeed.BatchSchedule([(0, 8), (2, 16)])),
+    ):
+        with pytest.raises(
+            meshfeed.SettingsError, match=setting if setting != "global_batch_size" else "BatchSchedule"
+        ):
+            make_feed(iter([{"x": np.zeros((16, 1))}]), **{setting: value})
+    with make_feed(iter([{"x": np.zeros((17, 1))}])) as feed, pytest.raises(meshfeed.SourceError, match="17 rows"):
+        next(feed)
+
+
+def test_every_error_is_a_meshfeed_error_and_survives_a_process_border() -> None:
+    import pickle
+
+    error = meshfeed.StateMismatchError("seed", 1, 2, "Pass seed=1.")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.field, again.saved, again.current, again.remedy) == ("seed", 1, 2, "Pass seed=1.")
+    assert str(again) == str(error)
+    for name in meshfeed.__all__:
+        value = getattr(meshfeed, name) if name.endswith("Error") else None
+        assert value is None or issubclass(value, meshfeed.MeshfeedError)

@@ -1,0 +1,494 @@
+"""The feed in one process: its stream, its state, and its rules for the caller."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshfeed
+from meshfeed.testing import check_resumable
+
+AUTO = (AxisType.Auto, AxisType.Auto)
+
+
+def make_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=AUTO)
+
+
+def rows_sharding() -> NamedSharding:
+    return NamedSharding(make_mesh(), P("data"))
+
+
+def records(count: int = 100) -> dict[str, np.ndarray]:
+    ids = np.arange(count)
+    return {"id": ids, "x": (ids[:, None] * 10 + np.arange(3)).astype(np.float32)}
+
+
+def make_feed(source: Any = None, **options: Any) -> meshfeed.MultiHostDataLoadIterator:
+    options.setdefault("global_batch_size", 16)
+    return meshfeed.MultiHostDataLoadIterator(records() if source is None else source, rows_sharding(), **options)
+
+
+def ids_of(feed: Any) -> list[list[int]]:
+    return [np.asarray(batch["id"]).tolist() for batch in feed]
+
+
+# ---------------------------------------------------------------- the stream
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 8}, {"num_threads": 3}, {"num_workers": 2}])
+@pytest.mark.parametrize("load", ["sharded", "once", [0]])
+def test_read_ahead_threads_workers_and_load_never_change_the_stream(options: dict[str, Any], load: Any) -> None:
+    if options.get("num_workers") and load != "sharded":
+        pytest.skip("processes start slowly; one load mode shows it")
+    with make_feed(shuffle=True, seed=3) as plain:
+        expected = ids_of(plain)
+    with make_feed(shuffle=True, seed=3, load=load, **options) as feed:
+        assert ids_of(feed) == expected
+        assert feed.step == 6
+        assert feed.position == 96
+
+
+def test_epochs_follow_without_a_gap_and_each_has_its_own_order() -> None:
+    with make_feed(shuffle=True, num_epochs=3, end="pad") as feed:
+        batches = ids_of(feed)
+        ids = [i for k in range(len(feed)) for i in feed.record_ids(k).tolist()]
+    assert len(batches) == 19  # 300 records, 16 a batch
+    epochs = [ids[:100], ids[100:200], ids[200:]]
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert batches[6][:4] == ids[96:100]
+    assert batches[6][4:] == ids[100:112]
+
+
+def test_pad_gives_every_record_once_with_a_mask_laid_out_like_the_rows() -> None:
+    with make_feed(end="pad", mask_key="real") as feed:
+        assert feed.element_spec["real"] == jax.ShapeDtypeStruct((16,), bool, sharding=feed.element_spec["id"].sharding)
+        batches = list(feed)
+    last = batches[-1]
+    assert last["real"].dtype == bool
+    assert last["real"].sharding.is_equivalent_to(last["id"].sharding, 1)
+    assert np.asarray(last["real"]).tolist() == [True] * 4 + [False] * 12
+    assert not np.asarray(last["x"])[4:].any()
+    kept = [np.asarray(b["id"])[np.asarray(b["real"])] for b in batches]
+    assert np.concatenate(kept).tolist() == list(range(100))
+
+
+def test_batch_schedule_ramps_up_and_record_ids_stay_right_after_another_schedule() -> None:
+    ramp = meshfeed.BatchSchedule([(0, 8), (2, 16), (4, 24)])
+    with make_feed(global_batch_size=ramp) as feed:
+        first = [next(feed) for _ in range(3)]
+        assert [b["id"].shape[0] for b in first] == [8, 8, 16]
+        assert feed.position == 32
+        state = feed.get_state()
+        assert len(feed) == 6  # 8 + 8 + 16 + 16 + 24 + 24 = 96 of 100
+    with make_feed(global_batch_size=32) as other:
+        other.set_state(state)
+        assert (other.step, other.position) == (3, 32)
+        assert next(other)["id"].shape == (32,)
+        assert other.record_ids(1).tolist() == list(range(8, 16))
+        assert other.record_ids(3).tolist() == list(range(32, 64))
+        assert len(other) == 5
+
+
+def test_element_spec_is_enough_to_compile_the_step_before_any_data() -> None:
+    with make_feed() as feed:
+        compiled = jax.jit(lambda batch: batch["x"].sum() + batch["id"].sum()).lower(feed.element_spec).compile()
+        batch = next(feed)
+        assert float(compiled(batch)) == float(np.asarray(batch["x"]).sum() + np.asarray(batch["id"]).sum())
+        for spec, leaf in zip(jax.tree.leaves(feed.element_spec), jax.tree.leaves(batch), strict=True):
+            assert (spec.shape, spec.dtype, spec.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
+
+
+def test_read_and_record_ids_replay_any_batch() -> None:
+    with make_feed(shuffle=True, num_epochs=None) as feed:
+        batches = [next(feed) for _ in range(9)]
+        for step in (0, 8, 6):
+            again = feed.read(feed.record_ids(step))
+            assert again["x"].tobytes() == np.asarray(batches[step]["x"]).tobytes()
+        assert feed.record_ids(10**9).shape == (16,)
+        with pytest.raises(meshfeed.SourceError, match="record id 100 is not in the source"):
+            feed.read([3, 100])
+    with make_feed() as finite, pytest.raises(IndexError, match="6 steps"):
+        finite.record_ids(6)
+
+
+def test_rng_makes_augmentation_part_of_the_stream() -> None:
+    class Raw:
+        decode_batch = None
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, record_id: int) -> Any:
+            raise AssertionError("read_raw is the way")
+
+        def read_raw(self, record_ids: np.ndarray) -> list[bytes]:
+            return [int(i).to_bytes(4, "little") for i in record_ids]
+
+        def fingerprint(self) -> str:
+            return "raw"
+
+        @staticmethod
+        def decode(record: bytes, *, rng: np.random.Generator) -> dict[str, Any]:
+            return {"id": np.int32(int.from_bytes(record, "little")), "noise": np.float32(rng.random())}
+
+    with make_feed(Raw(), shuffle=True, num_epochs=2) as feed:
+        noise = [np.asarray(b["noise"]) for b in feed]
+        ids = np.concatenate([feed.record_ids(k) for k in range(len(feed))])
+    with make_feed(Raw(), shuffle=True, num_epochs=2, num_workers=2, prefetch=0) as again:
+        for left, right in zip(noise, again, strict=True):
+            assert left.tobytes() == np.asarray(right["noise"]).tobytes()
+    flat = np.concatenate(noise)
+    first, second = (flat[np.flatnonzero(ids == 7)[i]] for i in (0, 1))
+    assert first != second, "another epoch draws other numbers"
+    assert len(set(flat.tolist())) == len(flat)
+
+
+# ---------------------------------------------------------------- the state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True, "num_epochs": 2, "end": "pad", "mask_key": "m"},
+        {"shuffle": 8, "prefetch": 0},
+        {"load": "once", "global_batch_size": meshfeed.BatchSchedule([(0, 8), (3, 16)])},
+    ],
+)
+def test_check_resumable(options: dict[str, Any]) -> None:
+    check_resumable(lambda: make_feed(records(70), **options))
+
+
+def test_state_is_small_for_any_length_and_resumes_at_once_far_out() -> None:
+    class Long:
+        def __len__(self) -> int:
+            return 10**12
+
+        def __getitem__(self, record_id: int) -> dict[str, Any]:
+            return {"id": np.float64(record_id)}
+
+    with make_feed(Long(), shuffle=True, global_batch_size=32) as feed:
+        state = feed.get_state()
+        state["position"], state["segments"] = 9 * 10**11, [[0, 0, 32]]
+        feed.set_state(json.loads(json.dumps(state)))
+        next(feed)
+        assert feed.step == 9 * 10**11 // 32 + 1
+        assert len(json.dumps(feed.get_state())) <= 2048
+
+
+def test_state_is_that_of_the_last_delivered_batch_and_legal_at_any_moment() -> None:
+    with make_feed(prefetch=4) as feed:
+        before = feed.get_state()
+        assert before["position"] == 0
+        next(feed)
+        next(feed)
+        assert feed.get_state()["position"] == 32
+        rest = ids_of(feed)
+        assert len(rest) == 4
+        after = feed.get_state()
+        with pytest.raises(StopIteration):
+            next(feed)
+        feed.set_state(after)
+        with pytest.raises(StopIteration):
+            next(feed)
+        feed.set_state(before)
+        assert len(ids_of(feed)) == 6
+        feed.reset()
+        assert (feed.step, len(ids_of(feed))) == (0, 6)
+
+
+def damage(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**json.loads(json.dumps(state)), **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"position": 33}, "position"),
+        ({"position": 1600}, "position"),
+        ({"position": -16}, "position"),
+        ({"position": True}, "position"),
+        ({"position": 32.0}, "position"),
+        ({"segments": [[0, 0, 5]]}, "position"),
+        ({"segments": []}, "position"),
+        ({"segments": [[1, 0, 16]]}, "segments"),
+        ({"segments": [[0, 0, 16], [1, 32, 16]]}, "segments"),
+        ({"meshfeed": 2}, "meshfeed"),
+        ({"meshfeed": None}, "meshfeed"),
+        ({"kind": "lanes"}, "kind"),
+        ({"kind": "nonsense"}, "kind"),
+        ({"surprise": 1}, "surprise"),
+        ({"fingerprint": {}}, "source"),
+    ],
+)
+def test_a_state_changed_by_hand_is_refused_and_changes_nothing(change: dict[str, Any], field: str) -> None:
+    with make_feed(shuffle=True) as feed:
+        next(feed)
+        next(feed)
+        state = feed.get_state()
+        expected = feed.record_ids(2).tolist()
+        with pytest.raises(meshfeed.StateMismatchError) as info:
+            feed.set_state(damage(state, **change))
+        assert info.value.field.startswith(field)
+        assert info.value.remedy
+        assert feed.get_state() == state
+        assert np.asarray(next(feed)["id"]).tolist() == expected
+
+
+@pytest.mark.parametrize("text", ["", '{"meshfeed": 1, "kind": "ran', "[1, 2]", "null"])
+def test_a_state_cut_short_says_so(text: str) -> None:
+    with make_feed() as feed, pytest.raises(meshfeed.StateMismatchError) as info:
+        feed.set_state(text)  # type: ignore[arg-type]
+    assert info.value.field in ("state",)
+
+
+def test_a_state_without_a_field_says_which() -> None:
+    with make_feed() as feed:
+        state = feed.get_state()
+        del state["position"]
+        with pytest.raises(meshfeed.StateMismatchError, match=r"'position'.*cut short"):
+            feed.set_state(state)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "field"),
+    [
+        (records(101), {}, "source.records"),
+        ({**records(), "x": records()["x"] + 1}, {}, "source"),
+        (None, {"seed": 1}, "seed"),
+        (None, {"shuffle": True}, "shuffle"),
+        (None, {"shuffle": 1}, "shuffle"),
+        (None, {"num_epochs": 2}, "num_epochs"),
+        (None, {"num_epochs": None}, "num_epochs"),
+        (None, {"end": "pad"}, "end"),
+    ],
+)
+def test_a_state_of_another_stream_names_the_field(source: Any, options: dict[str, Any], field: str) -> None:
+    with make_feed() as feed:
+        next(feed)
+        state = feed.get_state()
+    with make_feed(source, **options) as other:
+        with pytest.raises(meshfeed.StateMismatchError) as info:
+            other.set_state(state)
+        assert info.value.field.startswith(field)
+        assert info.value.saved != info.value.current or field == "shuffle"
+        assert other.position == 0
+
+
+def test_shuffle_true_and_a_block_of_one_are_not_the_same_although_python_says_so() -> None:
+    with make_feed(shuffle=True) as feed:
+        state = feed.get_state()
+    with make_feed(shuffle=1) as other, pytest.raises(meshfeed.StateMismatchError, match="shuffle"):
+        other.set_state(state)
+
+
+def test_what_may_change_on_resume() -> None:
+    with make_feed(shuffle=True, num_epochs=None) as feed:
+        for _ in range(3):
+            next(feed)
+        state = feed.get_state()
+        expected = feed.record_ids(3).tolist()[:8]
+    changed = {"global_batch_size": 8, "prefetch": 0, "num_threads": 2, "load": "once", "num_epochs": 4}
+    with make_feed(shuffle=True, **changed) as other:
+        other.set_state(state)
+        assert other.step == 3
+        assert np.asarray(next(other)["id"]).tolist() == expected
+
+
+@given(st.integers(1, 60), st.integers(1, 3), st.sampled_from(["drop", "pad"]), st.data())
+@settings(max_examples=25)
+def test_any_length_batch_and_epochs_continue_exactly(count: int, epochs: int, end: str, data: Any) -> None:
+    size = 4 * data.draw(st.integers(1, 5))
+    options: dict[str, Any] = {
+        "global_batch_size": size,
+        "num_epochs": epochs,
+        "end": end,
+        "shuffle": True,
+        "prefetch": 0,
+    }
+    with make_feed(records(count), **options) as feed:
+        batches = ids_of(feed)
+        total = count * epochs
+        assert len(batches) == len(feed) == (total // size if end == "drop" else -(-total // size))
+        assert feed.position == (len(batches) * size if end == "drop" else total)
+        at = data.draw(st.integers(0, len(batches)))
+        feed.reset()
+        for _ in range(at):
+            next(feed)
+        state = feed.get_state()
+    with make_feed(records(count), **options) as other:
+        other.set_state(state)
+        assert ids_of(other) == batches[at:]
+
+
+def test_merge_states_of_random_access_is_the_state() -> None:
+    with make_feed() as feed:
+        next(feed)
+        state = feed.get_state()
+        assert meshfeed.merge_states([state, state]) == state
+        next(feed)
+        with pytest.raises(meshfeed.StateMismatchError, match="position"):
+            meshfeed.merge_states([state, feed.get_state()])
+    with pytest.raises(meshfeed.StateMismatchError):
+        meshfeed.merge_states([])
+
+
+# ---------------------------------------------------------------- the caller's rules
+
+
+def test_after_close_next_raises_state_works_and_nothing_is_left() -> None:
+    before = threading.active_count()
+    feed = make_feed(num_threads=3)
+    next(feed)
+    feed.close()
+    feed.close()
+    assert threading.active_count() == before
+    assert feed.get_state()["position"] == 16
+    with pytest.raises(meshfeed.MeshfeedError, match="closed"):
+        next(feed)
+
+
+def test_a_feed_that_is_dropped_leaves_no_thread() -> None:
+    before = threading.active_count()
+    feed = make_feed()
+    next(feed)
+    del feed
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_iter_is_the_feed_and_does_not_reset() -> None:
+    with make_feed() as feed:
+        next(feed)
+        assert iter(feed) is feed
+        assert len(ids_of(feed)) == 5
+
+
+def test_len_of_an_endless_feed_is_a_type_error() -> None:
+    with make_feed(num_epochs=None) as feed, pytest.raises(TypeError, match="for ever"):
+        len(feed)
+
+
+def test_good_batches_before_an_error_are_delivered_and_the_error_repeats() -> None:
+    class Breaks:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, record_id: int) -> dict[str, Any]:
+            if record_id == 40:
+                raise KeyError("lost")
+            return {"id": np.int32(record_id)}
+
+        def fingerprint(self) -> str:
+            return "breaks"
+
+    for prefetch in (0, 3):
+        with make_feed(Breaks(), prefetch=prefetch) as feed:
+            assert np.asarray(next(feed)["id"]).tolist() == list(range(16))
+            assert np.asarray(next(feed)["id"]).tolist() == list(range(16, 32))
+            for _ in range(2):
+                with pytest.raises(KeyError, match="lost") as info:
+                    next(feed)
+                assert "record 40" in "".join(info.value.__notes__)
+            assert feed.position == 32
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_keyboard_interrupt_in_next_loses_no_batch(prefetch: int) -> None:
+    class Interrupts:
+        armed = True
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, record_id: int) -> dict[str, Any]:
+            if record_id == 20 and self.armed and prefetch == 0:
+                Interrupts.armed = False
+                raise KeyboardInterrupt
+            return {"id": np.int32(record_id)}
+
+        def fingerprint(self) -> str:
+            return "interrupts"
+
+    with make_feed(Interrupts(), prefetch=prefetch) as feed:
+        seen = [np.asarray(next(feed)["id"]).tolist()]
+        if prefetch == 0:
+            with pytest.raises(KeyboardInterrupt):
+                next(feed)
+        else:
+            original = feed._course.advance
+            feed._course.advance = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                next(feed)
+            feed._course.advance = original  # type: ignore[method-assign]
+        seen += ids_of(feed)
+    assert [i for batch in seen for i in batch] == list(range(64))
+
+
+def test_stats_and_config() -> None:
+    with make_feed() as feed:
+        list(feed)
+        stats = feed.stats()
+        assert (stats.batches, stats.records) == (6, 96)
+        assert stats.bytes == 96 * (8 + 12)
+        assert 0 <= stats.stall_fraction <= 1
+        config = feed.config()
+        assert json.loads(json.dumps(config)) == config
+        assert config["fingerprint"]["source"]["records"] == 100
+        assert config["global_batch_size"] == 16
+
+
+def test_step_log_is_one_json_line_a_step_and_off_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    with make_feed() as feed:
+        next(feed)
+    assert not [r for r in caplog.records if r.name == "meshfeed.steps"]
+    with caplog.at_level(logging.DEBUG, logger="meshfeed.steps"), make_feed() as feed:
+        next(feed)
+        next(feed)
+    lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "meshfeed.steps"]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[1]["record_ids"] == list(range(16, 32))
+
+
+def test_local_iterator_has_the_state_of_the_last_delivered_batch() -> None:
+    with make_feed() as feed:
+        local = feed.local_iterator
+        next(feed)
+        state = local.get_state()
+        assert state == feed.get_state()
+        next(local)
+        assert feed.step == 2
+        local.set_state(state)
+        assert feed.step == 1
+
+
+def test_buffers_given_to_jax_are_never_written_again() -> None:
+    with make_feed(records(4000), num_epochs=None, global_batch_size=256, prefetch=4) as feed:
+        held = [next(feed) for _ in range(30)]
+        for step, batch in enumerate(held):
+            assert np.array_equal(np.asarray(batch["id"]), feed.record_ids(step))
+
+
+def test_a_source_smaller_than_a_batch(caplog: pytest.LogCaptureFixture) -> None:
+    with make_feed(records(5)) as feed:
+        assert ids_of(feed) == []
+    assert len([r for r in caplog.records if "smaller than a batch" in r.getMessage()]) == 1
+    with make_feed(records(5), end="pad") as feed:
+        assert len(ids_of(feed)) == 1
+    with make_feed(records(5), num_epochs=None) as feed:
+        assert np.asarray(next(feed)["id"]).tolist() == [0, 1, 2, 3, 4] * 3 + [0]
+    with make_feed(records(1), num_epochs=None, shuffle=True) as feed:
+        assert np.asarray(next(feed)["id"]).tolist() == [0] * 16
