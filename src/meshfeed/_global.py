@@ -21,6 +21,9 @@ from meshfeed._types import PyTree
 _MAX_CACHED_BATCH_KINDS = 64  # a batch schedule or ragged widths make several; more means something is wrong
 
 
+_PathPutter = tuple[str, LeafPutter]
+
+
 class Assembler:
     """Makes global arrays of the batches of one feed.
 
@@ -36,12 +39,14 @@ class Assembler:
     def __init__(self, prefix: PyTree, *, putter: Putter | None = None) -> None:
         self._prefix = prefix
         self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))
-        self._kinds: dict[Any, list[tuple[str, LeafPutter]]] = {}
+        self._x64 = self._putter.x64
+        self._kinds: dict[Any, list[_PathPutter]] = {}
+        self._last: tuple[Any, list[_PathPutter]] = (None, [])
 
     @property
     def x64(self) -> bool:
         """Whether 64-bit dtypes are left alone."""
-        return self._putter.x64
+        return self._x64
 
     def __call__(self, host_tree: PyTree, plan: HostPlan, record_shapes: PyTree = None) -> PyTree:
         """A global array for each leaf.
@@ -65,19 +70,24 @@ class Assembler:
         arrays, treedef = jax.tree.flatten(host_tree)
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
         shapes = None if record_shapes is None else tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
-        kind = (plan, treedef, shapes, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        kind = (plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
+        putters = self._last[1] if kind == self._last[0] else self._putters_of(kind, host_tree, leaves)
+        parts = zip(putters, leaves, strict=True)
+        return treedef.unflatten([put(narrow(leaf, path, self._x64)) for (path, put), leaf in parts])
+
+    def _putters_of(self, kind: Any, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]) -> list[_PathPutter]:
         putters = self._kinds.get(kind)
         if putters is None:
-            putters = self._putters(host_tree, leaves, plan, shapes)
+            putters = self._putters(host_tree, leaves, kind[0], kind[2])
             if len(self._kinds) >= _MAX_CACHED_BATCH_KINDS:
                 self._kinds.clear()
             self._kinds[kind] = putters
-        parts = zip(putters, leaves, strict=True)
-        return jax.tree.unflatten(treedef, [put(narrow(leaf, path, self.x64)) for (path, put), leaf in parts])
+        self._last = (kind, putters)  # comparing is cheaper than hashing, and batches are mostly alike
+        return putters
 
     def _putters(
         self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]], plan: HostPlan, widths: Any
-    ) -> list[tuple[str, LeafPutter]]:
+    ) -> list[_PathPutter]:
         shardings = broadcast_shardings(self._prefix, host_tree)
         paths = leaf_paths(host_tree)
         widths = [leaf.shape[1:] for leaf in leaves] if widths is None else widths
@@ -90,11 +100,11 @@ class Assembler:
                     f"leaf {path} has shape {leaf.shape} and dtype {leaf.dtype}; expected {plan.num_rows} rows first, "
                     f"which is what host {plan.process_index} holds of a global batch of {plan.global_batch_size}"
                 )
-            narrow(leaf[:0], path, self.x64)  # refuses a dtype before anything is made of it
+            narrow(leaf[:0], path, self._x64)  # refuses a dtype before anything is made of it
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
             local = _local_indices(leaf, leaf_plan, path)
-            dtype = narrowed_dtype(leaf.dtype, self.x64)
-            putters.append((path, LeafPutter(self._putter, leaf_plan, dtype, local)))
+            dtype = narrowed_dtype(leaf.dtype, self._x64)
+            putters.append((path, LeafPutter(self._putter, leaf_plan, leaf.shape, dtype, local)))
         return putters
 
     def columns(self, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
@@ -122,7 +132,7 @@ class Assembler:
         return jax.tree.unflatten(
             treedef,
             [
-                leaf_spec((global_batch_size, *spec.shape), spec.dtype, sharding, path, self.x64)
+                leaf_spec((global_batch_size, *spec.shape), spec.dtype, sharding, path, self._x64)
                 for path, spec, sharding in zip(leaf_paths(record_shapes), specs, shardings, strict=True)
             ],
         )

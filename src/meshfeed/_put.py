@@ -146,11 +146,19 @@ class LeafPutter:
     Args:
       putter: shared by the leaves.
       plan: where the blocks go.
+      host_shape: of the host arrays.
       dtype: of the host arrays, already as JAX takes it.
       local: for each block of the plan, where it lies in the host array.
     """
 
-    def __init__(self, putter: Putter, plan: LeafPlan, dtype: Any, local: Sequence[tuple[slice, ...]]) -> None:
+    def __init__(
+        self,
+        putter: Putter,
+        plan: LeafPlan,
+        host_shape: tuple[int, ...],
+        dtype: Any,
+        local: Sequence[tuple[slice, ...]],
+    ) -> None:
         devices = [block.device for block in plan.blocks]
         indices = [block.index for block in plan.blocks]
         self._put = BlockPutter(putter, plan.global_shape, plan.sharding, dtype, devices, indices)
@@ -159,6 +167,9 @@ class LeafPutter:
         # Replicas on this host share one block: one view, or one copy where its columns are cut.
         self._distinct = [local[keys.index(key)] for key in distinct]
         self._number_of_block = [distinct[key] for key in keys]
+        whole = all(key[1:] == tuple((0, size) for size in host_shape[1:]) for key in keys)
+        # The usual case, whole rows, needs neither indices of the columns nor a look at each part's layout.
+        self._rows = [index[0] for index in local] if whole else None
 
     def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
         """The global array.
@@ -167,6 +178,8 @@ class LeafPutter:
           host: the rows and columns of this host. It and the arrays made from it share memory on CPU: never write to
             it again.
         """
+        if self._rows is not None and host.flags.c_contiguous:
+            return self._put([host[rows] for rows in self._rows])
         parts = [contiguous(host[index]) for index in self._distinct]
         return self._put([parts[number] for number in self._number_of_block])
 

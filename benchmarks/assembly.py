@@ -1,0 +1,153 @@
+"""Host batch to global arrays: ours against JAX's private call by itself, MaxText's way, and the public ways.
+
+Run: ``python benchmarks/assembly.py [--devices 8 64 512] [--leaves 1 4 16] [--rounds 15] [--json]``.
+
+Each number of devices runs in a process of its own, because CPU devices are made at its start. Rounds are interleaved
+(every way once, in random order) and the figures are medians, with ratios of medians: absolute times of a shared
+machine do not hold, ratios within one run do. A figure is the time of the call; waiting for the arrays and dropping
+them is outside. All ways get the same 64-byte-aligned int32 arrays, which nobody writes to afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+COLUMNS = 2048
+MEBIBYTES = {8: 16, 64: 16, 512: 128}
+
+
+def maxtext_way(batch: dict[str, Any], sharding: Any, devices: list[Any]) -> dict[str, Any]:
+    """What MaxText does: split each leaf over the devices, put the parts, and join the arrays."""
+    import jax
+    import numpy as np
+
+    out = {}
+    for key, leaf in batch.items():
+        parts = np.split(leaf, len(devices), axis=0)
+        arrays = jax.device_put(parts, devices)
+        out[key] = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+    return out
+
+
+def measure(num_devices: int, num_leaves: int, rounds: int, num_bytes: int) -> dict[str, float]:
+    """Median milliseconds of each way."""
+    import jax
+    import numpy as np
+    from jax._src.interpreters import pxla
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from meshfeed import _aligned
+    from meshfeed._global import Assembler
+    from meshfeed._plan import plan_host
+    from meshfeed._put import Putter
+
+    mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    devices = list(mesh.devices.flat)
+    num_rows = max(num_devices, num_bytes // (COLUMNS * 4 * num_leaves) // num_devices * num_devices)
+    batch = {f"leaf_{i}": _aligned.empty((num_rows, COLUMNS), np.int32) for i in range(num_leaves)}
+    for i, leaf in enumerate(batch.values()):
+        leaf[:] = i
+    plan = plan_host(sharding, num_rows, 0)
+    ours, public = Assembler(sharding), Assembler(sharding, putter=Putter(None, False))
+    aval = jax.device_put(batch["leaf_0"], sharding).aval
+    size = num_rows // num_devices
+    slices = [slice(i * size, (i + 1) * size) for i in range(num_devices)]
+
+    def raw() -> dict[str, Any]:
+        return {
+            key: pxla.batched_device_put(aval, sharding, [leaf[part] for part in slices], devices)
+            for key, leaf in batch.items()
+        }
+
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": lambda: ours(batch, plan),
+        "raw_fast_call": raw,
+        "ours_public_fall_back": lambda: public(batch, plan),
+        "maxtext": lambda: maxtext_way(batch, sharding, devices),
+        "process_local_data": lambda: {
+            key: jax.make_array_from_process_local_data(sharding, leaf, leaf.shape) for key, leaf in batch.items()
+        },
+        "device_put": lambda: jax.device_put(batch, sharding),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    rng = random.Random(0)
+    gc.disable()
+    for number in range(rounds + 2):
+        rng.shuffle(names)  # no way always runs in the wake of the same other
+        for name in names:
+            start = time.perf_counter()
+            out = ways[name]()
+            elapsed = time.perf_counter() - start
+            jax.block_until_ready(out)
+            del out
+            if number >= 2:
+                times[name].append(elapsed * 1e3)
+    gc.enable()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _in_new_process(num_devices: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
+    command = [sys.executable, __file__, "--child", str(num_devices), "--rounds", str(arguments.rounds)]
+    command += ["--leaves", *map(str, arguments.leaves)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=1200,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--leaves", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        num_bytes = MEBIBYTES.get(arguments.child, 16) * 2**20
+        rows = [
+            {
+                "devices": arguments.child,
+                "leaves": leaves,
+                **measure(arguments.child, leaves, arguments.rounds, num_bytes),
+            }
+            for leaves in arguments.leaves
+        ]
+        print(json.dumps(rows))
+        return
+    rows = [row for num_devices in arguments.devices for row in _in_new_process(num_devices, arguments)]
+    if arguments.json:
+        print(json.dumps({"unit": "ms", "rows": rows}))
+        return
+    names = [name for name in rows[0] if name not in ("devices", "leaves")]
+    print(
+        "median ms a batch".ljust(20),
+        *(name.rjust(22) for name in names),
+        "ours/raw".rjust(9),
+        "maxtext/ours".rjust(13),
+    )
+    for row in rows:
+        label = f"{row['devices']} devices x {row['leaves']}"
+        ratios = f"{row['ours'] / row['raw_fast_call']:9.2f} {row['maxtext'] / row['ours']:13.1f}"
+        print(label.ljust(20), *(f"{row[name]:22.3f}" for name in names), ratios)
+
+
+if __name__ == "__main__":
+    main()
