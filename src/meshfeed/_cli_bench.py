@@ -33,13 +33,13 @@ class FixedBytes:
 @contextlib.contextmanager
 def example_files(num_records: int, record_bytes: int) -> Iterator[list[str]]:
     """Two ArrayRecord files of random bytes, for a machine that has no data yet."""
-    from array_record.python import array_record_module
+    from array_record.python.array_record_module import ArrayRecordWriter
 
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="meshfeed-bench-") as folder:
         paths = [str(pathlib.Path(folder) / f"{i}.array_record") for i in range(2)]
         for i, path in enumerate(paths):
-            writer = array_record_module.ArrayRecordWriter(path, "group_size:1,uncompressed")
+            writer = ArrayRecordWriter(path, "group_size:1,uncompressed")
             for _ in range(i, num_records, 2):
                 writer.write(rng.bytes(record_bytes))
             writer.close()
@@ -85,6 +85,7 @@ def bench(
             before = feed.stats()
             first = feed.step
             start = time.perf_counter()
+            batch = None
             for _ in range(steps):
                 batch = next(feed)
                 if step_seconds:

@@ -263,7 +263,7 @@ def _block(value: Any, first_row: int, where: str) -> _Block:
     array = np.asarray(value)
     rows = array if array.ndim else array[None]
     if array.dtype.hasobject:
-        digests = [xxhash.xxh3_64_intdigest(repr(row)) for row in rows]
+        digests = [xxhash.xxh3_64_intdigest(repr(row).encode()) for row in rows]
     else:
         digests = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(row).tobytes()) for row in rows]
     kind = str(array.dtype) if isinstance(value, np.ndarray) else f"{type(value).__name__} {array.dtype}"
