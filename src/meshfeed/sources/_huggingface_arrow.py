@@ -134,8 +134,8 @@ def _merge(parts: list[tuple[np.ndarray, PyTree]], num_rows: int, name: str, row
 
 def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) -> SourceError:
     return SourceError(
-        f"ragged rows: column {name!r} has lists of lengths {found} in record {record_id:,}, and of {expected} in another "
-        "record of the same batch. Expected equally long lists. Pad or cut them with map(), or pack them.",
+        f"ragged rows: column {name!r} has lists of lengths {found} in record {record_id:,}, and of {expected} in "
+        "another record of the same batch. Expected equally long lists. Pad or cut them with map(), or pack them.",
         record_id=record_id,
     )
 

@@ -20,6 +20,8 @@ from meshfeed.sources._huggingface_identity import file_size, local_path
 
 # Rows decoded at once: enough to amortise the call, little enough that 64 lanes fit beside 8.
 _BATCH_BYTES = 1 << 19
+# Without a read buffer a lane would hold all compressed pages of its row group.
+_READ_BYTES = 1 << 16
 
 
 class Files(Protocol):
@@ -90,6 +92,7 @@ class _ParquetFiles:
         wanted = builder.config.columns
         self._columns = wanted if columns is None else [c for c in columns if wanted is None or c in wanted]
         self._batch_rows = builder.config.batch_size
+        self._schema: pa.Schema | None = None
         self._download = DownloadConfig(storage_options=builder.storage_options, token=builder.token)
 
     def group_rows(self, file_index: int) -> Sequence[int]:
@@ -122,15 +125,20 @@ class _ParquetFiles:
     def _cast(self, table: pa.Table) -> pa.Table:
         if self._features is None:
             return table
-        features = Features({name: self._features[name] for name in table.column_names if name in self._features})
-        return table_cast(table, features.arrow_schema) if len(features) == table.num_columns else table
+        if self._schema is None or self._schema.names != table.column_names:
+            known = [name for name in table.column_names if name in self._features]
+            if len(known) != table.num_columns:
+                return table
+            # Computed once: the library derives it anew at each call, which costs as much as reading a small table.
+            self._schema = Features({name: self._features[name] for name in known}).arrow_schema
+        return table if table.schema == self._schema else table_cast(table, self._schema)
 
     def _open(self, file_index: int) -> pq.ParquetFile:
         path = self.paths[file_index]
         local = local_path(path)
         try:
             if local is not None and "::" not in path:
-                return pq.ParquetFile(local, pre_buffer=False)
+                return pq.ParquetFile(local, pre_buffer=False, buffer_size=_READ_BYTES)
             # Reads of a remote file are gathered, or each column of a row group is a round trip of its own.
             stream = xopen(path, "rb", download_config=self._download)
             return _ClosingParquetFile(stream, pre_buffer=True)

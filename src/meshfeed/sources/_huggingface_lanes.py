@@ -71,6 +71,7 @@ class TableLane(_Lane):
         self._tree = tree
         self._columns = columns
         self._features = features
+        self._typed_as: tuple[Features, pa.Schema] | None = None
         tree._init_state_dict()
         self._tables: Iterator[tuple[Any, pa.Table]] = iter(tree.iter_arrow())
         self._table: pa.Table | None = None
@@ -184,8 +185,11 @@ class TableLane(_Lane):
             table = table.select(list(self._columns))
         if self._features is None:
             return table
-        features = Features({name: self._features[name] for name in table.column_names if name in self._features})
-        if len(features) != table.num_columns or table.schema == features.arrow_schema:
+        if self._typed_as is None or self._typed_as[1].names != table.column_names:
+            features = Features({name: self._features[name] for name in table.column_names if name in self._features})
+            self._typed_as = features, features.arrow_schema
+        features, schema = self._typed_as
+        if len(features) != table.num_columns or table.schema == schema:
             return table
         return cast_table_to_features(table, features)
 

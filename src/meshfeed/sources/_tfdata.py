@@ -1,0 +1,60 @@
+"""tf.data pipelines as lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshfeed._errors import SourceError
+from meshfeed._read import accepts_keyword
+from meshfeed._types import JsonValue
+from meshfeed.sources._tfdata_lane import TFDataLane
+
+
+class TFData:
+    """Any tf.data pipeline of single records, cut into lanes by the user's own function.
+
+    ::
+
+        def open(lane_index, num_lanes):
+            files = tf.data.Dataset.from_tensor_slices(paths).shard(num_lanes, lane_index)
+            return files.interleave(tf.data.TFRecordDataset).map(parse).shuffle(10_000, seed=0)
+
+        source = meshfeed.sources.TFData(open)
+
+    A lane is resumed from a checkpoint of its iterator, which the feed takes now and then (how often follows from what
+    it costs), and by reading over the records since. Pipelines that tf.data cannot checkpoint (``from_generator``,
+    ``py_function``) are resumed by reading them again from the start.
+
+    Args:
+      open: ``open(lane_index, num_lanes)`` gives a ``tf.data.Dataset`` of single records (not of batches): the same
+        records whichever host asks, and over all lanes each record once. It gets ``epoch=`` and ``seed=`` if it has
+        these parameters; without ``epoch`` all epochs are alike.
+      fingerprint: JSON value that must be equal for a saved state to be continued, such as the names of the files.
+
+    Raises:
+      SourceError: ``open`` is no function.
+    """
+
+    def __init__(self, open: Callable[..., Any], *, fingerprint: JsonValue = None) -> None:
+        if not callable(open):
+            raise SourceError(
+                f"TFData got a {type(open).__name__}. Expected a function open(lane_index, num_lanes) that returns a "
+                "tf.data.Dataset of records, such as lambda lane_index, num_lanes: dataset.shard(num_lanes, "
+                "lane_index)."
+            )
+        self._open = open
+        self._fingerprint = fingerprint
+
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDataLane:
+        """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
+
+        Raises:
+          SourceError: the function returned no tf.data.Dataset, or one that shuffles without a seed.
+        """
+        more = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(self._open, name)}
+        return TFDataLane(self._open(lane_index, num_lanes, **more), lane_index)
+
+    def fingerprint(self) -> JsonValue:
+        """What must be equal for a saved state to be continued; each lane's state has its pipeline's steps too."""
+        return {"kind": "tf.data"} if self._fingerprint is None else {"kind": "tf.data", "given": self._fingerprint}
