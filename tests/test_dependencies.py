@@ -1,0 +1,66 @@
+"""What the source imports is what pyproject.toml asks for, and the lock knows only PyPI."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import sys
+import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}  # where the import has another name than the distribution
+
+
+def _imports() -> dict[str, set[str]]:
+    """Top-level name of each library → files that import it."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"meshfeed"}:
+                found.setdefault(name, set()).add(path.name)
+    return found
+
+
+def _names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=;~! ]", requirement, maxsplit=1)[0] for requirement in requirements}
+
+
+def test_every_imported_library_is_asked_for() -> None:
+    asked = _names(PROJECT["dependencies"])
+    for requirements in PROJECT["optional-dependencies"].values():
+        asked |= _names(requirements)
+    imported = _imports()
+    assert {"jax", "numpy", "grain", "orbax"} <= imported.keys()
+    missing = {
+        name: sorted(files)
+        for name, files in imported.items()
+        if DISTRIBUTIONS.get(name, name.replace("_", "-")) not in asked
+    }
+    assert not missing, f"add to pyproject.toml, and run `uv lock`: {missing}"
+
+
+def test_every_requirement_has_a_lower_bound() -> None:
+    extras = PROJECT["optional-dependencies"].values()
+    requirements = [*PROJECT["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    assert not [r for r in requirements if ">=" not in r and not r.startswith("meshfeed[")]
+
+
+def test_all_holds_every_extra_that_users_need() -> None:
+    extras = PROJECT["optional-dependencies"]
+    ((_, listed),) = [requirement.split("[") for requirement in extras["all"]]
+    assert set(listed.rstrip("]").split(",")) == extras.keys() - {"all", "check", "demo", "docs", "test"}
+
+
+def test_the_lock_names_pypi_only_and_belongs_to_this_project() -> None:
+    text = (ROOT / "uv.lock").read_text()
+    places = set(
+        re.findall(r"(?:registry|url|path|git|directory|editable|virtual) = \"([^\"]*?)(?:/packages/[^\"]*)?\"", text)
+    )
+    assert places == {"https://pypi.org/simple", "https://files.pythonhosted.org", "."}
+    package = next(package for package in tomllib.loads(text)["package"] if package["name"] == "meshfeed")
+    locked = {entry["name"] for entry in package["dependencies"]}
+    assert locked == _names(PROJECT["dependencies"]), "run `uv lock`"
