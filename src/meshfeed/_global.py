@@ -97,8 +97,9 @@ class Assembler:
         for path, leaf, width, sharding in zip(paths, leaves, widths, shardings, strict=True):
             if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
                 raise SourceError(
-                    f"leaf {path} has shape {leaf.shape} and dtype {leaf.dtype}; expected {plan.num_rows} rows first, "
-                    f"which is what host {plan.process_index} holds of a global batch of {plan.global_batch_size}"
+                    f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected "
+                    f"{plan.num_rows} rows first, which is what host {plan.process_index} holds of a global batch of "
+                    f"{plan.global_batch_size}"
                 )
             narrow(leaf[:0], path, self._x64)  # refuses a dtype before anything is made of it
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
@@ -171,7 +172,7 @@ def _local_indices(leaf: np.ndarray[Any, Any], plan: LeafPlan, path: str) -> lis
     if leaf.shape[1:] == plan.column_shape:
         return [block.local for block in plan.blocks]
     raise SourceError(
-        f"leaf {path} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape {plan.global_shape[1:]} as "
-        f"the first record has, or of this host's columns {plan.column_shape}. All records must have the same shape: "
+        f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape "
+        f"{plan.global_shape[1:]} as the first record has, or of this host's columns {plan.column_shape}. All records must have the same shape: "
         f"pad or cut them in `decode`."
     )

@@ -1,0 +1,47 @@
+"""Milliseconds to plan what every host reads: 4,096 hosts of 4 devices, several meshes and specs.
+
+Run: ``python benchmarks/plan.py [--json]``. Each figure is the median of 20 plans, the rows as Python tuples included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+
+from meshfeed._plan_table import plan_table
+
+HOSTS, DEVICES_PER_HOST = 4096, 4
+CASES = {
+    "rows over data, model within a host": ({"data": 4096, "model": 4}, ["data"], False),
+    "rows over both axes": ({"data": 4096, "model": 4}, [("data", "model")], False),
+    "rows over data, columns over a model axis across hosts": ({"data": 1024, "model": 16}, ["data", "model"], False),
+    "the same, devices in random order": ({"data": 1024, "model": 16}, ["data", "model"], True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    arguments = parser.parse_args()
+    shuffled = np.random.default_rng(0).permutation(HOSTS * DEVICES_PER_HOST) // DEVICES_PER_HOST
+    figures = {}
+    for name, (axes, spec, permuted) in CASES.items():
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            plan_table(axes, spec, shuffled if permuted else None, HOSTS, DEVICES_PER_HOST, (16384, 64)).row_ranges()
+            times.append((time.perf_counter() - start) * 1e3)
+        figures[name] = statistics.median(times)
+    if arguments.json:
+        print(json.dumps({"unit": "ms", "hosts": HOSTS, "devices_per_host": DEVICES_PER_HOST, "plans": figures}))
+        return
+    for name, milliseconds in figures.items():
+        print(f"{name.ljust(60)}{milliseconds:8.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
