@@ -134,10 +134,11 @@ class ArrayRecord:
             return self._read_file(int(which[0]), rows)
         records = [b""] * len(ids)
         by_file = np.argsort(which, kind="stable")
-        which_sorted = which[by_file]
-        for places in np.split(by_file, np.flatnonzero(which_sorted[1:] != which_sorted[:-1]) + 1):
-            found = self._read_file(int(which[places[0]]), rows[places])
-            for place, record in zip(places.tolist(), found, strict=True):
+        which, rows, places = which[by_file], rows[by_file], by_file.tolist()
+        bounds = [0, *(np.flatnonzero(np.diff(which)) + 1).tolist(), len(places)]
+        for file_index, start, stop in zip(which[bounds[:-1]].tolist(), bounds, bounds[1:], strict=False):
+            found = self._read_file(file_index, rows[start:stop])
+            for place, record in zip(places[start:stop], found, strict=True):
                 records[place] = record
         return records
 

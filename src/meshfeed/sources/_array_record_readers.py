@@ -44,6 +44,7 @@ class ShardFile:
       version: time of its last change in nanoseconds; of a remote file the name of its version.
       num_records: records in it.
       group_size: records a chunk.
+      key: tells this file and version from all others; a string because its hash is computed once.
     """
 
     path: str
@@ -51,6 +52,10 @@ class ShardFile:
     version: str
     num_records: int
     group_size: int
+    key: str = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.path}\n{self.version}\n{self.num_bytes}")
 
     @property
     def num_chunks(self) -> int:
@@ -118,7 +123,7 @@ class ReaderPool:
     def __init__(self, max_readers: int | None = None, max_chunks: int = _MAX_OPEN_CHUNKS) -> None:
         self._max_readers = max_readers
         self._max_chunks = max_chunks
-        self._readers: collections.OrderedDict[ShardFile, Any] = collections.OrderedDict()
+        self._readers: collections.OrderedDict[str, tuple[ShardFile, Any]] = collections.OrderedDict()
         self._num_chunks = 0
         self._lock = threading.Lock()
 
@@ -133,19 +138,19 @@ class ReaderPool:
           CorruptDataError: it is damaged.
         """
         with self._lock:
-            reader = self._readers.get(file)
-            if reader is not None:
-                self._readers.move_to_end(file)
-                return reader
+            found = self._readers.get(file.key)
+            if found is not None:
+                self._readers.move_to_end(file.key)
+                return found[1]
         reader = _open_unchanged(file, cache)  # outside the lock: other threads go on reading
         with self._lock:
-            if file in self._readers:
-                return self._readers[file]
-            self._readers[file] = reader
+            if file.key in self._readers:
+                return self._readers[file.key][1]
+            self._readers[file.key] = file, reader
             self._num_chunks += file.num_chunks
             limit = self._max_readers or _reader_limit()
             while len(self._readers) > 1 and (len(self._readers) > limit or self._num_chunks > self._max_chunks):
-                dropped, _ = self._readers.popitem(last=False)
+                _, (dropped, _) = self._readers.popitem(last=False)
                 self._num_chunks -= dropped.num_chunks
             if cache is not None and cache.max_bytes is not None:
                 self._drop_copies(file, cache.max_bytes // 4)
@@ -153,12 +158,12 @@ class ReaderPool:
 
     def _drop_copies(self, newest: ShardFile, max_bytes: int) -> None:
         """Closes copies of remote files beyond ``max_bytes``: one that is evicted while open still takes its room."""
-        copies = [file for file in self._readers if is_url(file.path)]
+        copies = [file for file, _ in self._readers.values() if is_url(file.path)]
         excess = sum(file.num_bytes for file in copies) - max_bytes
         for file in copies:
-            if excess <= 0 or file == newest:
+            if excess <= 0 or file.key == newest.key:
                 break
-            del self._readers[file]
+            del self._readers[file.key]
             self._num_chunks -= file.num_chunks
             excess -= file.num_bytes
 
@@ -166,7 +171,7 @@ class ReaderPool:
         """Forgets the readers of ``files``."""
         with self._lock:
             for file in files:
-                if self._readers.pop(file, None) is not None:
+                if self._readers.pop(file.key, None) is not None:
                     self._num_chunks -= file.num_chunks
 
 
