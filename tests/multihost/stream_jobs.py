@@ -1,0 +1,283 @@
+"""What the hosts of tests/multihost/test_streams.py run: streams of uneven lanes, checked row by row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshfeed
+
+
+def value(lane: int, number: int, epoch: int) -> int:
+    """What record ``number`` of a lane says."""
+    return lane * 1_000_000 + epoch * 100_000 + number
+
+
+def lane_rows(lengths: list[int], epochs: int, lane: int) -> list[int]:
+    """All records of a lane."""
+    return [value(lane, number, epoch) for epoch in range(epochs) for number in range(lengths[lane])]
+
+
+def expected_batches(lengths: list[int], size: int, end: str, epochs: int = 1) -> list[list[int | None]]:
+    """The stream by its definition; None is a padded row."""
+    lanes = [lane_rows(lengths, epochs, lane) for lane in range(len(lengths))]
+    per_lane = size // len(lengths)
+    count = (min if end == "drop" else max)(
+        len(rows) // per_lane if end == "drop" else -(-len(rows) // per_lane) for rows in lanes
+    )
+    batches = []
+    for step in range(count):
+        batch: list[int | None] = []
+        for rows in lanes:
+            part: list[int | None] = list(rows[step * per_lane : (step + 1) * per_lane])
+            batch += part + [None] * (per_lane - len(part))
+        batches.append(batch)
+    return batches
+
+
+def source(lengths: list[int], *, stateful: bool = True) -> Any:
+    """A stream whose lanes have these lengths."""
+
+    class Lane:
+        def __init__(self, lane: int, epoch: int) -> None:
+            self.lane, self.epoch, self.number = lane, epoch, 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            if self.number >= lengths[self.lane]:
+                raise StopIteration
+            self.number += 1
+            return {
+                "id": np.int64(value(self.lane, self.number - 1, self.epoch)),
+                "x": np.full(3, self.number, np.float32),
+            }
+
+        if stateful:
+
+            def get_state(self) -> Any:
+                return {"at": (self.number, [self.epoch])}  # a tuple must come back as one
+
+            def set_state(self, state: Any) -> None:
+                assert isinstance(state["at"], tuple), state
+                self.number = state["at"][0]
+
+    return meshfeed.sources.Stream(lambda lane_index, num_lanes, epoch=0: Lane(lane_index, epoch))
+
+
+def sharding_of(layout: str) -> Any:
+    """Rows over all devices, or over half of them with replicas on the rest."""
+    devices = np.array(jax.devices())
+    if layout == "rows":
+        return jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.sharding.Mesh(devices.reshape(2, -1).T, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, P("data"))
+
+
+def check(batch: Any, wanted: list[int | None], *, masked: bool) -> None:
+    """Every shard here is what the definition says."""
+    ids = np.array([0 if row is None else row for row in wanted], np.int32)
+    real = np.array([row is not None for row in wanted])
+    for shard in batch["id"].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), ids[shard.index])
+    for shard in batch["x"].addressable_shards:
+        assert not np.asarray(shard.data)[~real[shard.index[0]]].any()
+    if masked:
+        for shard in batch["mask"].addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), real[shard.index])
+
+
+def run(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Runs each case to its end, with a collective a step; (steps, position) of each."""
+    total = jax.jit(lambda x: x.sum())
+    results = []
+    for case in cases:
+        options = dict(case)
+        lengths, size, end = options.pop("lengths"), options["global_batch_size"], options["end"]
+        epochs = options.get("num_epochs", 1)
+        expected = expected_batches(lengths, size, end, epochs)
+        masked = end == "pad"
+        stateful = options.pop("stateful", True)
+        with meshfeed.MultiHostDataLoadIterator(
+            source(lengths, stateful=stateful),
+            sharding_of(options.pop("layout", "rows")),
+            num_lanes=len(lengths),
+            mask_key="mask" if masked else None,
+            timeout_seconds=60,
+            **options,
+        ) as feed:
+            for step, batch in enumerate(feed):
+                assert step < len(expected), (case, step)
+                float(total(batch["x"]))
+                check(batch, expected[step], masked=masked)
+            assert feed.step == len(expected), (case, feed.step, len(expected))
+            real = sum(row is not None for batch in expected for row in batch)
+            assert feed.position == real, (case, feed.position, real)
+            try:
+                next(feed)
+                raise AssertionError("after the end")
+            except StopIteration:
+                pass
+            results.append((feed.step, feed.position))
+    return results
+
+
+def go_on(case: dict[str, Any], states: Any, steps: int | None) -> str:
+    """Continues from the joined states of other hosts; this host's state as JSON."""
+    options = dict(case)
+    lengths, size, end = options.pop("lengths"), options["global_batch_size"], options["end"]
+    expected = expected_batches(lengths, size, end, options.get("num_epochs", 1))
+    with meshfeed.MultiHostDataLoadIterator(
+        source(lengths, stateful=options.pop("stateful", True)),
+        sharding_of(options.pop("layout", "rows")),
+        mask_key="mask" if end == "pad" else None,
+        timeout_seconds=60,
+        **{"num_lanes": len(lengths), **options},
+    ) as feed:
+        if states is not None:
+            feed.set_state(meshfeed.merge_states([json.loads(text) for text in states]))
+        first = feed.step
+        stop = len(expected) if steps is None else first + steps
+        for step in range(first, stop):
+            check(next(feed), expected[step], masked=end == "pad")
+        if steps is None:
+            assert next(feed, None) is None
+        return json.dumps(feed.get_state())
+
+
+def host_batches(counts: list[int], end: str, short: dict[int, int], prefetch: int) -> tuple[int, int, list[int]]:
+    """Uneven hosts that bring their own batches; (steps, position, real rows seen here a step)."""
+    here, hosts = jax.process_index(), jax.process_count()
+    rows = 2 * jax.local_device_count()
+
+    def make() -> Any:
+        for number in range(counts[here]):
+            count = short.get(here, rows) if number == counts[here] - 1 else rows
+            yield {"x": np.full((count, 2), number + 1, np.float32)}
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    total = jax.jit(lambda x: x.sum())
+    seen = []
+    with meshfeed.MultiHostDataLoadIterator(
+        make(),
+        mesh,
+        global_batch_size=rows * hosts,
+        end=end,  # type: ignore[arg-type]
+        mask_key="mask" if end == "pad" else None,
+        prefetch=prefetch,
+        timeout_seconds=60,
+    ) as feed:
+        for batch in feed:
+            float(total(batch["x"]))
+            if end == "pad":
+                seen.append(int(sum(np.asarray(s.data).sum() for s in batch["mask"].addressable_shards)))
+        return feed.step, feed.position, seen
+
+
+def skip_bad(bad: list[int], limit: float, layout: str, size: int) -> dict[str, Any]:
+    """Random access with bad records: rows by step, the ledger, or the error."""
+    from meshfeed import CorruptDataError
+
+    class Records:
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, record_id: int) -> Any:
+            if record_id in bad:
+                raise CorruptDataError(f"record {record_id} is damaged", record_id=record_id)
+            return {"id": np.int32(record_id)}
+
+        def fingerprint(self) -> str:
+            return "records"
+
+    feed = meshfeed.MultiHostDataLoadIterator(
+        Records(),
+        sharding_of(layout),
+        global_batch_size=size,
+        shuffle=True,
+        bad_records=meshfeed.SkipBad(limit),
+        timeout_seconds=60,
+    )
+    rows: list[dict[int, int]] = []
+    error = None
+    try:
+        for batch in feed:
+            step = {}
+            for shard in batch["id"].addressable_shards:
+                start = shard.index[0].start or 0
+                step.update({start + i: int(v) for i, v in enumerate(np.asarray(shard.data))})
+            rows.append(step)
+    except meshfeed.MeshfeedError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    state = feed.get_state()
+    stats = feed.stats()
+    feed.close()
+    return {"rows": rows, "error": error, "state": json.dumps(state), "skipped": stats.skipped_records}
+
+
+def replicas(differ: bool) -> str | None:
+    """Hosts that hold the same rows, read from files that differ or not."""
+    rows = {"x": np.arange(64 * 3, dtype=np.float32).reshape(64, 3)}
+    if differ and jax.process_index() == 1:
+        rows["x"][5, 2] += 1
+
+    class Records:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, record_id: int) -> Any:
+            return {"x": rows["x"][record_id]}
+
+        def fingerprint(self) -> str:
+            return "the same"
+
+    feed = meshfeed.MultiHostDataLoadIterator(
+        Records(), sharding_of("replicas"), global_batch_size=8, check_replicas=True, timeout_seconds=60
+    )
+    try:
+        return f"{len(list(feed))} batches"
+    except meshfeed.AgreementError as error:
+        return str(error)
+    finally:
+        feed.close()
+
+
+def stalls(timeout: float) -> str:
+    """One host's source sleeps far longer than the time-out."""
+    import time
+
+    class Records:
+        def __len__(self) -> int:
+            return 640
+
+        def __getitem__(self, record_id: int) -> Any:
+            if jax.process_index() == 1 and record_id >= 320:
+                time.sleep(4 * timeout)
+            return {"x": np.float32(record_id)}
+
+        def fingerprint(self) -> str:
+            return "sleeper"
+
+        def file_of(self, record_id: int) -> str:
+            return "slow.array_record"
+
+    feed = meshfeed.MultiHostDataLoadIterator(
+        Records(), sharding_of("rows"), global_batch_size=16, timeout_seconds=timeout
+    )
+    start = time.monotonic()
+    try:
+        for _ in feed:
+            start = time.monotonic()
+    except meshfeed.StalledError as error:
+        return f"{time.monotonic() - start:.1f}|{error}"
+    finally:
+        import threading
+
+        threading.Thread(target=feed.close, daemon=True).start()
+    return "no error"

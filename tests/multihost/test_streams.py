@@ -1,0 +1,131 @@
+"""Streams on real processes: uneven lanes, elastic resume, ends, bad records, replicas and stalls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import stream_jobs
+
+import meshfeed
+from meshfeed.testing import HostPool
+
+TOPOLOGIES = [(1, 8), (2, 4), (4, 2)]
+UNEVEN = [57, 40, 90, 90, 41, 40, 88, 73]
+CASES: list[dict[str, Any]] = [
+    {"lengths": UNEVEN, "global_batch_size": 8, "end": "drop"},
+    {"lengths": UNEVEN, "global_batch_size": 8, "end": "pad"},
+    {"lengths": UNEVEN, "global_batch_size": 16, "end": "pad", "prefetch": 0},
+    {"lengths": UNEVEN, "global_batch_size": 16, "end": "drop", "prefetch": 8, "layout": "replicas"},
+    {"lengths": [5, 0, 7, 9, 3, 3, 3, 3], "global_batch_size": 16, "end": "pad"},
+    {"lengths": [0, 0, 7, 9, 3, 3, 3, 3], "global_batch_size": 8, "end": "pad", "layout": "replicas"},
+    {"lengths": [5, 0, 7, 9, 3, 3, 3, 3], "global_batch_size": 16, "end": "drop"},
+    {"lengths": [2, 2, 2, 3, 2, 2, 2, 2], "global_batch_size": 16, "end": "pad"},
+    {"lengths": [5, 3, 4, 6, 3, 3, 3, 3], "global_batch_size": 16, "end": "pad", "num_epochs": 3},
+    {"lengths": [5, 3, 4, 6, 3, 3, 3, 3], "global_batch_size": 16, "end": "drop", "num_epochs": 3, "num_threads": 3},
+    {"lengths": [13, 9], "global_batch_size": 8, "end": "pad"},
+    {"lengths": [9], "global_batch_size": 8, "end": "pad", "stateful": False},
+]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Any:
+    made = {topology: HostPool(*topology, timeout_seconds=240) for topology in TOPOLOGIES}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_uneven_lanes_end_at_the_same_step_with_exact_rows(pools: Any, topology: tuple[int, int]) -> None:
+    results = [result.value for result in pools[topology].run(stream_jobs.run, CASES)]
+    assert all(value == results[0] for value in results)
+    assert results[0][0] == (40, 320)
+    assert results[0][1] == (90, sum(UNEVEN))
+
+
+@pytest.mark.parametrize("end", ["drop", "pad"])
+@pytest.mark.parametrize("stateful", [True, False])
+def test_lanes_move_between_hosts(pools: Any, end: str, stateful: bool) -> None:
+    case = {"lengths": UNEVEN, "global_batch_size": 16, "end": end, "stateful": stateful}
+    states: list[str] | None = None
+    journey: list[tuple[tuple[int, int], str, int | None]] = [
+        ((4, 2), "replicas", 3), ((1, 8), "rows", 0), ((2, 4), "rows", 12), ((4, 2), "rows", 2), ((2, 4), "replicas", None)
+    ]  # fmt: skip
+    for topology, layout, steps in journey:
+        results = pools[topology].run(stream_jobs.go_on, {**case, "layout": layout}, states, steps)
+        states = [result.value for result in results]
+    # num_lanes=None takes the number from the state, and a part of the lanes is not enough
+    results = pools[(2, 4)].run(stream_jobs.go_on, case, None, 2)
+    parts = [result.value for result in results]
+    pools[(1, 8)].run(stream_jobs.go_on, {**case, "num_lanes": None}, parts, 3)
+    (result,) = pools[(1, 8)].run(stream_jobs.go_on, case, parts[:1], 1, check=False)
+    assert isinstance(result.error, meshfeed.StateMismatchError)
+    assert "[4, 5, 6, 7]" in str(result.error)
+
+
+@pytest.mark.parametrize("topology", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_hosts_that_bring_their_own_batches_stop_at_the_same_step(pools: Any, topology: Any, prefetch: int) -> None:
+    counts = [57, 40, 90, 90][: topology[0]]
+    rows = 2 * topology[1]
+    run = lambda *args: [r.value for r in pools[topology].run(stream_jobs.host_batches, *args, prefetch)]  # noqa: E731
+    for value in run(counts, "drop", {}):
+        assert value[:2] == (40, 40 * rows * topology[0])
+    for host, value in enumerate(run(counts, "pad", {0: 3})):
+        assert value[0] == max(counts)
+        assert value[1] == sum(counts) * rows - (rows - 3)
+        assert sum(value[2]) == counts[host] * rows - (rows - 3 if host == 0 else 0)
+    for value in run([0, *counts[1:]], "drop", {}):
+        assert value[:2] == (0, 0)
+    for value in run([0, *counts[1:]], "pad", {}):
+        assert value[:2] == (max(counts[1:]), sum(counts[1:]) * rows)
+
+
+def test_bad_records_are_replaced_alike_on_every_topology(pools: Any) -> None:
+    bad = [3, 77, 150]
+    seen = {}
+    for topology in TOPOLOGIES:
+        results = [r.value for r in pools[topology].run(stream_jobs.skip_bad, bad, 0.05, "rows", 16)]
+        assert all(value["error"] is None for value in results)
+        steps = [{k: v for value in results for k, v in value["rows"][s].items()} for s in range(12)]
+        seen[topology] = steps
+        states = [json.loads(value["state"]) for value in results]
+        ledger = meshfeed.merge_states(states)["skipped"]
+        delivered = {entry[0] for entries in ledger.values() for entry in entries}
+        assert delivered <= set(bad)
+        assert sum(value["skipped"] for value in results) == len(delivered) >= 2
+        assert not any(v in bad for step in steps for v in step.values())
+    assert seen[(1, 8)] == seen[(2, 4)] == seen[(4, 2)]
+
+
+def test_too_many_bad_records_fail_all_hosts_at_one_step(pools: Any) -> None:
+    bad = list(range(0, 200, 3))
+    for topology in TOPOLOGIES:
+        results = [r.value for r in pools[topology].run(stream_jobs.skip_bad, bad, 0.1, "rows", 16)]
+        assert len({len(value["rows"]) for value in results}) == 1
+        for value in results:
+            assert value["error"].startswith("SourceError: ")
+            assert "max_fraction" in value["error"]
+
+
+def test_replicas_that_differ_are_named(pools: Any) -> None:
+    for result in pools[(2, 4)].run(stream_jobs.replicas, False):
+        assert result.value == "8 batches"
+    for result in pools[(2, 4)].run(stream_jobs.replicas, True):
+        assert "hosts 0 and 1" in result.value
+        assert "['x']" in result.value
+
+
+def test_a_host_that_stalls_is_named_on_the_others(pools: Any) -> None:
+    for result in pools[(2, 4)].run(stream_jobs.stalls, 6.0):
+        waited, text = result.value.split("|", 1)
+        assert float(waited) < 30
+        assert "host 1" in text, text
+        assert "slow.array_record" in text, text
