@@ -174,6 +174,23 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
     return lines
 
 
+@main.command(epilog=_example("demo --directory demo-out"))
+@click.option("--steps", type=click.IntRange(min=20), default=200, show_default=True, help="Of the training.")
+@click.option(
+    "--directory", type=click.Path(), default=None, help="Keep corpus, checkpoints and logs here; else they are removed."
+)
+@click.option("--break", "how", type=click.Choice(["seed", "position"]), default=None, hidden=True)
+def demo(steps: int, directory: str | None, how: str | None) -> None:
+    """Train on 2 hosts, kill them, go on with 1 and with 4, and prove that it is one stream.
+
+    All on this machine: hosts are processes, devices are CPU devices. Exit status 1 if anything is not as it should be.
+    """
+    from meshfeed import _demo_main
+
+    if not _demo_main.run_demo(steps, directory, how):
+        raise SystemExit(1)
+
+
 @main.command(epilog=_example("replay checkpoints/ --step 812 --array-record 'data/*.array_record'"))
 @click.argument("state", type=click.Path(exists=True))
 @click.option(

@@ -1,0 +1,179 @@
+"""What the demo proves, from the lines that the hosts wrote: pure functions, nothing of the feed is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Step:
+    """One step, over all hosts.
+
+    Attributes:
+      record_ids: by row.
+      rows: row → digest of its bytes on the devices.
+      loss: of host 0.
+    """
+
+    record_ids: list[int]
+    rows: dict[int, str]
+    loss: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row was seen on some host."""
+        return sorted(self.rows) == list(range(len(self.record_ids)))
+
+    @property
+    def content(self) -> tuple[list[int], list[str]]:
+        """Ids and digests in row order."""
+        return self.record_ids, [self.rows[row] for row in sorted(self.rows)]
+
+
+@dataclasses.dataclass
+class JobLog:
+    """What a job did.
+
+    Attributes:
+      restored: step that it went on from.
+      steps: by number; of a killed job the last may lack rows.
+      problems: hosts that saw different things.
+    """
+
+    restored: int
+    steps: dict[int, Step]
+    problems: list[str]
+
+
+def read_job(paths: Sequence[pathlib.Path]) -> JobLog:
+    """Joins the lines of all hosts; the last line of a killed one may be cut short."""
+    restored: set[int] = set()
+    steps: dict[int, Step] = {}
+    problems: list[str] = []
+    for host, path in enumerate(paths):
+        content = path.read_bytes() if path.exists() else b""
+        for text in content[: content.rfind(b"\n") + 1].splitlines():
+            line: dict[str, Any] = json.loads(text)
+            if "restored" in line:
+                restored.add(line["restored"])
+                continue
+            number = line["step"]
+            step = steps.setdefault(number, Step(line["record_ids"], {}, line["loss"]))
+            if step.record_ids != line["record_ids"]:
+                problems.append(f"host {host} has other record ids in step {number} than the hosts before it")
+            for row, digest in line["rows"].items():
+                if step.rows.setdefault(int(row), digest) != digest:
+                    problems.append(f"host {host} holds other bytes in row {row} of step {number}")
+    if len(restored) != 1:
+        problems.append(f"hosts went on from different steps: {sorted(restored)}")
+    return JobLog(min(restored, default=0), steps, problems)
+
+
+def effective(jobs: Sequence[JobLog]) -> dict[int, Step]:
+    """The training that counts: each job replaces what the one before did after the step that it went on from."""
+    steps: dict[int, Step] = {}
+    for job in jobs:
+        steps = {number: step for number, step in steps.items() if number <= job.restored} | job.steps
+    return dict(sorted(steps.items()))
+
+
+def ids_digest(steps: Mapping[int, Step]) -> str:
+    """Digest of the record ids of all steps, in order."""
+    digest = hashlib.sha256()
+    for step in steps.values():
+        digest.update(np.asarray(step.record_ids, "<i8").tobytes())
+    return digest.hexdigest()
+
+
+def batches_digest(steps: Mapping[int, Step]) -> str:
+    """Digest of the bytes of all global batches: of the rows' digests, in row order, step by step."""
+    digest = hashlib.sha256()
+    for step in steps.values():
+        digest.update("".join(step.content[1]).encode())
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the proof: what, whether it holds, and the figures."""
+
+    name: str
+    holds: bool
+    detail: str
+
+
+def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], num_steps: int) -> list[Check]:
+    """Compares the killed and continued run with the uninterrupted one, and both with the files.
+
+    Args:
+      reference: the uninterrupted run.
+      jobs: those of the other run, in order.
+      records: the corpus by record id, read without meshfeed.
+      num_steps: that both were to make.
+    """
+    steps, wanted = effective(jobs), effective([reference])
+    problems = [problem for job in [reference, *jobs] for problem in job.problems]
+    numbers = list(range(1, num_steps + 1))
+    whole = [number for number in numbers if number in steps and steps[number].whole]
+    again, differing = _made_again(jobs)
+    right, rows = _rows_like_the_files(steps, records)
+    delivered = [record for step in steps.values() for record in step.record_ids]
+    epoch = delivered[: len(records)]
+    once = len(set(epoch))
+    return [
+        Check(
+            "steps",
+            list(steps) == numbers and len(whole) == num_steps and list(wanted) == numbers,
+            f"{len(whole):,} of {num_steps:,} are there, each with every row",
+        ),
+        Check("record ids", ids_digest(steps) == ids_digest(wanted), "equal to those of the uninterrupted run"),
+        Check("batches", batches_digest(steps) == batches_digest(wanted), "equal to those of the uninterrupted run"),
+        Check("files", right == rows, f"{right:,} of {rows:,} rows are the bytes of the record that their id names"),
+        Check(
+            "epoch",
+            once == len(epoch),
+            f"{once:,} different records among the first {len(epoch):,} delivered"
+            + (", which is all there are" if once == len(records) else f" ({len(records):,} in the files)"),
+        ),
+        Check(
+            "made again",
+            not differing,
+            f"{again - len(differing):,} of {again:,} steps lost in the kills came back the same"
+            + (f"; others, first step {differing[0]}" if differing else ""),
+        ),
+        Check(
+            "hosts",
+            not problems,
+            problems[0] if problems else "all hosts agree on the ids, and on every row that several of them hold",
+        ),
+    ]
+
+
+def _made_again(jobs: Sequence[JobLog]) -> tuple[int, list[int]]:
+    """Steps that a later job made again, and those of them that came out otherwise."""
+    again, differing = 0, []
+    for number, job in enumerate(jobs):
+        for later in jobs[number + 1 : number + 2]:
+            for index, step in job.steps.items():
+                if index > later.restored and step.whole and index in later.steps and later.steps[index].whole:
+                    again += 1
+                    if step.content != later.steps[index].content:
+                        differing.append(index)
+    return again, differing
+
+
+def _rows_like_the_files(steps: Mapping[int, Step], records: Sequence[bytes]) -> tuple[int, int]:
+    digests = [hashlib.sha256(record).hexdigest()[:32] for record in records]
+    right = rows = 0
+    for step in steps.values():
+        for row, record in enumerate(step.record_ids):
+            rows += 1
+            right += 0 <= record < len(digests) and step.rows.get(row) == digests[record]
+    return right, rows
