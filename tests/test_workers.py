@@ -328,6 +328,7 @@ def test_close_leaves_nothing_and_does_not_wait_for_work(tmp_path) -> None:
     def make_task():
         class Task:
             def __call__(self, request):
+                (tmp_path / f"begun-{request}").touch()
                 time.sleep(request)
                 return np.zeros(request)
 
@@ -346,6 +347,9 @@ def test_close_leaves_nothing_and_does_not_wait_for_work(tmp_path) -> None:
     for _ in range(4):
         pool.submit(2, 0)
     pool.result(2, SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while not (tmp_path / "begun-600").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     start = time.monotonic()
     pool.close()
     assert time.monotonic() - start < 30
