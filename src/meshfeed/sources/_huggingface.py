@@ -54,8 +54,8 @@ def HuggingFace(  # reads as the class of a source, and is one of two
     if isinstance(dataset, datasets.Dataset):
         if shuffle_buffer:
             raise SettingsError(
-                f"shuffle_buffer={shuffle_buffer} is for streams, and this dataset is read at random. "
-                "Use the feed's shuffle=True, which shuffles all of it.",
+                f"shuffle_buffer={shuffle_buffer} is for streams, and this dataset is read at random. Use the feed's "
+                "shuffle=True, which shuffles all of it.",
                 setting="shuffle_buffer",
             )
         return _open_table(dataset, columns)

@@ -209,8 +209,8 @@ class _ChunkRows:
         if self._valid is not None and not self._valid[rows].all():
             record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
             raise SourceError(
-                f"column {self._name!r} is null in record {record_id:,}. Expected a value in every record. "
-                "Fill it with map(), or drop such records with filter().",
+                f"column {self._name!r} is null in record {record_id:,}. Expected a value in every record. Fill it "
+                "with map(), or drop such records with filter().",
                 record_id=record_id,
             )
         if self._fields is not None:

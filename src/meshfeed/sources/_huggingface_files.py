@@ -12,11 +12,12 @@ from datasets import Dataset, DownloadConfig, Features
 from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.table import table_cast
-from datasets.utils.file_utils import xopen
+from datasets.utils.file_utils import xgetsize, xopen
 from datasets.utils.sharding import _number_of_shards_in_gen_kwargs, _split_gen_kwargs
 
-from meshfeed._errors import CorruptDataError
-from meshfeed.sources._huggingface_identity import file_size, local_path
+from meshfeed._errors import CorruptDataError, SourceError
+from meshfeed.sources import _files
+from meshfeed.sources._huggingface_identity import local_path
 
 # Rows decoded at once: enough to amortise the call, little enough that 64 lanes fit beside 8.
 _BATCH_BYTES = 1 << 19
@@ -93,7 +94,7 @@ class _ParquetFiles:
         self._columns = wanted if columns is None else [c for c in columns if wanted is None or c in wanted]
         self._batch_rows = builder.config.batch_size
         self._schema: pa.Schema | None = None
-        self._download = DownloadConfig(storage_options=builder.storage_options, token=builder.token)
+        self._download = _download_config(builder)
 
     def group_rows(self, file_index: int) -> Sequence[int]:
         with self._open(file_index) as file:
@@ -266,7 +267,36 @@ class _Generated:
         if self.paths is None:
             return False
         local = local_path(self.paths[file_index])
-        return local is not None and os.path.isfile(local) and file_size(local) == 0
+        return local is not None and os.path.isfile(local) and os.path.getsize(local) == 0
+
+
+def file_sizes(leaf: Any, paths: Sequence[str]) -> list[int]:
+    """Bytes of the files of a leaf of a dataset's tree, local or remote.
+
+    Raises:
+      SourceError: a file is missing; it names the file.
+    """
+    make = getattr(leaf, "generate_tables_fn", None) or leaf.generate_examples_fn
+    download = _download_config(getattr(make, "__self__", None))
+
+    def size_of(path: str) -> int:
+        try:
+            return xgetsize(local_path(path) or path, download_config=download)
+        except FileNotFoundError:
+            raise SourceError(
+                f"the file {path} of the dataset is missing. Expected every file that the dataset was made from. "
+                "Restore "
+                "it, or make the dataset again from the files that are there."
+            ) from None
+
+    return _files.in_threads(size_of, paths)  # remote sizes are a round trip each
+
+
+def _download_config(builder: Any) -> DownloadConfig:
+    """What the library opens the files of a builder with: the token of a private repository, for one."""
+    return DownloadConfig(
+        storage_options=getattr(builder, "storage_options", None) or {}, token=getattr(builder, "token", None)
+    )
 
 
 def _paths_in(kwargs: dict[str, Any], count: int) -> list[str] | None:

@@ -11,9 +11,10 @@ from datasets.features.features import require_decoding
 
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._types import JsonValue
+from meshfeed.sources import _files
 from meshfeed.sources._huggingface_cut import LaneCut, check_tree, cut_tree, find_leaves, walk
-from meshfeed.sources._huggingface_files import open_files
-from meshfeed.sources._huggingface_identity import file_size, files_identity, function_name
+from meshfeed.sources._huggingface_files import file_sizes, open_files
+from meshfeed.sources._huggingface_identity import function_name
 from meshfeed.sources._huggingface_lanes import ExampleLane, ReplayedLane, TableLane
 from meshfeed.sources._window_shuffle import WindowShuffle, shuffle_windows
 
@@ -88,8 +89,16 @@ class HuggingFaceStream:
 
     def fingerprint(self) -> JsonValue:
         """Identity: files by base name and size, columns, and the names of the dataset's steps and functions."""
-        leaves = [open_files(leaf, None) for leaf in find_leaves(self._dataset._ex_iterable) if hasattr(leaf, "kwargs")]
-        paths = [path for files in leaves for path in files.paths or ()]
+        paths: list[str] = []
+        sizes: list[int] = []
+        rows = 0
+        for leaf in find_leaves(self._dataset._ex_iterable):
+            if not hasattr(leaf, "kwargs"):
+                continue
+            files = open_files(leaf, None)
+            paths += files.paths or ()
+            sizes += file_sizes(leaf, files.paths or ())
+            rows += sum(len(shard) for shard in getattr(files, "shards", ()))
         identity: dict[str, Any] = {
             "kind": "huggingface stream",
             "columns": self._columns,
@@ -97,10 +106,9 @@ class HuggingFaceStream:
             "shuffle_buffer": self._shuffle_buffer,
         }
         if paths:
-            identity["files"] = files_identity(paths, file_size)
-        shards = [shard for files in leaves for shard in getattr(files, "shards", ())]
-        if shards:
-            identity["rows"] = sum(len(shard) for shard in shards)
+            identity["files"] = _files.identify_files(paths, sizes)
+        if rows:
+            identity["rows"] = rows
         return identity
 
     def _lane(self, tree: Any, cut: LaneCut) -> TableLane | ExampleLane | ReplayedLane:

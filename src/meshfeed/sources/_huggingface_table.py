@@ -91,6 +91,8 @@ class HuggingFaceTable:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise IndexError(f"record id {worst} is out of range: the dataset has {len(self):,} records")
+        if not ids.size:
+            return jax.tree.map(lambda leaf: leaf[:0], self.read_batch(np.zeros(1, np.int64)))
         rows = ids if self._rows is None else self._rows.read(ids)
         batch = {}
         decoded = self._read_decoded(ids) if self._decoded else {}

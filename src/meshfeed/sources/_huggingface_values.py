@@ -98,8 +98,8 @@ def value_to_numpy(
         array = np.asarray(value) if dtype is None else np.asarray(value, dtype)
     except ValueError as error:
         raise SourceError(
-            f"ragged rows: column {name!r} has lists of unequal lengths within one record{place} ({error}). "
-            "Expected rectangular lists. Pad or cut them with map().",
+            f"ragged rows: column {name!r} has lists of unequal lengths within one record{place} ({error}). Expected "
+            "rectangular lists. Pad or cut them with map().",
             **where,
         ) from None
     if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):

@@ -35,8 +35,7 @@ class TFDataLane:
         if not isinstance(dataset, tf.data.Dataset):
             raise SourceError(
                 f"open returned a {type(dataset).__name__} for lane {lane_index}. Expected a tf.data.Dataset of "
-                "records. "
-                "Return the dataset, not its iterator; for other iterators use meshfeed.sources.Stream.",
+                "records. Return the dataset, not its iterator; for other iterators use meshfeed.sources.Stream.",
                 lane_index=lane_index,
             )
         self._tf = tf
@@ -93,8 +92,7 @@ class TFDataLane:
             except StopIteration:
                 raise SourceError(
                     f"lane {self._lane_index} ended after {self._records:,} of the {state['records']:,} records that "
-                    "were "
-                    "delivered of it. Expected the pipeline that the state was saved with. Restore its files.",
+                    "were delivered of it. Expected the pipeline that the state was saved with. Restore its files.",
                     lane_index=self._lane_index,
                 ) from None
 
@@ -121,8 +119,7 @@ class TFDataLane:
         if isinstance(error, errors.DataLossError):
             return CorruptDataError(
                 f"lane {self._lane_index} of tf.data read damaged data: {error.message}. Expected what the writer "
-                "wrote. "
-                "Write or download the file again.",
+                "wrote. Write or download the file again.",
                 lane_index=self._lane_index,
             )
         if isinstance(error, errors.UnavailableError | errors.DeadlineExceededError | errors.AbortedError):
@@ -133,9 +130,8 @@ class TFDataLane:
         if isinstance(tensor, self._tf.Tensor):
             return tensor.numpy()
         raise SourceError(
-            f"a record of lane {self._lane_index} holds a {type(tensor).__name__}. Expected dense tensors. Convert "
-            "it in "
-            "the pipeline: to_tensor() for ragged ones, tf.sparse.to_dense for sparse ones.",
+            f"a record of lane {self._lane_index} holds a {type(tensor).__name__}. Expected dense tensors. Convert it "
+            "in the pipeline: to_tensor() for ragged ones, tf.sparse.to_dense for sparse ones.",
             lane_index=self._lane_index,
         )
 
@@ -193,8 +189,7 @@ def _describe(dataset: Any, lane_index: int) -> list[str]:
         if steps[-1] == "ShuffleDataset" and all(seed is not None and int(seed) == 0 for seed in seeds):
             raise SourceError(
                 f"the pipeline of lane {lane_index} has a shuffle() without a seed, so no two hosts and no two runs "
-                "would "
-                "read the same records. Expected one with a seed. Write shuffle(buffer_size, seed=…).",
+                "would read the same records. Expected one with a seed. Write shuffle(buffer_size, seed=…).",
                 lane_index=lane_index,
             )
         pending.extend(getattr(step, "_inputs", list)())

@@ -43,17 +43,15 @@ def TFDS(  # reads as the class of a source, and is one of two
     if not info.splits:
         raise SourceError(
             f"the dataset {info.full_name} is not prepared in {builder.data_dir}. Expected its files there. Prepare "
-            "it: "
-            "builder.download_and_prepare(file_format='array_record'), or give data_dir=."
+            "it: builder.download_and_prepare(file_format='array_record'), or give data_dir=."
         )
     builder = _prefer_array_record(builder)
     try:
         instructions = builder.info.splits[split].file_instructions
     except (KeyError, ValueError) as error:
         raise SourceError(
-            f"the dataset {info.full_name} has no split {split!r} ({error}). Expected one of {sorted(info.splits)}, "
-            "or a "
-            "slice of one."
+            f"the dataset {info.full_name} has no split {split!r} ({error}). Expected one of {sorted(info.splits)}, or "
+            "a slice of one."
         ) from None
     if not instructions:
         raise SourceError(f"the split {split!r} of {info.full_name} has 0 records. Expected at least one.")
@@ -64,8 +62,7 @@ def TFDS(  # reads as the class of a source, and is one of two
         return TFDSShards(builder, split, instructions, decode)
     raise SourceError(
         f"the dataset {info.full_name} is prepared as {file_format}. Expected array_record or tfrecord. Prepare it "
-        "again: "
-        "builder.download_and_prepare(file_format='array_record')."
+        "again: builder.download_and_prepare(file_format='array_record')."
     )
 
 
@@ -77,20 +74,18 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
     if not isinstance(name_or_builder, str | os.PathLike):
         raise SourceError(
             f"TFDS got a {type(name_or_builder).__name__}. Expected a tfds builder, the name of a dataset, or the "
-            "folder of "
-            "a prepared one."
+            "folder of a prepared one."
         )
     name = os.fspath(name_or_builder)
     if os.path.isfile(os.path.join(name, "dataset_info.json")):
         return tfds.builder_from_directory(name)
     try:
         return tfds.builder(name, **({} if data_dir is None else {"data_dir": os.fspath(data_dir)}))
-    except tfds.core.DatasetNotFoundError as error:
+    except tfds.core.DatasetNotFoundError:
         where = "the default data_dir" if data_dir is None else repr(os.fspath(data_dir))
         raise SourceError(
-            f"no dataset {name!r} is prepared in {where}, and tfds knows none of that name. Expected a "
-            "name, or "
-            "a folder that holds dataset_info.json."
+            f"no dataset {name!r} is prepared in {where}, and tfds knows none of that name. Expected a name, or a "
+            "folder that holds dataset_info.json."
         ) from None
 
 

@@ -178,8 +178,7 @@ class TFDSLane:
         except StopIteration as error:
             raise SourceError(
                 f"decode raised StopIteration at record {record_id:,}; that is no end of the data. Raise ValueError "
-                "for a "
-                "bad record.",
+                "for a bad record.",
                 record_id=record_id,
                 lane_index=self._lane_index,
             ) from error

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfeed.sources._file_stream import Cut, Piece, cut_files, keep_rows
+
+
+def rows_of(piece: Piece, file_rows: int) -> list[int]:
+    rows = []
+    for number in itertools.count():
+        row = piece.file_row(number)
+        if row >= (file_rows if piece.stop is None else piece.stop):
+            return rows
+        rows.append(row)
+    raise AssertionError
+
+
+def cut(groups: list[list[int]], lane: int, lanes: int, *, counted: bool = True) -> Cut:
+    files = [Piece(index) for index in range(len(groups))]
+    return cut_files(files, lane, lanes, lambda index: groups[index] if counted else None)
+
+
+_GROUPS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=9)
+
+
+@given(_GROUPS, st.integers(1, 13), st.booleans())
+def test_lanes_cover_each_row_once(groups, num_lanes, counted):
+    found = []
+    for lane in range(num_lanes):
+        for piece in cut(groups, lane, num_lanes, counted=counted).pieces:
+            found += [(piece.file_index, row) for row in rows_of(piece, sum(groups[piece.file_index]))]
+    assert sorted(found) == [(index, row) for index, rows in enumerate(groups) for row in range(sum(rows))]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_whole_rounds_of_files_are_not_cut(counted):
+    assert [cut([[5]] * 8, lane, 4, counted=counted) for lane in range(4)] == [
+        Cut((Piece(lane), Piece(lane + 4)), "files") for lane in range(4)
+    ]
+
+
+def test_files_that_remain_are_cut_by_row_groups_and_then_rows():
+    groups = [[4], [4], [4, 4, 4, 2]]
+    cuts = [cut(groups, lane, 2) for lane in range(2)]
+    assert cuts[0].pieces == (Piece(0), Piece(2, 0, 4), Piece(2, 8, 12))
+    assert cuts[1].pieces == (Piece(1), Piece(2, 4, 8), Piece(2, 12, 14))
+    assert {one.unit for one in cuts} == {"row_groups"}
+    assert cuts[0].times_read == 1.0
+    thirds = [cut([[9]], lane, 3) for lane in range(3)]
+    assert [one.pieces for one in thirds] == [(Piece(0, 3 * lane, 3 * lane + 3),) for lane in range(3)]
+    assert {one.unit for one in thirds} == {"rows"}
+    assert thirds[0].times_read == 3.0
+
+
+@pytest.mark.parametrize(("num_files", "num_lanes"), [(1, 12), (5, 12), (16, 12), (17, 12), (4, 5)])
+def test_uncountable_files_are_dealt_out_evenly_and_seldom_read_twice(num_files, num_lanes):
+    groups = [[600]] * num_files
+    cuts = [cut(groups, lane, num_lanes, counted=False) for lane in range(num_lanes)]
+    sizes = {sum(len(rows_of(piece, 600)) for piece in one.pieces) for one in cuts}
+    assert max(sizes) - min(sizes) <= 2
+    left = num_files % num_lanes
+    assert all(len([piece for piece in one.pieces if not piece.is_whole]) <= 2 for one in cuts)
+    assert cuts[0].times_read <= num_lanes / left + 1
+
+
+def test_a_lane_may_have_nothing():
+    assert [cut([[2]], lane, 4).pieces for lane in range(4)] == [(), (Piece(0, 0, 1),), (), (Piece(0, 1, 2),)]
+    assert cut([[]], 0, 2).pieces == ()
+
+
+@given(_GROUPS, st.integers(0, 30), st.one_of(st.none(), st.integers(0, 30)), st.integers(1, 5))
+def test_ranges_of_rows_through_all_files(groups, first, length, num_lanes):
+    stop = None if length is None else first + length
+    kept = keep_rows(len(groups), first, stop, lambda index: groups[index])
+    assert kept is not None
+    every = [(index, row) for index, rows in enumerate(groups) for row in range(sum(rows))]
+    found = [(piece.file_index, row) for piece in kept for row in rows_of(piece, sum(groups[piece.file_index]))]
+    assert found == every[first:stop]
+    cuts = [cut_files(kept, lane, num_lanes, lambda index: groups[index]) for lane in range(num_lanes)]
+    again = [
+        (piece.file_index, row)
+        for one in cuts
+        for piece in one.pieces
+        for row in rows_of(piece, sum(groups[piece.file_index]))
+    ]
+    assert sorted(again) == every[first:stop]
+
+
+def test_rows_that_cannot_be_counted_have_no_ranges():
+    assert keep_rows(2, 3, None, lambda index: None) is None
