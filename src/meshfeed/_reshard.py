@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 _UNSIGNED = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}
 
@@ -96,6 +97,23 @@ def host_bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
+def constraint_sharding(sharding: Any) -> Any:
+    """The same layout over a mesh of Auto axes: the only one that a constraint inside ``jit`` takes."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    types = (AxisType.Auto,) * len(sharding.mesh.axis_names)
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=types)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def without_ambient_mesh() -> Any:
+    """A context in which the caller's ``jax.set_mesh`` does not hold.
+
+    Under it constraints and ``shard_map`` over any mesh but the caller's are errors.
+    """
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
 @functools.lru_cache(maxsize=256)
 def _mover(dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any, ...]) -> Any:
     def move(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -104,8 +122,9 @@ def _mover(dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any
             # Held to the old sharding and then to the new one, so that gather and slice both happen on the bits:
             # otherwise XLA may slice the float8 before the bitcast, which quiets its NaNs (JAX 0.12), or gather the
             # bfloat16 after the second. Key data has more dimensions than the key's sharding; the rest stay whole.
-            bits = lax.with_sharding_constraint(to_bits(value), source)
-            moved.append(from_bits(lax.with_sharding_constraint(lax.optimization_barrier(bits), target), dtype))
+            bits = lax.with_sharding_constraint(to_bits(value), constraint_sharding(source))
+            bits = lax.with_sharding_constraint(lax.optimization_barrier(bits), constraint_sharding(target))
+            moved.append(from_bits(bits, dtype))
         return tuple(moved)
 
     return jax.jit(move, out_shardings=targets)
@@ -125,4 +144,5 @@ def reshard(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Shardi
       arrays of the same shapes and dtypes in the new shardings.
     """
     move = _mover(tuple(array.dtype for array in arrays), tuple(array.sharding for array in arrays), tuple(shardings))
-    return list(move(tuple(arrays)))
+    with without_ambient_mesh():
+        return list(move(tuple(arrays)))

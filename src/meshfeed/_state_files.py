@@ -1,4 +1,4 @@
-"""The state of a feed as files: one for the whole job where hosts hold the same state, else one per host, joined on read.
+"""The state of a feed as files: one for the job where hosts hold the same state, else one per host, joined on read.
 
 A folder holds ``state.json``, or ``part-<process>.json`` files, or both. Each is a document::
 

@@ -9,15 +9,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshfeed.checkpoint._array_handler import ArrayHandler
+    from meshfeed.checkpoint._arrays import ArraysHandler, ArraysRestore, ArraysSave, restore_once
+    from meshfeed.checkpoint._checkpointer import Checkpointer
+    from meshfeed.checkpoint._errors import DamagedCheckpointError
     from meshfeed.checkpoint._iterator import IteratorHandler, IteratorRestore, IteratorSave
+    from meshfeed.checkpoint._metadata import StepMetadata
 
 _HOMES = {
+    "ArrayHandler": "_array_handler",
+    "ArraysHandler": "_arrays",
+    "ArraysRestore": "_arrays",
+    "ArraysSave": "_arrays",
+    "Checkpointer": "_checkpointer",
+    "DamagedCheckpointError": "_errors",
     "IteratorHandler": "_iterator",
     "IteratorRestore": "_iterator",
     "IteratorSave": "_iterator",
+    "StepMetadata": "_metadata",
+    "restore_once": "_arrays",
 }
 
-__all__ = ["IteratorHandler", "IteratorRestore", "IteratorSave"]
+__all__ = [
+    "ArrayHandler",
+    "ArraysHandler",
+    "ArraysRestore",
+    "ArraysSave",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "IteratorHandler",
+    "IteratorRestore",
+    "IteratorSave",
+    "StepMetadata",
+    "restore_once",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from meshfeed.checkpoint._leaves import describe_array, is_key
 from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._save_layout import MIN_SLICE_BYTES, lay_out
 
+
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
     """Orbax's handler of ``jax.Array``, saving exactly and with digests, restoring read-once and bit for bit.
 

@@ -33,7 +33,7 @@ from meshfeed.checkpoint._save_layout import free_axes
 from meshfeed.checkpoint._stored import StoredArrays, StoredLeaf
 
 SMALL_BYTES = 256 << 10
-"""Leaves up to this size are read by one host and sent packed: a collective of its own would cost more than it saves."""
+"""Leaves up to this size are read by one host and sent packed: a collective of their own costs more than it saves."""
 
 _DEFAULT_GROUP_BYTES = 4 << 30
 
@@ -110,7 +110,7 @@ class _Work:
 
 
 def choose_replica_axis(requests: Sequence[LeafRequest], options: RestoreOptions) -> str | None:
-    """The mesh axis of replicas: the one named, or that along which most bytes are replicated.
+    """The mesh axis of replicas: the one named, or that which leaves least to read.
 
     Raises:
       SettingsError: ``replica_axis`` names no axis, or ``primary_replica`` lies outside it.
@@ -122,12 +122,7 @@ def choose_replica_axis(requests: Sequence[LeafRequest], options: RestoreOptions
     elif options.replica_axis is not None:
         axis = options.replica_axis
     else:
-        weights: collections.Counter[str] = collections.Counter()
-        for request in requests:
-            if isinstance(request.sharding, NamedSharding):
-                for name in free_axes(request.sharding):
-                    weights[name] += request.nbytes
-        axis = max(sorted(weights), key=lambda name: weights[name], default=None)
+        axis = _cheapest_axis(requests, options.primary_replica)
     sizes = [mesh.shape[axis] for mesh in meshes if axis in mesh.shape]
     if options.replica_axis is not None and meshes and not sizes:
         raise SettingsError(
@@ -143,7 +138,24 @@ def choose_replica_axis(requests: Sequence[LeafRequest], options: RestoreOptions
     return axis
 
 
-def _plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> tuple[list[_Work], list[int], dict[int, int]]:
+def _cheapest_axis(requests: Sequence[LeafRequest], index: int) -> str | None:
+    spread = [request for request in requests if isinstance(request.sharding, NamedSharding)]
+    names = sorted({name for request in spread for name in free_axes(request.sharding)})
+    costs = {}
+    for name in names:
+        if any(index >= request.sharding.mesh.shape.get(name, index + 1) for request in spread):
+            continue
+        plans = [replica_plan(request.sharding, request.shape, name, index) for request in spread]
+        costs[name] = sum(
+            read_cost(plan, request.leaf.units, request.leaf.itemsize).total
+            for plan, request in zip(plans, spread, strict=True)
+        )
+    return min(names, key=lambda name: costs.get(name, math.inf), default=None)
+
+
+def _plan_all(
+    requests: Sequence[LeafRequest], options: RestoreOptions
+) -> tuple[list[_Work], list[int], dict[int, int]]:
     """Plans of leaves that their devices read, indices of those that are sent packed, and bytes read by host."""
     works: list[_Work] = []
     packed: list[int] = []
@@ -276,9 +288,7 @@ def _finish_group(group: Sequence[_Work], results: list[Any], limit: int | None)
             continue
         work.buffers = {}
     for works in together.values():
-        buffers = [
-            {device: host_bits_of(buffer) for device, buffer in work.own_buffers().items()} for work in works
-        ]
+        buffers = [{device: host_bits_of(buffer) for device, buffer in work.own_buffers().items()} for work in works]
         dtypes = [work.request.dtype for work in works]
         for work, array in zip(works, gather_group([w.plan for w in works], dtypes, buffers), strict=True):
             array.block_until_ready()
@@ -320,4 +330,3 @@ def _exchange_packed(
     owned = _packed.assign_units(leaves, range(process_count()), loads)
     _packed.exchange(leaves, owned, reader, deliver, agreement, limit)
     _finish_group(works, results, limit)
-

@@ -39,7 +39,7 @@ def host_bits_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if carrier == values.dtype:
         return values
     if bit_width(values.dtype) < 8 and jnp.issubdtype(values.dtype, jnp.integer):
-        return values.astype(jnp.dtype(f"uint{bit_width(values.dtype)}")).astype(carrier)
+        return values.astype(np.int8).view(np.uint8) & np.uint8((1 << bit_width(values.dtype)) - 1)
     return values.view(carrier)
 
 
@@ -78,9 +78,7 @@ def _receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
         distance = (lax.axis_index(axis) - first) % count
         reach = 1
         while reach < count:  # those that have it send it on, twice as many each round
-            pairs = [
-                ((first + i) % count, (first + i + reach) % count) for i in range(reach) if i + reach < count
-            ]
+            pairs = [((first + i) % count, (first + i + reach) % count) for i in range(reach) if i + reach < count]
             received = lax.ppermute(block, axis, pairs)
             block = jnp.where((distance >= reach) & (distance < 2 * reach), received, block)
             reach *= 2
@@ -94,7 +92,9 @@ def _receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
 def _trim(block: jax.Array, plan: LoadPlan) -> jax.Array:
     if not plan.shape:
         return block
-    ways = math.prod(plan.sharding.mesh.shape[axis] for axis in spec_axes(plan.sharding, len(plan.shape))[plan.dimension])
+    ways = math.prod(
+        plan.sharding.mesh.shape[axis] for axis in spec_axes(plan.sharding, len(plan.shape))[plan.dimension]
+    )
     return lax.slice_in_dim(block, 0, plan.shape[plan.dimension] // ways, axis=plan.dimension)
 
 
@@ -197,9 +197,7 @@ def _block_frame(plan: LoadPlan, carrier: Any, dtype: Any) -> Any:
     return jax.jit(start), jax.jit(end, donate_argnums=0)
 
 
-def gather_in_blocks(
-    plan: LoadPlan, dtype: Any, buffers: Mapping[Any, np.ndarray[Any, Any]], rows: int
-) -> jax.Array:
+def gather_in_blocks(plan: LoadPlan, dtype: Any, buffers: Mapping[Any, np.ndarray[Any, Any]], rows: int) -> jax.Array:
     """Gathers one large leaf ``rows`` rows of each piece at a time, so that little is in flight beside the result."""
     start, end = _block_frame(plan, bits_dtype(dtype), np.dtype(dtype))
     update = _block_updater(plan)

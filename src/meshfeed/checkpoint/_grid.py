@@ -31,9 +31,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def intersect(first: Box, second: Box) -> Box:
     """The common part; empty where ``box_size`` of it is 0."""
-    return tuple(
-        (max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(first, second, strict=True)
-    )
+    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
 def box_size(box: Box) -> int:

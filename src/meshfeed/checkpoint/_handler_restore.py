@@ -60,7 +60,7 @@ def _sharding(stored: StoredArrays, name: str, arg: Any, metadata: Any) -> Any:
     sharding = getattr(arg, "sharding", None)
     if sharding is None and metadata is not None:
         sharding = getattr(metadata, "sharding", None)
-    if hasattr(sharding, "to_jax_sharding"):
+    if sharding is not None and hasattr(sharding, "to_jax_sharding"):
         try:
             sharding = sharding.to_jax_sharding()
         except Exception as error:  # devices of another topology

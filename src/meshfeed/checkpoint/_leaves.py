@@ -61,7 +61,7 @@ def numpy_to_bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The stored form of host values whose dtype needs it: uint8, nibbles one to a byte."""
     dtype = array.dtype
     if bit_width(dtype) < 8 and jnp.issubdtype(dtype, jnp.integer):
-        return array.astype(np.uint8)
+        return array.astype(np.int8).view(np.uint8)  # by way of int8: uint8 has no cast from the signed ones
     return array.view(np.uint8)
 
 
@@ -69,7 +69,7 @@ def numpy_from_bits(bits: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, A
     """The inverse of :func:`numpy_to_bits`."""
     dtype = np.dtype(dtype)
     if bit_width(dtype) < 8 and jnp.issubdtype(dtype, jnp.integer):
-        return bits.astype(dtype)
+        return np.ascontiguousarray(bits).view(np.int8).astype(dtype)
     return np.ascontiguousarray(bits).view(dtype)
 
 
@@ -168,7 +168,9 @@ def _encode_host(leaf: Any, where: str) -> tuple[dict[str, Any], Any]:
         value: Any = [repr(leaf.real), repr(leaf.imag)]
     else:
         value = repr(leaf) if isinstance(leaf, float) else encode_value(leaf)
-    stored = leaf if isinstance(leaf, float | str) or (isinstance(leaf, int) and -(2**63) <= leaf < 2**63) else str(leaf)
+    stored = (
+        leaf if isinstance(leaf, float | str) or (isinstance(leaf, int) and -(2**63) <= leaf < 2**63) else str(leaf)
+    )
     return {"kind": name, "value": value}, stored
 
 
@@ -227,8 +229,6 @@ def tree_of(skeleton: Any, leaf: Any, path: tuple[str, ...] = ()) -> Any:
         return leaf(".".join(path))
     ((kind, children),) = skeleton.items()
     if kind == "dict":
-        return {
-            (decoded := decode_value(key)): tree_of(child, leaf, (*path, str(decoded))) for key, child in children
-        }
+        return {(decoded := decode_value(key)): tree_of(child, leaf, (*path, str(decoded))) for key, child in children}
     nodes = [tree_of(child, leaf, (*path, str(index))) for index, child in enumerate(children)]
     return nodes if kind == "list" else tuple(nodes)

@@ -2,9 +2,9 @@
 
 A leaf that R devices want in whole or in part is cut among them along one dimension ``dimension``: over the mesh axes
 along which it is replicated (``gather``), and, where the stored chunks run across the wanted shards, over axes that
-shard other dimensions (``moved``), so that each chunk is wanted by one device. After reading, ``moved`` axes are brought
-back with an all-to-all, and ``gather`` axes with an all-gather. Pieces are padded to the same size, so any length can
-be cut. The plan is a pure function of the leaf, its sharding and the stored chunks: every process makes the same.
+shard other dimensions (``moved``), so that each chunk is wanted by one device. After reading, ``moved`` axes are
+brought back with an all-to-all, and ``gather`` axes with an all-gather. Pieces are padded to the same size, so any
+length can be cut. The plan is a pure function of the leaf, its sharding and the stored chunks: every process makes the same.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import xxhash
 from etils import epath
 
 from meshfeed._errors import CheckpointError
@@ -25,6 +26,7 @@ _MANIFEST = "manifest.json"
 _TREE = "tree.json"
 _ARRAYS = "arrays-"
 _VERSION = 1
+SMALL_FILE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass
@@ -35,14 +37,14 @@ class Manifest:
       identity: of the save that wrote it, or None.
       leaves: parameter name → what its leaf was; see :mod:`meshfeed.checkpoint._leaves`.
       digests: parameter name → {cell number: 16 hex digits of xxh3-64}.
-      files: path in the item → size in bytes, or {} where it was not joined.
+      files: path in the item → [size in bytes, digest of the content for small files or None]; {} before it was joined.
       skeleton: the tree's structure, or None where only a type handler wrote.
     """
 
     identity: dict[str, Any] | None = None
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     digests: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)
-    files: dict[str, int] = dataclasses.field(default_factory=dict)
+    files: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     skeleton: Any = None
 
 
@@ -131,7 +133,7 @@ def join_parts(item: Any, chunks: Mapping[str, list[int]]) -> None:
         "identity": manifest.identity,
         "leaves": manifest.leaves,
         "digests": {name: {str(c): d for c, d in sorted(cells.items())} for name, cells in manifest.digests.items()},
-        "files": file_sizes(item),
+        "files": describe_files(item),
         "skeleton": manifest.skeleton,
     }
     parts = [path for path in (item / FOLDER).iterdir() if path.name.startswith(_ARRAYS) or path.name == _TREE]
@@ -140,9 +142,14 @@ def join_parts(item: Any, chunks: Mapping[str, list[int]]) -> None:
         path.unlink()
 
 
-def file_sizes(item: epath.Path) -> dict[str, int]:
-    """Sizes of all files of an item, beside the manifest's own."""
-    sizes: dict[str, int] = {}
+def file_digest(path: epath.Path) -> str:
+    """xxh3-64 of a file's bytes."""
+    return f"{xxhash.xxh3_64_intdigest(path.read_bytes()):016x}"
+
+
+def describe_files(item: epath.Path) -> dict[str, list[Any]]:
+    """Sizes of all files of an item beside the manifest's own, and digests of those that hold no values."""
+    sizes: dict[str, list[Any]] = {}
     folders = [item]
     while folders:
         for path in folders.pop().iterdir():
@@ -151,5 +158,7 @@ def file_sizes(item: epath.Path) -> dict[str, int]:
                 if relative != FOLDER:
                     folders.append(path)
             else:
-                sizes[relative] = path.stat().length
+                size = path.stat().length
+                small = size <= SMALL_FILE_BYTES and "d" not in relative.split("/")[:-1]
+                sizes[relative] = [size, file_digest(path) if small else None]
     return sizes

@@ -16,7 +16,8 @@ class RestoreOptions:
     Attributes:
       restore: ``once``: every stored byte is read by one host of the job, then sent to the devices that want it;
         ``single_replica``: the hosts of one replica read, then send; ``every_host``: each host reads what it holds.
-      replica_axis: mesh axis along which ``single_replica`` takes one index; None: the free axis of most bytes.
+      replica_axis: mesh axis along which ``single_replica`` takes one index; None: the one that
+        leaves least to read.
       primary_replica: that index.
       memory_limit_bytes: limit on the extra memory of a process while restoring, beside the arrays themselves and one
         shard; None: none.

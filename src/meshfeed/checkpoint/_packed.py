@@ -143,7 +143,7 @@ def _stream(leaves: Sequence[StoredLeaf], units: Sequence[tuple[int, int]], read
         taken: list[memoryview] = []
 
         def take(_: Box, values: np.ndarray[Any, Any], taken: list[memoryview] = taken) -> None:
-            taken.append(memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)))
+            taken.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
         reader.read([(leaves[index], number, take)])
         yield taken[0]

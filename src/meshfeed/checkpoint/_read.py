@@ -65,9 +65,7 @@ class UnitReader:
         self.bytes_read = 0
         self.seconds = 0.0
 
-    def read(
-        self, wanted: Iterable[tuple[StoredLeaf, int, Callable[[Box, np.ndarray[Any, Any]], None]]]
-    ) -> None:
+    def read(self, wanted: Iterable[tuple[StoredLeaf, int, Callable[[Box, np.ndarray[Any, Any]], None]]]) -> None:
         """Reads units in order; ``take(box, values)`` is called for each in the same order.
 
         Args:
@@ -77,6 +75,8 @@ class UnitReader:
           CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`.
         """
         started = time.perf_counter()
+        wanted = list(wanted)
+        self._stored.open_soon(dict.fromkeys(leaf.name for leaf, _, _ in wanted))
         pending: collections.deque[Any] = collections.deque()
         in_flight = 0
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshfeed._reshard import to_bits
+from meshfeed._reshard import from_bits, to_bits
 from meshfeed.checkpoint._leaves import needs_bits
 
 TARGET_CHUNK_BYTES = 16 << 20
@@ -91,9 +91,7 @@ def _cutter(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, bits: b
         carried = to_bits(block)
         number = lax.axis_index(cut.axes)
         taken = lax.dynamic_slice_in_dim(carried, number * size, size, cut.dimension)
-        if bits or carried.dtype == block.dtype:
-            return taken
-        return lax.bitcast_convert_type(lax.optimization_barrier(taken), dtype)
+        return taken if bits else from_bits(taken, dtype)
 
     body = jax.shard_map(
         take, mesh=mesh, in_specs=spec, out_specs=cut_sharding(sharding, rank, cut).spec, check_vma=False
@@ -121,9 +119,7 @@ class Laid:
     chunk_byte_size: int | None
 
 
-def lay_out(
-    array: jax.Array, *, dtype: Any = None, share: bool = True, min_slice_bytes: int = MIN_SLICE_BYTES
-) -> Laid:
+def lay_out(array: jax.Array, *, dtype: Any = None, share: bool = True, min_slice_bytes: int = MIN_SLICE_BYTES) -> Laid:
     """Prepares one array (no PRNG keys, not empty); all processes of its sharding call it in the same order.
 
     Args:

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -85,6 +85,7 @@ class StoredArrays:
         )
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
         self._stores: dict[str, ts.TensorStore] = {}
+        self._opening: dict[str, ts.Future] = {}
         self._leaves: dict[str, StoredLeaf] = {}
         self._metadata: dict[str, Any] | None = None
 
@@ -130,15 +131,32 @@ class StoredArrays:
             "fill_missing_data_reads": fill and self.manifest is None,
         }
 
+    def open_soon(self, names: Iterable[str]) -> None:
+        """Starts to open parameters side by side, so that each :meth:`open` need not wait its turn."""
+        for name in names:
+            if name not in self._stores and name not in self._opening:
+                self._opening[name] = ts.open(self._spec(name), open=True, read=True, context=self._context)
+
     def open(self, name: str) -> ts.TensorStore:
         """The TensorStore of a parameter."""
         if name not in self._stores:
-            spec = self._spec(name)
+            self.open_soon([name])
             try:
-                self._stores[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+                self._stores[name] = self._opening.pop(name).result()
             except Exception as error:
-                raise CheckpointError(f"{self.directory}: parameter {name!r} cannot be opened: {error}") from error
+                raise self._failure(f"{self.directory}: parameter {name!r} cannot be opened", error) from error
         return self._stores[name]
+
+    def _failure(self, what: str, error: BaseException) -> CheckpointError:
+        # A file cut short, a failed checksum and a missing file all come as a ValueError of TensorStore; what storage
+        # itself refuses names its reason.
+        text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
+        refused = isinstance(error, OSError) or any(
+            word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "OS error")
+        )
+        if refused and "No such file" not in text:
+            return CheckpointError(f"{what}: {text}")
+        return DamagedCheckpointError(f"{what}: {text}. Restore an earlier step.", path=str(self.directory))
 
     def chunk_of(self, name: str) -> list[int]:
         """Shape of the stored chunks of a parameter."""
@@ -188,12 +206,7 @@ class StoredArrays:
         try:
             values = np.asarray(future.result()).reshape(box_shape(box))
         except Exception as error:
-            # A file cut short, a failed checksum and a missing file all come as a ValueError of TensorStore.
-            if isinstance(error, OSError) or "RESOURCE_EXHAUSTED" in str(error) or "PERMISSION" in str(error):
-                raise CheckpointError(f"{where}: cannot be read: {error}") from error
-            raise DamagedCheckpointError(
-                f"{where}: cannot be decoded: {error}. Restore an earlier step.", path=str(self.directory)
-            ) from error
+            raise self._failure(f"{where}: cannot be read", error) from error
         if verify and leaf.digests and leaf.cell is not None:
             grid = Grid(leaf.shape, leaf.cell)
             for number in grid.touching(box) if leaf.shape else (0,):

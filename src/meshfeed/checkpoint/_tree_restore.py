@@ -62,7 +62,11 @@ def restore_tree(
         kinds = stored_kinds(stored)
         names = [leaf_name(path) for path, _ in flat]
         _compare(stored, names, [leaf for _, leaf in flat], kinds, partial)
-        return [_want(stored, name, leaf, kinds, strict) for name, (_, leaf) in zip(names, flat, strict=True)], structure
+        if stored.manifest is None:  # shapes stand only with the arrays
+            stored.open_soon(name for name in names if kinds.get(name) not in (None, "str"))
+        return [
+            _want(stored, name, leaf, kinds, strict) for name, (_, leaf) in zip(names, flat, strict=True)
+        ], structure
 
     wanted, structure = agreement.attempt(plan)
     requests = [request for request, _ in wanted if request is not None]

@@ -1,0 +1,314 @@
+"""Arrays and position together: captured at once, committed together, intact or refused."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_feeds import CountingFeed
+from checkpoint_trees import abstract, assert_same, make_mesh, mixed_tree, place
+
+from meshfeed._errors import CheckpointError, CorruptDataError, SettingsError, StateMismatchError
+from meshfeed.checkpoint import Checkpointer
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(4, 2)
+
+
+@pytest.fixture(scope="module")
+def tree(mesh):
+    return mixed_tree(mesh, rows=64)
+
+
+def small_state(mesh, value: float):
+    return {"w": place(np.full((64, 8), value, np.float32), mesh, "data"), "step": int(value), "n": np.full(3, value)}
+
+
+def save_steps(directory, mesh, steps, **settings):
+    feed = CountingFeed()
+    with Checkpointer(directory, save_interval_steps=1, **settings) as ckpt:
+        for step in range(1, steps + 1):
+            next(feed)
+            assert ckpt.save(step, small_state(mesh, step), feed)
+
+
+@pytest.mark.parametrize("restore", ["once", "single_replica", "every_host"])
+def test_every_leaf_comes_back_to_the_bit(tmp_path, mesh, tree, restore):
+    feed = CountingFeed()
+    next(feed)
+    with Checkpointer(tmp_path / "c", save_interval_steps=1, restore=restore) as ckpt:
+        assert ckpt.save(5, tree, feed)
+        ckpt.wait()
+        for wanted in (tree, abstract(tree)):
+            other = CountingFeed()
+            step, restored = ckpt.restore(wanted, other)
+            assert (step, other.position) == (5, 4)
+            assert_same(tree, restored)
+    with Checkpointer(tmp_path / "c") as ckpt:
+        assert_same(tree, ckpt.restore(None)[1])
+
+
+def test_another_mesh_and_other_shardings(tmp_path, mesh):
+    values = np.arange(64 * 96, dtype=np.float32).reshape(64, 96)
+    state = {"a": place(values, mesh, "data"), "b": place(values, mesh, None, "model"), "c": place(values, mesh)}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        ckpt.wait()
+        for shape, specs in (((2, 4), ("model", "data")), ((8, 1), (None, "data")), ((2, 2, 2), ("expert", "data"))):
+            other = make_mesh(*shape)
+            wanted = {
+                "a": place(values * 0, other, *specs),
+                "b": place(values * 0, other, (*other.axis_names,)),
+                "c": place(values * 0, other, None, specs[1]),
+            }
+            restored = ckpt.restore(abstract(wanted))[1]
+            for name, leaf in restored.items():
+                assert leaf.sharding == wanted[name].sharding
+                np.testing.assert_array_equal(np.asarray(leaf), values)
+
+
+def test_everything_is_captured_before_save_returns(tmp_path, mesh):
+    update = jax.jit(lambda w: w * 0 - 1, donate_argnums=0)
+    feed = CountingFeed()
+    next(feed)
+    state = {
+        "sharded": place(np.full((512, 64), 3, np.float32), mesh, "data"),
+        "replicated": place(np.full((512, 512), 4, np.float32), mesh),
+        "host": np.full(1000, 5),
+    }
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state, feed)
+        donated = [update(state["sharded"]), update(state["replicated"])]
+        state["host"][:] = -1
+        next(feed)
+        jax.block_until_ready(donated)
+        ckpt.wait()
+        wanted = {
+            "sharded": jax.ShapeDtypeStruct((512, 64), np.float32, sharding=donated[0].sharding),
+            "replicated": jax.ShapeDtypeStruct((512, 512), np.float32, sharding=donated[1].sharding),
+            "host": state["host"],
+        }
+        other = CountingFeed()
+        _, restored = ckpt.restore(wanted, other)
+    assert other.position == 4
+    assert (np.asarray(restored["sharded"]) == 3).all()
+    assert (np.asarray(restored["replicated"]) == 4).all()
+    assert (restored["host"] == 5).all()
+
+
+def test_restored_arrays_may_be_donated(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 1)
+    state = {"w": place(np.zeros((64, 8), np.float32), mesh), "step": 0, "n": np.zeros(3)}  # replicated this time
+    with Checkpointer(tmp_path / "c") as ckpt:
+        restored = ckpt.restore(state)[1]
+    result = jax.jit(lambda w: w + jnp.arange(8), donate_argnums=0)(restored["w"])
+    for shard in result.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), np.tile(1 + np.arange(8, dtype=np.float32), (64, 1)))
+
+
+def test_interval_force_and_steps(tmp_path, mesh):
+    feed = CountingFeed()
+    with Checkpointer(tmp_path / "c", save_interval_steps=10, max_to_keep=2) as ckpt:
+        saved = [step for step in range(41) if ckpt.save(step, small_state(mesh, step), feed)]
+        assert saved == [0, 10, 20, 30, 40]
+        assert ckpt.save(43, small_state(mesh, 43), feed, force=True)
+        ckpt.wait()
+        assert ckpt.steps() == [40, 43]
+        assert ckpt.restore(small_state(mesh, 0), feed, step=40)[1]["step"] == 40
+        with pytest.raises(CheckpointError, match="already"):
+            ckpt.save(43, small_state(mesh, 43), feed, force=True)
+
+
+def test_an_empty_folder_gives_back_what_was_given(tmp_path, mesh):
+    state, feed = small_state(mesh, 1), CountingFeed()
+    with Checkpointer(tmp_path / "c") as ckpt:
+        step, same = ckpt.restore(state, feed)
+        assert step == 0
+        assert same is state
+        with pytest.raises(CheckpointError, match="step 7 is not in"):
+            ckpt.restore(state, feed, step=7)
+
+
+def test_the_feed_may_be_left_out(tmp_path, mesh):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, small_state(mesh, 1))
+        ckpt.wait()
+        assert ckpt.restore(small_state(mesh, 0))[0] == 1
+        feed = CountingFeed()
+        with pytest.raises(CheckpointError, match="saved without a feed"):
+            ckpt.restore(small_state(mesh, 0), feed)
+        assert feed.position == 0
+    save_steps(tmp_path / "d", mesh, 1)
+    with Checkpointer(tmp_path / "d") as ckpt:
+        assert ckpt.restore(small_state(mesh, 0))[0] == 1
+
+
+def test_flipped_bits_are_never_silent(tmp_path, mesh, caplog):
+    save_steps(tmp_path / "whole", mesh, 2)
+    files = sorted(path for path in (tmp_path / "whole/2").rglob("*") if path.is_file() and path.stat().st_size)
+    rng = np.random.default_rng(3)
+    passed_over = 0
+    with Checkpointer(tmp_path / "c") as ckpt:
+        for number in range(40):
+            shutil.rmtree(tmp_path / "c/1", ignore_errors=True)
+            shutil.rmtree(tmp_path / "c/2", ignore_errors=True)
+            shutil.copytree(tmp_path / "whole", tmp_path / "c", dirs_exist_ok=True)
+            chosen = files[number % len(files)].relative_to(tmp_path / "whole")
+            flip_bit(tmp_path / "c" / chosen, rng)
+            caplog.clear()
+            feed = CountingFeed()
+            with caplog.at_level(logging.WARNING, "meshfeed"):
+                step, restored = ckpt.restore(small_state(mesh, 0), feed)
+            assert_same(small_state(mesh, step), restored)
+            assert feed.position == 4 * step
+            if step == 1:
+                passed_over += 1
+                assert "step 2" in caplog.text
+                with pytest.raises(CheckpointError):
+                    ckpt.restore(small_state(mesh, 0), feed, step=2)
+    assert passed_over > 5  # many files are Orbax's own copies, which a restore does not read
+
+
+def flip_bit(path: pathlib.Path, rng: np.random.Generator) -> None:
+    data = bytearray(path.read_bytes())
+    bit = int(rng.integers(len(data) * 8))
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(data))
+
+
+def test_damage_is_a_checkpoint_error_and_corrupt_data(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 1)
+    data = max((tmp_path / "c/1/arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-20])
+    feed = CountingFeed()
+    next(feed)
+    with Checkpointer(tmp_path / "c") as ckpt:
+        with pytest.raises(CorruptDataError) as caught:
+            ckpt.restore(small_state(mesh, 0), feed, step=1)
+        assert isinstance(caught.value, CheckpointError)
+        assert caught.value.step == 1
+        with pytest.raises(CheckpointError, match="none of its steps is intact"):
+            ckpt.restore(small_state(mesh, 0), feed)
+    assert feed.position == 4
+
+
+def test_parts_of_different_steps_are_never_restored_together(tmp_path, mesh):
+    for part in ("arrays", "iterator"):
+        directory = tmp_path / part
+        save_steps(directory, mesh, 3)
+        shutil.rmtree(directory / "3" / part)
+        shutil.copytree(directory / "2" / part, directory / "3" / part)
+        feed = CountingFeed()
+        with Checkpointer(directory) as ckpt:
+            with pytest.raises(CheckpointError, match="3"):
+                ckpt.restore(small_state(mesh, 0), feed, step=3)
+            step, restored = ckpt.restore(small_state(mesh, 0), feed)
+        assert (step, restored["step"], feed.position) == (2, 2, 8)
+
+
+def test_a_missing_part_or_a_renamed_step_is_refused(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 2)
+    shutil.rmtree(tmp_path / "c/2/iterator")
+    shutil.copytree(tmp_path / "c/1", tmp_path / "c/9")
+    feed = CountingFeed()
+    with Checkpointer(tmp_path / "c") as ckpt:
+        assert ckpt.restore(small_state(mesh, 0), feed)[0] == 1
+        with pytest.raises(CheckpointError, match="saved as step 1"):
+            ckpt.restore(small_state(mesh, 0), feed, step=9)
+
+
+def test_saving_goes_on_after_a_damaged_step_was_passed_over(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 3)
+    (tmp_path / "c/3/iterator/state.json").write_text("{}")
+    feed = CountingFeed()
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        step, state = ckpt.restore(small_state(mesh, 0), feed)
+        assert step == 2
+        next(feed)
+        assert ckpt.save(3, {**state, "step": 33}, feed)
+        ckpt.wait()
+        other = CountingFeed()
+        step, state = ckpt.restore(small_state(mesh, 0), other)
+        assert (step, state["step"], other.position) == (3, 33, 12)
+
+
+def test_a_feed_that_cannot_continue_is_as_it_was(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 1)
+    feed = CountingFeed(records=5)
+    with Checkpointer(tmp_path / "c") as ckpt, pytest.raises(StateMismatchError):
+        ckpt.restore(small_state(mesh, 0), feed)
+    assert feed.position == 0
+
+
+def test_metadata_restores_without_an_abstract_tree(tmp_path, mesh, tree):
+    feed = CountingFeed()
+    next(feed)
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(8, tree, feed)
+        ckpt.wait()
+        found = ckpt.metadata(8)
+        assert (found.step, found.feed_step, found.position) == (8, 1, 4)
+        assert found.train_state["big"].shape == tree["big"].shape
+        assert found.train_state["key"].dtype == tree["key"].dtype
+        assert found.train_state["big"].sharding.is_equivalent_to(tree["big"].sharding, 2)
+        assert_same(tree, ckpt.restore(found.train_state, feed)[1], shardings=False)
+        with pytest.raises(CheckpointError):
+            ckpt.metadata(9)
+
+
+def test_trees_that_differ_are_named(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 1)
+    state = small_state(mesh, 0)
+    with Checkpointer(tmp_path / "c") as ckpt:
+        with pytest.raises(CheckpointError, match="'extra'"):
+            ckpt.restore({**state, "extra": state["w"]})
+        with pytest.raises(CheckpointError, match="stored but not wanted 'w'"):
+            ckpt.restore({"step": 0, "n": np.zeros(3)})
+        with pytest.raises(CheckpointError, match=r"\(64, 8\).*\(64, 9\)"):
+            ckpt.restore({**state, "w": jax.ShapeDtypeStruct((64, 9), np.float32, sharding=state["w"].sharding)})
+
+
+def test_casts_on_restore(tmp_path, mesh):
+    values = np.linspace(-3, 3, 512, dtype=np.float32).reshape(64, 8)
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, {"w": place(values, mesh, "data"), "n": np.arange(4)})
+        ckpt.wait()
+        wanted = {"w": place(values.astype(jnp.bfloat16), mesh), "n": np.zeros(4, np.float32)}
+        restored = ckpt.restore(abstract(wanted))[1]
+    assert_same(wanted["w"], restored["w"])
+    assert restored["n"].dtype == np.float32
+
+
+def test_plain_orbax_reads_it(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 1)
+    wanted = abstract(small_state(mesh, 0))
+    args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    restored = ocp.PyTreeCheckpointer().restore(
+        tmp_path / "c/1/arrays", args=ocp.args.PyTreeRestore(wanted, restore_args=args)
+    )
+    assert_same(small_state(mesh, 1)["w"], restored["w"])
+    assert restored["step"] == 1
+
+
+def test_leaves_that_cannot_be_saved_are_named(tmp_path, mesh):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        with pytest.raises(CheckpointError, match="'fn'"):
+            ckpt.save(1, {"fn": print, "w": small_state(mesh, 1)["w"]})
+        assert ckpt.save(1, small_state(mesh, 1))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("restore", "twice"), ("max_to_keep", 0), ("save_interval_steps", 1.5), ("memory_limit_bytes", -1), ("verify", 3)],
+)
+def test_wrong_settings_are_named(tmp_path, setting, value):
+    with pytest.raises(SettingsError, match=setting):
+        Checkpointer(tmp_path, **{setting: value})
