@@ -92,7 +92,8 @@ class HuggingFaceTable:
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise IndexError(f"record id {worst} is out of range: the dataset has {len(self):,} records")
         if not ids.size:
-            return jax.tree.map(lambda leaf: leaf[:0], self.read_batch(np.zeros(1, np.int64)))
+            one = self.read_batch(np.zeros(1, np.int64))
+            return {name: jax.tree.map(lambda leaf: leaf[:0], part) for name, part in one.items()}
         rows = ids if self._rows is None else self._rows.read(ids)
         batch = {}
         decoded = self._read_decoded(ids) if self._decoded else {}
