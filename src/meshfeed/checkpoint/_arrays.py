@@ -17,7 +17,7 @@ from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._array_handler import ArrayHandler
 from meshfeed.checkpoint._digests import digest
-from meshfeed.checkpoint._leaves import encode_tree
+from meshfeed.checkpoint._leaves import EncodedTree, encode_tree
 from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._stored import StoredArrays
 from meshfeed.checkpoint._tree_restore import abstract_tree_of, restore_tree
@@ -68,7 +68,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Any, args: ArraysSave) -> list[ocp.future.Future]:
         """Captures the tree, and gives futures that write it."""
-        encoded = encode_tree(args.tree)
+        encoded = args.encoded or encode_tree(args.tree)
         futures: list[ocp.future.Future] = []
         if jax.tree.leaves(encoded.tree):
             save_args = args.save_args
@@ -146,11 +146,13 @@ class ArraysSave(ocp.args.CheckpointArgs):
         ``save`` has returned.
       save_args: tree of ``ocp.SaveArgs``, to cast or to choose chunks.
       identity: ties the arrays to the data position saved with them; ``Checkpointer`` sets it.
+      encoded: the tree made ready before, so that a leaf that cannot be saved is known before Orbax makes folders.
     """
 
     tree: Any
     save_args: Any = None
     identity: Mapping[str, Any] | None = None
+    encoded: EncodedTree | None = None
 
 
 @ocp.args.register_with_handler(ArraysHandler, for_restore=True)

@@ -15,6 +15,7 @@ from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arrays import ArraysHandler, ArraysSave
 from meshfeed.checkpoint._errors import DamagedCheckpointError
 from meshfeed.checkpoint._iterator import IteratorHandler, IteratorSave
+from meshfeed.checkpoint._leaves import encode_tree
 from meshfeed.checkpoint._metadata import StepMetadata, describe_step
 from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._step import ARRAYS, ITERATOR, find_steps, read_step
@@ -142,7 +143,7 @@ class Checkpointer:
             "position": None if feed is None else _number(feed, "position"),
             "parts": [ARRAYS] if feed is None else [ARRAYS, ITERATOR],
         }
-        items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, identity=identity)}
+        items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, identity=identity, encoded=encode_tree(train_state))}
         if feed is not None:
             items[ITERATOR] = IteratorSave(feed, identity=identity)
         self._saves += 1

@@ -1,0 +1,173 @@
+"""Checkpoints in real processes: read once, exact in every mode, errors on all hosts, other numbers of hosts."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import sys
+
+import pytest
+
+from meshfeed.testing import HostPool
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "checkpoint"))
+import checkpoint_feeds  # noqa: E402
+import checkpoint_trees  # noqa: E402
+
+pytestmark = pytest.mark.multihost
+
+NUM_LANES = 8
+
+
+def _lanes():
+    import jax
+
+    each = NUM_LANES // jax.process_count()
+    return list(range(jax.process_index() * each, (jax.process_index() + 1) * each))
+
+
+def _bytes_read() -> float:
+    import tensorstore
+
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(entry.get("value", 0) for metric in metrics for entry in metric["values"])
+
+
+def save_and_restore(directory: str, shape: tuple[int, int], modes: list[tuple[str, int | None]]):
+    """Saves on this mesh, restores in each mode, compares; gives bytes read by mode."""
+    import jax
+
+    from meshfeed.checkpoint import Checkpointer
+
+    mesh = checkpoint_trees.make_mesh(*shape)
+    tree = checkpoint_trees.mixed_tree(mesh)
+    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
+    next(feed)
+    read = {}
+    path = f"{directory}/{shape[0]}x{shape[1]}"
+    with Checkpointer(path, save_interval_steps=1) as ckpt:
+        assert ckpt.save(3, tree, feed)
+        next(feed)
+    for mode, limit in modes:
+        other = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
+        with Checkpointer(path, restore=mode, memory_limit_bytes=limit) as ckpt:
+            before = _bytes_read()
+            step, restored = ckpt.restore(checkpoint_trees.abstract(tree), other)
+            read[f"{mode} {limit}"] = _bytes_read() - before
+        assert (step, other.position) == (3, 8)
+        assert other.counters == {lane: 1 + lane for lane in _lanes()}
+        checkpoint_trees.assert_same(tree, restored)
+    assert jax.process_count() > 1
+    return read
+
+
+def restore_elsewhere(directory: str, saved: str, shape: tuple[int, int]):
+    """Restores what another job saved, on this job's mesh."""
+    from meshfeed.checkpoint import Checkpointer
+
+    tree = checkpoint_trees.mixed_tree(checkpoint_trees.make_mesh(*shape))
+    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
+    with Checkpointer(f"{directory}/{saved}") as ckpt:
+        before = _bytes_read()
+        step, restored = ckpt.restore(checkpoint_trees.abstract(tree), feed)
+        read = _bytes_read() - before
+    assert (step, feed.position) == (3, 8)
+    assert feed.counters == {lane: 1 + lane for lane in _lanes()}
+    checkpoint_trees.assert_same(tree, restored)
+    return read
+
+
+def fail_on_host_1(directory: str):
+    """Host 1 cannot read: the same error on every host, feeds as they were; then it can, and all go on."""
+    import jax
+
+    from meshfeed.checkpoint import Checkpointer, _stored
+
+    tree = checkpoint_trees.mixed_tree(checkpoint_trees.make_mesh(4, 2))
+    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
+    whole = _stored.StoredArrays.finish_read
+
+    def fail(self, leaf, box, future, verify):
+        raise OSError(5, "Input/output error", leaf.name)
+
+    with Checkpointer(f"{directory}/4x2") as ckpt:
+        if jax.process_index() == 1:
+            _stored.StoredArrays.finish_read = fail
+        try:
+            ckpt.restore(checkpoint_trees.abstract(tree), feed, step=3)
+            message = "restored"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        finally:
+            _stored.StoredArrays.finish_read = whole
+        assert feed.position == 0
+        assert ckpt.restore(checkpoint_trees.abstract(tree), feed)[0] == 3
+    return message
+
+
+def fall_back(directory: str):
+    """Two steps, the newer one damaged by host 0: every host restores the older one and warns."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    from meshfeed.checkpoint import Checkpointer
+
+    mesh = checkpoint_trees.make_mesh(4, 2)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("meshfeed").addHandler(handler)
+    feed = checkpoint_feeds.CountingFeed()
+    with Checkpointer(f"{directory}/damaged", save_interval_steps=1) as ckpt:
+        for step in (1, 2):
+            next(feed)
+            values = np.random.default_rng(step).integers(0, 1 << 30, (256, 256)).astype(np.int32)
+            state = {"w": checkpoint_trees.place(values, mesh, None, "model")}
+            assert ckpt.save(step, state, feed)
+        ckpt.wait()
+        if jax.process_index() == 0:
+            files = [path for path in pathlib.Path(directory, "damaged/2/arrays").rglob("d/*") if path.is_file()]
+            for path in files:
+                data = bytearray(path.read_bytes())
+                data[len(data) // 2] ^= 4
+                path.write_bytes(bytes(data))
+        multihost_utils.sync_global_devices("damaged")
+        other = checkpoint_feeds.CountingFeed()
+        step, restored = ckpt.restore(state, other)
+        first = np.random.default_rng(1).integers(0, 1 << 30, (256, 256)).astype(np.int32)
+        checkpoint_trees.assert_same(checkpoint_trees.place(first, mesh, None, "model"), restored["w"])
+        assert other.position == 4
+        next(other)
+        assert ckpt.save(2, restored, other)  # over the damaged one
+        ckpt.wait()
+        again = ckpt.restore(state)[0]
+    return step, again, any("step 2" in record and "passed over" in record for record in records)
+
+
+def _stored_bytes(directory: pathlib.Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
+    modes = [("once", None), ("once", 1 << 20), ("single_replica", None), ("every_host", None)]
+    with HostPool(num_hosts=4, devices_per_host=2, timeout_seconds=240) as pool:
+        for shape in ((4, 2), (1, 8)):
+            results = pool.run(save_and_restore, str(tmp_path), shape, modes)
+            stored = _stored_bytes(tmp_path / f"{shape[0]}x{shape[1]}/3/arrays")
+            for limit in (None, 1 << 20):
+                read = [result.value[f"once {limit}"] for result in results]
+                assert sum(read) <= 1.1 * stored
+                assert max(read) <= 1.5 * sum(read) / len(read)
+        iterator = tmp_path / "4x2/3/iterator"
+        assert [path.name for path in iterator.glob("*.json")] == ["state.json"]
+        messages = {result.value for result in pool.run(fail_on_host_1, str(tmp_path))}
+        assert len(messages) == 1
+        assert "CheckpointError: host 1" in messages.pop()
+        assert {result.value for result in pool.run(fall_back, str(tmp_path))} == {(1, 2, True)}
+    with HostPool(num_hosts=2, devices_per_host=2, timeout_seconds=120) as pool:
+        for saved, shape in (("4x2", (2, 2)), ("1x8", (4, 1))):
+            read = [result.value for result in pool.run(restore_elsewhere, str(tmp_path), saved, shape)]
+            assert sum(read) <= 1.1 * _stored_bytes(tmp_path / f"{saved}/3/arrays")
+    # one process of eight devices
+    restore_elsewhere(str(tmp_path), "4x2", (8, 1))
