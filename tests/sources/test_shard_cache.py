@@ -37,6 +37,7 @@ class Store(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.fetches: list[str] = []
         self.ranges = True
+        self.range_requests = 0
         self.fail = 0  # so many fetches answer 503
         self.cut = 0  # so many fetches break off half-way
         self.hold = threading.Event()  # fetches of "slow…" wait for it after their first half
@@ -78,6 +79,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if store.ranges and wanted:
             start, _, end = wanted.removeprefix("bytes=").partition("-")
             content = content[int(start) : int(end) + 1 if end else None]
+            store.range_requests += body
             status = 206
         if body and not wanted:
             store.fetches.append(name)
@@ -99,7 +101,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             store.cut -= 1
             self.close_connection = True
             return
-        if name.startswith("slow"):
+        if name.startswith("slow") and not wanted:
             store.hold.wait(60)
         try:
             self.wfile.write(content[half:])
@@ -314,6 +316,42 @@ def test_the_owner_of_a_fetch_dies_or_hangs(store: Store, tmp_path, how: str) ->
         owner.wait()
         assert owner.stdout is not None
         owner.stdout.close()
+
+
+def test_the_files_of_a_batch_are_fetched_side_by_side(store: Store, tmp_path) -> None:
+    pytest.importorskip("array_record")
+    from array_record_files import some_records, write
+
+    from meshfeed.sources._array_record import ArrayRecord
+
+    urls = []
+    for i in range(3):
+        path = write(tmp_path / f"slow{i}", some_records(10, 10 * i))
+        urls.append(store.put(f"slow{i}", pathlib.Path(path).read_bytes()))
+    source = ArrayRecord(urls, cache=ShardCache(tmp_path / "cache"))
+    store.hold.clear()
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.extend(source.read_raw([25, 5, 15])), daemon=True)
+    reader.start()
+    deadline = time.monotonic() + 60
+    while len(store.fetches) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(store.fetches) == ["slow0", "slow1", "slow2"]  # while none of them has ended
+    store.hold.set()
+    reader.join(60)
+    assert found == [some_records(30)[i] for i in (25, 5, 15)]
+
+
+def test_a_long_footer_takes_two_requests(store: Store, tmp_path) -> None:
+    pytest.importorskip("array_record")
+    from array_record_files import write
+
+    from meshfeed.sources._array_record import ArrayRecord
+
+    path = write(tmp_path / "many", [b"%d" % i for i in range(40_000)])
+    assert len(ArrayRecord(store.put("many", pathlib.Path(path).read_bytes()), cache=ShardCache(tmp_path))) == 40_000
+    assert store.range_requests == 2
+    assert store.fetches == []
 
 
 @pytest.mark.parametrize("ranges", [True, False])

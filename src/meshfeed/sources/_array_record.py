@@ -136,7 +136,11 @@ class ArrayRecord:
         by_file = np.argsort(which, kind="stable")
         which, rows, places = which[by_file], rows[by_file], by_file.tolist()
         bounds = [0, *(np.flatnonzero(np.diff(which)) + 1).tolist(), len(places)]
-        for file_index, start, stop in zip(which[bounds[:-1]].tolist(), bounds, bounds[1:], strict=False):
+        touched = which[bounds[:-1]].tolist()
+        if self._cache is not None:  # what has to be fetched is fetched side by side
+            closed = [self._files[i] for i in touched if not self._readers.has(self._files[i])]
+            _files.in_threads(lambda file: self._readers.get(file, self._cache), closed)
+        for file_index, start, stop in zip(touched, bounds, bounds[1:], strict=False):
             found = self._read_file(file_index, rows[start:stop])
             for place, record in zip(places[start:stop], found, strict=True):
                 records[place] = record

@@ -130,6 +130,10 @@ class ReaderPool:
     def __len__(self) -> int:
         return len(self._readers)
 
+    def has(self, file: ShardFile) -> bool:
+        """Whether a reader of ``file`` is open now."""
+        return file.key in self._readers
+
     def get(self, file: ShardFile, cache: ShardCache | None = None) -> Any:
         """An open reader of ``file``, whose copy ``cache`` holds if its path is a URL.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
 
 _BLOCK_BYTES = 1 << 16  # a Riegeli block; the last one of a file holds its postscript
-_SIGNATURE_BYTES = 64
+_TAIL_BYTES = 4 * _BLOCK_BYTES  # holds the footer of some 20,000 chunks: one request for most files
 # The postscript is a protocol buffer {1: offset of the footer, 2: magic number}, never compressed.
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
@@ -24,8 +24,8 @@ _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xf
 def inspect_url(url: str, cache: ShardCache) -> ShardFile:
     """Counts and checks as :func:`inspect_file` does, without fetching the records.
 
-    The first bytes, the footer and the postscript are written at their places into a sparse local file, which the
-    library then opens: it checks their hashes as always.
+    The footer and the postscript are written at their places into a sparse local file, which the library then opens: it
+    checks their hashes as always.
 
     Raises:
       SourceError: there is no such file.
@@ -33,9 +33,10 @@ def inspect_url(url: str, cache: ShardCache) -> ShardFile:
       OSError: it cannot be read.
     """
     num_bytes, version = cache.identify(url)
-    tail_start = max(0, num_bytes - _BLOCK_BYTES)
+    # From a block's edge on: the reader looks at the header of the block that a chunk lies in.
+    tail_start = max(0, num_bytes - _TAIL_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
     tail = _read(url, tail_start, num_bytes, num_bytes)
-    postscript = _POSTSCRIPT.search(tail)
+    postscript = _POSTSCRIPT.search(tail[-_BLOCK_BYTES:])
     if postscript is None or num_bytes < _BLOCK_BYTES:
         raise CorruptDataError(
             f"{url}: {num_bytes:,} bytes without the postscript of an ArrayRecord file. Expected a file closed by "
@@ -43,15 +44,13 @@ def inspect_url(url: str, cache: ShardCache) -> ShardFile:
             "again.",
             path=url,
         )
-    # From a block's edge on: the reader looks at the header of the block that a chunk lies in.
     footer_start = min(_read_varint(postscript[1]), tail_start) // _BLOCK_BYTES * _BLOCK_BYTES
     footer = _read(url, footer_start, tail_start, num_bytes)
-    head = _read(url, 0, _SIGNATURE_BYTES, num_bytes)
     handle, sparse = tempfile.mkstemp(suffix=".array_record")
     try:
         os.truncate(handle, num_bytes)
-        for offset, content in ((0, head), (footer_start, footer), (tail_start, tail)):
-            os.pwrite(handle, content, offset)
+        os.pwrite(handle, footer, footer_start)
+        os.pwrite(handle, tail, tail_start)
         found = inspect_file(sparse)
     except CorruptDataError as error:
         raise CorruptDataError(str(error).replace(sparse, url), path=url) from None
