@@ -130,11 +130,11 @@ def test_arrays_arrive_bit_for_bit_aligned_and_read_only(echo) -> None:
             leaf.flags.writeable = True
 
 
-@pytest.mark.skipif(not _worker_wire.HAS_MEMORY_FILES, reason="needs memfd_create")
+@pytest.mark.skipif(_worker_wire.memory_file_flags() is None, reason="needs memfd_create")
 def test_both_ways_of_the_wire_give_the_same(monkeypatch) -> None:
     tree = arrays_of_all_kinds()
-    for with_files in (True, False):
-        monkeypatch.setattr(_worker_wire, "HAS_MEMORY_FILES", with_files)
+    for flags in (_worker_wire.memory_file_flags(), None):
+        monkeypatch.setattr(_worker_wire, "memory_file_flags", lambda flags=flags: flags)
         left, right = socket.socketpair()
         with left, right:
             sender = threading.Thread(target=lambda left=left: [_worker_wire.send_value(left, k, tree) for k in (9, 8)])

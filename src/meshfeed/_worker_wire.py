@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 64
-HAS_MEMORY_FILES = hasattr(os, "memfd_create")
 
 _HEADER = struct.Struct("<BBIQ")  # kind, whether a descriptor comes along, number of arrays, bytes of the pickle
 _SIZE = struct.Struct("<Q")
@@ -83,11 +82,12 @@ def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 def send_value(connection: socket.socket, kind: int, value: Any) -> None:
     """Sends one frame over a blocking socket; the arrays go through a memory file where there are some."""
     pickled, buffers = pack(value)
-    if not buffers or not HAS_MEMORY_FILES:
+    flags = memory_file_flags() if buffers else None
+    if flags is None:
         connection.sendall(_frame(kind, pickled, buffers, with_file=False))
         return
     start = _frame(kind, pickled, buffers, with_file=True)
-    file = _write_memory_file(buffers)
+    file = _write_memory_file(buffers, flags)
     try:
         sent = socket.send_fds(connection, [start], [file])
         connection.sendall(memoryview(start)[sent:])
@@ -109,12 +109,27 @@ def _frame(kind: int, pickled: bytes, buffers: Sequence[memoryview], *, with_fil
     return b"".join(parts)
 
 
-def _write_memory_file(buffers: Sequence[memoryview]) -> int:
+@functools.cache
+def memory_file_flags() -> int | None:
+    """With what memory files can be made here; None where there are none (macOS, some sandboxes)."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    no_exec = 0x8  # MFD_NOEXEC_SEAL: newer kernels may refuse memory that could be run, older ones do not know it
+    for flags in (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | no_exec, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING):
+        try:
+            os.close(os.memfd_create("meshfeed", flags))
+        except OSError:
+            continue
+        return flags
+    return None
+
+
+def _write_memory_file(buffers: Sequence[memoryview], flags: int) -> int:
     """A sealed memory file of the buffers: no process can write it any more, or cut it short under a reader."""
     import fcntl
 
     offsets, num_bytes = _offsets([buffer.nbytes for buffer in buffers])
-    file = os.memfd_create("meshfeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = os.memfd_create("meshfeed", flags)
     try:
         os.ftruncate(file, num_bytes)
         for offset, buffer in zip(offsets, buffers, strict=True):
