@@ -102,6 +102,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                     pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica)
             entries[info.name] = entry
         futures = list(await super().serialize(laid_values, infos, args))
+        for shards in pending.values():
+            shards.capture()
         process = process_index()
         info = infos[0]
 

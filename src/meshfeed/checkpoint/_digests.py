@@ -33,9 +33,15 @@ class ShardDigests:
         shards = array.addressable_shards
         if replica_id is None and shards:
             replica_id = shards[0].replica_id
-        self._shards = [
+        self._shards: list[tuple[Box, Any]] = [
             (box_of_index(shard.index, array.shape), shard.data) for shard in shards if shard.replica_id == replica_id
         ]
+        for _, data in self._shards:
+            data.copy_to_host_async()
+
+    def capture(self) -> None:
+        """Waits for the host copies. Orbax takes only the slices that it writes, so the caller may donate the rest."""
+        self._shards = [(box, np.asarray(data)) for box, data in self._shards]
 
     def compute(self) -> dict[int, str]:
         """The digests by cell number; frees the copies."""
