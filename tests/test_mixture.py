@@ -498,3 +498,12 @@ def test_mixtures_travel_to_workers():
 def test_stages_need_a_feed():
     with pytest.raises(SettingsError, match="only be opened by a feed"):
         stream_mixture([(0, WEIGHTS), (5, {"web": 1})]).open(0, 2)
+
+
+def test_a_component_may_be_anything_with_open():
+    class OnlyOpen:
+        def open(self, lane_index, num_lanes):
+            yield from Counter(0, range(lane_index, 90, num_lanes))
+
+    source = Mixture({"web": OnlyOpen(), "code": memory("code")}, {"web": 1, "code": 1}, 8)
+    assert check_resumable(lambda: feed(source, num_lanes=2, batch=8, devices=2), save_points=[3]) >= 1

@@ -54,5 +54,6 @@ def source_identity(source: Any) -> dict[str, Any]:
     if callable(own):
         value = own()
         return {**identity, **value} if isinstance(value, dict) else {**identity, "fingerprint": value}
-    identity["content"] = content_digest(source)
+    if "records" in identity:  # a stream cannot be probed: opening it might cost, and say nothing about the rest
+        identity["content"] = content_digest(source)
     return identity

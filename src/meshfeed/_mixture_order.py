@@ -9,6 +9,7 @@ the components enter each stage are computed once.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,14 @@ def join_ids(component: Any, record_ids: Any) -> Any:
 def split_ids(mixture_ids: RecordIds) -> tuple[RecordIds, RecordIds]:
     """Component numbers and the ids within them."""
     return mixture_ids >> COMPONENT_SHIFT, mixture_ids & ((1 << COMPONENT_SHIFT) - 1)
+
+
+def group_by(values: RecordIds) -> list[tuple[int, RecordIds]]:
+    """Each value and the rising indices where it stands."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    cuts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), values.size]
+    return [(int(ordered[a]), order[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,6 +75,7 @@ class StagedBlocks:
     def __init__(self, names: Sequence[str], stages: Sequence[Stage], block: int, key: int) -> None:
         self.block = block
         self._key = key
+        self._last_layout: tuple[tuple[int, int], tuple[RecordIds, RecordIds]] | None = None
         self._first = np.array([stage.first_position for stage in stages], np.int64)
         self._counts = [block_counts(stage.weights, names, block) for stage in stages]
         self._offsets = np.zeros((len(stages), len(names)), np.int64)
@@ -74,7 +84,11 @@ class StagedBlocks:
             self._offsets[index] = self._offsets[index - 1] + self._drawn(index - 1, length)
 
     def _layout(self, stage: int, block_index: int) -> tuple[RecordIds, RecordIds]:
-        return _layout(derive_key(self._key, _LAYOUT, stage, block_index), self._counts[stage])
+        last = self._last_layout
+        if last is None or last[0] != (stage, block_index):  # a lane asks for the same one again and again
+            key = derive_key(self._key, _LAYOUT, stage, block_index)
+            self._last_layout = last = ((stage, block_index), _layout(key, self._counts[stage]))
+        return last[1]
 
     def _drawn(self, stage: int, length: int) -> RecordIds:
         """Records of each component in the first ``length`` positions of a stage, int64[components]."""
@@ -241,8 +255,7 @@ class MixtureOrder:
                 raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
         component, offsets = self._blocks.locate(positions)
         record_ids, epochs = np.empty_like(positions), np.empty_like(positions)
-        for number in np.unique(component).tolist():
-            here = np.flatnonzero(component == number)
+        for number, here in group_by(component):
             ids, epochs[here] = self._orders[number].ids_at(offsets[here])
             record_ids[here] = join_ids(number, ids)
         return record_ids, epochs

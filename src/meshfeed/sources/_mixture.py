@@ -10,7 +10,7 @@ import numpy as np
 
 from meshfeed import _order
 from meshfeed._errors import SettingsError, SourceError
-from meshfeed._mixture_order import MixtureOrder, join_ids, split_ids
+from meshfeed._mixture_order import MixtureOrder, group_by, join_ids, split_ids
 from meshfeed._mixture_stages import Stage, StagedWeights, block_counts, parse_weights
 from meshfeed._read import file_of, read_records, wants_rng
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
@@ -191,8 +191,7 @@ class RandomMixture:
         record_ids = np.asarray(record_ids, np.int64)
         numbers, ids = split_ids(record_ids)
         parts = []
-        for number in np.unique(numbers).tolist():
-            rows = np.flatnonzero(numbers == number)
+        for number, rows in group_by(numbers):
             if not 0 <= number < len(self._sources):
                 self.check_record_ids(record_ids[rows])
             own_rngs = [rngs[row] for row in rows.tolist()] if rngs and self._rng_components[number] else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from meshfeed._mixture_order import StagedBlocks
+from meshfeed._mixture_order import StagedBlocks, group_by
 from meshfeed._types import JsonValue, PyTree, Record, RecordIds
 from meshfeed.sources._mixture_component import ComponentLane
 from meshfeed.sources._mixture_parts import Joiner, Part
@@ -70,8 +70,8 @@ class MixtureLane:
         numbers = self._blocks.components_from(self._position, num_records)
         parts: list[Part] = []
         ends: dict[str, int] = {}
-        for number in np.unique(numbers).tolist():
-            component, rows = self._components[number], np.flatnonzero(numbers == number)
+        for number, rows in group_by(numbers):
+            component = self._components[number]
             end = self._take(component, rows, parts)
             if end is not None and (self._stops or component in self._deciding):
                 ends[component.name] = end

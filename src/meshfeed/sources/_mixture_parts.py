@@ -10,13 +10,13 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import SourceError
-from meshfeed._host_batch import RecordSpec, spec_of_batch
+from meshfeed._host_batch import spec_of_batch
 from meshfeed._identity import source_identity
 from meshfeed._state import digest_of
 from meshfeed._types import JsonValue, PyTree
 
 Part = tuple[str, np.ndarray[Any, Any], PyTree]
-"""Component, the rows of the batch that are its own (int64[k]), and its records, pytree of arrays ``[k, ...]``."""
+"""Component, the rows of the batch that are its own (int64[k], rising), and its records, pytree of ``[k, ...]``."""
 
 
 def compact_identity(source: Any) -> JsonValue:
@@ -33,7 +33,8 @@ class Joiner:
     """Joins parts of components into batches; remembers the first component's structure, which all must have."""
 
     def __init__(self) -> None:
-        self._specs: dict[str, RecordSpec] = {}
+        self._wanted: Any = None
+        self._first: tuple[str, PyTree] | None = None
 
     def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
         """One batch ``[num_rows, ...]`` of parts that together hold each row once.
@@ -46,28 +47,34 @@ class Joiner:
         Raises:
           SourceError: components whose records differ in structure, shape or dtype; names both and the leaf.
         """
-        specs = self._specs if whole else {}
+        wanted, first = (self._wanted, self._first) if whole else (None, None)
+        flat = []
         for name, rows, tree in parts:
-            self._check(specs, name, spec_of_batch(tree, len(rows), what=f"component {name!r}"))
-        if len(parts) == 1 and np.array_equal(parts[0][1], np.arange(num_rows)):
+            leaves, treedef = jax.tree.flatten(tree)
+            leaves = [np.asarray(leaf) for leaf in leaves]
+            # compared without paths, which take longer to find than small parts to read
+            structure = treedef, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves]
+            if structure != wanted or any(leaf.shape[:1] != (len(rows),) for leaf in leaves):
+                spec_of_batch(tree, len(rows), what=f"component {name!r}")  # raises where it is no batch of these rows
+                if first is not None:
+                    raise SourceError(_difference(name, tree, *first))
+                wanted, first = structure, (name, jax.tree.map(lambda leaf: np.array(leaf[:0]), tree))
+            flat.append((rows, leaves, treedef))
+        if whole:
+            self._wanted, self._first = wanted, first
+        if len(parts) == 1 and len(parts[0][1]) == num_rows:
             return parts[0][2]
-        leaves, treedef = jax.tree.flatten(parts[0][2])
-        outputs = [_aligned.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-        for _, rows, tree in parts:
-            for output, leaf in zip(outputs, jax.tree.leaves(tree), strict=True):
+        outputs = [_aligned.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in flat[0][1]]
+        for rows, leaves, _ in flat:
+            for output, leaf in zip(outputs, leaves, strict=True):
                 output[rows] = leaf
-        return treedef.unflatten(outputs)
-
-    def _check(self, specs: dict[str, RecordSpec], name: str, spec: RecordSpec) -> None:
-        if name in specs and specs[name] == spec:
-            return
-        for other, wanted in specs.items():
-            if spec != wanted:
-                raise SourceError(_difference(name, spec, other, wanted))
-        specs[name] = spec
+        return flat[0][2].unflatten(outputs)
 
 
-def _difference(name: str, found: RecordSpec, other: str, wanted: RecordSpec) -> str:
+def _difference(name: str, tree: PyTree, other: str, other_tree: PyTree) -> str:
+    found, wanted = (
+        spec_of_batch(batch, jax.tree.leaves(batch)[0].shape[0], what="a component") for batch in (tree, other_tree)
+    )
     remedy = (
         "Records of a mixture must be alike: rename, pad or cast them in the component's decode (nothing is promoted "
         "silently)."
