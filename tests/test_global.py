@@ -187,6 +187,20 @@ def test_donating_a_batch_does_not_write_to_the_host_buffer() -> None:
         assert (host == 7).all()
 
 
+@BOTH_WAYS
+def test_a_guard_against_implicit_transfers_lets_a_feed_through(fast: bool) -> None:
+    sharding = NamedSharding(make_mesh(), P("data"))
+    host = np.arange(16, dtype=np.float32).reshape(8, 2)
+    assemble, plan = assembler(sharding, fast), plan_host(sharding, 8, 0)
+    with jax.transfer_guard("disallow"):
+        arrays = [assemble(host, plan) for _ in range(2)]
+    for array in arrays:
+        np.testing.assert_array_equal(array, host)
+    with jax.transfer_guard("disallow_explicit"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+            assemble(host, plan)
+
+
 def test_arrays_may_be_put_on_another_thread() -> None:
     sharding = NamedSharding(make_mesh(), P("data"))
     assemble = assembler(sharding, fast=True)

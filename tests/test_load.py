@@ -15,6 +15,7 @@ from meshfeed import _load
 from meshfeed._errors import PlanError, SettingsError, SourceError
 from meshfeed._load import Deal, Loader, LoadPlan, load_participants
 from meshfeed._load_move import carrier_of, make_mover, to_carrier
+from meshfeed._reshard import without_ambient_mesh
 from meshfeed._topology import fake_devices, fake_mesh
 
 DTYPES = [
@@ -132,10 +133,33 @@ def test_devices_that_do_not_read_give_nothing(ranks: list[int], num_rows: int) 
             laid[place * chunk : place * chunk + len(rows)] = rows
         poisoned_arrays.append(jax.device_put(laid, flat))
         specs.append(jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=NamedSharding(mesh, spec)))
-    out = make_mover(flat, ranks, chunk, specs)(tuple(poisoned_arrays))
+    with jax.set_mesh(mesh), without_ambient_mesh():  # shard_map over another mesh than the caller's is an error
+        out = make_mover(flat, ranks, chunk, specs)(tuple(poisoned_arrays))
     for array, host, wanted in zip(out, hosts, specs, strict=True):
         assert array.sharding == wanted.sharding
         same_bits(array, host)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_that_the_caller_has_set_does_not_matter(axis_type: AxisType) -> None:
+    mesh = mesh_of(axis_type)
+    host = random_bits((8, 4), "bfloat16")
+    plan = LoadPlan(NamedSharding(mesh, P("data", "model")), "once", 8, 0)
+    with jax.set_mesh(mesh):
+        same_bits(plan.reshard(plan.put(host)), host)
+        [mover] = plan._movers.values()
+    with jax.set_mesh(mesh_of(permuted=True)):
+        same_bits(plan.reshard(plan.put(host)), host)
+    same_bits(plan.reshard(plan.put(host)), host)
+    assert mover._cache_size() == 1
+
+
+def test_a_guard_against_implicit_transfers_lets_a_loaded_batch_through() -> None:
+    host = random_bits((8, 4), "float32")
+    plan = LoadPlan(NamedSharding(mesh_of(), P("data")), "once", 8, 0)
+    with jax.transfer_guard("disallow"):
+        out = plan.reshard(plan.put(host))
+    same_bits(out, host)
 
 
 def test_a_move_is_compiled_once_and_a_second_batch_is_another_array() -> None:

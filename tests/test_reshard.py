@@ -94,3 +94,20 @@ def test_to_bits_and_from_bits_are_inverse_under_jit():
     np.testing.assert_array_equal(np.asarray(bits), values.view(np.uint16))
     back = jax.jit(lambda b: from_bits(b, jnp.bfloat16))(bits)
     np.testing.assert_array_equal(np.asarray(back).view(np.uint16), values.view(np.uint16))
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_explicit_axes_and_a_mesh_that_the_caller_has_set(axis_type: jax.sharding.AxisType) -> None:
+    devices = np.array(jax.devices()[:8])
+    mesh = jax.sharding.Mesh(devices.reshape(4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    flat = jax.sharding.Mesh(devices, ("flat",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    source = jax.sharding.NamedSharding(flat, spec("flat"))
+    target = jax.sharding.NamedSharding(mesh, spec(None, "model"))
+    values = np.arange(32, dtype=np.float32).reshape(8, 4)
+    with jax.set_mesh(mesh):
+        (moved,) = reshard([jax.device_put(values, source)], [target])
+        assert moved.sharding == target
+        np.testing.assert_array_equal(np.asarray(moved), values)
+        (back,) = reshard([moved], [source])
+        np.testing.assert_array_equal(np.asarray(back), values)

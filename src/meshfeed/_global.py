@@ -73,7 +73,8 @@ class Assembler:
         kind = (plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         putters = self._last[1] if kind == self._last[0] else self._putters_of(kind, host_tree, leaves)
         parts = zip(putters, leaves, strict=True)
-        return treedef.unflatten([put(narrow(leaf, path, self._x64)) for (path, put), leaf in parts])
+        with self._putter.transfers():
+            return treedef.unflatten([put(narrow(leaf, path, self._x64)) for (path, put), leaf in parts])
 
     def _putters_of(self, kind: Any, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]) -> list[_PathPutter]:
         putters = self._kinds.get(kind)
@@ -173,6 +174,6 @@ def _local_indices(leaf: np.ndarray[Any, Any], plan: LeafPlan, path: str) -> lis
         return [block.local for block in plan.blocks]
     raise SourceError(
         f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape "
-        f"{plan.global_shape[1:]} as the first record has, or of this host's columns {plan.column_shape}. All records must have the same shape: "
-        f"pad or cut them in `decode`."
+        f"{plan.global_shape[1:]} as the first record has, or of this host's columns {plan.column_shape}. All "
+        f"records must have the same shape: pad or cut them in `decode`."
     )

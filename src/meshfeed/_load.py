@@ -30,6 +30,7 @@ from meshfeed._load_move import Carrier, carrier_of, make_mover, to_carrier
 from meshfeed._narrow import narrow
 from meshfeed._plan import HostPlan, RowRange, broadcast_shardings, merge_ranges, participants
 from meshfeed._put import BlockPutter, Putter, contiguous, probe_fast_call, x64_types
+from meshfeed._reshard import without_ambient_mesh
 from meshfeed._shardings import sharding_leaves
 from meshfeed._types import PyTree, RecordIds
 
@@ -192,7 +193,8 @@ class LoadPlan:
         if kind not in self._kinds:
             self._kinds[kind] = self._plan_leaves(host_tree, leaves)
         specs, putters = self._kinds[kind]
-        return LoadedBatch([put(leaf) for put, leaf in zip(putters, leaves, strict=True)], treedef, specs)
+        with self._putter.transfers():
+            return LoadedBatch([put(leaf) for put, leaf in zip(putters, leaves, strict=True)], treedef, specs)
 
     def _plan_leaves(
         self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]
@@ -241,7 +243,7 @@ class LoadPlan:
         mover = self._movers.get(key)
         if mover is None:
             mover = self._movers[key] = make_mover(deal.sharding, deal.ranks, deal.chunk_rows, specs)
-        with x64_types(self._putter.x64):
+        with x64_types(self._putter.x64), self._putter.transfers(), without_ambient_mesh():
             return mover(arrays)
 
 

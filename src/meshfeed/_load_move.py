@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshfeed._reshard import bit_width, from_bits
+from meshfeed._reshard import bit_width, constraint_sharding, from_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +85,10 @@ def make_mover(
         if min(ranks) < 0:
             bits = _spread(bits, load_sharding, ranks, chunk_rows)
         bits = lax.with_sharding_constraint(bits, load_sharding)
-        rows = lax.with_sharding_constraint(bits[: spec.shape[0]], _auto(spec.sharding))
+        rows = lax.with_sharding_constraint(bits[: spec.shape[0]], constraint_sharding(spec.sharding))
         return _from_carrier(lax.optimization_barrier(rows), spec.dtype)
 
     return jax.jit(move, out_shardings=tuple(spec.sharding for spec in specs))
-
-
-def _auto(sharding: Any) -> NamedSharding:
-    """The same layout over a mesh of Auto axes, which is what a constraint inside ``jit`` takes."""
-    mesh = sharding.mesh
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names, axis_types=types), sharding.spec)
 
 
 def _spread(bits: jax.Array, load_sharding: NamedSharding, ranks: Sequence[int], chunk_rows: int) -> jax.Array:

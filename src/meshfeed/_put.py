@@ -26,6 +26,9 @@ _log = logging.getLogger("meshfeed.put")
 
 FastCall = Callable[..., jax.Array]
 
+_GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")  # those named *_explicit mean these transfers too
+_NO_GUARD = contextlib.nullcontext()
+
 
 def probe_fast_call() -> FastCall | None:
     """The private call, or None where this JAX has no such function or its parameters are others."""
@@ -63,6 +66,12 @@ class Putter:
                 type(error).__name__,
                 error,
             )
+
+    def transfers(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a guard against implicit transfers lets these through: they are asked for."""
+        if jax.config.jax_transfer_guard_host_to_device in _GUARDS_OF_IMPLICIT_TRANSFERS:
+            return jax.transfer_guard_host_to_device("allow")
+        return _NO_GUARD
 
     def public_call(
         self, global_shape: tuple[int, ...], sharding: Any, dtype: Any, block_of: Callable[[Any], Any]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 _UNSIGNED = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}
 
@@ -102,16 +102,16 @@ def constraint_sharding(sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     types = (AxisType.Auto,) * len(sharding.mesh.axis_names)
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=types)
+    mesh = Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names, axis_types=types)
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def without_ambient_mesh() -> Any:
-    """A context in which the caller's ``jax.set_mesh`` does not hold.
+    """A context in which the caller's ``jax.set_mesh`` does not hold; cheap, not for use under ``jit``.
 
-    Under it constraints and ``shard_map`` over any mesh but the caller's are errors.
+    With a mesh set, compiled calls over other devices, and constraints and ``shard_map`` over another mesh, are errors.
     """
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 @functools.lru_cache(maxsize=256)
