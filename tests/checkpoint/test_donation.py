@@ -20,9 +20,7 @@ from meshfeed.checkpoint import Checkpointer
 def test_leaves_of_every_layout_may_be_donated_at_once(tmp_path: pathlib.Path, spec: P) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     shapes = {"small": (16, 8), "large": (256, 512)}
-    state = {
-        name: jax.device_put(jnp.full(shape, 3.0), NamedSharding(mesh, spec)) for name, shape in shapes.items()
-    }
+    state = {name: jax.device_put(jnp.full(shape, 3.0), NamedSharding(mesh, spec)) for name, shape in shapes.items()}
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         for number in range(1, 4):

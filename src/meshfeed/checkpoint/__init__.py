@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from meshfeed.checkpoint._arrays import ArraysHandler, ArraysRestore, ArraysSave, restore_once
     from meshfeed.checkpoint._checkpointer import Checkpointer
     from meshfeed.checkpoint._errors import DamagedCheckpointError
+    from meshfeed.checkpoint._foreign import convert_state
     from meshfeed.checkpoint._iterator import IteratorHandler, IteratorRestore, IteratorSave
     from meshfeed.checkpoint._metadata import StepMetadata
+    from meshfeed.checkpoint._verify import verify
 
 _HOMES = {
     "ArrayHandler": "_array_handler",
@@ -27,7 +29,9 @@ _HOMES = {
     "IteratorRestore": "_iterator",
     "IteratorSave": "_iterator",
     "StepMetadata": "_metadata",
+    "convert_state": "_foreign",
     "restore_once": "_arrays",
+    "verify": "_verify",
 }
 
 __all__ = [
@@ -41,7 +45,9 @@ __all__ = [
     "IteratorRestore",
     "IteratorSave",
     "StepMetadata",
+    "convert_state",
     "restore_once",
+    "verify",
 ]
 
 

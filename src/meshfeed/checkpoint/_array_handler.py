@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from meshfeed._process import process_index
+from meshfeed._process import process_count, process_index
 from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._digests import ShardDigests
 from meshfeed.checkpoint._leaves import describe_array, is_key
@@ -78,7 +78,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         for number, (value, info) in enumerate(zip(values, infos, strict=True)):
             entry = describe_array(value)
             laid_values.append(value)
-            if isinstance(value, jax.Array) and jax.process_count() > 1 and value.is_fully_addressable:
+            if isinstance(value, jax.Array) and process_count() > 1 and value.is_fully_addressable:
                 continue  # Orbax refuses it with a good message
             if value.size == 0:
                 laid_values[number] = _placeholder(value)

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 from etils import epath
 
-from meshfeed._process import process_index
+from meshfeed._process import process_count, process_index
 
 _log = logging.getLogger("meshfeed.checkpoint")
 _BAR_AFTER_SECONDS = 3.0
@@ -59,7 +59,7 @@ class Progress:
                 self._draw(now - self._started)
 
     def _draw(self, seconds: float) -> None:
-        share = min(1.0, self._bytes / max(1, self._total_bytes // jax.process_count()))
+        share = min(1.0, self._bytes / max(1, self._total_bytes // process_count()))
         bar = "█" * int(share * _BAR_WIDTH)
         rate = self._bytes / _GIB / seconds
         sys.stderr.write(f"\rrestoring {bar:<{_BAR_WIDTH}} {share:4.0%} {self._bytes / _GIB:.2f} GiB {rate:.2f} GiB/s")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshfeed._errors import CheckpointError
+from meshfeed._process import process_count
 from meshfeed.checkpoint._engine import LeafRequest
 from meshfeed.checkpoint._leaves import dtype_of, is_key, python_value, rebuild_sharding
 from meshfeed.checkpoint._stored import StoredArrays, key_shape
@@ -96,7 +97,7 @@ def saved_sharding(stored: StoredArrays, name: str) -> Any:
     """The sharding that a leaf was saved with, over this job's devices; the only device's in a job of one; or None."""
     entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
     sharding = rebuild_sharding(entry.get("sharding")) if entry else None
-    if sharding is None and jax.process_count() == 1:
+    if sharding is None and process_count() == 1:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return sharding
 

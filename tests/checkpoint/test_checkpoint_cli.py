@@ -1,0 +1,74 @@
+"""inspect, verify, diff and convert say what is there."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from checkpoint_feeds import CountingFeed
+from checkpoint_trees import make_mesh, place
+
+from meshfeed._errors import CheckpointError
+from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, _cli
+
+
+@pytest.fixture
+def folder(tmp_path):
+    mesh, feed = make_mesh(4, 2), CountingFeed()
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        for step in (1, 2):
+            next(feed)
+            values = np.random.default_rng(step).normal(size=(256, 128)).astype(np.float32)
+            ckpt.save(step, {"w": place(values, mesh, None, "model"), "same": np.arange(9), "lr": 0.1 * step}, feed)
+    return tmp_path / "c"
+
+
+def test_inspect(folder):
+    found = _cli.inspect(folder)
+    assert [(row["step"], row["position"], row["intact"]) for row in found["steps"]] == [(1, 4, True), (2, 8, True)]
+    (row,) = _cli.inspect(folder / "2")["steps"]
+    leaves = {leaf["name"]: leaf for leaf in row["leaves"]}
+    assert leaves["w"]["shape"] == [256, 128]
+    assert leaves["w"]["bytes"] == 256 * 128 * 4
+    assert leaves["lr"]["value"] == "0.2"
+    assert row["iterator"]["position"] == 8
+    json.dumps(found)
+    with pytest.raises(CheckpointError, match="there: 1, 2"):
+        _cli.inspect(folder, 5)
+
+
+def test_verify_reads_every_byte(folder):
+    found = _cli.verify(folder)
+    assert found["intact"]
+    assert found["steps"][0]["bytes_read"] == 256 * 128 * 4 + 9 * 8
+    data = max((folder / "2/arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(bytes(damaged))
+    found = _cli.verify(folder)
+    assert [row["intact"] for row in found["steps"]] == [True, False]
+    assert "'w'" in found["steps"][1]["problems"][0]
+    sharding = folder / "1/arrays/_sharding"
+    sharding.write_text(sharding.read_text().replace("data", "dota", 1))
+    assert "_sharding" in _cli.verify(folder, 1)["steps"][0]["problems"][0]
+
+
+def test_diff(folder):
+    found = _cli.diff(folder / "1", folder / "2")
+    assert found["state"] == {"position": [4, 8]}
+    assert sorted(found["leaves"]) == ["lr", "w"]
+    assert _cli.diff(folder / "1", folder / "1")["same"]
+    with pytest.raises(CheckpointError, match="not there"):
+        _cli.diff(folder / "1", folder / "7")
+
+
+def test_convert(tmp_path):
+    feed = CountingFeed()
+    (tmp_path / "template.json").write_text(json.dumps(feed.get_state()))
+    (tmp_path / "iter").mkdir()
+    for host in range(2):
+        (tmp_path / f"iter/process_{host}-of-2.json").write_text('{"next_index": 6}')
+    _cli.convert(tmp_path / "iter", tmp_path / "template.json", tmp_path / "out", global_batch_size=4, step=3)
+    IteratorHandler().restore(tmp_path / "out", IteratorRestore(feed))
+    assert (feed.step, next(feed)) == (3, [12, 13, 14, 15])
