@@ -210,7 +210,7 @@ def python_value(entry: dict[str, Any]) -> Any:
 def skeleton_of(tree: Any) -> Any:
     """The structure of a tree of dicts, lists and tuples as JSON; other nodes become dicts of their children."""
     if tree is None:
-        return None
+        return "none"
     if isinstance(tree, dict):
         return {"dict": [[encode_value(key), skeleton_of(child)] for key, child in tree.items()]}
     if isinstance(tree, list) or (isinstance(tree, tuple) and not hasattr(tree, "_fields")):
@@ -223,7 +223,7 @@ def skeleton_of(tree: Any) -> Any:
 
 def tree_of(skeleton: Any, leaf: Any, path: tuple[str, ...] = ()) -> Any:
     """The tree of a skeleton, with ``leaf(parameter name)`` at each leaf."""
-    if skeleton is None:
+    if skeleton == "none":
         return None
     if skeleton == "leaf":
         return leaf(".".join(path))

@@ -1,0 +1,293 @@
+"""Our TypeHandler inside plain Orbax, and what Orbax's own array handler can do."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_trees import abstract, assert_same, make_mesh, place, special_floats
+
+from meshfeed._errors import CheckpointError, CorruptDataError, SettingsError
+from meshfeed.checkpoint import ArrayHandler, ArraysHandler, ArraysRestore, ArraysSave, restore_once
+from meshfeed.checkpoint._stored import StoredArrays
+
+
+@contextlib.contextmanager
+def registered(**settings):
+    """Our handler in Orbax's global registry, as people do with SingleReplicaArrayHandler."""
+    before = ocp.type_handlers.get_type_handler(jax.Array)
+    ocp.type_handlers.register_type_handler(jax.Array, ArrayHandler(**settings), override=True)
+    try:
+        yield
+    finally:
+        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(4, 2)
+
+
+@pytest.fixture(scope="module")
+def tree(mesh):
+    return {
+        "bf16": place(special_floats(jnp.bfloat16, 1 << 16).reshape(256, 256), mesh),
+        "f8": place(special_floats(jnp.float8_e5m2, 1 << 12).reshape(64, 64), mesh, "data"),
+        "u4": place((np.arange(4096) % 16).astype(jnp.uint4), mesh, "model"),
+        "f32": place(special_floats(np.float32, 1 << 14).reshape(128, 128), mesh, "data", "model"),
+        "none": None,
+        "n": np.arange(4),
+        "key": jax.random.split(jax.random.key(0), 4),
+    }
+
+
+def orbax_args(tree, **extra):
+    return ocp.args.PyTreeRestore(tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree, **extra))
+
+
+@pytest.mark.parametrize("restore", ["once", "single_replica", "every_host"])
+def test_registered_for_jax_arrays(tmp_path, mesh, tree, restore):
+    with registered(restore=restore):
+        checkpointer = ocp.PyTreeCheckpointer()
+        checkpointer.save(tmp_path / "a", args=ocp.args.PyTreeSave(tree))
+        assert_same(tree, checkpointer.restore(tmp_path / "a", args=orbax_args(abstract(tree))))
+        again = checkpointer.restore(tmp_path / "a")  # shardings from Orbax's sharding file
+        assert_same(tree, again, shardings=False)
+        assert again["f32"].sharding.is_equivalent_to(tree["f32"].sharding, 2)
+
+
+def test_async_and_composite_with_a_manager(tmp_path, tree):
+    with registered(), ocp.CheckpointManager(tmp_path / "m") as manager:
+        manager.save(1, args=ocp.args.Composite(state=ArraysSave(tree), plain=ocp.args.PyTreeSave({"w": tree["f32"]})))
+        manager.wait_until_finished()
+        args = ocp.args.Composite(state=ArraysRestore(abstract(tree)), plain=orbax_args({"w": tree["f32"]}))
+        restored = manager.restore(1, args=args)
+    assert_same(tree, restored.state)
+    assert_same({"w": tree["f32"]}, restored.plain)
+
+
+def test_plain_orbax_checkpoints_are_read_once(tmp_path, mesh, tree):
+    plain = {key: leaf for key, leaf in tree.items() if key not in ("f8", "u4")}
+    plain |= {"nested": {"list": [place(np.arange(8), mesh), 3]}, "text": "hello"}
+    for number, settings in enumerate(({}, {"use_ocdbt": False}, {"use_zarr3": True})):
+        path = tmp_path / f"plain-{number}"
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**settings)).save(path, args=ocp.args.PyTreeSave(plain))
+        assert_same(plain, restore_once(path, abstract(plain)))
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        manager.save(4, args=ocp.args.StandardSave({**plain, "text": 1}))
+        manager.wait_until_finished()
+    assert_same({**plain, "text": 1}, restore_once(tmp_path / "manager/4", abstract({**plain, "text": 1})))
+    flat = restore_once(tmp_path / "plain-0", None)
+    np.testing.assert_array_equal(np.asarray(flat["f32"]).view(np.uint32), np.asarray(plain["f32"]).view(np.uint32))
+
+
+def test_damage_under_plain_orbax(tmp_path, mesh):
+    state = {"w": place(np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32), mesh, "data")}
+    with registered():
+        ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(state))
+        file = max((tmp_path / "a").rglob("d/*"), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 3] ^= 16
+        file.write_bytes(bytes(data))
+        with pytest.raises(CorruptDataError, match="'w'"):
+            ocp.PyTreeCheckpointer().restore(tmp_path / "a", args=orbax_args(abstract(state)))
+
+
+def test_casts_and_shapes_that_differ(tmp_path, mesh):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    state = {"w": place(values, mesh, "data")}
+    with registered():
+        ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(state))
+
+        def restore(shape, dtype, strict):
+            arg = ocp.ArrayRestoreArgs(
+                sharding=state["w"].sharding, global_shape=shape, shape=shape, dtype=dtype, strict=strict
+            )
+            args = ocp.args.PyTreeRestore(restore_args={"w": arg})
+            return np.asarray(ocp.PyTreeCheckpointer().restore(tmp_path / "a", args=args)["w"])
+
+        np.testing.assert_array_equal(restore((8, 8), jnp.bfloat16, True), values.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(restore((4, 6), None, False), values[:4, :6])
+        padded = np.zeros((12, 9), np.int32)
+        padded[:8, :8] = values
+        np.testing.assert_array_equal(restore((12, 9), np.int32, False), padded)
+        with pytest.raises(CheckpointError, match="strict=False"):
+            restore((12, 9), None, True)
+
+
+def test_casts_on_save(tmp_path, mesh):
+    values = np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16)
+    state = {"w": place(values, mesh, "data")}
+    save_args = {"w": ocp.SaveArgs(dtype=jnp.bfloat16)}
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state, save_args))
+    wanted = {"w": place(values.astype(jnp.bfloat16), mesh, "data")}
+    assert_same(wanted, restore_once(tmp_path / "a", abstract(wanted)))
+    assert StoredArrays(tmp_path / "a").open("w").dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
+def test_empty_arrays(tmp_path, mesh, shape):
+    state = {"z": place(np.zeros(shape, np.float16), mesh), "w": place(np.ones(4, np.float32), mesh)}
+    with registered():
+        ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(state))
+        assert_same(state, ocp.PyTreeCheckpointer().restore(tmp_path / "a", args=orbax_args(abstract(state))))
+
+
+def test_trees_of_nothing(tmp_path):
+    for number, tree in enumerate(({}, None, {"a": None, "b": []}, {"z": np.zeros(0)})):
+        ocp.Checkpointer(ArraysHandler()).save(tmp_path / str(number), args=ArraysSave(tree))
+        restored = ocp.Checkpointer(ArraysHandler()).restore(tmp_path / str(number), args=ArraysRestore(tree))
+        assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+def test_host_memory_and_layouts(tmp_path, mesh):
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    values = np.arange(1024, dtype=np.float32).reshape(32, 32)
+    state = {"w": place(values, mesh, "data")}
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
+    assert "pinned_host" in kinds
+    sharding = state["w"].sharding.with_memory_kind("pinned_host")
+    wanted = {"w": jax.ShapeDtypeStruct((32, 32), np.float32, sharding=sharding)}
+    restored = restore_once(tmp_path / "a", wanted)["w"]
+    assert restored.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(np.asarray(restored), values)
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "b", args=ArraysSave({"w": restored}))
+    assert_same(state, restore_once(tmp_path / "b", abstract(state)))
+    layout = jax.experimental.layout.Layout((1, 0))
+    form = jax.experimental.layout.Format(layout, state["w"].sharding)
+    wanted = {"w": jax.ShapeDtypeStruct((32, 32), np.float32, sharding=form)}
+    restored = restore_once(tmp_path / "a", wanted)["w"]
+    assert restored.format.layout.major_to_minor == (1, 0)
+    np.testing.assert_array_equal(np.asarray(restored), values)
+
+
+def test_replicas_share_the_saving_down_to_a_least_slice(tmp_path, mesh):
+    state = {"w": place(np.zeros((512, 256), np.float32), mesh)}  # 512 KiB on eight devices
+    for least, rows in ((None, 64), (1 << 17, 128), (1 << 30, 512)):
+        handler = ArraysHandler(array_handler={"min_slice_bytes_for_replica_parallel": least})
+        ocp.Checkpointer(handler).save(tmp_path / f"a{rows}", args=ArraysSave(state))
+        assert StoredArrays(tmp_path / f"a{rows}").chunk_of("w") == [rows, 256]
+        assert_same(state, restore_once(tmp_path / f"a{rows}", abstract(state)))
+    handler = ArraysHandler(array_handler={"use_replica_parallel": False})
+    ocp.Checkpointer(handler).save(tmp_path / "whole", args=ArraysSave(state))
+    assert StoredArrays(tmp_path / "whole").chunk_of("w") == [512, 256]
+
+
+def test_large_slices_are_stored_in_chunks_that_more_hosts_can_share(tmp_path):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    values = np.random.default_rng(0).integers(0, 255, (48 << 20,), np.uint8).reshape(3072, -1)
+    state = {"w": jax.device_put(values, device)}
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
+    stored = StoredArrays(tmp_path / "a")
+    assert np.prod(stored.chunk_of("w")) <= 16 << 20
+    assert len(stored.leaf("w").units) == len(stored.leaf("w").digests) > 2
+    assert_same(state, restore_once(tmp_path / "a", abstract(state)))
+
+
+def test_memory_limited_and_prioritised_transfers(tmp_path, mesh):
+    class Callback:
+        def __init__(self):
+            self.written = []
+
+        def key_priority(self, keypath):
+            late = "late" in str(keypath)
+            priorities = ocp_types.TransferPriority
+            return priorities.ASYNCHRONOUS_DEPRIORITIZED if late else priorities.SYNCHRONOUS
+
+        def on_transfer_start(self, keypath): ...
+        def on_transfer_end(self, keypath): ...
+        def on_write_start(self, keypath): ...
+        def on_write_end(self, keypath):
+            self.written.append(str(keypath))
+
+    from orbax.checkpoint._src.serialization import types as ocp_types
+
+    callback = Callback()
+    state = {f"late{i}": place(np.full((64, 64), i, np.float32), mesh, "data") for i in range(4)}
+    state["early"] = place(np.ones((64, 64), np.float32), mesh)
+    handler = ArraysHandler(array_handler={"callback": callback}, save_device_host_concurrent_gb=1)
+    with ocp.AsyncCheckpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=ArraysSave(state))
+        checkpointer.wait_until_finished()
+    assert len(callback.written) == 5
+    assert "early" in callback.written[0]
+    assert_same(state, restore_once(tmp_path / "a", abstract(state)))
+
+
+def test_local_storage_per_host(tmp_path, mesh):
+    state = {"w": place(np.arange(64, dtype=np.float32), mesh, "data"), "n": np.arange(3)}
+    handler = ArraysHandler(
+        array_handler={"primary_host": None, "replica_id": None, "use_replica_parallel": False},
+        multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=None),
+    )
+    options = ocp.options.MultiprocessingOptions(primary_host=None)
+    ocp.Checkpointer(handler, multiprocessing_options=options).save(tmp_path / "a", args=ArraysSave(state))
+    assert_same(state, restore_once(tmp_path / "a", abstract(state)))
+
+
+def test_dispatchers_are_passed_through(tmp_path, mesh):
+    from orbax.checkpoint._src.multihost import dispatchers
+
+    class Local(dispatchers.Dispatcher):
+        """Runs on this host what a dispatcher of remote workers runs there."""
+
+        calls = 0
+
+        def name(self):
+            return "local"
+
+        def device_to_host(self, arrays):
+            return arrays
+
+        def dispatch(self, func, *, input_arrays=None, result_specs=None, func_args=(), func_kwargs=None):
+            type(self).calls += 1
+            return func(input_arrays, *func_args, **(func_kwargs or {}))
+
+    state = {"w": place(np.arange(64, dtype=np.float32), mesh, "data")}
+    handler = ArraysHandler(array_handler={"dispatcher": Local()})
+    with ocp.AsyncCheckpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=ArraysSave(state))
+        checkpointer.wait_until_finished()
+    assert Local.calls >= 1
+    assert_same(state, restore_once(tmp_path / "a", abstract(state)))
+
+
+def test_placeholders_and_partial_trees(tmp_path, tree):
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(tree))
+    handler = ArraysHandler()
+    some = handler.restore(tmp_path / "a", ArraysRestore({"f32": tree["f32"]}, partial_restore=True))
+    assert_same({"f32": tree["f32"]}, some)
+    rest = handler.restore(tmp_path / "a", ArraysRestore({**abstract(tree), "bf16": ...}))
+    assert rest["bf16"] is ...
+    assert_same(tree["f8"], rest["f8"])
+
+
+def test_events_that_orbax_users_graph(tmp_path, mesh):
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **labels: seen.append(name))
+    jax.monitoring.register_scalar_listener(lambda name, value, **labels: seen.append(name))
+    state = {"w": place(np.arange(64, dtype=np.float32), mesh)}
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
+    restore_once(tmp_path / "a", abstract(state))
+    for name in (
+        "/jax/orbax/write/worker/io/requested/gbytes",
+        "/jax/orbax/read/worker/io/requested/gbytes",
+        "/jax/orbax/read/worker/io/requested/throughput/gbytes_per_sec",
+        "/jax/orbax/read/worker/total_duration_secs",
+        "/jax/checkpoint/read/gbytes_per_sec",
+    ):
+        assert name in seen
+
+
+def test_replica_axis_is_checked(tmp_path, mesh, tree):
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(tree))
+    with pytest.raises(SettingsError, match="replica_axis='pipeline'"):
+        ArraysHandler("single_replica", "pipeline").restore(tmp_path / "a", ArraysRestore(abstract(tree)))
+    with pytest.raises(SettingsError, match="primary_replica=4"):
+        ArraysHandler("single_replica", "data", 4).restore(tmp_path / "a", ArraysRestore(abstract(tree)))
+    restored = ArraysHandler("single_replica", "data", 3).restore(tmp_path / "a", ArraysRestore(abstract(tree)))
+    assert_same(tree, restored)
