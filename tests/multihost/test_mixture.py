@@ -1,0 +1,60 @@
+"""Mixtures and columns on real processes: the same rows on any number of hosts, and no host reads more than its part."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mixture_jobs
+
+import meshfeed
+from meshfeed.testing import HostPool
+
+TOPOLOGIES = [(2, 4), (3, 2)]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Any:
+    made = {topology: HostPool(*topology, timeout_seconds=240) for topology in TOPOLOGIES}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def rows(kind: str, steps: int) -> list[Any]:
+    """Batches of one process, through all stages of the mixture."""
+    with mixture_jobs.make_feed(kind, prefetch=0) as feed:
+        batches = [next(feed) for _ in range(steps)]
+    return [np.stack([np.asarray(b["component"]), np.asarray(b["value"])], 1).tolist() for b in batches]
+
+
+@pytest.mark.parametrize("kind", ["random", "lanes"])
+def test_a_mixture_with_stages_travels_between_topologies(pools: Any, kind: str) -> None:
+    expected = rows(kind, 16)
+    assert {tuple(sorted({row[0] for row in batch})) for batch in expected} >= {(0, 1, 2), (1, 2), (0, 2)}
+    state, done = None, 0
+    for topology, steps in (((2, 4), 3), ((3, 2), 6), ((2, 4), 1), ((3, 2), 3)):
+        results = pools[topology].run(mixture_jobs.run_some, kind, state, expected[done : done + steps])
+        done += steps
+        state = json.dumps(meshfeed.merge_states([json.loads(result.value) for result in results]))
+    mixture_jobs.run_some(kind, state, expected[done:])
+
+
+def test_with_the_sequence_sharded_no_host_reads_whole_examples(pools: Any, tmp_path: Path) -> None:
+    ts = pytest.importorskip("tensorstore")
+    data = np.random.default_rng(0).integers(1, 2**31, (96, 1536), np.int32)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "x")}}
+    layout = ts.ChunkLayout(chunk_shape=(1, 64))
+    ts.open(spec, create=True, dtype=ts.int32, shape=data.shape, chunk_layout=layout).result().write(data).result()
+    few_rows = 10 * 1536 * 4  # whole ones, for the records' structure and the source's identity
+    for hosts, devices in TOPOLOGIES:
+        results = pools[hosts, devices].run(mixture_jobs.bytes_of_columns, str(tmp_path / "x"), (None, "seq"))
+        for result in results:
+            assert data.nbytes / hosts <= result.value <= data.nbytes / hosts + few_rows
