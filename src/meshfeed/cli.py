@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from meshfeed import _cli_checkpoint
 from meshfeed._errors import MeshfeedError, PlanError, SettingsError
 
 if TYPE_CHECKING:
@@ -177,7 +178,10 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
 @main.command(epilog=_example("demo --directory demo-out"))
 @click.option("--steps", type=click.IntRange(min=20), default=200, show_default=True, help="Of the training.")
 @click.option(
-    "--directory", type=click.Path(), default=None, help="Keep corpus, checkpoints and logs here; else they are removed."
+    "--directory",
+    type=click.Path(),
+    default=None,
+    help="Keep corpus, checkpoints and logs here; else they are removed.",
 )
 @click.option("--break", "how", type=click.Choice(["seed", "position"]), default=None, hidden=True)
 def demo(steps: int, directory: str | None, how: str | None) -> None:
@@ -251,6 +255,10 @@ def bench(
         files = list(paths) or stack.enter_context(_cli_bench.example_files(20_000, record_bytes or 4096))
         result = _cli_bench.bench(files, steps=steps, step_seconds=step_ms / 1e3, record_bytes=record_bytes, **settings)
     click.echo(json.dumps(result) if as_json else "\n".join(_cli_bench.report(result, step_ms / 1e3)))
+
+
+for _command in _cli_checkpoint.COMMANDS:
+    main.add_command(_command)
 
 
 if __name__ == "__main__":

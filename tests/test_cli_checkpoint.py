@@ -1,0 +1,142 @@
+"""meshfeed inspect, verify, diff and convert over checkpoints that a Checkpointer really wrote."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from jax.sharding import AxisType
+
+import meshfeed
+from meshfeed import cli
+
+pytest.importorskip("orbax.checkpoint")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Steps 1 and 2 of a small training with a feed."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    data = {"x": np.arange(40, dtype=np.int32)}
+    with (
+        meshfeed.MultiHostDataLoadIterator(data, mesh, global_batch_size=4, shuffle=True, prefetch=0) as feed,
+        meshfeed.checkpoint.Checkpointer(folder, save_interval_steps=1) as checkpoints,
+    ):
+        state = {"w": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "fixed": jnp.ones(4, jnp.int8), "lr": 0.5}
+        for step in (1, 2):
+            next(feed)
+            state = {**state, "w": state["w"] + 1}
+            checkpoints.save(step, state, feed, force=True)
+        checkpoints.wait()
+    return folder
+
+
+@pytest.fixture
+def damaged(folder: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy with one flipped bit in the values of step 2."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    largest = max((p for p in (copy / "2" / "arrays").rglob("*") if p.is_file() and "/d/" in str(p)), key=_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
+    return copy
+
+
+def _size(path: pathlib.Path) -> int:
+    return path.stat().st_size
+
+
+def test_inspect_lists_the_steps(folder: pathlib.Path) -> None:
+    steps = json.loads(run("inspect", folder, "--json").output)["steps"]
+    assert [(step["step"], step["position"], step["intact"]) for step in steps] == [(1, 4, True), (2, 8, True)]
+    lines = run("inspect", folder).output.splitlines()
+    assert lines[0].split() == ["step", "position", "feed", "step", "bytes", "leaves"]
+    assert [line.split()[:3] for line in lines[1:]] == [["1", "4", "1"], ["2", "8", "2"]]
+
+
+def test_inspect_of_one_step_lists_its_leaves(folder: pathlib.Path) -> None:
+    for arguments in (("inspect", folder, "--step", 2), ("inspect", folder / "2")):
+        output = run(*arguments).output
+        assert "float32[2, 3], 24 B" in output
+        assert "int8[4], 4 B" in output
+        assert "0.5" in output
+        assert '"position": 8' in output
+
+
+def test_inspect_of_what_is_not_there(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert run("inspect", tmp_path).exit_code == 1
+    result = run("inspect", folder, "--step", 7)
+    assert result.exit_code == 1
+    assert "7" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_verify_passes_what_is_whole_and_finds_a_flipped_bit(folder: pathlib.Path, damaged: pathlib.Path) -> None:
+    whole = run("verify", folder)
+    assert whole.exit_code == 0
+    assert whole.output.count("intact") == 2
+    broken = run("verify", damaged)
+    assert broken.exit_code == 1
+    assert "DAMAGED" in broken.output
+    found = json.loads(run("verify", damaged, "--json").output)
+    assert [row["intact"] for row in found["steps"]] == [True, False]
+    assert run("verify", damaged, "--step", 1).exit_code == 0
+
+
+def test_diff_names_what_differs(folder: pathlib.Path) -> None:
+    same = run("diff", folder / "1", folder / "1")
+    assert (same.exit_code, same.output) == (0, "the same\n")
+    different = run("diff", folder / "1", folder / "2")
+    assert different.exit_code == 1
+    lines = different.output.splitlines()
+    assert "state position: 4 | 8" in lines
+    assert [line for line in lines if line.startswith("leaf")] == [
+        line for line in lines if "'w'" in line or " w:" in line
+    ]
+    assert "chunks differ" in different.output
+    assert json.loads(run("diff", folder / "1", folder / "2", "--json").output)["same"] is False
+
+
+def test_diff_of_two_states(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for name, position in (("a", 4), ("b", 8)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"meshfeed": 1, "position": position}))
+    assert run("diff", tmp_path / "a.json", tmp_path / "b.json").output == "state position: 4 | 8\n"
+    assert run("diff", tmp_path / "a.json", tmp_path / "none").exit_code == 1
+
+
+def test_convert_continues_what_grain_saved(tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def make_feed() -> meshfeed.MultiHostDataLoadIterator:
+        return meshfeed.MultiHostDataLoadIterator(
+            {"x": np.arange(40, dtype=np.int32)}, mesh, global_batch_size=4, prefetch=0
+        )
+
+    (tmp_path / "iter").mkdir()
+    for host in range(2):
+        (tmp_path / "iter" / f"process_{host}-of-2.json").write_text(json.dumps({"next_index": 6}))
+    with make_feed() as feed:
+        (tmp_path / "template.json").write_text(json.dumps(feed.get_state()))
+    arguments = ["convert", tmp_path / "iter", tmp_path / "template.json", tmp_path / "out", "--global-batch-size", 4]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output == f"{tmp_path / 'out'}: a state of 'random_access' at position 12\n"
+    with make_feed() as feed:
+        feed.set_state(meshfeed._state_files.read_state(tmp_path / "out"))
+        assert np.asarray(next(feed)["x"]).tolist() == [12, 13, 14, 15]
+    (tmp_path / "iter" / "process_1-of-2.json").unlink()
+    refused = run(*arguments)
+    assert refused.exit_code == 1
+    assert "Traceback" not in refused.output
