@@ -18,7 +18,9 @@ from array_record_files import some_records, write
 
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed.sources import _array_record_readers as readers
+from meshfeed.sources import _array_record_rows as rows_module
 from meshfeed.sources._array_record import ArrayRecord
+from meshfeed.sources._array_record_rows import RowReader, expected_microseconds
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,11 @@ def three_files(tmp_path_factory) -> tuple[list[str], list[bytes]]:
     return paths, records
 
 
+def prefer(source: ArrayRecord, as_list: bool) -> None:
+    """Makes the source read scattered rows one way."""
+    source._rows._slowdown = [1e99, 1e-99] if as_list else [1e-99, 1e99]
+
+
 @given(ids=st.lists(st.integers(0, 339), max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_records_come_in_the_order_asked_for(three_files, ids: list[int]) -> None:
@@ -42,7 +49,7 @@ def test_records_come_in_the_order_asked_for(three_files, ids: list[int]) -> Non
 
 
 @pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:1,zstd", "group_size:64,brotli:2"])
-def test_every_way_of_reading_gives_the_same_bytes(tmp_path, options: str, monkeypatch) -> None:
+def test_every_way_of_reading_gives_the_same_bytes(tmp_path, options: str) -> None:
     records = some_records(700)
     source = ArrayRecord(write(tmp_path / "x", records, options))
     rng = np.random.default_rng(0)
@@ -57,20 +64,54 @@ def test_every_way_of_reading_gives_the_same_bytes(tmp_path, options: str, monke
     ]
     for ids in requests:
         for as_list in (True, False):
-            monkeypatch.setattr(readers, "_reads_as_list", lambda file, rows, answer=as_list: answer)
+            prefer(source, as_list)
             assert source.read_raw(ids) == [records[i] for i in ids]
 
 
-def test_crossover_between_single_reads_and_lists() -> None:
-    def reads_as_list(num_records: int, rows, group_size: int = 1, num_bytes: int = 10**8) -> bool:
-        return readers._reads_as_list(readers.ShardFile("x", num_bytes, "", num_records, group_size), np.array(rows))
+def file_of_records(num_records: int, group_size: int = 1, num_bytes: int = 10**8) -> readers.ShardFile:
+    return readers.ShardFile("x", num_bytes, "", num_records, group_size)
+
+
+def test_foretold_crossover_between_single_reads_and_lists() -> None:
+    def reads_as_list(file: readers.ShardFile, rows) -> bool:
+        singles, listed = expected_microseconds(file, np.array(rows))
+        return listed < singles
 
     spread = list(range(0, 100_000, 1_000))
-    assert not reads_as_list(100_000, spread[:64])
-    assert not reads_as_list(1_000_000, spread)
-    assert reads_as_list(1_000, list(range(999)))
-    assert reads_as_list(100_000, list(range(64)), group_size=256)  # one chunk, decoded once
-    assert not reads_as_list(100_000, spread[:8], group_size=256)
+    assert not reads_as_list(file_of_records(100_000), spread[:64])
+    assert not reads_as_list(file_of_records(1_000_000), spread)
+    assert reads_as_list(file_of_records(1_000), list(range(0, 999, 2)))
+    assert reads_as_list(file_of_records(100_000, 256), list(range(0, 256, 4)))  # one chunk, decoded once
+    assert not reads_as_list(file_of_records(100_000, 256), spread[:8])
+
+
+def test_the_faster_way_is_learned_and_learned_anew(monkeypatch) -> None:
+    clock, cost = [0.0], {"single": 4e-6, "list": 400e-6}
+    monkeypatch.setattr(rows_module.time, "perf_counter", lambda: clock[0])
+    taken: list[str] = []
+
+    class Reader:
+        def read(self, *rows):
+            taken.append("single" if len(rows) == 2 else "list")
+            clock[0] += cost[taken[-1]]
+            return [b""] * (1 if len(rows) == 2 else len(rows[0]))
+
+    def read_batches(number: int) -> dict[str, int]:
+        taken.clear()
+        for _ in range(number):
+            assert len(row_reader.read(Reader(), file_of_records(100_000), np.arange(0, 6400, 100), 0)) == 64
+        return {"single": taken.count("single") // 64, "list": taken.count("list")}
+
+    row_reader = RowReader()
+    assert read_batches(300) == {"single": 300, "list": 0}  # the page cache
+    cost["single"] *= 50  # once, because the process did not run
+    read_batches(1)
+    cost["single"] /= 50
+    assert read_batches(300)["single"] == 300
+    cost["single"] = 500e-6  # a network disk: a list costs no more than before
+    assert read_batches(300)["list"] > 290
+    cost["single"], cost["list"] = 4e-6, 2000e-6
+    assert read_batches(300)["single"] > 290
 
 
 def test_globs_lists_and_order(three_files, tmp_path) -> None:
@@ -165,8 +206,7 @@ def test_a_file_of_no_records_is_no_damage_but_no_source_either(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-def test_a_flipped_bit_names_file_and_record(tmp_path, as_list: bool, monkeypatch) -> None:
-    monkeypatch.setattr(readers, "_reads_as_list", lambda file, rows: as_list)
+def test_a_flipped_bit_names_file_and_record(tmp_path, as_list: bool) -> None:
     records = some_records(400)
     first = write(tmp_path / "first", records[:100])
     second = pathlib.Path(write(tmp_path / "second", records[100:]))
@@ -174,6 +214,7 @@ def test_a_flipped_bit_names_file_and_record(tmp_path, as_list: bool, monkeypatc
     content[content.index(records[123])] ^= 1
     second.write_bytes(content)
     source = ArrayRecord([first, second])
+    prefer(source, as_list)
     for ids in ([5, 123, 300], np.arange(400), [123]):
         with pytest.raises(CorruptDataError, match=r"second: record 123 \(row 23 of the file\) is damaged") as caught:
             source.read_raw(ids)

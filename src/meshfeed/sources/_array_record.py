@@ -13,7 +13,8 @@ import xxhash
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
 from meshfeed.sources import _files
-from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, read_rows, shared_readers
+from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, shared_readers
+from meshfeed.sources._array_record_rows import RowReader
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
@@ -75,6 +76,7 @@ class ArrayRecord:
                 f"ArrayRecord got {len(names):,} file(s) with 0 records in all, the first {names[0]}. Expected at "
                 "least one record. Check what wrote them."
             )
+        self._rows = RowReader()
         self._readers: ReaderPool = shared_readers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,13 +159,13 @@ class ArrayRecord:
         file = self._files[file_index]
         first_record_id = int(self._starts[file_index])
         try:
-            return read_rows(self._readers.get(file, self._cache), file, rows, first_record_id)
+            return self._rows.read(self._readers.get(file, self._cache), file, rows, first_record_id)
         except CorruptDataError:
             if self._cache is None or not _files.is_url(file.path):
                 raise
         self._readers.drop([file])  # the copy may be at fault: once more from the original
         self._cache.discard(file.path)
-        return read_rows(self._readers.get(file, self._cache), file, rows, first_record_id)
+        return self._rows.read(self._readers.get(file, self._cache), file, rows, first_record_id)
 
     def file_of(self, record_id: int) -> str:
         """Path or URL of the file that holds a record."""

@@ -1,7 +1,7 @@
-"""ArrayRecord files: opening, counting and checking them, and reading rows of one file the fastest way.
+"""ArrayRecord files: opening, counting and checking them, and how many stay open.
 
 The library opens a truncated, garbage or missing file as one of 0 records and says nothing; ``ok()`` tells, and the
-reason comes out of the first read. What the library raises is mapped to our own exceptions here and nowhere else.
+reason comes out of the first read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import resource
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed.sources._files import is_url
@@ -214,74 +212,3 @@ def _open_checked(file: ShardFile, path: str, version: str | None) -> Any:
             "again."
         )
     return reader
-
-
-def read_rows(reader: Any, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
-    """Records ``rows`` of one file, in the order asked for.
-
-    Args:
-      reader: of ``file``.
-      file: for the choice of the way to read, and for messages.
-      rows: int64[n], row numbers within the file.
-      first_record_id: record id of the file's row 0, for messages.
-
-    Raises:
-      CorruptDataError: a stored byte is damaged; names file and record.
-      OSError: the file cannot be read.
-    """
-    read = reader.read
-    try:
-        if len(rows) == 1:
-            row = int(rows[0])
-            return read(row, row + 1)
-        ends = np.flatnonzero(np.diff(rows) != 1) + 1  # of runs of neighbours, but for the last one
-        if 2 * len(ends) < len(rows):
-            records: list[bytes] = []
-            for run in np.split(rows, ends):
-                records += read(int(run[0]), int(run[-1]) + 1)
-            return records
-        listed = rows.tolist()
-        if _reads_as_list(file, rows):
-            return read(listed)
-        return [read(row, row + 1)[0] for row in listed]
-    except (RuntimeError, IndexError) as error:
-        raise _explain(reader, file, rows.tolist(), first_record_id, error) from error
-
-
-def _reads_as_list(file: ShardFile, rows: np.ndarray) -> bool:
-    """Whether one ``read`` of many scattered rows beats many reads of one.
-
-    Microseconds measured on 1,000-byte records: one row costs 3.3 and the decoding of its chunk each time; a list costs
-    0.002 for every chunk of the file (it walks through all of them), some 200 to wake the library's threads, 2.7 a row,
-    and the decoding of each chunk once. A chunk decodes at about 5 bytes a nanosecond.
-    """
-    fixed = 0.002 * file.num_chunks + 200.0
-    if file.group_size == 1:
-        return 0.6 * len(rows) > fixed
-    num_touched = len(np.unique(rows // file.group_size))
-    if num_touched == 1:
-        fixed -= 200.0  # one chunk is read on the calling thread
-    chunk_cost = 3.3 + 0.0002 * file.num_bytes / max(file.num_chunks, 1)
-    return len(rows) * chunk_cost > fixed + num_touched * chunk_cost + 0.5 * len(rows)
-
-
-def _explain(reader: Any, file: ShardFile, rows: list[int], first_record_id: int, error: Exception) -> Exception:
-    """The exception to raise for ``error``: reads the rows one by one to find the one at fault."""
-    row, message = None, str(error)
-    for candidate in rows:
-        try:
-            reader.read(candidate, candidate + 1)
-        except (RuntimeError, IndexError) as single:
-            row, message = candidate, str(single)
-            break
-    if "read()" in message and "failed" in message:  # pread() failed: the disk or the network, not the bytes
-        return OSError(f"{file.path}: {message}")
-    record_id = None if row is None else first_record_id + row
-    which = "a record" if row is None else f"record {record_id} (row {row} of the file)"
-    return CorruptDataError(
-        f"{file.path}: {which} is damaged: {message}. Its bytes are not those that were written. Copy the file "
-        "again from where it came, or let the feed replace such records: "
-        "bad_records=meshfeed.SkipBad(max_fraction=1e-4).",
-        path=file.path,
-        record_id=record_id,
-    )
