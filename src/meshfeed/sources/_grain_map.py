@@ -1,0 +1,85 @@
+"""A Grain MapDataset as a random-access source."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshfeed._errors import SourceError
+from meshfeed._types import JsonValue, Record
+from meshfeed.sources import _grain_fingerprint, _grain_tree
+
+_logger = logging.getLogger("meshfeed.sources")
+
+
+class GrainRecords:
+    """Elements of a ``grain.MapDataset`` by index: exact on any number of hosts.
+
+    Several records are read at once where the data source below has ``__getitems__``, as
+    ``grain.sources.ArrayRecordDataSource`` has. Elements beyond the first epoch are never asked for: the feed's
+    ``shuffle``, ``seed`` and ``num_epochs`` order the records, and each epoch gives the same ones.
+
+    Args:
+      dataset: a ``grain.MapDataset`` without ``filter`` or ``flat_map``.
+
+    Raises:
+      SourceError: it has no element.
+    """
+
+    decode = None
+    decode_batch = None
+
+    def __init__(self, dataset: Any) -> None:
+        self._given = dataset
+        self._length = len(dataset)
+        if not self._length:
+            raise SourceError(f"the Grain dataset {dataset} has no elements. Expected at least one.")
+        if _grain_tree.is_named(dataset, "BatchMapDataset"):
+            _logger.warning(
+                "the Grain dataset ends in batch(%d), so that every record of the feed is a batch of its own; leave "
+                "batch() out, and give its size as global_batch_size",
+                _grain_tree.private(dataset, "_batch_size"),
+            )
+        self._dataset = _grain_tree.copy_tree(dataset, _grain_tree.batched_sources)
+        _ = getattr(self._dataset, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """Element ``record_id``.
+
+        Raises:
+          IndexError: it is not in [0, len).
+          SourceError: the element is missing.
+        """
+        return self.__getitems__([record_id])[0]
+
+    def __getitems__(self, record_ids: Sequence[int] | np.ndarray) -> Sequence[Record]:
+        """Several elements, in the order asked for.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          SourceError: an element is missing.
+        """
+        indices = [operator.index(record_id) for record_id in record_ids]
+        for index in indices:
+            if not 0 <= index < self._length:
+                raise IndexError(f"record id {index} is out of range: the source has {self._length:,} records")
+        records = _grain_tree.read_many(self._dataset, indices)
+        for index, record in zip(indices, records, strict=True):
+            if record is None:
+                raise SourceError(
+                    f"element {index} of the Grain dataset {self._given} is None, which means missing. Expected a "
+                    "record for every index. Pass dataset.to_iter_dataset(), which leaves missing elements out.",
+                    record_id=index,
+                )
+        return records
+
+    def fingerprint(self) -> JsonValue:
+        """Number of records, the chain of transforms with their settings, and the identity of the data below."""
+        return {"kind": "grain", "records": self._length, **_grain_fingerprint.describe(self._given)}

@@ -1,0 +1,179 @@
+"""Grain MapDatasets as random access, and what Grain() makes of which."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from meshfeed import _errors as errors
+from meshfeed.sources._grain import Grain
+from meshfeed.sources._grain_map import GrainRecords
+from meshfeed.sources._grain_stream import GrainStream
+from meshfeed.sources._host_batches import HostBatches
+
+grain = pytest.importorskip("grain")
+
+
+class Batched:
+    """A data source that counts how it is read."""
+
+    def __init__(self, count=50):
+        self.count, self.single, self.batched = count, 0, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.single += 1
+        return index * 10
+
+    def __getitems__(self, indices):
+        self.batched.append(list(indices))
+        return [index * 10 for index in indices]
+
+
+def test_what_becomes_of_which():
+    records = grain.MapDataset.range(8)
+    assert isinstance(Grain(records), GrainRecords)
+    assert isinstance(Grain(records.shuffle(seed=1).map(float)), GrainRecords)
+    assert isinstance(Grain(records.filter(bool)), GrainStream)
+    assert isinstance(Grain(grain.MapDataset.source(records.filter(bool)).map(float)), GrainStream)
+    assert isinstance(Grain(records.to_iter_dataset()), GrainStream)
+    sampler = grain.samplers.IndexSampler(8, shard_options=grain.sharding.NoSharding(), num_epochs=1)
+    assert isinstance(Grain(grain.DataLoader(data_source=list(range(8)), sampler=sampler)), HostBatches)
+    with pytest.raises(errors.SourceError, match=r"Grain got a list\. Expected a grain\.MapDataset"):
+        Grain([1, 2])
+    with pytest.raises(errors.SourceError, match="has no elements"):
+        Grain(grain.MapDataset.range(0))
+
+
+def pipelines():
+    source = grain.MapDataset.source(Batched())
+    yield source
+    yield source.map(lambda x: x + 1)
+    yield source.seed(4).shuffle().map(lambda x: x + 1).random_map(lambda x, rng: x + int(rng.integers(1000)))
+    yield source[3:40:2].map_with_index(lambda i, x: (i, x))
+    yield source.repeat(2).shuffle(seed=3)
+    yield grain.MapDataset.mix([source.repeat(2), grain.MapDataset.range(1000, 1080)], [0.3, 0.7])
+    yield grain.MapDataset.concatenate([source, grain.MapDataset.range(1000, 1080)])
+    yield grain.experimental.ZipMapDataset([source, grain.MapDataset.range(1000, 1050)])
+    yield grain.MapDataset.source(source.shuffle(seed=3)).map(lambda x: x + 1)
+    yield grain.experimental.WindowShuffleMapDataset(source, window_size=25, seed=3)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_records_are_those_of_the_dataset(number):
+    dataset = next(itertools.islice(pipelines(), number, None))
+    source = Grain(dataset)
+    expected = [dataset[i] for i in range(len(dataset))]
+    assert len(source) == len(dataset)
+    order = np.random.default_rng(0).permutation(len(dataset))
+    assert list(source.__getitems__(order)) == [expected[i] for i in order]
+    assert [source[i] for i in range(0, len(dataset), 7)] == expected[::7]
+
+
+def test_sources_are_read_many_at_once_and_the_users_dataset_is_left_alone():
+    data = Batched()
+    dataset = grain.MapDataset.source(data).shuffle(seed=2).map(lambda x: x + 1)
+    source = Grain(dataset)
+    assert sorted(source.__getitems__([4, 2, 2, 9])) == sorted(dataset[i] for i in [4, 2, 2, 9])
+    assert [len(ids) for ids in data.batched] == [4]
+    assert data.single == 4  # the comparison's own
+    assert not hasattr(data, "_getitems")
+
+
+def test_array_record_files(tmp_path):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    paths, ids = [], itertools.count()
+    for name, size in (("a", 5), ("b", 1), ("c", 11)):
+        paths.append(str(tmp_path / f"{name}.array_record"))
+        writer = module.ArrayRecordWriter(paths[-1], "group_size:1")
+        for _ in range(size):
+            writer.write(str(next(ids)).encode())
+        writer.close()
+    dataset = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths)).map(int)
+    source = Grain(dataset)
+    assert list(source.__getitems__(range(17))) == list(range(17))
+    assert source.fingerprint()["pipeline"]["0 SourceMapDataset"]["source"]["files"]["count"] == 3
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in paths:
+        shutil.copy(path, moved)
+    elsewhere = [str(moved / path.rsplit("/")[-1]) for path in paths]
+    again = Grain(grain.MapDataset.source(grain.sources.ArrayRecordDataSource(elsewhere)).map(int))
+    assert again.fingerprint() == source.fingerprint()
+
+
+def test_ids_and_missing_elements_are_errors():
+    source = Grain(grain.MapDataset.range(5).map(lambda x: None if x == 3 else x))
+    for bad in (-1, 5):
+        with pytest.raises(IndexError, match=f"record id {bad} is out of range"):
+            source[bad]
+    with pytest.raises(errors.SourceError, match=r"element 3 of the Grain dataset .* is None") as error:
+        source.__getitems__([1, 3])
+    assert error.value.record_id == 3
+
+
+def test_a_batched_dataset_is_warned_about(caplog):
+    with caplog.at_level(logging.WARNING, "meshfeed"):
+        Grain(grain.MapDataset.range(8).batch(4))
+    assert "batch(4)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("seed", lambda: grain.MapDataset.range(9).shuffle(seed=4).map(float)),
+        ("length", lambda: grain.MapDataset.range(8).shuffle(seed=3).map(float)),
+        ("transform", lambda: grain.MapDataset.range(9).shuffle(seed=3).map(int)),
+        ("start", lambda: grain.MapDataset.range(1, 10).shuffle(seed=3).map(float)),
+        ("1 MapMapDataset", lambda: grain.MapDataset.range(9).map(float)),
+    ],
+)
+def test_fingerprint_names_what_differs(field, other):
+    from meshfeed._state import compare_fingerprints
+
+    def make():
+        return {"source": Grain(grain.MapDataset.range(9).shuffle(seed=3).map(float)).fingerprint()}
+
+    compare_fingerprints(json.loads(json.dumps(make())), make())
+    with pytest.raises(errors.StateMismatchError) as error:
+        compare_fingerprints(make(), {"source": Grain(other()).fingerprint()})
+    assert field in error.value.field or "records" in error.value.field
+
+
+def test_other_content_of_the_same_shape_is_another_source():
+    def of(values):
+        return Grain(grain.MapDataset.source(values)).fingerprint()
+
+    assert of([1, 2, 3]) == of([1, 2, 3]) != of([1, 2, 4])
+    assert of([{"x": np.arange(3)}]) == of([{"x": np.arange(3)}]) != of([{"x": np.arange(3.0)}])
+    assert of([b"a", b"b"]) != of([b"a", b"c"])
+
+
+def test_fingerprint_is_the_same_in_every_process():
+    code = textwrap.dedent("""
+        import functools, json, grain
+        from meshfeed.sources._grain import Grain
+        class Add(grain.transforms.Map):
+            def __init__(self): self.table = object()
+            def map(self, x): return x
+        def scale(x, by): return x * by
+        ds = grain.MapDataset.source([object(), 2.0]).seed(7).shuffle().map(Add()).map(functools.partial(scale, by=2))
+        it = grain.experimental.WindowShuffleIterDataset(ds.to_iter_dataset(), window_size=3, seed=1).filter(bool)
+        print(json.dumps([Grain(ds).fingerprint(), Grain(it).fingerprint()]))
+    """)
+    outs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+        for _ in range(2)
+    ]
+    assert outs[0] == outs[1] != ""
+    assert "0x" not in outs[0]
