@@ -127,6 +127,39 @@ def test_an_error_is_raised_again_and_the_iterator_left_alone():
             next(iterator)
 
 
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("save_each", [True, False])
+def test_what_can_be_resumed_goes_on_after_an_error(stateful, save_each):
+    failures = iter([2, 5])
+    fail_at = [next(failures)]
+
+    class Failing(Stateful):
+        def __next__(self):
+            if self.next_index == fail_at[0]:
+                fail_at[0] = next(failures, -1)
+                self.next_index += 2  # as many libraries do, it would go on somewhere else
+                raise OSError("network")
+            return super().__next__()
+
+    if stateful:
+        source = HostBatches(Failing())
+    else:
+        Failing.get_state = Failing.set_state = None
+        source = HostBatches(type("Loader", (), {"__iter__": lambda self: Failing()})())
+    iterator, got, errors_seen = source.iterator(), [], 0
+    while True:
+        try:
+            got.append(int(next(iterator)["y"][0]))
+        except OSError:
+            errors_seen += 1
+        except StopIteration:
+            break
+        if save_each:
+            assert iterator.get_state()["batches"] == len(got)
+    assert got == list(range(7))
+    assert errors_seen == 2
+
+
 def test_an_interrupted_generator_does_not_look_like_the_end():
     def generate():
         yield {"x": np.zeros(2)}

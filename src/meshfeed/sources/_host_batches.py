@@ -33,6 +33,7 @@ class HostBatches:
       iterable: an iterable, or an iterator, of pytrees with arrays ``[host_rows, ...]`` as leaves.
 
     Attributes:
+      iterable: what was given.
       elastic: False.
 
     Raises:
@@ -48,7 +49,7 @@ class HostBatches:
                 f"HostBatches got a {type(iterable).__name__}. Expected an iterable of batches: pytrees of arrays "
                 "[host_rows, ...]. A function that makes one is to be called first."
             )
-        self._iterable = iterable
+        self.iterable = iterable
         self._one_shot = hasattr(iterable, "__next__") and (
             not hasattr(iterable, "__iter__") or iter(iterable) is iterable
         )
@@ -59,7 +60,7 @@ class HostBatches:
     @property
     def resumable(self) -> bool:
         """Whether a saved state can be continued."""
-        return not self._one_shot or _has_state(self._iterable)
+        return not self._one_shot or _has_state(self.iterable)
 
     def iterator(self) -> HostBatchIterator:
         """The batches from the beginning.
@@ -68,19 +69,19 @@ class HostBatches:
           SourceError: a generator that was read before.
         """
         if not self._one_shot:
-            return HostBatchIterator(self, _start(self._iterable), restartable=True)
+            return HostBatchIterator(self, _start(self.iterable), restartable=True)
         if self._first_state is not None:
             if self._taken:
-                self._iterable.set_state(self._first_state)
+                self.iterable.set_state(self._first_state)
             self._taken = True
-            return HostBatchIterator(self, self._iterable, restartable=False)
+            return HostBatchIterator(self, self.iterable, restartable=False)
         if self._taken:
             raise SourceError(
-                f"the batches come from a {type(self._iterable).__name__}, which can be read once and was. Expected an "
+                f"the batches come from a {type(self.iterable).__name__}, which can be read once and was. Expected an "
                 "iterable that starts again at each iter(). Pass an object whose __iter__ makes a new generator."
             )
         self._taken = True
-        return HostBatchIterator(self, self._iterable, restartable=False)
+        return HostBatchIterator(self, self.iterable, restartable=False)
 
     def fingerprint(self) -> JsonValue:
         """Only the kind: the batches are the user's own affair."""
@@ -90,8 +91,9 @@ class HostBatches:
 class HostBatchIterator:
     """One pass over :class:`HostBatches`.
 
-    After the end it keeps raising StopIteration, after an error that error: an iterator that failed is never asked
-    again, since most of them then skip or end without a word.
+    After the end it keeps raising StopIteration. An iterator that failed is never asked again, since most of them then
+    skip or end without a word: what can be resumed is brought back to the last batch and goes on, so that the call may
+    be tried again; what cannot raises the same error again.
     """
 
     def __init__(self, batches: HostBatches, iterator: Any, *, restartable: bool) -> None:
@@ -99,16 +101,23 @@ class HostBatchIterator:
         self._iterator = iterator
         self._restartable = restartable
         self._delivered = 0
+        self._saved = self._take_state()
         self._failure: BaseException | None = None
+        self._ended = False
 
     def __iter__(self) -> Iterator[PyTree]:
         return self
 
     def __next__(self) -> PyTree:
+        if self._ended:
+            raise StopIteration
         if self._failure is not None:
-            raise self._failure
+            self._recover(self._failure)
         try:
             batch = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            raise
         except Exception as error:
             self._failure = error
             raise
@@ -125,10 +134,12 @@ class HostBatchIterator:
 
     def get_state(self) -> JsonValue:
         """State after the last batch that was returned."""
-        state: dict[str, Any] = {"batches": self._delivered}
-        if _has_state(self._iterator):
-            state["state"] = _state.encode_value(self._iterator.get_state())
-        return state
+        if self._failure is None or not _has_state(self._iterator):
+            self._saved = self._take_state()
+        elif self._saved["batches"] != self._delivered:  # what failed may say anything of where it is
+            self._recover(self._failure)
+            self._saved = self._take_state()
+        return self._saved
 
     def set_state(self, state: JsonValue) -> None:
         """Goes on after the batch at which ``state`` was taken.
@@ -143,7 +154,22 @@ class HostBatchIterator:
             self._restore(state)
         else:
             self._skip_to(state)
-        self._failure = None
+        self._failure, self._ended, self._saved = None, False, state
+
+    def _take_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"batches": self._delivered}
+        if _has_state(self._iterator):
+            state["state"] = _state.encode_value(self._iterator.get_state())
+        return state
+
+    def _recover(self, failure: BaseException) -> None:
+        """Back to where the last batch was returned; raises ``failure`` where that cannot be."""
+        wanted, saved = self._delivered, self._saved
+        if not (self._restartable or _has_state(self._iterator)):
+            raise failure
+        self.set_state(saved)
+        self._drop(self._iterator, saved["batches"], wanted)
+        self._delivered = wanted
 
     def close(self) -> None:
         """Closes the underlying iterator, if it can be closed."""
@@ -159,8 +185,9 @@ class HostBatchIterator:
                 f"the state of a {type(self._iterator).__name__}",
                 "Pass the kind of iterable that the state was saved with.",
             )
+        iterator = _start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
-            self._iterator.set_state(_state.decode_value(state["state"]))
+            iterator.set_state(_state.decode_value(state["state"]))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise StateMismatchError(
                 f"{_FIELD}.state",
@@ -168,7 +195,9 @@ class HostBatchIterator:
                 f"a {type(self._iterator).__name__} that refuses it: {error}",
                 "Host batches are not elastic: continue with the same number of hosts and workers, and the same data.",
             ) from error
-        self._delivered = state["batches"]
+        if iterator is not self._iterator:
+            self.close()
+        self._iterator, self._delivered = iterator, state["batches"]
 
     def _skip_to(self, state: dict[str, Any]) -> None:
         wanted = state["batches"]
@@ -179,30 +208,30 @@ class HostBatchIterator:
                 f"a {type(self._iterator).__name__} without set_state",
                 "Pass the kind of iterable that the state was saved with.",
             )
+        if not self._restartable and (wanted != self._delivered or self._failure is not None):
+            raise StateMismatchError(
+                f"{_FIELD}.batches",
+                wanted,
+                self._delivered,
+                f"A {type(self._iterator).__name__} can be read once and cannot be brought to a saved state. Pass an "
+                "iterable that starts again at each iter(), or an iterator with get_state and set_state.",
+            )
         if self._restartable:
-            if self._delivered:
-                self.close()
-            iterator, start = _start(self._batches._iterable), 0
-        else:
-            iterator, start = self._iterator, self._delivered
-            if wanted != start or self._failure is not None:
-                raise StateMismatchError(
-                    f"{_FIELD}.batches",
-                    wanted,
-                    start,
-                    f"A {type(iterator).__name__} can be read once and cannot be brought to a saved state. Pass an "
-                    "iterable that starts again at each iter(), or an iterator with get_state and set_state.",
-                )
-        if wanted > start:
-            _logger.info("host batches have no state: reading and dropping %d batches to resume", wanted - start)
-        for position in range(start, wanted):
+            iterator = _start(self._batches.iterable)
+            if wanted:
+                _logger.info("host batches have no state: reading and dropping %d batches to resume", wanted)
+            self._drop(iterator, 0, wanted)
+            self.close()
+            self._iterator, self._delivered = iterator, wanted
+
+    def _drop(self, iterator: Any, start: int, stop: int) -> None:
+        for position in range(start, stop):
             try:
                 next(iterator)
             except StopIteration:
                 raise StateMismatchError(
-                    f"{_FIELD}.batches", wanted, position, "The iterable ends earlier; pass the data it was saved with."
+                    f"{_FIELD}.batches", stop, position, "The iterable ends earlier; pass the data it was saved with."
                 ) from None
-        self._iterator, self._delivered = iterator, wanted
 
 
 def _has_state(iterator: Any) -> bool:
@@ -211,8 +240,9 @@ def _has_state(iterator: Any) -> bool:
 
 def _start(iterable: Any) -> Any:
     # tf.data: NumPy arrays instead of tensors, without copying them
-    as_numpy: Any = getattr(iterable, "as_numpy_iterator", None)
-    return iter(as_numpy() if callable(as_numpy) else iterable)
+    as_numpy = getattr(iterable, "as_numpy_iterator", None)
+    restarted: Any = as_numpy() if callable(as_numpy) else iterable
+    return iter(restarted)
 
 
 def _own(leaf: Any) -> Any:
