@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -136,7 +135,7 @@ class RandomCourse:
         if place.order.total is not None:
             position = min(position, place.order.total)
         skipped = add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped
-        return dataclasses.replace(place, step=batch.step + 1, position=position, skipped=skipped)
+        return Place(place.timeline, batch.step + 1, position, skipped=skipped, order=place.order, source=place.source)
 
     def num_steps(self, place: Place) -> int | None:
         """From the length, the same everywhere, without talking."""

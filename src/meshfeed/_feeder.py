@@ -12,14 +12,15 @@ from meshfeed._timeline import Timeline
 from meshfeed._types import ColumnSlices, PyTree, RecordIds
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class HostBatch:
     """One host's rows of one global batch.
 
     Attributes:
       step: of the global batch.
       global_batch_size: its rows over all hosts, padded ones included.
-      tree: pytree of arrays ``[host rows, ...]``, padded and with its mask.
+      tree: pytree of arrays ``[host rows, ...]``, padded and with its mask; None where no lane here has a record, and
+        once the transfer has begun.
       num_bytes: of ``tree``.
       entries: what the state needs after this batch: lane → entry for streams, the iterator's state for host batches.
       ended: lane → its length in records, for the lanes known to have ended.

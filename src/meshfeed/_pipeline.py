@@ -32,7 +32,7 @@ class Ready:
     """A batch that all hosts can make, its transfer started.
 
     Attributes:
-      batch: what was read; its tree is let go.
+      batch: what was read, without its tree.
       arrays: global arrays, or what :meth:`Layout.finish` turns into them.
       ended: lanes of all hosts that ended, as far as announced: lane → length in records.
       seconds: ``transfer_seconds``.
@@ -168,7 +168,8 @@ class Pipeline:
             self._host_stage.pop()
         self._held = None
         self._step = batch.step + 1
-        return Ready(dataclasses.replace(batch, tree=None), arrays, self._exchange.ended, seconds)
+        batch.tree = None
+        return Ready(batch, arrays, self._exchange.ended, seconds)
 
     def _raise_stop(self, stop: Stop) -> None:
         if not stop.errors:

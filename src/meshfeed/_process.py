@@ -20,10 +20,10 @@ import jax
 
 from meshfeed._errors import StalledError
 
-_MIN_SLICE_SECONDS = 0.25  # a blocking get is cut into slices so that Ctrl-C, close and deadlines are noticed …
+_MIN_SLICE_SECONDS = 0.5  # a blocking get is cut into slices so that Ctrl-C, close and deadlines are noticed …
 _MAX_SLICE_SECONDS = 2.0  # … which grow, so that thousands of hosts in a long wait do not flood the coordinator
-_FIRST_POLL_SECONDS = 0.001
-_MAX_POLL_SECONDS = 0.05
+_PAUSE_SECONDS_A_HOST = 5e-5
+_MAX_PAUSE_SECONDS = 0.02
 
 
 def process_index() -> int:
@@ -155,15 +155,21 @@ def wait_for_hosts(
     deadline: float,
     stop: Callable[[Mapping[int, str]], bool] | None = None,
 ) -> dict[int, str]:
-    """Polls ``<prefix>/<host>`` until all participants are there, ``stop`` says so, or the deadline passes."""
+    """Collects ``<prefix>/<host>`` until all participants are there, ``stop`` says so, or the deadline passes.
+
+    Lists what is there, waits for one that is not (a blocked get costs the coordinator nothing), and lists again after a
+    pause in which others arrive: a few requests for thousands of hosts, and no delay for few.
+    """
     wanted = set(participants)
-    pause = _FIRST_POLL_SECONDS
+    pause = min(_MAX_PAUSE_SECONDS, len(wanted) * _PAUSE_SECONDS_A_HOST)
     while True:
         values = {int(host): value for host, value in store.directory(prefix).items() if int(host) in wanted}
-        if len(values) == len(wanted) or (stop is not None and stop(values)) or time.monotonic() >= deadline:
+        left = deadline - time.monotonic()
+        if len(values) == len(wanted) or (stop is not None and stop(values)) or left <= 0:
             return values
-        time.sleep(pause)
-        pause = min(pause * 1.5, _MAX_POLL_SECONDS)
+        missing = max(wanted - set(values))
+        if store.get(f"{prefix.rstrip('/')}/{missing}", min(_MIN_SLICE_SECONDS, left)) is not None:
+            time.sleep(pause)
 
 
 def format_hosts(hosts: Sequence[int], limit: int = 8) -> str:

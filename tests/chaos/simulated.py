@@ -1,0 +1,222 @@
+"""Scenarios over simulated hosts: the real courses, agreement and pipelines, a thread a host, no devices.
+
+A killed host stops where it stands and says nothing more; the others find out by their time-outs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from audit import Seen, audit
+from scenario import DiskGone, Scenario
+
+import meshfeed
+from meshfeed._agree import WindowAgreement
+from meshfeed._courses import make_course
+from meshfeed._exchange import Exchange
+from meshfeed._feeder import HostRows
+from meshfeed._pipeline import Pipeline
+from meshfeed._settings import check_settings
+from meshfeed._state import merge_states, parse_state
+from meshfeed._stats import StatsRecorder
+
+TIMEOUT_SECONDS = 2.0
+
+
+class MemoryStore:
+    """The interface of the coordination service's key-value store, in memory."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
+        with self._changed:
+            assert overwrite or key not in self._values
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, seconds: float) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, timeout=seconds)
+            return self._values.get(key)
+
+    def try_get(self, key: str) -> str | None:
+        with self._changed:
+            return self._values.get(key)
+
+    def directory(self, prefix: str) -> dict[str, str]:
+        prefix = prefix.rstrip("/") + "/"
+        with self._changed:
+            return {key[len(prefix) :]: value for key, value in self._values.items() if key.startswith(prefix)}
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            for name in [n for n in self._values if n == key or n.startswith(key + "/")]:
+                del self._values[name]
+
+
+class Killed(Exception):
+    """Stands for SIGKILL in a simulated host."""
+
+
+class Host:
+    """One simulated host of one incarnation."""
+
+    def __init__(self, scenario: Scenario, number: int, host: int, store: MemoryStore, state: Any) -> None:
+        self.scenario, self.number, self.host, self.store = scenario, number, host, store
+        self.plan = scenario.incarnations[number]
+        self.state = state
+        self.seen: list[Seen] = []
+        self.states: dict[int, dict[str, Any]] = {}
+        self.error: BaseException | None = None
+        self.ended = False
+        self.steps = 0
+
+    def rows_of(self, size: int) -> np.ndarray:
+        share = size // self.plan.hosts
+        return np.arange(self.host * share, (self.host + 1) * share)
+
+    def run(self) -> None:
+        try:
+            self._run()
+            self.ended = True
+        except BaseException as error:
+            self.error = error
+
+    def _run(self) -> None:
+        scenario, plan = self.scenario, self.plan
+        settings = check_settings(
+            global_batch_size=scenario.batch,
+            shuffle=scenario.kind == "random",
+            seed=scenario.seed,
+            num_epochs=1,
+            end="pad",
+            mask_key="mask",
+            num_lanes=scenario.num_lanes if scenario.kind == "stream" else None,
+            load="sharded",
+            prefetch=scenario.prefetch,
+            num_workers=0,
+            num_threads=None,
+            retry=meshfeed.Retry(attempts=60, initial_seconds=0.001, max_seconds=0.01),
+            bad_records=None,
+            check_replicas=False,
+            timeout_seconds=TIMEOUT_SECONDS,
+            name=None,
+        )
+        course: Any = make_course(scenario.source(self.number, self.host), settings, None)  # type: ignore[arg-type]
+        place = course.start() if self.state is None else course.restore(parse_state(self.state))
+        agree = plan.hosts > 1
+        feeder = course.feeder(place, HostRows(self.rows_of, lambda size: None), hosts_agree=agree)
+        exchange = Exchange(
+            first_step=place.step, bad_records=None, blocks_of=None, num_rows=lambda size: len(self.rows_of(size))
+        )
+        agreement = None
+        if agree:
+            agreement = WindowAgreement(
+                self.store,  # type: ignore[arg-type]
+                scope=f"run/{self.number}",
+                participants=range(plan.hosts),
+                host=self.host,
+                first_step=place.step,
+                pad=scenario.kind != "random",
+                byte_limit=1 << 30,
+                timeout_seconds=TIMEOUT_SECONDS,
+                describe=feeder.describe,
+                judge=exchange.judge,
+            )
+        pipeline = Pipeline(
+            feeder,
+            lambda tree, size: tree,
+            prefetch=scenario.prefetch,
+            agreement=agreement,
+            exchange=exchange,
+            first_step=place.step,
+            timeout_seconds=TIMEOUT_SECONDS,
+            stats=StatsRecorder(),
+            name=f"host-{self.host}",
+            host=self.host,
+        )
+        victim = plan.kill_all or plan.victim == self.host
+        try:
+            while True:
+                if plan.kill_at_step is not None and self.steps >= plan.kill_at_step:
+                    if victim:
+                        raise Killed
+                    # a collective of the step would hold the survivors here; they come back to next() after it
+                try:
+                    ready = pipeline.peek()
+                except StopIteration:
+                    return
+                place = course.advance(place, ready.batch, ready.ended)
+                pipeline.pop()
+                self.steps += 1
+                rows = self.rows_of(scenario.batch)
+                real = np.asarray(ready.arrays["mask"])
+                ids = np.asarray(ready.arrays["id"])
+                self.seen.append(
+                    Seen(self.number, ready.batch.step, dict(zip(rows[real].tolist(), ids[real].tolist(), strict=True)))
+                )
+                if place.step % scenario.save_every == 0:
+                    self.states[place.step] = course.state(place).to_json()
+        finally:
+            pipeline.close()
+
+
+def play(scenario: Scenario) -> dict[str, Any]:
+    """Runs a scenario to its end and audits it.
+
+    Raises:
+      AssertionError: a record lost or repeated, a hang, or a host that ended otherwise than it should have.
+    """
+    seen: list[Seen] = []
+    state: Mapping[str, Any] | None = None
+    kills = failures = 0
+    for number, plan in enumerate(scenario.incarnations):
+        store = MemoryStore()
+        hosts = [Host(scenario, number, host, store, state) for host in range(plan.hosts)]
+        threads = [threading.Thread(target=host.run, daemon=True) for host in hosts]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), f"{scenario}: hangs in incarnation {number}"
+        assert time.monotonic() - start < 50, f"{scenario}: slow in incarnation {number}"
+        check_ends(scenario, hosts)
+        for host in hosts:
+            seen += host.seen
+            kills += isinstance(host.error, Killed)
+            failures += isinstance(host.error, DiskGone)
+        common = set.intersection(*(set(host.states) for host in hosts)) if hosts else set()
+        if common:  # a checkpoint is whole only where all hosts have written their part
+            state = merge_states([host.states[max(common)] for host in hosts])
+        if all(host.ended for host in hosts):
+            break
+    figures = audit(seen, scenario.expected())
+    return {**figures, "kills": kills, "failures": failures, "incarnations": number + 1}
+
+
+def check_ends(scenario: Scenario, hosts: list[Host]) -> None:
+    """All hosts ended, or each stopped for the reason that it should have."""
+    plan = hosts[0].plan
+    if all(host.ended for host in hosts):
+        assert len({host.steps for host in hosts}) == 1
+        return
+    for host in hosts:
+        expected: tuple[type[BaseException], ...] = (Killed, meshfeed.PeerError, meshfeed.StalledError, DiskGone)
+        assert host.ended or isinstance(host.error, expected), f"{scenario}: host {host.host}: {host.error!r}"
+    if plan.fails_at_step is not None and any(isinstance(host.error, DiskGone) for host in hosts):
+        assert len({host.steps for host in hosts}) == 1, "all hosts deliver the same steps before a failure"
+        for host in hosts:
+            if host.host != plan.victim:
+                assert isinstance(host.error, meshfeed.PeerError), repr(host.error)
+                assert host.error.host == plan.victim
+                assert "the disk is gone" in str(host.error)
+    for host in hosts:
+        if isinstance(host.error, meshfeed.StalledError):
+            assert plan.victim in host.error.hosts or plan.kill_all, str(host.error)
