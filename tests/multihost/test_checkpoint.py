@@ -11,8 +11,8 @@ import pytest
 from meshfeed.testing import HostPool
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "checkpoint"))
-import checkpoint_feeds  # noqa: E402
-import checkpoint_trees  # noqa: E402
+import checkpoint_feeds
+import checkpoint_trees
 
 pytestmark = pytest.mark.multihost
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshfeed.checkpoint._checkpointer import Checkpointer
     from meshfeed.checkpoint._errors import DamagedCheckpointError
     from meshfeed.checkpoint._foreign import convert_state
+    from meshfeed.checkpoint._grain_face import as_grain_iterator
     from meshfeed.checkpoint._iterator import IteratorHandler, IteratorRestore, IteratorSave
     from meshfeed.checkpoint._metadata import StepMetadata
     from meshfeed.checkpoint._verify import verify
@@ -29,6 +30,7 @@ _HOMES = {
     "IteratorRestore": "_iterator",
     "IteratorSave": "_iterator",
     "StepMetadata": "_metadata",
+    "as_grain_iterator": "_grain_face",
     "convert_state": "_foreign",
     "restore_once": "_arrays",
     "verify": "_verify",
@@ -45,6 +47,7 @@ __all__ = [
     "IteratorRestore",
     "IteratorSave",
     "StepMetadata",
+    "as_grain_iterator",
     "convert_state",
     "restore_once",
     "verify",
