@@ -248,7 +248,7 @@ def test_through_the_feed(stored, arrays):
         np.testing.assert_array_equal(batch["id"], ids)
         np.testing.assert_array_equal(batch["tokens"], arrays["tokens"][ids])
         np.testing.assert_array_equal(batch["half"], arrays["half"][ids])
-    again = feed(num_workers=1)
+    again = feed(prefetch=0)
     again.set_state(first.get_state())
     np.testing.assert_array_equal(next(again)["id"], next(first)["id"])
     again.close()

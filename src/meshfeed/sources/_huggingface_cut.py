@@ -17,6 +17,7 @@ from datasets import iterable_dataset as nodes
 
 from meshfeed._errors import SourceError
 from meshfeed.sources._file_stream import Piece, cut_files, keep_rows
+from meshfeed.sources._huggingface_counts import Counts
 from meshfeed.sources._huggingface_files import Files, open_files
 from meshfeed.sources._huggingface_pieces import ExamplePieces, TablePieces
 from meshfeed.sources._window_shuffle import permutation
@@ -48,6 +49,7 @@ class LaneCut:
       columns: the columns that a record is made of, or None for all.
       units: how each list of files was cut, in the order of the tree.
       costs: what is read more than once, in words.
+      counts: rows of files by the identity of their leaf; shared by all lanes of a source.
     """
 
     lane_index: int
@@ -58,7 +60,12 @@ class LaneCut:
     columns: Sequence[str] | None = None
     units: list[str] = dataclasses.field(default_factory=list)
     costs: list[str] = dataclasses.field(default_factory=list)
+    counts: dict[int, Counts] = dataclasses.field(default_factory=dict)
     _ordinal: int = 0
+
+    def counts_of(self, leaf: Any) -> Counts:
+        """What is known of a leaf's files."""
+        return self.counts.setdefault(id(leaf), Counts())
 
     def next_ordinal(self) -> int:
         """A number for each node that draws, the same in every lane."""
@@ -100,8 +107,8 @@ def check_tree(node: Any) -> None:
 def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
     kind = type(node).__name__
     if kind in _LEAVES:
-        files = open_files(node, columns)
-        return _cut_leaf(files, [Piece(index) for index in range(files.count)], cut)
+        files, counts = open_files(node, columns), cut.counts_of(node)
+        return _cut_leaf(files, counts, [Piece(index) for index in counts.filled(files)], cut)
     if kind in _RANGES:
         counted = _cut_range(node, cut, columns)
         return _take_turns(node, cut) if counted is None else counted
@@ -127,8 +134,8 @@ def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
     return mine
 
 
-def _cut_leaf(files: Files, parts: Sequence[Piece], cut: LaneCut) -> Any:
-    found = cut_files(parts, cut.lane_index, cut.num_lanes, files.group_rows)
+def _cut_leaf(files: Files, counts: Counts, parts: Sequence[Piece], cut: LaneCut) -> Any:
+    found = cut_files(parts, cut.lane_index, cut.num_lanes, lambda index: counts.group_rows(files, index))
     pieces = list(found.pieces)
     if cut.shuffle_files:
         pieces = [
@@ -170,11 +177,11 @@ def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
             stop = first + n if stop is None else min(stop, first + n)
     if any(type(found).__name__ not in ("SelectColumnsIterable", "RebatchedArrowExamplesIterable") for found in chain):
         columns = None
-    files = open_files(inner, columns)
-    parts = keep_rows(files.count, first, stop, files.group_rows)
+    files, counts = open_files(inner, columns), cut.counts_of(inner)
+    parts = keep_rows(files.count, first, stop, lambda index: counts.group_rows(files, index))
     if parts is None:
         return None
-    built = _cut_leaf(files, parts, cut)
+    built = _cut_leaf(files, counts, parts, cut)
     for found in reversed(chain):
         mine = _copy(found)
         mine.ex_iterable = built
@@ -186,7 +193,7 @@ def _take_turns(node: Any, cut: LaneCut) -> Any:
     """Every L-th row of what ``node`` gives as a whole: for nodes that depend on positions in the whole stream."""
     if cut.num_lanes == 1:
         return _copy_whole(node, cut)
-    whole = LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files)
+    whole = LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, counts=cut.counts)
     inner = _copy_whole(node, whole)
     cut.units.append("turns")
     name = type(node).__name__.removesuffix("ExamplesIterable").removesuffix("Iterable")

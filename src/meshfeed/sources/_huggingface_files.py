@@ -47,6 +47,10 @@ class Files(Protocol):
         """Rows of each row group, or None where they cannot be counted without reading."""
         ...
 
+    def is_empty(self, file_index: int) -> bool:
+        """Whether it is known to have no rows."""
+        ...
+
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
         """Tables (or examples) from row ``first_row`` on. Where tables end depends on the file only."""
         ...
@@ -99,6 +103,9 @@ class _ParquetFiles:
     def group_rows(self, file_index: int) -> Sequence[int]:
         with self._open(file_index) as file:
             return [file.metadata.row_group(group).num_rows for group in self._groups(file, file_index)]
+
+    def is_empty(self, file_index: int) -> bool:
+        return not sum(self.group_rows(file_index))
 
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         with self._open(file_index) as file:
@@ -179,6 +186,9 @@ class _ArrowFiles:
     def group_rows(self, file_index: int) -> Sequence[int]:
         return [len(batch) for batch in self._batches(file_index)]
 
+    def is_empty(self, file_index: int) -> bool:
+        return not any(len(batch) for batch in self._batches(file_index))
+
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         skip = first_row
         for batch in self._batches(file_index):
@@ -224,6 +234,9 @@ class _DatasetShards:
         rows, size = len(self.shards[file_index]), self._batch_rows
         return [min(size, rows - start) for start in range(0, rows, size)]
 
+    def is_empty(self, file_index: int) -> bool:
+        return not len(self.shards[file_index])
+
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         shard, start = self._formatted[file_index], first_row
         while start < len(shard):
@@ -243,12 +256,22 @@ class _Generated:
         self.count = len(self._parts)
         self.is_table = is_table
         self.paths = _paths_in(kwargs, self.count)
+        self._download = _download_config(getattr(generate, "__self__", None))
 
     def group_rows(self, file_index: int) -> None:
         return None
 
+    def is_empty(self, file_index: int) -> bool:
+        if self.paths is None:
+            return False
+        path = self.paths[file_index]
+        local = local_path(path)
+        if local is not None:
+            return os.path.isfile(local) and os.path.getsize(local) == 0
+        return xgetsize(path, download_config=self._download) == 0
+
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
-        if self._is_empty_file(file_index):
+        if self._is_empty_local_file(file_index):
             return  # the readers of CSV and JSON fail on them
         skip = first_row
         for _, item in self._generate(**self._parts[file_index]):
@@ -263,10 +286,8 @@ class _Generated:
                 yield item.slice(skip)
                 skip = 0
 
-    def _is_empty_file(self, file_index: int) -> bool:
-        if self.paths is None:
-            return False
-        local = local_path(self.paths[file_index])
+    def _is_empty_local_file(self, file_index: int) -> bool:
+        local = None if self.paths is None else local_path(self.paths[file_index])
         return local is not None and os.path.isfile(local) and os.path.getsize(local) == 0
 
 

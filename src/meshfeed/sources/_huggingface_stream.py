@@ -12,6 +12,7 @@ from datasets.features.features import require_decoding
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._types import JsonValue
 from meshfeed.sources import _files
+from meshfeed.sources._huggingface_counts import Counts
 from meshfeed.sources._huggingface_cut import LaneCut, check_tree, cut_tree, find_leaves, walk
 from meshfeed.sources._huggingface_files import file_sizes, open_files
 from meshfeed.sources._huggingface_identity import function_name
@@ -63,6 +64,10 @@ class HuggingFaceStream:
         self._columns = list(columns) if columns is not None else known
         self._shuffle_buffer = shuffle_buffer
         self._warned: set[int] = set()
+        self._counts: dict[int, Counts] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_counts": {}}  # its keys are identities of objects of this process
 
     def open(
         self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
@@ -78,7 +83,8 @@ class HuggingFaceStream:
         Returns:
           An iterator of dicts of numpy values with ``get_state`` and ``set_state``.
         """
-        cut = LaneCut(lane_index, num_lanes, seed, epoch, self._shuffle_buffer > 0, self._columns)
+        shuffles = self._shuffle_buffer > 0
+        cut = LaneCut(lane_index, num_lanes, seed, epoch, shuffles, self._columns, counts=self._counts)
         tree = cut_tree(self._dataset._ex_iterable, cut)
         self._warn(cut)
         lane = self._lane(tree, cut)

@@ -109,4 +109,4 @@ def value_to_numpy(
             f"columns={others!r}.",
             **where,
         )
-    return array
+    return array[()]  # a scalar of numpy where it has no dimensions

@@ -1,0 +1,451 @@
+"""Streaming datasets, lane by lane."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+datasets = pytest.importorskip("datasets")
+
+import pyarrow as pa  # noqa: E402  # after the check that it is installed
+import pyarrow.parquet as pq  # noqa: E402
+from datasets import IterableDataset, concatenate_datasets, interleave_datasets, load_dataset  # noqa: E402
+from huggingface_files import BUILDERS, table_of, write_files  # noqa: E402
+from lane_checks import check_lanes, read_batches, read_ids, restored, saved  # noqa: E402
+
+from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
+from meshfeed.sources import HuggingFace  # noqa: E402
+
+LANES = [1, 2, 3, 4, 5, 12]
+SIZES = [20, 0, 35, 5]  # uneven, one of them without a row
+N = sum(SIZES)
+
+
+def double(row):
+    return {"twice": row["id"] * 2}
+
+
+def keep(row):
+    return row["id"] % 3 != 0
+
+
+def repeat_rows(batch):
+    return {"id": [i for i in batch["id"] for _ in range(i % 3)]}
+
+
+def to_id(row):
+    return {"id": int(row["text"])}
+
+
+def generate(shards):
+    for shard in shards:
+        for i in range(shard * 10, shard * 10 + 10):
+            yield {"id": i}
+
+
+def generate_alone():
+    for i in range(33):
+        yield {"id": i}
+
+
+def stream(paths, suffix="parquet"):
+    return load_dataset(BUILDERS[suffix], data_files=paths, split="train", streaming=True)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    return stream(write_files(tmp_path_factory.mktemp("parquet"), "parquet", SIZES)).select_columns(["id", "x"])
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    paths = write_files(tmp_path_factory.mktemp("other"), "parquet", [13, 12], first=1000)
+    return stream(paths).select_columns(["id", "x"])
+
+
+@pytest.mark.parametrize("sizes", [[23], [9, 0, 14, 5], [2] * 14, [8, -1, 8]], ids=["one", "few", "many", "no-bytes"])
+@pytest.mark.parametrize("suffix", list(BUILDERS))
+def test_files_of_each_format(tmp_path, suffix, sizes):
+    if -1 in sizes and suffix in ("parquet", "arrow"):
+        pytest.skip("such a file without a byte is damaged, not empty")
+    dataset = stream(write_files(tmp_path, suffix, sizes), suffix)
+    total = sum(max(size, 0) for size in sizes)
+    if suffix == "txt":
+        dataset = dataset.map(to_id, remove_columns=["text"])
+    else:
+        mapped = HuggingFace(dataset.map(double), columns=["id", "twice"])
+        for num_lanes in (1, 3, 12):
+            check_lanes(mapped, num_lanes, range(total), step=4)
+    for num_lanes in LANES:
+        check_lanes(HuggingFace(dataset, columns=["id"]), num_lanes, range(total), step=1 if num_lanes > 3 else 3)
+
+
+PIPELINES = {
+    "map": (lambda d: d.map(double), range(N)),
+    "filter": (lambda d: d.filter(keep), [i for i in range(N) if i % 3]),
+    "batched map": (
+        lambda d: d.map(repeat_rows, batched=True, batch_size=4, remove_columns=["x"]),
+        [i for i in range(N) for _ in range(i % 3)],
+    ),
+    "map, filter, map": (lambda d: d.map(double).filter(keep).map(double), [i for i in range(N) if i % 3]),
+    "two batched maps": (
+        lambda d: (
+            d.map(double)
+            .map(repeat_rows, batched=True, batch_size=5, remove_columns=["x", "twice"])
+            .map(repeat_rows, batched=True, batch_size=3)
+        ),
+        [i for i in range(N) for _ in range((i % 3) ** 2)],
+    ),
+    "batch": (lambda d: d.batch(4), range(N)),
+    "batch of arrays": (lambda d: d.with_format("numpy").batch(4), range(N)),
+    "rename": (lambda d: d.rename_column("x", "z"), range(N)),
+    "remove": (lambda d: d.remove_columns("x"), range(N)),
+    "cast": (lambda d: d.cast_column("id", datasets.Value("int32")), range(N)),
+    "repeat": (lambda d: d.repeat(2), [*range(N), *range(N)]),
+    "skip and take": (lambda d: d.skip(5).take(40), range(5, 45)),
+    "take, map, skip": (lambda d: d.take(50).map(double).skip(7), range(7, 50)),
+    "take of a filter": (lambda d: d.filter(keep).take(17), [i for i in range(N) if i % 3][:17]),
+    "with_indices": (lambda d: d.map(lambda row, i: {"number": i}, with_indices=True), range(N)),
+    "format and map": (lambda d: d.with_format("numpy").map(double), range(N)),
+    "arrow map": (lambda d: d.with_format("arrow").map(lambda t: t, batched=True, batch_size=6), range(N)),
+    "arrow filter": (
+        lambda d: d.with_format("arrow").filter(
+            lambda t: [i.as_py() % 3 != 0 for i in t["id"]], batched=True, batch_size=6
+        ),
+        [i for i in range(N) if i % 3],
+    ),
+    "reshard": (lambda d: d.reshard(), range(N)),
+}
+
+
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_pipelines(parquet, name):
+    change, expected = PIPELINES[name]
+    source = HuggingFace(change(parquet))
+    for num_lanes in LANES:
+        check_lanes(source, num_lanes, expected, step=1 if num_lanes in (4, 12) else 6)
+
+
+@pytest.mark.parametrize(("num_lanes", "mapped"), [(1, True), (4, False), (12, True)])
+@pytest.mark.parametrize("probabilities", [None, [0.7, 0.3]])
+@pytest.mark.parametrize("strategy", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
+def test_interleave(parquet, other, strategy, probabilities, mapped, num_lanes):
+    parts = [part.map(double) if mapped else part for part in (parquet, other)]
+    dataset = interleave_datasets(parts, probabilities=probabilities, seed=3, stopping_strategy=strategy)
+    every = [*range(N), *range(1000, 1025)] if strategy == "all_exhausted_without_replacement" else None
+    lanes = check_lanes(HuggingFace(dataset), num_lanes, every, step=4)
+    if strategy == "all_exhausted" and num_lanes < 12:
+        assert set(itertools.chain(*lanes)) == {*range(N), *range(1000, 1025)}
+
+
+def test_lanes_choose_between_sources_on_their_own(parquet, other):
+    def choices(seed, dataset_seed):
+        dataset = interleave_datasets([parquet, other], probabilities=[0.5, 0.5], seed=dataset_seed)
+        source = HuggingFace(dataset)
+        return [[i >= 1000 for i in read_ids(source.open(lane, 2, seed=seed))][:8] for lane in range(2)]
+
+    first, second = choices(0, 3)
+    assert first != second
+    assert choices(0, 3) == [first, second]
+    assert choices(1, 3) != [first, second]
+    assert choices(0, None) == choices(0, None)  # without a seed, the feed's decides, not the process
+
+
+@pytest.mark.parametrize("num_lanes", [1, 5, 12])
+def test_concatenate(parquet, other, num_lanes):
+    dataset = concatenate_datasets([parquet, other])
+    lanes = check_lanes(HuggingFace(dataset), num_lanes, [*range(N), *range(1000, 1025)])
+    assert all(ids == sorted(ids) for ids in lanes)
+    side_by_side = concatenate_datasets(
+        [parquet.select_columns("id"), parquet.select_columns("x").rename_column("x", "z")], axis=1
+    )
+    check_lanes(HuggingFace(side_by_side), num_lanes, range(N), step=4)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 5, 12])
+def test_generators_and_tables_in_memory(num_lanes):
+    shards = IterableDataset.from_generator(generate, gen_kwargs={"shards": [0, 1, 2, 3]})
+    check_lanes(HuggingFace(shards), num_lanes, range(40))
+    check_lanes(HuggingFace(IterableDataset.from_generator(generate_alone)), num_lanes, range(33))
+    table = datasets.Dataset.from_dict({"id": range(50)})
+    check_lanes(HuggingFace(table.to_iterable_dataset()), num_lanes, range(50))
+    check_lanes(HuggingFace(table.to_iterable_dataset(4).map(double)), num_lanes, range(50), step=3)
+    shuffled = table.shuffle(seed=1)
+    expected = shuffled["id"][5:]
+    check_lanes(HuggingFace(shuffled.to_iterable_dataset(3).skip(5)), num_lanes, expected, step=3)
+
+
+def test_groups_by_column_are_read_again(tmp_path):
+    rows = pa.table({"id": np.arange(40), "g": np.repeat(np.arange(10), 4)})
+    pq.write_table(rows, tmp_path / "g.parquet")
+    dataset = stream([str(tmp_path / "g.parquet")]).batch(by_column="g", batch_size=8)
+    lanes = [HuggingFace(dataset).open(lane, 2) for lane in range(2)]
+    assert not any(hasattr(lane, "get_state") for lane in lanes)  # the library's state leaves rows out: not used
+    assert sorted(itertools.chain(*map(read_ids, lanes))) == list(range(40))
+
+
+@pytest.mark.parametrize(("num_lanes", "mapped"), [(1, False), (3, True), (5, False), (12, True), (12, False)])
+def test_shuffle_buffer(parquet, mapped, num_lanes):
+    source = HuggingFace(parquet.map(double) if mapped else parquet, shuffle_buffer=40)
+    lanes = check_lanes(source, num_lanes, range(N), step=2, epoch=0, seed=7)
+    again = check_lanes(source, num_lanes, range(N), epoch=1, seed=7, step=9)
+    assert again != lanes
+    assert [sorted(ids) for ids in again] == [sorted(ids) for ids in lanes]  # the same records in each lane
+    assert [read_ids(source.open(lane, num_lanes, epoch=0, seed=7)) for lane in range(num_lanes)] == lanes
+    assert [read_ids(source.open(lane, num_lanes, epoch=0, seed=8)) for lane in range(num_lanes)] != lanes
+
+
+def test_epochs_are_alike_without_a_shuffle_and_states_do_not_mix(parquet):
+    source = HuggingFace(parquet.map(double))
+    assert read_ids(source.open(1, 3, epoch=0)) == read_ids(source.open(1, 3, epoch=5))
+    lane = source.open(1, 3, epoch=0)
+    next(lane)
+    with pytest.raises(StateMismatchError, match=r"lanes\.1\.epoch.*saved 0, current 1"):
+        source.open(1, 3, epoch=1).set_state(lane.get_state())
+
+
+def test_its_own_shuffle_is_refused_with_an_offer(parquet):
+    with pytest.raises(SourceError, match=r"shuffle\(buffer_size=100\).*lose.*shuffle_buffer=100"):
+        HuggingFace(parquet.shuffle(seed=1, buffer_size=100).map(double))
+
+
+@pytest.mark.parametrize("sizes", [[1], [7], [64, 3], [1000]])
+@pytest.mark.parametrize("num_lanes", [1, 3])
+def test_batches_are_the_records(parquet, num_lanes, sizes):
+    source = HuggingFace(parquet)
+    for lane in range(num_lanes):
+        batches = read_batches(source.open(lane, num_lanes), sizes)
+        records = list(source.open(lane, num_lanes))
+        np.testing.assert_array_equal(np.concatenate([b["x"] for b in batches]), [r["x"] for r in records])
+        assert batches[0]["x"].dtype == records[0]["x"].dtype == np.int32
+        assert isinstance(records[0]["id"], np.int64)
+    lane = source.open(0, 1)
+    lane.next_batch(13)
+    again = restored(source.open(0, 1), saved(lane))
+    assert next(again)["id"] == 13
+    assert again.next_batch(5)["id"][0] == 14
+
+
+def test_a_state_in_a_large_file_skips_row_groups(tmp_path, monkeypatch):
+    (path,) = write_files(tmp_path, "parquet", [1000], rows_per_group=100)
+    source = HuggingFace(stream([path]), columns=["id"])
+    lane = source.open(0, 1)
+    for _ in range(950):
+        next(lane)
+    state = saved(lane)
+    read = []
+    original = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda self, *a, row_groups, **k: read.append(row_groups) or original(
+            self, *a, row_groups=row_groups, **k
+        )
+    )  # fmt: skip
+    assert read_ids(restored(source.open(0, 1), state)) == list(range(950, 1000))
+    assert read == [[9]]
+    assert len(state) < 200
+
+
+def test_row_groups_without_rows_are_passed_over(tmp_path):
+    with pq.ParquetWriter(tmp_path / "a.parquet", table_of([0]).schema) as writer:
+        for ids in ([], [0, 1, 2], [], [3]):
+            writer.write_table(table_of(ids))
+    write_files(tmp_path / "b", "parquet", [0])
+    dataset = stream([str(tmp_path / "a.parquet"), str(tmp_path / "b" / "00.parquet")])
+    for num_lanes in (1, 2, 3):
+        check_lanes(HuggingFace(dataset, columns=["id"]), num_lanes, range(4))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "arrow"])
+def test_no_lane_has_only_an_empty_file(tmp_path, suffix):
+    sizes = [4, 0, 4, 4, 0, 4]
+    source = HuggingFace(stream(write_files(tmp_path, suffix, sizes), suffix), columns=["id"])
+    assert [len(ids) for ids in check_lanes(source, 4, range(16))] == [4, 4, 4, 4]
+
+
+def test_only_the_columns_asked_for_are_read(tmp_path, monkeypatch):
+    dataset = stream(write_files(tmp_path, "parquet", [10]))
+    asked = []
+    original = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda self, *a, columns, **k: asked.append(columns) or original(
+            self, *a, columns=columns, **k
+        )
+    )  # fmt: skip
+    assert set(next(HuggingFace(dataset, columns=["x"]).open(0, 1))) == {"x"}
+    assert set(next(HuggingFace(dataset.select_columns(["x", "id"]), columns=["id"]).open(0, 1))) == {"id"}
+    next(HuggingFace(dataset.map(double), columns=["twice"]).open(0, 1))
+    assert asked == [["x"], ["id"], None]
+
+
+@pytest.mark.parametrize(
+    ("change", "columns", "message"),
+    [
+        (lambda d: d, None, r"column 's' holds string.*columns=\['id', 'x'\]"),
+        (lambda d: d.map(double), None, r"column 's' holds str.*columns="),
+        (lambda d: d.map(lambda row: {"n": None}), ["n"], "column 'n' is null"),
+        (lambda d: d.map(lambda row: {"n": [[1], [2, 3]]}), ["n"], "ragged rows: column 'n'"),
+        (lambda d: d.map(double), ["nope"], r"no column 'nope'; it has \['id', 's', 'twice', 'x'\]"),
+    ],
+)
+def test_what_no_device_holds_is_named_with_a_remedy(tmp_path, change, columns, message):
+    dataset = change(stream(write_files(tmp_path, "parquet", [4])))
+    with pytest.raises(SourceError, match=message) as error:
+        next(HuggingFace(dataset, columns=columns).open(0, 1))
+    assert error.value.lane_index == 0
+
+
+def test_records_before_a_bad_one_are_given_and_nothing_after(tmp_path):
+    pq.write_table(pa.table({"id": range(6), "x": [[1], [2], [3], None, [5], [6]]}), tmp_path / "a.parquet")
+    lane = HuggingFace(stream([str(tmp_path / "a.parquet")])).open(0, 1)
+    assert lane.next_batch(10)["id"].tolist() == [0, 1, 2]
+    for _ in range(3):
+        with pytest.raises(SourceError, match="column 'x' is null in record 3"):
+            lane.next_batch(10)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_after_one_error_the_iterator_is_never_called_again(tmp_path, monkeypatch, mapped):
+    dataset = stream(write_files(tmp_path, "parquet", [40], rows_per_group=10))
+    source = HuggingFace(dataset.map(double) if mapped else dataset, columns=["id"])
+    original, calls = pq.ParquetFile.iter_batches, []
+
+    def fail_once(self, *args, **kwargs):
+        calls.append(kwargs["row_groups"])
+        if len(calls) == 3:
+            raise OSError("connection reset")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail_once)
+    lane = source.open(0, 1)
+    ids = []
+    with pytest.raises(OSError, match="connection reset"):
+        ids.extend(int(record["id"]) for record in lane)
+    for _ in range(3):
+        with pytest.raises(OSError, match="connection reset"):
+            next(lane)
+    assert ids == list(range(20))
+    assert read_ids(restored(source.open(0, 1), saved(lane))) == list(range(20, 40))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_damaged_file_is_named(tmp_path, suffix):
+    paths = write_files(tmp_path, suffix, [30, 30])
+    source = HuggingFace(stream(paths, suffix), columns=["id"])
+    whole = Path(paths[1]).read_bytes()
+    for content in (b"", b"garbage" * 100, whole[: len(whole) // 3]):
+        Path(paths[1]).write_bytes(content)
+        with pytest.raises(CorruptDataError, match=r"01\.") as error:
+            read_ids(source.open(1, 2))
+        assert error.value.path == paths[1]
+    Path(paths[1]).unlink()
+    with pytest.raises(FileNotFoundError, match="01"):
+        read_ids(source.open(1, 2))
+    with pytest.raises(SourceError, match=r"01\..*is missing"):
+        source.fingerprint()
+
+
+def test_wrong_datasets_are_refused(parquet):
+    from datasets.distributed import split_dataset_by_node
+
+    with pytest.raises(SourceError, match="split by node already"):
+        HuggingFace(split_dataset_by_node(parquet, 0, 2))
+    with pytest.raises(SettingsError, match=r"columns names \['nope'\].*\['id', 'x'\]"):
+        HuggingFace(parquet, columns=["nope"])
+
+
+def test_read_amplification_is_stated_once_and_only_where_there_is_any(tmp_path, caplog):
+    text = stream(write_files(tmp_path, "jsonl", [10] * 16), "jsonl")
+    with caplog.at_level(logging.WARNING, "meshfeed"):
+        for source, num_lanes in ((HuggingFace(text), 8), (HuggingFace(text), 12), (HuggingFace(text.take(50)), 4)):
+            for lane in range(num_lanes):
+                source.open(lane, num_lanes)
+    assert len(caplog.messages) == 2
+    assert "12 lanes" in caplog.messages[0]
+    assert "4 of 16 files (12.jsonl, 13.jsonl, 14.jsonl, …)" in caplog.messages[0]
+    assert "read 3.0 times" in caplog.messages[0]
+    assert "4 × the work of every row" in caplog.messages[1]
+
+
+def test_the_dataset_itself_is_left_as_it_is(other):
+    dataset = other.map(double)
+    rows = iter(dataset)
+    first = [next(rows)["id"] for _ in range(5)]
+    source = HuggingFace(dataset)
+    lanes = [source.open(lane, 3) for lane in range(3)]
+    turns = [next(lane)["id"] for _ in range(4) for lane in lanes]  # in turns: they must not share a position
+    assert len(set(turns)) == 12
+    assert first + [row["id"] for row in rows] == list(range(1000, 1025))
+
+
+def test_fingerprint(tmp_path, parquet):
+    def fingerprint(dataset, **how):
+        return HuggingFace(dataset, **how).fingerprint()
+
+    paths = write_files(tmp_path / "a", "parquet", [5, 6])
+    base = fingerprint(stream(paths))
+    moved = fingerprint(stream(write_files(tmp_path / "b", "parquet", [5, 6])))
+    assert moved == base
+    assert json.loads(json.dumps(base)) == base
+    grown = fingerprint(stream(write_files(tmp_path / "c", "parquet", [5, 60])))
+    assert grown["files"]["bytes"] != base["files"]["bytes"]
+    missing = fingerprint(stream(paths[:1]))
+    assert (missing["files"]["count"], base["files"]["count"]) == (1, 2)
+    (tmp_path / "b" / "01.parquet").rename(tmp_path / "b" / "02.parquet")
+    renamed = fingerprint(stream(sorted(str(path) for path in (tmp_path / "b").iterdir())))
+    assert renamed["files"]["digest"] != base["files"]["digest"]
+    structures = [
+        fingerprint(change(stream(paths)))["structure"]
+        for change in (
+            lambda d: d,
+            lambda d: d.map(double),
+            lambda d: d.filter(keep),
+            lambda d: d.take(5),
+            lambda d: d.take(6),
+        )
+    ]
+    assert len({repr(value) for value in structures}) == len(structures)
+    assert fingerprint(stream(paths), columns=["id"])["columns"] == ["id"]
+
+
+def test_fingerprint_is_the_same_in_another_process(tmp_path):
+    paths = write_files(tmp_path, "parquet", [5, 6])
+    code = (
+        "import json, sys; sys.path[:0] = json.loads(sys.argv[2])\n"
+        "import test_huggingface_stream as t\n"
+        "d = t.stream(json.loads(sys.argv[1])).map(t.double).filter(t.keep)\n"
+        "print(json.dumps(t.HuggingFace(d).fingerprint()))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(paths), json.dumps([str(Path(__file__).parent), *sys.path])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(out.stdout) == HuggingFace(stream(paths).map(double).filter(keep)).fingerprint()
+
+
+def test_it_travels_to_worker_processes(parquet):
+    source = pickle.loads(pickle.dumps(HuggingFace(parquet.map(double), shuffle_buffer=20)))
+    check_lanes(source, 2, range(N), step=20)
+
+
+def test_images_are_decoded_by_the_library(tmp_path):
+    pytest.importorskip("PIL")
+    pixels = np.random.default_rng(0).integers(0, 255, (6, 4, 5, 3), np.uint8)
+    features = datasets.Features({"id": datasets.Value("int64"), "image": datasets.Image()})
+    datasets.Dataset.from_dict({"id": range(6), "image": list(pixels)}, features=features).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    source = HuggingFace(stream([str(tmp_path / "a.parquet")]))
+    for lane in range(2):
+        for record in source.open(lane, 2):
+            np.testing.assert_array_equal(record["image"], pixels[record["id"]])
+    check_lanes(source, 2, range(6))
