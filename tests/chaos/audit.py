@@ -41,7 +41,11 @@ def audit(seen: Iterable[Seen], expected: set[int]) -> dict[str, int]:
             )
     assert sorted(steps) == list(range(len(steps))), f"steps are missing: {sorted(set(range(max(steps))) - set(steps))}"
     delivered = [record for step in sorted(steps) for record in steps[step].values()]
-    repeated = {record for record in delivered if delivered.count(record) > 1} if len(set(delivered)) < len(delivered) else set()
+    repeated = (
+        {record for record in delivered if delivered.count(record) > 1}
+        if len(set(delivered)) < len(delivered)
+        else set()
+    )
     assert not repeated, f"repeated: {sorted(repeated)[:20]}"
     assert set(delivered) == expected, (
         f"lost: {sorted(expected - set(delivered))[:20]}, never asked for: {sorted(set(delivered) - expected)[:20]}"

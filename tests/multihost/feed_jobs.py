@@ -180,3 +180,55 @@ def differing(field: str) -> str:
     finally:
         feed.close()
     return "no error"
+
+
+def fails_early(when: str) -> dict[str, Any]:
+    """Host 1 cannot make its feed, or cannot take its state, or dies of its own bug between steps."""
+    here = jax.process_index()
+    start = time.monotonic()
+    feed = None
+    try:
+        source: Any = meshfeed.sources.Memory(data())
+        if when == "construct" and here == 1:
+            source = []
+        feed = meshfeed.MultiHostDataLoadIterator(
+            source, mesh_of("rows"), global_batch_size=2 * jax.device_count(), timeout_seconds=60
+        )
+        next(feed) if when == "state" else None
+        if when == "state":
+            state = feed.get_state()
+            feed.set_state({**state, "position": 3} if here == 1 else state)
+        next(feed)
+    except Exception as error:
+        return {"type": type(error).__name__, "text": str(error), "waited": time.monotonic() - start}
+    finally:
+        if feed is not None:
+            feed.close()
+    return {"type": None, "text": "", "waited": 0.0}
+
+
+def on_a_part_of_the_mesh() -> int:
+    """A feed on the devices of hosts 0 and 2 only, while the others make no feed and go on."""
+    here = jax.process_index()
+    chosen = [device for device in jax.devices() if device.process_index in (0, 2)]
+    mesh = jax.sharding.Mesh(np.array(chosen), ("data",), axis_types=(AxisType.Auto,))
+    if here not in (0, 2):
+        return 0
+    with meshfeed.MultiHostDataLoadIterator(
+        meshfeed.sources.Memory(data()), mesh, global_batch_size=4, name="part", timeout_seconds=60
+    ) as feed:
+        for step, batch in enumerate(feed):
+            check(batch, feed.record_ids(step))
+        return feed.step
+
+
+def on_all_with_a_host_left_out() -> int:
+    """Every host makes the feed, and the mesh leaves host 1 out: it sees the same steps, without data."""
+    chosen = [device for device in jax.devices() if device.process_index != 1]
+    mesh = jax.sharding.Mesh(np.array(chosen), ("data",), axis_types=(AxisType.Auto,))
+    with meshfeed.MultiHostDataLoadIterator(
+        meshfeed.sources.Memory(data()), mesh, global_batch_size=len(chosen), timeout_seconds=60
+    ) as feed:
+        for step, batch in enumerate(feed):
+            check(batch, feed.record_ids(step))
+        return feed.step

@@ -103,3 +103,21 @@ def test_hosts_that_differ_are_told_before_the_first_batch(pools: Any, field: st
         assert field in result.value
         assert "host 0" in result.value
         assert "host 1" in result.value
+
+
+@pytest.mark.parametrize("when", ["construct", "state"])
+def test_a_host_that_fails_before_its_first_batch_is_named_on_the_others(pools: Any, when: str) -> None:
+    bad, *_ = [result.value for result in pools[(2, 4)].run(feed_jobs.fails_early, when)][::-1]
+    good = pools[(2, 4)].run(feed_jobs.fails_early, when)[0].value
+    assert bad["type"] == {"construct": "SourceError", "state": "StateMismatchError"}[when]
+    assert good["type"] == "PeerError"
+    assert good["waited"] < 20
+    assert "host 1 failed before its first batch" in good["text"]
+    assert bad["text"][:60] in good["text"]
+
+
+def test_a_mesh_that_leaves_hosts_out(pools: Any) -> None:
+    steps = [result.value for result in pools[(4, 2)].run(feed_jobs.on_a_part_of_the_mesh)]
+    assert steps == [25, 0, 25, 0]
+    steps = [result.value for result in pools[(4, 2)].run(feed_jobs.on_all_with_a_host_left_out)]
+    assert steps == [16] * 4
