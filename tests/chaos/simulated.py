@@ -24,7 +24,7 @@ from meshfeed._settings import check_settings
 from meshfeed._state import merge_states, parse_state
 from meshfeed._stats import StatsRecorder
 
-TIMEOUT_SECONDS = 2.0
+TIMEOUT_SECONDS = 6.0
 
 
 class MemoryStore:
@@ -184,9 +184,9 @@ def play(scenario: Scenario) -> dict[str, Any]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive(), f"{scenario}: hangs in incarnation {number}"
-        assert time.monotonic() - start < 50, f"{scenario}: slow in incarnation {number}"
+        assert time.monotonic() - start < 100, f"{scenario}: slow in incarnation {number}"
         check_ends(scenario, hosts)
         for host in hosts:
             seen += host.seen

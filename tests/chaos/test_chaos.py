@@ -1,0 +1,42 @@
+"""The short form of scripts/chaos, and a proof that its audit can fail."""
+
+from __future__ import annotations
+
+import pytest
+import real
+import simulated
+from audit import Seen, audit
+from scenario import draw
+
+
+def test_audit_finds_a_lost_a_repeated_and_a_changed_record() -> None:
+    good = [Seen(0, 0, {0: 1, 1: 2}), Seen(0, 1, {0: 3}), Seen(1, 1, {0: 3, 1: 4})]
+    assert audit(good, {1, 2, 3, 4}) == {"steps": 2, "records": 4, "steps_again": 1}
+    for bad, expected in (
+        (good, {1, 2, 3, 4, 5}),
+        ([*good, Seen(1, 2, {0: 1})], {1, 2, 3, 4}),
+        ([*good, Seen(1, 0, {0: 9})], {1, 2, 3, 4}),
+        ([*good, Seen(1, 3, {0: 9})], {1, 2, 3, 4, 9}),
+    ):
+        with pytest.raises(AssertionError):
+            audit(bad, expected)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1010))
+def test_random_failures_on_simulated_hosts_lose_and_repeat_nothing(seed: int) -> None:
+    figures = simulated.play(draw(seed))
+    assert figures["incarnations"] >= 1
+
+
+def test_a_random_kill_of_real_processes_loses_and_repeats_nothing() -> None:
+    seed = next(
+        seed
+        for seed in range(2000, 3000)
+        if (s := draw(seed, hosts=(1, 2), kills=1)).incarnations[0].hosts == 2
+        and s.incarnations[0].kill_at_step is not None
+        and 4 <= s.incarnations[0].kill_at_step <= 10
+        and s.num_records >= 397
+    )
+    outcome = real.play(draw(seed, hosts=(1, 2), kills=1), devices_per_host=2)
+    assert outcome.kills >= 1
+    assert outcome.restarts >= 1
