@@ -1,0 +1,265 @@
+"""Restoring a checkpoint on several hosts: bytes read, balance, seconds, extra memory and exactness, ours and Orbax's.
+
+    python benchmarks/restore.py [--hosts 4] [--devices 2] [--mib 200] [--mesh data,model sizes] [--json]
+
+One tree, one run, one machine; files come from the page cache, so seconds flatter whoever reads more. ``read`` is
+decoded by TensorStore from files, over all hosts, over the size of the stored files; ``busiest`` the most any host read
+over the mean; ``extra`` the peak resident memory of any process beside what it held before and the restored arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import pathlib
+import shutil
+import tempfile
+import time
+from typing import Any
+
+
+def make_tree(mesh: Any, mib: int, replica_sharded: bool) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    rng = np.random.default_rng(0)
+
+    def put(values: np.ndarray, *spec: Any) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    def floats(rows: int, columns: int, dtype: Any = np.float32) -> np.ndarray:
+        values = rng.normal(size=(rows, columns)).astype(dtype)
+        values[:8, :4] = np.array([-0.0, np.inf, np.nan, 1e-42], np.float32).astype(dtype)
+        return values
+
+    rows = mib * (1 << 20) // 4 // 4096 // 8 * 4  # half of the bytes in one leaf
+    tree = {"embedding": put(floats(rows, 4096), None, "model")}
+    for layer in range(8):
+        size = rows // 32 // 8 * 8
+        tree[f"layer_{layer}"] = {
+            "kernel": put(floats(size, 4096), "model"),
+            "out": put(floats(size, 4096, jnp.bfloat16), None, "model"),
+            "moment": put(floats(size // 2, 4096), "data" if replica_sharded else None, "model"),
+            "scale": put(floats(1, 4096)[0].copy()),
+        }
+    tree["ints"] = put(rng.integers(-128, 127, (1 << 20,)).astype(np.int8))
+    return tree
+
+
+def abstract(tree: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def count_wrong(tree: Any, restored: Any) -> int:
+    """Leaves of which some byte, the dtype or the sharding differs."""
+    import jax
+    import numpy as np
+
+    wrong = 0
+    for one, two in zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True):
+        theirs = {shard.device: shard.data for shard in two.addressable_shards}
+        same = one.dtype == two.dtype and one.sharding.is_equivalent_to(two.sharding, one.ndim)
+        wrong += not same or any(
+            np.asarray(shard.data).tobytes() != np.asarray(theirs[shard.device]).tobytes()
+            for shard in one.addressable_shards
+        )
+    return wrong
+
+
+def bytes_read() -> int:
+    import tensorstore
+
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return int(sum(entry.get("value", 0) for metric in metrics for entry in metric["values"]))
+
+
+def memory(field: str) -> int:
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def held(tree: Any) -> int:
+    import jax
+
+    return sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+
+
+def restorers(directory: str, tree: Any, limit: int) -> dict[str, Any]:
+    """Name → a function that restores."""
+    import functools
+
+    import jax
+    import orbax.checkpoint as ocp
+
+    from meshfeed.checkpoint import restore_once
+
+    wanted = abstract(tree)
+    ours = functools.partial(restore_once, f"{directory}/ours", wanted)
+    handlers = ocp.type_handlers
+
+    def orbax(path: str, handler: Any, args: Any) -> Any:
+        registry = handlers.create_type_handler_registry((jax.Array, handler))
+        pytree = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        return pytree.restore(pathlib.Path(path), args=ocp.args.PyTreeRestore(wanted, restore_args=args))
+
+    plain = jax.tree.map(
+        lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), wanted
+    )
+    single = jax.tree.map(
+        lambda leaf: ocp.type_handlers.SingleReplicaArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        ),
+        wanted,
+    )
+    theirs = f"{directory}/orbax"
+    return {
+        "meshfeed once": ours,
+        "meshfeed once, no verify": functools.partial(ours, verify=False),
+        f"meshfeed once, limit {limit >> 20} MiB": functools.partial(ours, memory_limit_bytes=limit),
+        "meshfeed single_replica": functools.partial(ours, restore="single_replica"),
+        f"meshfeed single_replica, limit {limit >> 20} MiB": functools.partial(
+            ours, restore="single_replica", memory_limit_bytes=limit
+        ),
+        "meshfeed every_host": functools.partial(ours, restore="every_host"),
+        "meshfeed once, of Orbax's files": functools.partial(restore_once, theirs, wanted),
+        "Orbax, every host": functools.partial(orbax, theirs, handlers.ArrayHandler(), plain),
+        "Orbax, single replica": functools.partial(
+            orbax, theirs, handlers.SingleReplicaArrayHandler(replica_axis_index=0, primary_replica_id=0), single
+        ),
+        f"Orbax, single replica, limit {limit >> 20} MiB": functools.partial(
+            orbax,
+            theirs,
+            handlers.SingleReplicaArrayHandler(
+                replica_axis_index=0, primary_replica_id=0, broadcast_memory_limit_bytes=limit
+            ),
+            single,
+        ),
+    }
+
+
+def job(directory: str, shape: tuple[int, int], mib: int, limit: int, rounds: int, replica_sharded: bool) -> Any:
+    """What every host runs."""
+    import jax
+    import orbax.checkpoint as ocp
+    from jax.experimental import multihost_utils
+
+    from meshfeed.checkpoint import ArraysHandler, ArraysSave
+
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tree = make_tree(mesh, mib, replica_sharded)
+    results: dict[str, Any] = {}
+    for name, checkpointer, args in (
+        ("save: meshfeed", ocp.Checkpointer(ArraysHandler()), ArraysSave(tree)),
+        ("save: Orbax", ocp.PyTreeCheckpointer(), ocp.args.PyTreeSave(tree)),
+    ):
+        started = time.perf_counter()
+        checkpointer.save(pathlib.Path(directory, name.split()[1].lower().replace("meshfeed", "ours")), args=args)
+        results[name] = {"seconds": [time.perf_counter() - started]}
+    for name, restore in restorers(directory, tree, limit).items():
+        seconds, extra, read, wrong = [], [], 0, None
+        try:
+            for _ in range(rounds):
+                gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)  # or memory freed before would hide what is taken now
+                multihost_utils.sync_global_devices(name)
+                pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+                before, before_bytes, started = memory("VmRSS"), bytes_read(), time.perf_counter()
+                restored = restore()
+                jax.block_until_ready(restored)
+                seconds.append(time.perf_counter() - started)
+                read = bytes_read() - before_bytes
+                extra.append(memory("VmHWM") - before - held(restored))
+                wrong = count_wrong(tree, restored)
+                del restored
+            results[name] = {"seconds": seconds, "read": read, "extra": min(extra), "wrong": wrong}
+        except Exception as error:  # Orbax refuses some layouts
+            results[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    return list(results.items())  # a dict would come back sorted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=2, help="of each host")
+    parser.add_argument("--mib", type=int, default=200)
+    parser.add_argument(
+        "--mesh", type=int, nargs=2, default=None, help="sizes of data and model; default: hosts devices"
+    )
+    parser.add_argument("--limit-mib", type=int, default=16)
+    parser.add_argument(
+        "--replica-sharded", action="store_true", help="also leaves sharded over data, which Orbax's broadcast refuses"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+
+    from meshfeed.testing import HostPool
+
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="meshfeed-restore-"))
+    shape = tuple(options.mesh or (options.hosts, options.devices))
+    try:
+        with HostPool(options.hosts, options.devices, timeout_seconds=900) as pool:
+            arguments = (
+                str(directory),
+                shape,
+                options.mib,
+                options.limit_mib << 20,
+                options.rounds,
+                options.replica_sharded,
+            )
+            hosts = [dict(result.value) for result in pool.run(job, *arguments)]
+        sizes = {
+            part: sum(path.stat().st_size for path in (directory / part).rglob("*") if path.is_file())
+            for part in ("ours", "orbax")
+        }
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    report = summarize(hosts, sizes)
+    if options.json:
+        print(json.dumps({"mesh": shape, "stored": sizes, "rows": report}))
+        return
+    print(f"mesh {shape[0]}×{shape[1]} on {options.hosts} hosts, stored {sizes['ours'] / 1e6:.0f} MB")
+    print(f"{'':44} {'read':>6} {'busiest':>8} {'first s':>8} {'best s':>7} {'extra MB':>9}  wrong leaves")
+    for row in report:
+        if "error" in row:
+            print(f"{row['name']:44} {row['error']}")
+        elif "read" not in row:
+            print(f"{row['name']:44} {'':6} {'':8} {row['first']:8.2f}")
+        else:
+            print(
+                f"{row['name']:44} {row['read']:6.2f} {row['busiest']:8.2f} {row['first']:8.2f} {row['best']:7.2f} "
+                f"{row['extra'] / 1e6:9.0f}  {row['wrong']}"
+            )
+
+
+def summarize(hosts: list[dict[str, Any]], sizes: dict[str, int]) -> list[dict[str, Any]]:
+    rows = []
+    for name in hosts[0]:
+        parts = [host[name] for host in hosts]
+        row: dict[str, Any] = {"name": name}
+        failed = next((part["error"] for part in parts if "error" in part), None)
+        if failed:
+            rows.append({**row, "error": failed})
+            continue
+        row["first"] = max(part["seconds"][0] for part in parts)
+        row["best"] = min(max(times) for times in zip(*(part["seconds"] for part in parts), strict=True))
+        if "read" in parts[0]:
+            read = [part["read"] for part in parts]
+            stored = sizes["ours" if name.startswith("meshfeed") and "Orbax" not in name else "orbax"]
+            row["read"] = sum(read) / stored
+            row["busiest"] = max(read) * len(read) / max(1, sum(read))
+            row["extra"] = max(part["extra"] for part in parts)
+            row["wrong"] = max(part["wrong"] for part in parts)
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
