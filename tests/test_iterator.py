@@ -492,3 +492,42 @@ def test_a_source_smaller_than_a_batch(caplog: pytest.LogCaptureFixture) -> None
         assert np.asarray(next(feed)["id"]).tolist() == [0, 1, 2, 3, 4] * 3 + [0]
     with make_feed(records(1), num_epochs=None, shuffle=True) as feed:
         assert np.asarray(next(feed)["id"]).tolist() == [0] * 16
+
+
+def test_replay_reads_any_step_again_without_moving_the_feed() -> None:
+    with make_feed(shuffle=True, end="pad", mask_key="real") as feed:
+        batches = list(feed)
+        for step in (0, 3, 6):
+            again = feed.replay(step)
+            assert again["x"].tobytes() == np.asarray(batches[step]["x"]).tobytes()
+            assert again["real"].tolist() == np.asarray(batches[step]["real"]).tolist()
+        assert feed.step == 7
+        with pytest.raises(IndexError):
+            feed.replay(7)
+
+
+def test_replay_of_a_stream_goes_on_from_the_state_that_is_given() -> None:
+    opened = []
+
+    def open_lane(lane_index: int, num_lanes: int) -> Any:
+        opened.append(lane_index)
+        return ({"id": np.int32(i)} for i in range(lane_index, 160, num_lanes))
+
+    with make_feed(meshfeed.sources.Stream(open_lane), num_lanes=4) as feed:
+        batches, states = [], []
+        for batch in feed:
+            batches.append(np.asarray(batch["id"]).tolist())
+            states.append(feed.get_state())
+        assert len(batches) == 10
+        assert feed.replay(6, state=states[4])["id"].tolist() == batches[6]
+        assert feed.replay(2)["id"].tolist() == batches[2]
+        with pytest.raises(meshfeed.SettingsError, match="at or before"):
+            feed.replay(2, state=states[4])
+        with pytest.raises(IndexError):
+            feed.replay(10, state=states[9])
+        assert feed.step == 10
+    with (
+        make_feed(iter([{"x": np.zeros((16, 1))}])) as feed,
+        pytest.raises(meshfeed.SourceError, match="cannot be read"),
+    ):
+        feed.replay(0)

@@ -30,7 +30,7 @@ FLOORS: dict[str, str] = {
         "_prefetch _pipeline _window _workers _worker_* "  # when
         "_agree _agree_* _exchange"  # with the others' consent
     ),
-    "3": "_iterator _courses",
+    "3": "_iterator _courses _replay",
     "4": "remote _remote_* maxtext _maxtext_* testing _resumable _spawn _spawn_host _spawn_child",
     "5": "__init__",  # the façade: it names what the floors below have
     "6": "cli _cli_* _demo _demo_*",  # programs: they use the library as anybody would

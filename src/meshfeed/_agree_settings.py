@@ -8,9 +8,27 @@ from typing import Any
 
 from meshfeed import _process
 from meshfeed._errors import AgreementError, PeerError
+from meshfeed._feeder import Place
+from meshfeed._settings import FeedSettings
+from meshfeed._state import flatten
 
 _FAILURE = "__failure__"
 _MAX_MESSAGE = 2000
+
+
+def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """What must be the same on all hosts before the first batch: field → JSON value, flat."""
+    bad = settings.bad_records
+    return {
+        **flatten(dict(fingerprint)),
+        "position": place.position,
+        "step": place.step,
+        "load": settings.load,
+        "mask_key": settings.mask_key,
+        "bad_records": None if bad is None else bad.max_fraction,
+        "check_replicas": settings.check_replicas,
+        "global_batch_size": None if settings.schedule is None else settings.schedule.stages,
+    }
 
 
 def publish_failure(scope: str, round_number: int, error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import weakref
@@ -19,6 +20,7 @@ from meshfeed._host_batch import RecordSpec
 from meshfeed._layout import make_layout
 from meshfeed._pipeline import HOST_READ_AHEAD_BYTES, Pipeline
 from meshfeed._read import reads_columns
+from meshfeed._replay import replay_step
 from meshfeed._replicas import blocks_of
 from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
@@ -175,6 +177,7 @@ class MultiHostDataLoadIterator:
             blocks_of=blocks_of(self._layout) if settings.check_replicas else None,
             num_rows=lambda size: len(host_rows.rows(size)),
             compare_records=not reads_columns(getattr(self._course, "source", None)),
+            compare_sizes=self._course.kind == "host_batches",
         )
         agreement = None
         store = _process.key_value_store() if self._hosts_agree else None
@@ -217,24 +220,10 @@ class MultiHostDataLoadIterator:
             _agree_settings.agree_on_settings(
                 self._scope,
                 generation,
-                self._agreed_settings(),
+                _agree_settings.agreed_settings(self._settings, self._course.fingerprint(self._place), self._place),
                 participants=self._participants,
                 timeout_seconds=self._settings.timeout_seconds,
             )
-
-    def _agreed_settings(self) -> dict[str, Any]:
-        schedule = self._settings.schedule
-        bad = self._settings.bad_records
-        return {
-            **_state.flatten(self._course.fingerprint(self._place)),
-            "position": self._place.position,
-            "step": self._place.step,
-            "load": self._settings.load,
-            "mask_key": self._settings.mask_key,
-            "bad_records": None if bad is None else bad.max_fraction,
-            "check_replicas": self._settings.check_replicas,
-            "global_batch_size": None if schedule is None else schedule.stages,
-        }
 
     def _tell_failure(self, error: BaseException) -> None:
         if self._hosts_agree:
@@ -333,6 +322,27 @@ class MultiHostDataLoadIterator:
           SourceError: an id that is not there, or a source that is not read at random.
         """
         return self._course.read(record_ids)
+
+    def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
+        """One global batch again, all of its rows, as host-local numpy; this host alone, and the feed does not move.
+
+        Args:
+          step: index of the batch.
+          state: taken at or before the step, with all lanes of a stream (:func:`meshfeed.merge_states`); None: the
+            beginning. Random access needs none.
+
+        Returns:
+          A pytree of arrays ``[global_batch_size, ...]``, padding and mask included.
+
+        Raises:
+          IndexError: there is no such step. StateMismatchError: the state is of another stream, or lacks lanes.
+          SettingsError: the state was taken after the step. SourceError: host batches cannot be replayed.
+        """
+        if self._course.kind == "random_access":
+            self._course.record_ids(self._place, step)  # refuses a step that is not there
+            return replay_step(self._course, dataclasses.replace(self._place, step=0), step)
+        place = self._course.start() if state is None else self._course.restore(_state.parse_state(state))
+        return replay_step(self._course, place, step)
 
     def config(self) -> dict[str, Any]:
         """Every setting and the fingerprint, JSON."""
