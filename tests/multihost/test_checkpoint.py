@@ -145,6 +145,53 @@ def fall_back(directory: str):
     return step, again, any("step 2" in record and "passed over" in record for record in records)
 
 
+def restore_on_parts(directory: str):
+    """Sub-meshes that leave hosts out, two meshes in one tree, arrays of single processes, an axis across hosts."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from meshfeed.checkpoint import Checkpointer
+
+    values = np.random.default_rng(5).integers(0, 1 << 30, (512, 512)).astype(np.int32)
+    whole = checkpoint_trees.make_mesh(4, 2)
+    state = {
+        "a": checkpoint_trees.place(values, whole, None, "model"),
+        "b": checkpoint_trees.place(values + 1, whole, "data"),
+        "local": jnp.arange(200_000),
+        "count": jnp.int32(7),
+        "key": jax.random.key(3),
+    }
+    with Checkpointer(f"{directory}/parts", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        ckpt.wait()
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        half = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"), axis_types=auto)  # hosts 0 and 1
+        turned = Mesh(np.array(jax.devices()).reshape(4, 2).T, ("x", "y"), axis_types=auto)
+        wanted = {
+            **state,
+            "a": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(half, PartitionSpec("y"))),
+            "b": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(turned, PartitionSpec(None, "y"))),
+        }
+        for mode in ("once", "single_replica", "every_host"):
+            with Checkpointer(f"{directory}/parts", restore=mode) as other:
+                restored = other.restore(wanted)[1]
+            for name, add in (("a", 0), ("b", 1)):
+                assert restored[name].sharding == wanted[name].sharding
+                for shard in restored[name].addressable_shards:
+                    np.testing.assert_array_equal(np.asarray(shard.data), (values + add)[shard.index])
+            assert len(restored["a"].addressable_shards) == (2 if jax.process_index() < 2 else 0)
+            for name in ("local", "count", "key"):
+                checkpoint_trees.assert_same(state[name], restored[name])
+        part = checkpoint_trees.place(values, half, "x") if jax.process_index() < 2 else restored["a"]
+        try:
+            ckpt.save(2, {"part": part})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
 def _stored_bytes(directory: pathlib.Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
@@ -164,6 +211,7 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
         messages = {result.value for result in pool.run(fail_on_host_1, str(tmp_path))}
         assert len(messages) == 1
         assert "CheckpointError: host 1" in messages.pop()
+        assert "has no device on the hosts [2, 3]" in pool.run(restore_on_parts, str(tmp_path))[0].value
         assert {result.value for result in pool.run(fall_back, str(tmp_path))} == {(1, 2, True)}
     with HostPool(num_hosts=2, devices_per_host=2, timeout_seconds=120) as pool:
         for saved, shape in (("4x2", (2, 2)), ("1x8", (4, 1))):

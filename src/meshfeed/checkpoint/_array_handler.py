@@ -11,7 +11,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import future
 
+from meshfeed._errors import CheckpointError
 from meshfeed._process import process_count, process_index
 from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._digests import ShardDigests
@@ -62,13 +64,15 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         least = orbax.get("min_slice_bytes_for_replica_parallel")
         self._min_slice_bytes = MIN_SLICE_BYTES if least is None else least
         self._replica = orbax.get("replica_id", 0)
+        self._local_storage = orbax.get("primary_host", 0) is None  # each host has a folder of its own
+        self._status = orbax.get("callback")
 
     async def serialize(
         self,
         values: Sequence[jax.Array],
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
-    ) -> Sequence[ocp.future.Future]:
+    ) -> Sequence[future.Future]:
         """Captures the arrays, and gives futures that write them and their digests."""
         args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
         entries: dict[str, Any] = {}
@@ -78,19 +82,21 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         for number, (value, info) in enumerate(zip(values, infos, strict=True)):
             entry = describe_array(value)
             laid_values.append(value)
-            if isinstance(value, jax.Array) and process_count() > 1 and value.is_fully_addressable:
+            if process_count() > 1 and value.is_fully_addressable:
                 continue  # Orbax refuses it with a good message
+            _check_hosts(info.name, value)
+            early = not limited or self._is_synchronous(info)
             if value.size == 0:
                 laid_values[number] = _placeholder(value)
             elif is_key(value):
                 data = jax.random.key_data(value)
                 entry["cell"] = list(data.sharding.shard_shape(data.shape))
-                pending[info.name] = ShardDigests(data, tuple(entry["cell"]), replica_id=self._replica)
+                pending[info.name] = ShardDigests(data, tuple(entry["cell"]), replica_id=self._replica, early=early)
             else:
                 laid = lay_out(
                     value,
                     dtype=args[number].dtype,
-                    share=self._share and not limited,
+                    share=self._share and early,
                     min_slice_bytes=self._min_slice_bytes,
                 )
                 entry["dtype"] = np.dtype(args[number].dtype or value.dtype).name
@@ -99,7 +105,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 args[number] = dataclasses.replace(args[number], dtype=None, chunk_byte_size=asked)
                 laid_values[number] = laid.array
                 if not self.has_dispatcher():
-                    pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica)
+                    pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
             entries[info.name] = entry
         futures = list(await super().serialize(laid_values, infos, args))
         for shards in pending.values():
@@ -112,12 +118,17 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
             def write() -> None:
                 digests = {name: shards.compute() for name, shards in pending.items()}
-                _manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries, digests)
+                keeps = process == 0 or self._local_storage
+                _manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries if keeps else {}, digests)
 
             await asyncio.to_thread(write)
 
-        futures.append(ocp.future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
+        futures.append(future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
         return futures
+
+    def _is_synchronous(self, info: Any) -> bool:
+        # Values that Orbax moves to the host later must be kept by the caller until then, and are not copied here.
+        return self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
 
     async def deserialize(
         self,
@@ -149,6 +160,16 @@ def _metadata_store() -> Any:
     except ImportError:
         return None
     return Store()
+
+
+def _check_hosts(name: str, value: jax.Array) -> None:
+    hosts = {device.process_index for device in value.sharding.device_set}
+    if 1 < len(hosts) < process_count():
+        absent = sorted(set(range(process_count())) - hosts)
+        raise CheckpointError(
+            f"parameter {name!r} has no device on the hosts {absent}; Orbax saves arrays that have one on every host. "
+            "Save it by a job of its hosts, or replicate it over all hosts before."
+        )
 
 
 def _placeholder(value: jax.Array) -> jax.Array:

@@ -28,7 +28,9 @@ class ShardDigests:
     Orbax's own transfer fills the same per-shard cache, so there is one copy from the device, and none on CPU.
     """
 
-    def __init__(self, array: jax.Array, cell: tuple[int, ...], *, replica_id: int | None = 0) -> None:
+    def __init__(
+        self, array: jax.Array, cell: tuple[int, ...], *, replica_id: int | None = 0, early: bool = True
+    ) -> None:
         self._grid = Grid(tuple(array.shape), cell)
         shards = array.addressable_shards
         if replica_id is None and shards:
@@ -36,17 +38,20 @@ class ShardDigests:
         self._shards: list[tuple[Box, Any]] = [
             (box_of_index(shard.index, array.shape), shard.data) for shard in shards if shard.replica_id == replica_id
         ]
-        for _, data in self._shards:
+        self._early = early
+        for _, data in self._shards if early else ():
             data.copy_to_host_async()
 
     def capture(self) -> None:
         """Waits for the host copies. Orbax takes only the slices that it writes, so the caller may donate the rest."""
-        self._shards = [(box, np.asarray(data)) for box, data in self._shards]
+        if self._early:
+            self._shards = [(box, np.asarray(data)) for box, data in self._shards]
 
     def compute(self) -> dict[int, str]:
         """The digests by cell number; frees the copies."""
         digests: dict[int, str] = {}
         while self._shards:
             box, data = self._shards.pop()
-            digests.update(cell_digests(np.asarray(data), box, self._grid))
+            values = np.asarray(data if self._early else data.copy())  # of a copy, or the array would keep it
+            digests.update(cell_digests(values, box, self._grid))
         return digests

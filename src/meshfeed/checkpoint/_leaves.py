@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshfeed._errors import CheckpointError
+from meshfeed._process import process_count
 from meshfeed._reshard import bit_width
 from meshfeed._state import decode_value, encode_value
 
@@ -96,7 +97,7 @@ def describe_sharding(sharding: Any) -> dict[str, Any] | None:
     spec = [list(part) if isinstance(part, tuple) else part for part in sharding.spec]
     return {
         "axis_names": list(sharding.mesh.axis_names),
-        "axis_sizes": list(sharding.mesh.devices.shape),
+        "axis_sizes": list(sharding.mesh.axis_sizes),
         "spec": spec,
         "memory_kind": sharding.memory_kind,
     }
@@ -140,16 +141,29 @@ def encode_tree(tree: Any) -> EncodedTree:
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     encoded = []
     for path, leaf in flat:
-        if isinstance(leaf, jax.Array):
+        name = leaf_name(path)
+        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable and process_count() > 1):
             encoded.append(leaf)
             continue
-        name = leaf_name(path)
-        entry, stored = _encode_host(leaf, jax.tree_util.keystr(path))
+        if isinstance(leaf, jax.Array):
+            entry, stored = _encode_local(leaf)
+        else:
+            entry, stored = _encode_host(leaf, jax.tree_util.keystr(path))
         leaves[name] = entry
         if isinstance(stored, np.ndarray) and "value" not in entry:
             host_arrays[name] = stored
         encoded.append(stored)
     return EncodedTree(jax.tree_util.tree_unflatten(structure, encoded), leaves, host_arrays, skeleton_of(tree))
+
+
+def _encode_local(leaf: jax.Array) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+    """An array of this process alone, such as an eager ``jnp.zeros`` in a job of several: process 0's copy is saved."""
+    entry = describe_array(leaf)
+    entry.pop("sharding", None)
+    if leaf.size == 0:
+        return entry, np.zeros((1,) * leaf.ndim, np.uint8)
+    values = np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    return entry, numpy_to_bits(values) if entry.get("stored") == "bits" else values
 
 
 def _encode_host(leaf: Any, where: str) -> tuple[dict[str, Any], Any]:

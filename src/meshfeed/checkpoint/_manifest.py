@@ -58,9 +58,9 @@ def _write(item: epath.Path, name: str, content: Mapping[str, Any]) -> None:
 def write_arrays_part(
     item: Any, process: int, leaves: Mapping[str, Any], digests: Mapping[str, Mapping[int, str]]
 ) -> None:
-    """Writes what one host knows of the arrays; ``leaves`` is the same on each and kept by process 0 only."""
+    """Writes what one host knows of the arrays; ``leaves`` is the same on all, and given by one host in a folder."""
     text = {name: {str(cell): digest for cell, digest in cells.items()} for name, cells in digests.items()}
-    _write(epath.Path(item), f"{_ARRAYS}{process}.json", {"leaves": leaves if process == 0 else {}, "digests": text})
+    _write(epath.Path(item), f"{_ARRAYS}{process}.json", {"leaves": leaves, "digests": text})
 
 
 def write_tree_part(

@@ -160,7 +160,7 @@ class StoredArrays:
 
     def chunk_of(self, name: str) -> list[int]:
         """Shape of the stored chunks of a parameter."""
-        store = self.open(name)
+        store: Any = self.open(name)
         return [int(size) for size in store.chunk_layout.read_chunk.shape] if store.rank else []
 
     def leaf(self, name: str) -> StoredLeaf:

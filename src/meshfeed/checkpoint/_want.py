@@ -52,6 +52,8 @@ def array_wanted(
         _check_shape(stored, name, tuple(entry["shape"]), shape, strict)
         empty = np.zeros(tuple(entry["shape"]) if shape is None else tuple(shape), dtype or dtype_of(entry))
         return None, lambda _: _from_host(empty, sharding)
+    if process_count() > 1 and final.is_fully_addressable:
+        return _local_wanted(stored, name, shape, dtype, sharding)
     leaf = stored.leaf(name)
     key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     impl = None
@@ -66,6 +68,23 @@ def array_wanted(
     wanted = leaf.shape if shape is None else tuple(shape)
     request = LeafRequest(leaf, wanted, np.dtype(dtype or leaf.dtype), _readable(final))
     return request, lambda array: _placed(array, sharding)
+
+
+def _local_wanted(
+    stored: StoredArrays, name: str, shape: Any, dtype: Any, sharding: Any
+) -> tuple[LeafRequest | None, Finish]:
+    # Every process wants the array on a device of its own, so their shardings differ: the values come as a host's do,
+    # because all processes must make the same plan.
+    leaf = stored.leaf(name)
+    key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    impl = (leaf.impl or _impl_of(dtype)) if key else leaf.impl if dtype is None else None
+    wanted = None if shape is None else key_shape(tuple(shape), impl) if impl else tuple(shape)
+    _check_shape(stored, name, leaf.shape, wanted, True)
+    if impl is not None:
+        request = LeafRequest(leaf, leaf.shape, leaf.dtype, None)
+        return request, lambda data: jax.device_put(jax.random.wrap_key_data(jnp.asarray(data), impl=impl), sharding)
+    request = LeafRequest(leaf, leaf.shape, np.dtype(dtype or leaf.dtype), None)
+    return request, lambda values: jax.device_put(values, sharding)
 
 
 def host_wanted(
