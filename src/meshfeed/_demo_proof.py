@@ -127,26 +127,29 @@ def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], n
     delivered = [record for step in steps.values() for record in step.record_ids]
     epoch = delivered[: len(records)]
     once = len(set(epoch))
+    whether = {True: "equal to those of the uninterrupted run", False: "not those of the uninterrupted run"}
+    same_ids = ids_digest(steps) == ids_digest(wanted)
+    same_batches = batches_digest(steps) == batches_digest(wanted)
     return [
         Check(
             "steps",
             list(steps) == numbers and len(whole) == num_steps and list(wanted) == numbers,
             f"{len(whole):,} of {num_steps:,} are there, each with every row",
         ),
-        Check("record ids", ids_digest(steps) == ids_digest(wanted), "equal to those of the uninterrupted run"),
-        Check("batches", batches_digest(steps) == batches_digest(wanted), "equal to those of the uninterrupted run"),
+        Check("record ids", same_ids, whether[same_ids]),
+        Check("batches", same_batches, whether[same_batches]),
         Check("files", right == rows, f"{right:,} of {rows:,} rows are the bytes of the record that their id names"),
         Check(
             "epoch",
             once == len(epoch),
             f"{once:,} different records among the first {len(epoch):,} delivered"
-            + (", which is all there are" if once == len(records) else f" ({len(records):,} in the files)"),
+            + (": each of the corpus once" if once == len(records) else f", of {len(records):,} in the corpus"),
         ),
         Check(
             "made again",
             not differing,
-            f"{again - len(differing):,} of {again:,} steps lost in the kills came back the same"
-            + (f"; others, first step {differing[0]}" if differing else ""),
+            f"{again - len(differing):,} of {again:,} steps that the kills undid came back the same"
+            + (f"; others did not, first step {differing[0]}" if differing else ""),
         ),
         Check(
             "hosts",

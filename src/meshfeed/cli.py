@@ -176,7 +176,7 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
 
 
 @main.command(epilog=_example("demo --directory demo-out"))
-@click.option("--steps", type=click.IntRange(min=20), default=200, show_default=True, help="Of the training.")
+@click.option("--steps", type=click.IntRange(min=20), default=160, show_default=True, help="Of the training.")
 @click.option(
     "--directory",
     type=click.Path(),

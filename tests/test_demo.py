@@ -1,0 +1,265 @@
+"""The demo: the whole of it in real processes, and that its proof can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("rich")
+pytest.importorskip("optax")
+
+from rich.console import Console
+
+from meshfeed import MeshfeedError, SettingsError, SourceError, cli
+from meshfeed._demo import BREAKS, JOURNEY, Demo, Leg, Plan, broken
+from meshfeed._demo_corpus import build_corpus, read_records
+from meshfeed._demo_job import Job, Topology, example_script
+from meshfeed._demo_proof import JobLog, Step, effective, prove, read_job
+
+RECORDS = [bytes([number]) * 8 for number in range(10)]
+NUM_STEPS, BATCH = 5, 2  # one epoch
+ONE_DEVICE = Topology(hosts=1, devices=2, model_axis=1)
+
+
+def digest(record: int) -> str:
+    return hashlib.sha256(RECORDS[record]).hexdigest()[:32]
+
+
+def job(restored: int, last: int, *, first_record: int | None = None) -> JobLog:
+    """A job that makes the steps after ``restored`` up to ``last`` from consecutive records."""
+    start = restored * BATCH if first_record is None else first_record
+    steps = {}
+    for number in range(restored + 1, last + 1):
+        ids = [(start + (number - restored - 1) * BATCH + row) % len(RECORDS) for row in range(BATCH)]
+        steps[number] = Step(ids, {row: digest(record) for row, record in enumerate(ids)}, 1.0)
+    return JobLog(restored, steps, [])
+
+
+def failing(jobs: list[JobLog], reference: JobLog | None = None) -> set[str]:
+    return {check.name for check in prove(reference or job(0, 5), jobs, RECORDS, NUM_STEPS) if not check.holds}
+
+
+# ---------------------------------------------------------------------------------------------------- the proof
+
+
+def test_a_run_that_went_on_where_it_was_saved_holds() -> None:
+    assert failing([job(0, 3), job(2, 4), job(2, 5)]) == set()
+
+
+def test_later_jobs_replace_what_the_kill_undid() -> None:
+    jobs = [job(0, 4), job(1, 2, first_record=6)]
+    assert {number: step.record_ids for number, step in effective(jobs).items()} == {1: [0, 1], 2: [6, 7]}
+
+
+def test_data_that_begins_again_does_not_hold() -> None:
+    assert failing([job(0, 3), job(2, 5, first_record=0)]) == {"record ids", "batches", "epoch", "made again"}
+
+
+def test_a_step_that_nobody_made_does_not_hold() -> None:
+    jobs = [job(0, 2), job(3, 5)]
+    assert {"steps", "record ids", "batches"} <= failing(jobs)
+
+
+def test_a_row_that_no_host_held_does_not_hold() -> None:
+    jobs = [job(0, 5)]
+    del jobs[0].steps[4].rows[1]
+    assert failing(jobs) == {"steps", "batches", "files"}
+
+
+def test_other_bytes_under_the_right_id_do_not_hold() -> None:
+    jobs = [job(0, 5)]
+    jobs[0].steps[4].rows[1] = "0" * 32
+    assert failing(jobs) == {"batches", "files"}
+
+
+def test_both_runs_wrong_in_the_same_way_do_not_hold() -> None:
+    both = job(0, 5)
+    both.steps[4].rows[1] = "0" * 32
+    assert failing([both], reference=both) == {"files"}
+    both = job(0, 5)
+    both.steps[5] = both.steps[1]
+    assert failing([both], reference=both) == {"epoch"}
+
+
+def test_hosts_that_saw_different_things_do_not_hold(tmp_path: pathlib.Path) -> None:
+    line = '{{"step": 1, "loss": 1.0, "record_ids": [0, 1], "rows": {{"{row}": "{digest}"}}}}\n'
+    paths = [tmp_path / f"{host}.jsonl" for host in range(2)]
+    restored = '{"restored": 0}\n'
+    paths[0].write_text(restored + line.format(row=0, digest="a") + '{"step": 2, "lo')  # killed in mid-line
+    paths[1].write_text(restored + line.format(row=1, digest="b"))
+    log = read_job(paths)
+    assert log.problems == []
+    assert log.steps[1].whole
+    assert set(log.steps) == {1}
+    paths[1].write_text(restored + line.format(row=0, digest="b"))
+    log = read_job(paths)
+    assert log.problems == ["host 1 holds other bytes in row 0 of step 1"]
+    assert not log.steps[1].whole
+    assert "hosts" in failing([JobLog(0, job(0, 5).steps, log.problems)])
+    paths[1].write_text('{"restored": 7}\n')
+    assert read_job(paths).problems == ["hosts went on from different steps: [0, 7]"]
+
+
+# ---------------------------------------------------------------------------------------------------- the parts
+
+
+def test_the_corpus_is_text_in_records_of_one_length(tmp_path: pathlib.Path) -> None:
+    corpus = build_corpus(tmp_path / "c", num_records=1_009, record_bytes=65)
+    records = read_records(corpus)
+    assert len(records) == 1_009
+    assert {len(record) for record in records} == {65}
+    assert b"import" in b"".join(records)
+    assert corpus.num_sources >= 1
+
+
+def test_a_standard_library_without_enough_text_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.py").write_text("pass\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(SourceError, match=r"has 5 bytes of Python text, and 650 are wanted"):
+        build_corpus(tmp_path / "c", num_records=10, record_bytes=65)
+
+
+def test_hosts_end_when_the_demo_is_killed(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import time, sys\nprint('started', flush=True)\ntime.sleep(100)\n")
+    parent = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-m', 'meshfeed._demo_child', {str(script)!r}], "
+        "stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 30
+    while _alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlives the demo"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_host_that_fails_is_quoted(tmp_path: pathlib.Path) -> None:
+    with Job(ONE_DEVICE, tmp_path / "job", ["--data", str(tmp_path / "no.array_record"), "--checkpoints", "c"]) as job:
+        with pytest.raises(
+            MeshfeedError, match=r"1 host × 2 devices: host 0 ended with status 1(.|\n)*no\.array_record"
+        ):
+            while job.running():
+                time.sleep(0.1)
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x").write_text("")
+    result = CliRunner().invoke(cli.main, ["demo", "--directory", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is not empty; name a new folder" in result.output
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "optax" else object())
+    result = CliRunner().invoke(cli.main, ["demo"])
+    assert result.exit_code == 1
+    assert "the demo needs optax: pip install 'meshfeed[demo]'." in result.output
+
+
+def test_the_wheel_brings_the_training_script() -> None:
+    assert example_script().read_text().startswith('"""Trains a small byte-level language model')
+    project = (pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert '"examples/train_lm.py" = "meshfeed/_examples/train_lm.py"' in project
+
+
+# ---------------------------------------------------------------------------------------------------- all of it
+
+
+def run(plan: Plan, folder: pathlib.Path) -> tuple[bool, str]:
+    text = io.StringIO()
+    holds = Demo(plan, folder, Console(file=text, width=200)).run()
+    return holds, text.getvalue()
+
+
+SMALL = Plan(
+    num_steps=20,
+    save_every=4,
+    batch=12,
+    num_records=199,
+    record_bytes=17,
+    reference=ONE_DEVICE,
+    legs=(
+        Leg(Topology(hosts=2, devices=2, model_axis=2), kill_at=0.36),
+        Leg(Topology(hosts=1, devices=4, model_axis=4), kill_at=0.68),
+        Leg(Topology(hosts=3, devices=2, model_axis=2)),
+    ),
+)
+ON_ONE_HOST = dataclasses.replace(
+    SMALL, legs=(Leg(ONE_DEVICE, kill_at=0.4), Leg(Topology(hosts=1, devices=1, model_axis=1)))
+)
+
+
+@pytest.mark.multihost
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_journey(tmp_path: pathlib.Path) -> None:
+    assert [(leg.topology.hosts, leg.topology.devices) for leg in JOURNEY] == [(2, 4), (1, 8), (4, 2)]
+    holds, text = run(SMALL, tmp_path / "demo")
+    assert holds, text
+    assert text.count("SIGKILL") == 2
+    assert "199 different records among the first 199 delivered: each of the corpus once" in text
+    assert "All of it holds" in text
+
+
+@pytest.mark.multihost
+def test_a_position_that_is_forgotten_is_seen(tmp_path: pathlib.Path) -> None:
+    holds, text = run(broken(ON_ONE_HOST, "position"), tmp_path / "demo")
+    assert not holds, text
+    assert "✗ record ids  not those of the uninterrupted run" in text
+    assert "It does not hold" in text
+
+
+@pytest.mark.multihost
+def test_another_seed_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(MeshfeedError, match="state mismatch in 'seed': saved 0, current 1"):
+        run(broken(ON_ONE_HOST, "seed"), tmp_path / "demo")
+    assert set(BREAKS) == {"seed", "position"}
+
+
+@pytest.mark.multihost
+def test_an_interrupted_demo_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "meshfeed.cli", "demo", "--directory", str(tmp_path / "demo")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        log = tmp_path / "demo" / "job-1-1x8" / "host-0.log"
+        deadline = time.monotonic() + 60
+        while not log.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    mine = [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if _mentions(path, str(tmp_path))]
+    assert not mine
+
+
+def _mentions(path: pathlib.Path, text: str) -> bool:
+    try:
+        return text.encode() in path.read_bytes()
+    except OSError:  # it has just ended
+        return False
