@@ -343,3 +343,41 @@ def test_a_pipeline_without_exact_state_is_read_and_dropped():
     assert not hasattr(lane, "get_state")
     assert not isinstance(lane, StreamLane)
     assert list(lane) == [1, 2, 3, 4, 5]
+
+
+def test_parquet_rows_look_as_grain_gives_them(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = 23
+    fixed = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(range(3 * rows), "int32"), 3)
+    table = pyarrow.table(
+        {
+            "id": pyarrow.array(range(rows), "int64"),
+            "with nulls": pyarrow.array([i if i % 6 else None for i in range(rows)], "int32"),
+            "flag": pyarrow.array([i % 2 == 0 for i in range(rows)]),
+            "text": pyarrow.array([f"{i}" for i in range(rows)]),
+            "fixed": fixed,
+            "ragged": pyarrow.array([list(range(i % 4)) for i in range(rows)], pyarrow.list_(pyarrow.float32())),
+            "large": pyarrow.array([list(range(i % 4)) for i in range(rows)], pyarrow.large_list(pyarrow.int8())),
+            "nested": pyarrow.array([[[i]] * 2 for i in range(rows)]),
+            "ragged with nulls": pyarrow.array([[1, None]] * rows, pyarrow.list_(pyarrow.int32())),
+        }
+    )
+    for columns in (["id", "flag", "text", "fixed", "ragged", "large"], table.column_names):
+        path = str(tmp_path / f"{len(columns)}.parquet")
+        parquet.write_table(table.select(columns), path, row_group_size=10)
+        expected = list(experimental.ParquetIterDataset(path))
+        for num_lanes in (1, 2, 5):
+            lanes = lanes_of(experimental.ParquetIterDataset(path), num_lanes)
+            found = sorted(itertools.chain(*lanes), key=lambda row: row["id"])
+            assert len(found) == rows
+            for row, other in zip(found, expected, strict=True):
+                assert row.keys() == other.keys()
+                for name in row:
+                    assert type(row[name]) is type(other[name]), name
+                    np.testing.assert_array_equal(np.asarray(row[name]).dtype, np.asarray(other[name]).dtype)
+                    np.testing.assert_equal(row[name], other[name])
+    source = Grain(
+        experimental.ParquetIterDataset(path).map(lambda row: {k: row[k] for k in ("id", "fixed", "ragged")})
+    )
+    check_resumable(lambda: source.open(1, 2), max_steps=99)

@@ -31,7 +31,9 @@ _logger = logging.getLogger("meshfeed.sources")
 _BLOCK_ELEMENTS = 256  # over all lanes; with the block read ahead, about what Grain holds for one iterator (500)
 _MAX_BLOCK = 64
 _BLOCK_ROWS = 8192  # decoded at a time, over all lanes
+_BUFFER_BYTES = 1 << 23  # of a column's file that is read at a time, over all lanes
 _PARQUET_CYCLE = 16  # files that Grain reads in turn
+_OPEN_PARTS = 64  # files that are read in turn by all lanes together, so that more lanes take no more memory
 _MANY = 1 << 16  # more parts than this are not listed: an endless dataset of datasets has 2**63
 _SEEDED = ("RandomMapIterDataset", "WindowShuffleIterDataset", "PackIterDataset")
 _ONE_TO_ONE = (
@@ -165,7 +167,7 @@ def _cut_interleave(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any
         inner = dataclasses.replace(place, lane_index=lane_index, num_lanes=num_lanes, salt=salt)
         return cut(without_prefetch(part), inner)
 
-    cycle = max(1, private(node, "_cycle_length") // place.all_lanes)
+    cycle = min(private(node, "_cycle_length"), max(1, _OPEN_PARTS // place.all_lanes))
     return _grain_leaves.InterleaveLane(make_part, parts.count, cycle, unit)
 
 
@@ -220,12 +222,15 @@ def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     mine = _file_stream.cut_files(files, place.lane_index, place.num_lanes, rows_of)
     if mine.times_read > 1:
         _warn_shared(len(mine.left), len(paths), place.num_lanes, round(mine.times_read, 1), str(paths[0]))
-    block_rows = max(64, _BLOCK_ROWS // place.all_lanes)
+    if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
+        # Otherwise Arrow holds the bytes of a whole row group of each file.
+        options = {**options, "pre_buffer": False, "buffer_size": max(1 << 16, _BUFFER_BYTES // place.all_lanes)}
+    cycle = min(_PARQUET_CYCLE, max(1, _OPEN_PARTS // place.all_lanes))
+    block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
     pieces = [
         _grain_parquet.ParquetLane(paths[piece.file_index], piece.start, piece.stop, block_rows, options)
         for piece in mine.pieces
     ]
-    cycle = max(1, _PARQUET_CYCLE // place.all_lanes)
     return _grain_leaves.InterleaveLane(pieces.__getitem__, len(pieces), cycle, mine.unit)
 
 

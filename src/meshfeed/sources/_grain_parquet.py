@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed._errors import CorruptDataError
 
-_Block: TypeAlias = "tuple[int, int, dict[str, np.ndarray]]"
+_Block: TypeAlias = "tuple[int, int, dict[str, Any]]"
 """First row in the file, row after the last, columns."""
 
 
@@ -51,7 +51,7 @@ class ParquetLaneIterator(grain.DatasetIterator):
         self._block_rows = block_rows
         self._options = options
         self._row = start
-        self._columns: dict[str, np.ndarray] = {}
+        self._columns: dict[str, Any] = {}
         self._block_start = self._block_stop = start
         self._blocks: Generator[_Block, None, None] | None = None
 
@@ -88,7 +88,7 @@ class ParquetLaneIterator(grain.DatasetIterator):
             # Arrow turns integers with nulls into floats, a piece at a time: what a row looks like would depend on
             # where pieces begin.
             columns = _to_numpy(file.read_row_group(group))
-            yield row, stop, {name: column[row - first : stop - first].copy() for name, column in columns.items()}
+            yield row, stop, {name: column[row - first : stop - first] for name, column in columns.items()}
             return
         for batch in file.iter_batches(batch_size=self._block_rows, row_groups=[group]):
             low, high = max(row - first, 0), min(batch.num_rows, stop - first)
@@ -138,9 +138,45 @@ def open_parquet(path: str, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _to_numpy(rows: Any) -> dict[str, np.ndarray]:
-    columns = zip(rows.schema.names, rows.columns, strict=True)
-    return {name: column.to_numpy(zero_copy_only=False) for name, column in columns}
+class _Lists:
+    """Rows of a list column as views of its values; Arrow would make a Python object of each, at a millisecond a row."""
+
+    def __init__(self, values: np.ndarray, bounds: np.ndarray) -> None:
+        self._values = values
+        self._bounds = bounds
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return _Lists(self._values, self._bounds[row.start : row.stop + 1])
+        return self._values[self._bounds[row] : self._bounds[row + 1]]
+
+
+def _to_numpy(rows: Any) -> dict[str, Any]:
+    columns = {}
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        array = column.combine_chunks() if hasattr(column, "chunks") else column
+        columns[name] = _lists(array) or array.to_numpy(zero_copy_only=False)
+    return columns
+
+
+def _lists(column: Any) -> _Lists | None:
+    """A list column of numbers without nulls; None for others."""
+    from pyarrow import types
+
+    kind = column.type
+    if not hasattr(column, "flatten") or not getattr(kind, "num_fields", 0) or column.null_count:
+        return None
+    if types.is_fixed_size_list(kind):
+        bounds = np.arange(len(column) + 1) * kind.list_size
+    elif types.is_list(kind) or types.is_large_list(kind):
+        bounds = column.offsets.to_numpy()
+        bounds = bounds - bounds[0]
+    else:
+        return None
+    values = column.flatten()
+    if values.null_count or not (types.is_integer(values.type) or types.is_floating(values.type)):
+        return None
+    return _Lists(values.to_numpy(), bounds)
 
 
 def group_rows(file: Any) -> list[int]:
