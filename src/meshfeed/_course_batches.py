@@ -73,9 +73,17 @@ class BatchesCourse:
         """
         if self._schedule is None:
             _, batch = self._peek()
-            rows = _rows_of(batch)
-            self._schedule = BatchSchedule([(0, self._derive_size(rows))])
+            self.size_for(_rows_of(batch))
+        assert self._schedule is not None
         return self._schedule
+
+    def size_for(self, host_rows: int) -> int:
+        """The global batch of which this host has ``host_rows`` rows."""
+        if self._schedule is None:
+            self._schedule = BatchSchedule([(0, self._derive_size(host_rows))])
+        elif getattr(self.source.iterable, "rows_may_vary", False):
+            return self._derive_size(host_rows)
+        return self._schedule.sizes[0]
 
     def _peek(self) -> tuple[Any, PyTree]:
         if self._first is None:
@@ -292,7 +300,7 @@ class BatchesFeeder:
             self._final = step if self._final is None else self._final
         else:
             self._entry = {"epoch": self._epoch, "iterator": self._iterator.get_state()}
-        size = self._course.schedule().sizes[0] if batch is None else self._size_of(batch)
+        size = self._course.schedule().sizes[0] if batch is None else self._course.size_for(_rows_of(batch))
         num_rows = len(self._host_rows.rows(size))
         tree, real = None, 0
         if batch is not None:
@@ -316,10 +324,6 @@ class BatchesFeeder:
             ended={(step + 1) << 32 | self._host: missing} if missing else {},
             times={"read_seconds": seconds},
         )
-
-    def _size_of(self, batch: PyTree) -> int:
-        del batch
-        return self._course.schedule().sizes[0]
 
     def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree | None:
         found = spec_of_batch(batch, real, what=f"host batch {step}")

@@ -39,6 +39,7 @@ class Exchange:
       blocks_of: for ``check_replicas``, else None.
       num_rows: global batch size → rows of this host.
       compare_records: whether hosts read whole records, so that their structure can be compared.
+      compare_sizes: whether each host finds the global batch size from its own rows, so that they can differ.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Exchange:
         blocks_of: BlocksOf | None,
         num_rows: Callable[[int], int],
         compare_records: bool = True,
+        compare_sizes: bool = False,
     ) -> None:
+        self._compare_sizes = compare_sizes
         self._first_step = first_step
         self._bad_records = bad_records
         self._blocks_of = blocks_of
@@ -79,6 +82,8 @@ class Exchange:
             ended.update(batch.ended)
         if ended:
             info["ended"] = {str(lane): length for lane, length in ended.items()}
+        if self._compare_sizes:
+            info["sizes"] = {str(batch.step): batch.global_batch_size for batch in batches}
         if self._bad_records is not None:
             info["records"], info["bad"], info["last_bad"] = self._records, self._bad, self._last_bad
         if batches and batches[0].step == self._first_step and batches[0].tree is not None:
@@ -127,7 +132,7 @@ class Exchange:
         for host, part in parts.items():
             if "failed" in part.info:
                 return info, f"source|host {host} failed while it prepared its batches: {part.info['failed']}"
-        verdict = self._judge_records(parts) or self._judge_replicas(parts)
+        verdict = self._judge_records(parts) or self._judge_sizes(parts) or self._judge_replicas(parts)
         if verdict is None and self._bad_records is not None:
             totals = [sum(part.info.get(name, 0) for part in parts.values()) for name in ("records", "bad")]
             last = next((f"host {h}, {p.info['last_bad']}" for h, p in parts.items() if p.info.get("last_bad")), "")
@@ -143,6 +148,19 @@ class Exchange:
             return None
         shown = "; ".join(f"{format_hosts(hosts)}: {what}" for what, hosts in groups.items())
         return f"agreement|hosts read records of different structure ({shown}). Start all hosts with the same source."
+
+    def _judge_sizes(self, parts: Mapping[int, Part]) -> str | None:
+        seen: dict[str, tuple[int, int]] = {}
+        for host, part in sorted(parts.items()):
+            for step, size in part.info.get("sizes", {}).items():
+                first = seen.setdefault(step, (size, host))
+                if first[0] != size:
+                    return (
+                        f"agreement|the host batches of step {step} do not make one global batch: the rows of host "
+                        f"{first[1]} are part of {first[0]}, those of host {host} part of {size}. Give batches of as many "
+                        "rows for each device on all hosts."
+                    )
+        return None
 
     def _judge_replicas(self, parts: Mapping[int, Part]) -> str | None:
         seen: dict[str, tuple[str, int]] = {}
