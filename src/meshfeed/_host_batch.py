@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import SourceError
-from meshfeed._types import PyTree
+from meshfeed._types import PyTree, RecordIds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def stack_records(
     records: Sequence[PyTree],
     spec: RecordSpec | None = None,
     *,
-    record_ids: Sequence[int] | None = None,
+    record_ids: Sequence[int] | RecordIds | None = None,
     lane_index: int | None = None,
 ) -> tuple[PyTree, RecordSpec]:
     """Stacks records into a batch.

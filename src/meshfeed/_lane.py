@@ -221,7 +221,7 @@ class Lane:
         """Fills ``result`` up to ``num_records``, or adds one stacked batch; False at the end of the epoch."""
         if self._iterator is None:
             self._reopen()
-        iterator = self._iterator
+        iterator: Any = self._iterator
         try:
             if self._decode is None and hasattr(iterator, "next_batch"):
                 batch = iterator.next_batch(num_records - result.count)

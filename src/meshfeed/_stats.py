@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class StatsRecorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, float] = {
-            field.name: field.default  # type: ignore[misc]
+        self._sums: dict[str, Any] = {  # ints and floats, as their fields are
+            field.name: field.default
             for field in dataclasses.fields(FeedStats)
             if field.name != "stall_fraction"
         }

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint import future
+from orbax.checkpoint import future as orbax_future
 
 from meshfeed._errors import CheckpointError
 from meshfeed._process import process_count, process_index
@@ -72,7 +72,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         values: Sequence[jax.Array],
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
-    ) -> Sequence[future.Future]:
+    ) -> Sequence[orbax_future.Future]:
         """Captures the arrays, and gives futures that write them and their digests."""
         args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
         entries: dict[str, Any] = {}
@@ -123,7 +123,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
             await asyncio.to_thread(write)
 
-        futures.append(future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
+        futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
         return futures
 
     def _is_synchronous(self, info: Any) -> bool:

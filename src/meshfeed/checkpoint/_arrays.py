@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import future as orbax_future
 
 from meshfeed._process import process_index
 from meshfeed.checkpoint import _manifest
@@ -66,10 +67,10 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         )
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **orbax)
 
-    async def async_save(self, directory: Any, args: ArraysSave) -> list[ocp.future.Future]:
+    async def async_save(self, directory: Any, args: ArraysSave) -> list[orbax_future.Future]:
         """Captures the tree, and gives futures that write it."""
         encoded = args.encoded or encode_tree(args.tree)
-        futures: list[ocp.future.Future] = []
+        futures: list[orbax_future.Future] = []
         if jax.tree.leaves(encoded.tree):
             save_args = args.save_args
             futures += await self._orbax.async_save(directory, args=ocp.args.PyTreeSave(encoded.tree, save_args)) or []
@@ -88,7 +89,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
                 await asyncio.to_thread(work)
 
-            futures.append(ocp.future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
+            futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
         return futures
 
     def save(self, directory: Any, args: ArraysSave) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import future as orbax_future
 
 from meshfeed import _state_files
 from meshfeed._process import process_index
@@ -26,7 +27,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     it is restored in place, on any number of hosts.
     """
 
-    async def async_save(self, directory: Any, args: IteratorSave) -> list[ocp.future.Future]:
+    async def async_save(self, directory: Any, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state, and gives futures that write it."""
         state = args.feed.get_state()
         process = process_index()
@@ -38,7 +39,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
             path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
             await asyncio.to_thread(_state_files.write_state, path, state, identity=identity, process=process)
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
+        return [orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
 
     def save(self, directory: Any, args: IteratorSave) -> None:
         """Writes the state before it returns."""

@@ -69,7 +69,8 @@ def open_files(leaf: Any, columns: Sequence[str] | None) -> Files:
     builder: Any = getattr(make, "__self__", None)
     if make is Dataset._generate_tables_from_shards:
         return _DatasetShards(kwargs["shards"], kwargs["batch_size"], columns)
-    if isinstance(builder, Parquet) and builder.config.filters is None and builder.config.on_bad_files == "error":
+    config: Any = getattr(builder, "config", None)
+    if isinstance(builder, Parquet) and config.filters is None and config.on_bad_files == "error":
         return _ParquetFiles(builder, kwargs["files"], kwargs.get("row_groups_list"), columns)
     if isinstance(builder, Arrow) and all(local_path(str(path)) for path in kwargs["files"]):
         return _ArrowFiles([str(path) for path in kwargs["files"]], builder._cast_table)
@@ -226,7 +227,7 @@ class _DatasetShards:
     def __init__(self, shards: Sequence[Dataset], batch_rows: int, columns: Sequence[str] | None) -> None:
         self.count = len(shards)
         self.shards = shards
-        self._formatted = [shard.with_format("arrow", columns=columns) for shard in shards]
+        self._formatted = [shard.with_format("arrow", columns=None if columns is None else list(columns)) for shard in shards]
         self._batch_rows = batch_rows
 
     def group_rows(self, file_index: int) -> Sequence[int]:

@@ -24,6 +24,7 @@ class _Pieces(_BaseExamplesIterable):
     """Rows of pieces of files; the state is {piece, row of it}."""
 
     _sleep_on_threads_shutdown = False
+    _state_dict: Any  # None, or the dict below
 
     def __init__(self, files: Files, pieces: Sequence[Piece]) -> None:
         super().__init__()

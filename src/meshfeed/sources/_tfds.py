@@ -93,7 +93,7 @@ def _prefer_array_record(builder: Any) -> Any:
     """The builder for the ArrayRecord files, where the dataset is prepared in several formats."""
     import tensorflow_datasets as tfds
 
-    wanted = tfds.core.file_adapters.FileFormat.ARRAY_RECORD
+    wanted = tfds.core.file_adapters.FileFormat.ARRAY_RECORD  # pyright: ignore[reportAttributeAccessIssue] # loaded late
     if builder.info.file_format != wanted and wanted in builder.info.available_file_formats():
         return tfds.builder_from_directory(builder.data_dir, file_format=wanted)
     return builder
