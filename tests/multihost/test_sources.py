@@ -1,0 +1,123 @@
+"""Every source on 1, 2, 3 and 4 real hosts with 12 lanes: the same batches, and resume from each to each."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import source_jobs
+
+from meshfeed.testing import HostPool
+
+pytest.importorskip("datasets")
+TOPOLOGIES = {1: 4, 2: 2, 3: 2, 4: 1}
+SAVE_AT = 3
+
+
+@pytest.fixture(scope="module")
+def pools() -> Any:
+    made = {hosts: HostPool(hosts, devices, timeout_seconds=500) for hosts, devices in TOPOLOGIES.items()}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("files")
+    source_jobs.write_files(str(path))
+    return str(path)
+
+
+def join(parts: list[list[dict[int, str]]]) -> list[dict[int, str]]:
+    """Steps of all hosts as steps of the global batch."""
+    assert len({len(part) for part in parts}) == 1, "all hosts end at the same step"
+    return [{row: text for part in step for row, text in part.items()} for step in zip(*parts, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def runs(pools: Any, folder: str) -> dict[int, dict[str, Any]]:
+    found = {}
+    for hosts, pool in pools.items():
+        values = [result.value for result in pool.run(source_jobs.run, list(source_jobs.NAMES), folder, SAVE_AT)]
+        found[hosts] = {
+            name: {
+                "steps": join([value[name]["steps"] for value in values]),
+                "states": [value[name]["state"] for value in values],
+                "positions": {value[name]["position"] for value in values},
+            }
+            for name in source_jobs.NAMES
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", source_jobs.NAMES)
+def test_global_batches_are_the_same_on_any_number_of_hosts(runs: dict[int, dict[str, Any]], name: str) -> None:
+    reference = runs[1][name]
+    assert len(reference["steps"]) > SAVE_AT
+    for hosts in (2, 3, 4):
+        assert runs[hosts][name]["steps"] == reference["steps"]
+        assert runs[hosts][name]["positions"] == reference["positions"]
+
+
+def ids_of(steps: list[dict[int, str]]) -> list[int]:
+    rows = [text for step in steps for text in step.values() if "mask=True" in text]
+    return sorted(int(match[1]) for text in rows if (match := re.search(r"id=(\d+);", text)))
+
+
+def test_no_record_is_lost_or_repeated(runs: dict[int, dict[str, Any]]) -> None:
+    few, many = sum(source_jobs.SIZES), sum(source_jobs.SMALL)
+    everything = list(range(few))
+    expected = {
+        "array_record": everything,
+        "grain map": everything,
+        "hf map": everything,
+        "grain filter": [i for i in everything if i % 3],
+        "grain window shuffle": everything,
+        "hf parquet": everything,
+        "hf parquet many": list(range(many)),
+        "hf json": everything,
+        "hf shuffled": everything,
+        "hf mapped": [i + 7 for i in everything if (i + 7) % 5],
+    }
+    for name, ids in expected.items():
+        assert ids_of(runs[4][name]["steps"]) == ids, name
+
+
+@pytest.mark.parametrize("name", ["grain concat then split", "grain first fit", "grain best fit"])
+def test_no_token_is_lost_or_repeated_by_packing(runs: dict[int, dict[str, Any]], name: str) -> None:
+    import numpy as np
+
+    counts: dict[int, int] = {}
+    for step in runs[3][name]["steps"]:
+        for text in step.values():
+            if "mask=True" in text:
+                for token in re.search(r"tokens=\[([^\]]*)\]", text)[1].split(","):  # type: ignore[index]
+                    counts[int(token)] = counts.get(int(token), 0) + 1
+    counts.pop(0, None)  # padding of the packing
+    lengths = np.random.default_rng(0).integers(1, 9, 120)
+    assert counts == {index + 1: int(length) for index, length in enumerate(lengths)}
+
+
+@pytest.mark.parametrize("target", TOPOLOGIES)
+def test_resume_from_any_number_of_hosts_on_any_other(pools: Any, runs: Any, folder: str, target: int) -> None:
+    states = {name: {str(origin): runs[origin][name]["states"] for origin in TOPOLOGIES} for name in source_jobs.NAMES}
+    results = pools[target].run(source_jobs.go_on, list(source_jobs.NAMES), folder, states, 0)
+    for name in source_jobs.NAMES:
+        for origin in TOPOLOGIES:
+            found = join([result.value[f"{name} from {origin}"] for result in results])
+            assert found == runs[1][name]["steps"][SAVE_AT:], f"{name}: {origin} → {target} hosts"
+
+
+def test_workers_may_change_on_resume(pools: Any, runs: Any, folder: str) -> None:
+    names = ["grain filter", "hf parquet", "array_record"]
+    states = {name: {"2": runs[2][name]["states"]} for name in names}
+    results = pools[1].run(source_jobs.go_on, names, folder, states, 2)
+    for name in names:
+        assert results[0].value[f"{name} from 2"] == runs[1][name]["steps"][SAVE_AT:]
