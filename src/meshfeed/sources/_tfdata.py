@@ -8,7 +8,7 @@ from typing import Any
 from meshfeed._errors import SourceError
 from meshfeed._read import accepts_keyword
 from meshfeed._types import JsonValue
-from meshfeed.sources._tfdata_lane import TFDataLane
+from meshfeed.sources._tfdata_lane import TFDataLane, is_shuffle, steps_of
 
 
 class TFData:
@@ -45,16 +45,43 @@ class TFData:
             )
         self._open = open
         self._fingerprint = fingerprint
+        self._checked = False
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDataLane:
         """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
 
         Raises:
-          SourceError: the function returned no tf.data.Dataset, or one that shuffles without a seed.
+          SourceError: the function returned no tf.data.Dataset, or one that shuffles without a seed, or with a shuffle
+            that it had returned before.
         """
         more = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(self._open, name)}
-        return TFDataLane(self._open(lane_index, num_lanes, **more), lane_index)
+
+        def make() -> Any:
+            return self._open(lane_index, num_lanes, **more)
+
+        if not self._checked:
+            _refuse_shared_shuffle(make(), make())
+            self._checked = True
+        return TFDataLane(make, lane_index)
 
     def fingerprint(self) -> JsonValue:
         """What must be equal for a saved state to be continued; each lane's state has its pipeline's steps too."""
         return {"kind": "tf.data"} if self._fingerprint is None else {"kind": "tf.data", "given": self._fingerprint}
+
+
+def _refuse_shared_shuffle(first: Any, second: Any) -> None:
+    """Raises SourceError where two calls of ``open`` return one and the same reshuffling ``shuffle``.
+
+    It gives another order to each of its iterators, so lanes above it would lose and repeat records.
+    """
+    shuffles = [step for step in steps_of(first) if is_shuffle(step)]
+    again = steps_of(second)
+    for step in shuffles:
+        if getattr(step, "_reshuffle_each_iteration", True) is not False and any(step is other for other in again):
+            raise SourceError(
+                "open returns pipelines that share a shuffle() made outside of it, which gives another order to each "
+                "lane, "
+                "so that records would be lost and repeated. Expected a new one at each call. Call shuffle() inside "
+                "open, "
+                "after shard(), or give it reshuffle_each_iteration=False."
+            )

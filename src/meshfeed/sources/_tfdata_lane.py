@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshfeed._errors import CorruptDataError, SourceError, StateMismatchError
@@ -20,7 +20,8 @@ class TFDataLane:
     """Records of a ``tf.data.Dataset`` as numpy, with an exact state.
 
     Args:
-      dataset: the lane's pipeline. Its order is made deterministic.
+      make: makes the lane's pipeline, a new one at each call: a ``shuffle`` orders its records otherwise each time that
+        one and the same pipeline is iterated. Its order is made deterministic.
       lane_index: which lane, for errors.
 
     Raises:
@@ -29,27 +30,32 @@ class TFDataLane:
 
     state_cost = "expensive"  # 10 ms and more, so the feed takes it now and then and counts the records since
 
-    def __init__(self, dataset: Any, lane_index: int) -> None:
+    def __init__(self, make: Callable[[], Any], lane_index: int) -> None:
         import tensorflow as tf
 
+        self._tf = tf
+        self._make = make
+        self._lane_index = lane_index
+        self._pipeline: list[str] = []
+        self._iterator: Iterator[Any] = self._start()
+        self._records = 0  # given since the start
+        self._can_checkpoint = True
+        self._error: BaseException | None = None
+
+    def _start(self) -> Iterator[Any]:
+        tf, lane_index, dataset = self._tf, self._lane_index, self._make()
         if not isinstance(dataset, tf.data.Dataset):
             raise SourceError(
                 f"open returned a {type(dataset).__name__} for lane {lane_index}. Expected a tf.data.Dataset of "
                 "records. Return the dataset, not its iterator; for other iterators use meshfeed.sources.Stream.",
                 lane_index=lane_index,
             )
-        self._tf = tf
-        self._lane_index = lane_index
         self._pipeline = _describe(dataset, lane_index)
         options = tf.data.Options()
         options.deterministic = True
         # Anything with state outside the pipeline then refuses to be checkpointed, rather than being left out.
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
-        self._dataset = dataset.with_options(options)
-        self._iterator: Iterator[Any] = iter(self._dataset)
-        self._records = 0  # given since the start
-        self._can_checkpoint = True
-        self._error: BaseException | None = None
+        return iter(dataset.with_options(options))
 
     def __iter__(self) -> TFDataLane:
         return self
@@ -80,9 +86,10 @@ class TFDataLane:
                 self._pipeline,
                 "Return the pipeline that the state was saved with from open(lane_index, num_lanes).",
             )
-        self._error = None
-        self._iterator = iter(self._dataset)
-        self._records = 0
+        if self._records or self._error is not None:
+            self._error = None
+            self._records = 0
+            self._iterator = self._start()
         if state["checkpoint"] is not None:
             self._restore_checkpoint(state["checkpoint"])
             self._records = state["records"]
@@ -175,22 +182,34 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
+def steps_of(dataset: Any) -> list[Any]:
+    """The steps of a pipeline, from its end to its sources."""
+    steps, pending = [], [dataset]
+    while pending:
+        steps.append(pending.pop())
+        pending.extend(getattr(steps[-1], "_inputs", list)())
+    return steps
+
+
+def is_shuffle(step: Any) -> bool:
+    """Whether a step is a shuffle of tf.data."""
+    return type(step).__name__ == "_ShuffleDataset"
+
+
 def _describe(dataset: Any, lane_index: int) -> list[str]:
     """The kinds of a pipeline's steps, from its end to its sources, and the type of its records.
 
     Raises:
       SourceError: a shuffle without a seed.
     """
-    steps, pending = [], [dataset]
-    while pending:
-        step = pending.pop()
-        steps.append(type(step).__name__.strip("_"))
+    names = []
+    for step in steps_of(dataset):
+        names.append(type(step).__name__.strip("_"))
         seeds = [getattr(step, name, None) for name in ("_seed", "_seed2")]
-        if steps[-1] == "ShuffleDataset" and all(seed is not None and int(seed) == 0 for seed in seeds):
+        if is_shuffle(step) and all(seed is not None and int(seed) == 0 for seed in seeds):
             raise SourceError(
                 f"the pipeline of lane {lane_index} has a shuffle() without a seed, so no two hosts and no two runs "
                 "would read the same records. Expected one with a seed. Write shuffle(buffer_size, seed=…).",
                 lane_index=lane_index,
             )
-        pending.extend(getattr(step, "_inputs", list)())
-    return [*steps, str(dataset.element_spec)]
+    return [*names, str(dataset.element_spec)]
