@@ -20,7 +20,7 @@ pytest.importorskip("optax")
 
 from rich.console import Console
 
-from meshfeed import MeshfeedError, SettingsError, SourceError, cli
+from meshfeed import MeshfeedError, SourceError, cli
 from meshfeed._demo import BREAKS, JOURNEY, Demo, Leg, Plan, broken
 from meshfeed._demo_corpus import build_corpus, read_records
 from meshfeed._demo_job import Job, Topology, example_script
@@ -161,12 +161,14 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_host_that_fails_is_quoted(tmp_path: pathlib.Path) -> None:
-    with Job(ONE_DEVICE, tmp_path / "job", ["--data", str(tmp_path / "no.array_record"), "--checkpoints", "c"]) as job:
-        with pytest.raises(
-            MeshfeedError, match=r"1 host × 2 devices: host 0 ended with status 1(.|\n)*no\.array_record"
-        ):
-            while job.running():
-                time.sleep(0.1)
+    def wait_for(job: Job) -> None:
+        while job.running():
+            time.sleep(0.1)
+
+    data = str(tmp_path / "no.array_record")
+    with Job(ONE_DEVICE, tmp_path / "job", ["--data", data, "--checkpoints", "c"]) as job:
+        with pytest.raises(MeshfeedError, match=r"host 0 ended with status 1(.|\n)*no\.array_record"):
+            wait_for(job)
 
 
 def test_a_folder_that_holds_something_is_refused(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,82 @@
+"""The examples as a user runs them, and that the README shows what is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *arguments: str, devices: int = 8) -> str:
+    env = dict(os.environ)
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / name), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+def test_the_first_lines() -> None:
+    out = run("quickstart.py")
+    assert re.fullmatch(r"step 100, 6,400 of 10,000 records, state of \d{2,4} characters\n", out)
+
+
+def test_the_readme_shows_them_as_they_are() -> None:
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert first == (EXAMPLES / "quickstart.py").read_text()
+
+
+def test_streams() -> None:
+    out = run("streams.py").splitlines()
+    assert out[0].startswith("uninterrupted, 8 devices: 666 batches")
+    assert out[1:] == ["continued on 2 devices at step 100, record 1,600", "the same batches"]
+
+
+def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("optax")
+    from meshfeed._demo_corpus import build_corpus
+
+    corpus = build_corpus(tmp_path / "corpus", num_records=101, record_bytes=17)
+    common = ["--data", corpus.pattern, "--batch", "8", "--save-every", "2", "--audit"]
+
+    def train(steps: int, folder: str, *more: str, devices: int) -> list[dict[str, object]]:
+        log = tmp_path / f"{folder}.jsonl"
+        arguments = [*common, "--steps", str(steps), "--checkpoints", str(tmp_path / folder), "--log", str(log), *more]
+        run("train_lm.py", *arguments, devices=devices)
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    whole = train(9, "whole", devices=2)
+    train(5, "parts", "--model-axis", "2", devices=4)
+    parts = train(9, "parts", devices=1)
+    assert [line.get("restored") for line in parts if "restored" in line] == [0, 5]
+    seen = [
+        [(line["step"], line["record_ids"], line["rows"]) for line in log if "step" in line] for log in (whole, parts)
+    ]
+    assert len(seen[0]) == 9
+    assert seen[0] == seen[1]
+
+
+def test_every_example_is_run_here() -> None:
+    text = pathlib.Path(__file__).read_text()
+    assert all(f'"{path.name}"' in text for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("page", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#\s]+)\)", text):
+        if "://" not in link:
+            assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+
+
+def test_the_readme_is_of_a_size_that_is_read() -> None:
+    assert 60 <= len((ROOT / "README.md").read_text().splitlines()) <= 150
