@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +62,7 @@ class BatchesCourse:
         self._derive_size = derive_size
         self._schedule = settings.schedule
         self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
+        self._reading: BatchesFeeder | None = None  # has the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
 
     # ------------------------------------------------------------------ sizes
@@ -72,6 +74,11 @@ class BatchesCourse:
           SourceError: there is no first batch.
         """
         if self._schedule is None:
+            if self._reading is not None:
+                raise SourceError(
+                    "the iterable of host batches gave no batch on this host, so that it does not know the global batch "
+                    "size. Pass global_batch_size where a host may have no batch at all."
+                )
             _, batch = self._peek()
             self.size_for(_rows_of(batch))
         assert self._schedule is not None
@@ -98,9 +105,17 @@ class BatchesCourse:
     def record_spec(self) -> RecordSpec:
         """From the first batch."""
         if self._spec is None:
-            batch = self._peek()[1]
-            self._spec = spec_of_batch(batch, _rows_of(batch), what="the iterable of host batches")
+            batch = self._peek()[1] if self._reading is None else self._reading.peek()
+            self.learn(batch)
+        assert self._spec is not None
         return self._spec
+
+    def learn(self, batch: PyTree) -> None:
+        """Remembers structure and size of the first batch that is seen."""
+        if self._spec is None:
+            rows = _rows_of(batch)
+            self._spec = spec_of_batch(batch, rows, what="the iterable of host batches")
+            self.size_for(rows)
 
     def batch_size_at(self, place: Place) -> int:
         """Global batch size."""
@@ -190,12 +205,18 @@ class BatchesCourse:
             iterator, ready = self._first
             self._first = None
         else:
-            iterator = self.source.iterator()
+            iterator = self.source.iterator(None if entry is None else entry["iterator"])
             self._first = None
-            if entry is not None:
-                iterator.set_state(entry["iterator"])
         epoch = 0 if entry is None else int(entry["epoch"])
-        return BatchesFeeder(self, place, host_rows, self._settings, iterator, ready, epoch, hosts_agree=hosts_agree)
+        self._reading = BatchesFeeder(
+            self, place, host_rows, self._settings, iterator, ready, epoch, hosts_agree=hosts_agree
+        )
+        return self._reading
+
+    def forget(self, feeder: BatchesFeeder) -> None:
+        """``feeder`` is closed."""
+        if self._reading is feeder:
+            self._reading = None
 
     def num_steps(self, place: Place) -> int | None:
         """Not known before the end."""
@@ -261,6 +282,15 @@ class BatchesFeeder:
         self._entry: dict[str, Any] = {}
         self._spec: RecordSpec | None = None
         self._since = time.monotonic()
+        self._taking = threading.Lock()  # the caller may ask for the first batch's structure meanwhile
+
+    def peek(self) -> PyTree:
+        """The next batch, left for :meth:`next`."""
+        with self._taking:
+            self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
+            if self._ready is None:
+                raise SourceError("the iterable of host batches has no further batch on this host to take a look at.")
+            return self._ready
 
     def _take(self) -> PyTree | None:
         """The next batch, or None at the end."""
@@ -291,7 +321,10 @@ class BatchesFeeder:
         start = time.perf_counter()
         batch = None
         if self._final is None:
-            batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
+            with self._taking:
+                batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
+                if batch is not None:
+                    self._course.learn(batch)
         seconds = time.perf_counter() - start
         step = self._step
         if batch is None:
@@ -350,6 +383,7 @@ class BatchesFeeder:
 
     def close(self) -> None:
         """Closes the iterator."""
+        self._course.forget(self)
         self._iterator.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +13,12 @@ import jax
 import numpy as np
 
 from meshfeed import _aligned, _state
-from meshfeed._errors import SourceError, StateMismatchError
+from meshfeed._errors import SourceError, StalledError, StateMismatchError
 from meshfeed._types import JsonValue, PyTree
 
 _logger = logging.getLogger("meshfeed.sources")
 _FIELD = "hosts"
+_TURN_SECONDS = 300.0
 
 
 class HostBatches:
@@ -50,38 +53,79 @@ class HostBatches:
                 "[host_rows, ...]. A function that makes one is to be called first."
             )
         self.iterable = iterable
+        if _is_grain(iterable):
+            _parse_flags()
         self._one_shot = hasattr(iterable, "__next__") and (
             not hasattr(iterable, "__iter__") or iter(iterable) is iterable
         )
         # The state before the first batch is what brings a resumable iterator back to its beginning.
         self._first_state = iterable.get_state() if self._one_shot and _has_state(iterable) else None
         self._taken = False
+        # A one-shot iterator is one object however often it is opened: the last to open it is the only one to use it.
+        self._turn = threading.RLock()
+        self._owner: HostBatchIterator | None = None
 
     @property
     def resumable(self) -> bool:
         """Whether a saved state can be continued."""
         return not self._one_shot or _has_state(self.iterable)
 
-    def iterator(self) -> HostBatchIterator:
-        """The batches from the beginning.
+    def iterator(self, state: JsonValue = None) -> HostBatchIterator:
+        """The batches from the beginning, or after the batch at which ``state`` was taken.
+
+        What an earlier call gave is of no use afterwards where both would read one underlying iterator; if this call
+        fails, it still is.
 
         Raises:
           SourceError: a generator that was read before.
+          StateMismatchError: see :meth:`HostBatchIterator.set_state`.
         """
         if not self._one_shot:
-            return HostBatchIterator(self, _start(self.iterable), restartable=True)
-        if self._first_state is not None:
-            if self._taken:
-                self.iterable.set_state(self._first_state)
-            self._taken = True
-            return HostBatchIterator(self, self.iterable, restartable=False)
+            fresh = HostBatchIterator(self, _start(self.iterable), restartable=True)
+            if state is not None:
+                fresh.set_state(state)
+            return fresh
+        with self._turn_of(None):
+            owner, resumes = self._owner, self._first_state is not None
+            before = self.iterable.get_state() if resumes and owner is not None else None
+            try:
+                opened = self._open_again()
+                if state is not None:
+                    opened.set_state(state)
+            except BaseException:
+                self._owner = owner
+                if before is not None:
+                    self.iterable.set_state(before)
+                raise
+            return opened
+
+    def _open_again(self) -> HostBatchIterator:
         if self._taken:
-            raise SourceError(
-                f"the batches come from a {type(self.iterable).__name__}, which can be read once and was. Expected an "
-                "iterable that starts again at each iter(). Pass an object whose __iter__ makes a new generator."
-            )
+            if self._first_state is None:
+                raise SourceError(
+                    f"the batches come from a {type(self.iterable).__name__}, which can be read once and was. Expected "
+                    "an iterable that starts again at each iter(). Pass an object whose __iter__ makes a new generator."
+                )
+            self.iterable.set_state(self._first_state)
         self._taken = True
-        return HostBatchIterator(self, self.iterable, restartable=False)
+        self._owner = HostBatchIterator(self, self.iterable, restartable=False)
+        return self._owner
+
+    @contextlib.contextmanager
+    def _turn_of(self, user: HostBatchIterator | None) -> Iterator[None]:
+        """The underlying iterator of a one-shot for one thread alone, if ``user`` is still the one to use it."""
+        if not self._turn.acquire(timeout=_TURN_SECONDS):
+            raise StalledError(
+                f"another thread has been in next() of the {type(self.iterable).__name__} of host batches for "
+                f"{_TURN_SECONDS:.0f} s; look at what it waits for.",
+                waited_seconds=_TURN_SECONDS,
+            )
+        try:
+            if user is not None and self._owner is not None and user is not self._owner:
+                raise SourceError("these host batches were opened again, at another place; this reader is out of date.")
+            yield
+        finally:
+            self._turn.release()
 
     def fingerprint(self) -> JsonValue:
         """Only the kind: the batches are the user's own affair."""
@@ -109,6 +153,12 @@ class HostBatchIterator:
         return self
 
     def __next__(self) -> PyTree:
+        if self._restartable:
+            return self._next()
+        with self._batches._turn_of(self):
+            return self._next()
+
+    def _next(self) -> PyTree:
         if self._ended:
             raise StopIteration
         if self._failure is not None:
@@ -134,6 +184,12 @@ class HostBatchIterator:
 
     def get_state(self) -> JsonValue:
         """State after the last batch that was returned."""
+        if self._restartable:
+            return self._get_state()
+        with self._batches._turn_of(self):
+            return self._get_state()
+
+    def _get_state(self) -> JsonValue:
         if self._failure is None or not _has_state(self._iterator):
             self._saved = self._take_state()
         elif self._saved["batches"] != self._delivered:  # what failed may say anything of where it is
@@ -172,7 +228,9 @@ class HostBatchIterator:
         self._delivered = wanted
 
     def close(self) -> None:
-        """Closes the underlying iterator, if it can be closed."""
+        """Closes the underlying iterator, if it can be closed and is not in the hands of a later reader."""
+        if not self._restartable and self._batches._owner is not self:
+            return
         close = getattr(self._iterator, "close", None)
         if callable(close):
             close()
@@ -236,6 +294,18 @@ class HostBatchIterator:
 
 def _has_state(iterator: Any) -> bool:
     return callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
+
+
+def _is_grain(thing: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "grain" for base in type(thing).__mro__)
+
+
+def _parse_flags() -> None:
+    """Grain's workers read absl flags, which only a script that is an absl app has parsed."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
 
 
 def _start(iterable: Any) -> Any:
