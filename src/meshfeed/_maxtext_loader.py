@@ -1,0 +1,312 @@
+"""MaxText's MultiHostDataLoadIterator, made of a feed over host batches."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshfeed import _process, _state_files
+from meshfeed._errors import PlanError
+from meshfeed._iterator import MultiHostDataLoadIterator as Feed
+from meshfeed._maxtext_local import LocalBatches
+from meshfeed._narrow import narrowed_dtype
+from meshfeed._settings import Retry
+from meshfeed._stats import FeedStats
+from meshfeed._types import PyTree
+from meshfeed.sources._host_batches import HostBatches
+
+_PREFETCH = 2
+_TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline, and the other hosts then for it
+
+
+class MultiHostDataLoadIterator:
+    """Host-local batches as global arrays, with the names, signature and behaviour of MaxText's class.
+
+    The rows of all hosts' batches make one global batch, dimension 0 over all axes of the mesh. ``iter()`` resets: the
+    loader is started again, except one that can be read only once, which goes on after the last delivered batch.
+    Without padding all hosts stop at the first step that some host cannot fill; with padding all hosts give batches of
+    zeros from that step on, for ever.
+
+    Args:
+      dataloader: a tf.data.Dataset or an iterable of pytrees of arrays ``[host_rows, ...]``; each host gives as many
+        rows for each of its devices. With a factor 1/n it may be a list of n of them, which take turns.
+      global_mesh: the mesh.
+      generate_padding_batch: go on with zeros after the end.
+      expansion_loading_factor_for_grain: more than 1: join that many of the loader's batches to one. It may be another
+        on each host. Whole floats are taken too.
+
+    Attributes:
+      out_of_data: whether padding has begun.
+
+    Raises:
+      SettingsError: (a ValueError) ``dataloader`` is no iterable, or the factor cannot be used.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        global_mesh: Mesh,
+        generate_padding_batch: bool = False,
+        expansion_loading_factor_for_grain: float = -1,
+    ) -> None:
+        self.global_mesh = global_mesh
+        self.dataloader = dataloader
+        self.generate_padding_batch = generate_padding_batch
+        self.expansion_loading_factor_for_grain = expansion_loading_factor_for_grain
+        self.out_of_data = False
+        number = _process.next_use("maxtext")
+        here = _process.process_index()
+        self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
+        self._local = LocalBatches(dataloader, expansion_loading_factor_for_grain, self._local_devices)
+        self._feed = Feed(
+            HostBatches(self._local),
+            global_mesh,
+            prefetch=_PREFETCH,
+            retry=Retry(attempts=1),  # the loader is retried below, as MaxText does
+            timeout_seconds=_TIMEOUT_SECONDS,
+            name=f"maxtext-{number}",
+        )
+        self._like: PyTree | None = None  # what a batch of zeros looks like
+        self._padding_rounds = 0
+        self._view = LocalIteratorView(self, self._local)
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> MultiHostDataLoadIterator:
+        self.reset()
+        return self
+
+    def __next__(self) -> PyTree:
+        """The next global batch, a pytree of global ``jax.Array`` ``[global rows, ...]``.
+
+        Raises:
+          StopIteration: the end, on all hosts at the same step; never with padding.
+          PlanError: (a ValueError) rows that this host's devices cannot share equally; names the leaf's path.
+          ValueError: padding is asked for and no host has a batch.
+          LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
+        """
+        if not self.out_of_data:
+            try:
+                batch = next(self._feed)
+            except StopIteration:
+                if not self.generate_padding_batch:
+                    raise
+                if self._like is None:
+                    self._like = self._shape_of_padding()
+                self.out_of_data = True
+            else:
+                self._local.tape.delivered()
+                if self.generate_padding_batch:
+                    self._like = jax.tree.map(_spec_of, batch)
+                return batch
+        return jax.tree.map(_zeros, self._like)
+
+    def reset(self) -> None:
+        """From the beginning; a loader that can be read only once goes on after the last delivered batch."""
+        self._feed.reset()
+        self._local.reset()
+        self.out_of_data = False
+
+    @property
+    def local_iterator(self) -> LocalIteratorView:
+        """The loader's own iterator, as of the last delivered batch."""
+        return self._view
+
+    @property
+    def last_local_data(self) -> PyTree | None:
+        """The host-local batch that was delivered last."""
+        return self._local.tape.last
+
+    # ------------------------------------------------------------------ padding
+
+    def _shape_of_padding(self) -> PyTree:
+        """From a batch that some host has read, where none was delivered yet."""
+        self._padding_rounds += 1
+        hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
+        result = _process.reduce_json(
+            f"{self._feed.name}/padding",
+            self._padding_rounds - 1,
+            self._local_shape(),
+            lambda values: next((value for value in values.values() if value is not None), None),
+            participants=hosts,
+            timeout_seconds=_TIMEOUT_SECONDS,
+            doing="finding the shape of a padding batch",
+        )
+        if result is None:
+            raise ValueError(
+                "no host has a single batch: cannot make padding batch. Check the dataset's path and split."
+            )
+        return self._global_spec(cloudpickle.loads(base64.b64decode(result)))
+
+    def _global_spec(self, one_device: PyTree) -> PyTree:
+        sharding = NamedSharding(self.global_mesh, PartitionSpec(self.global_mesh.axis_names))
+        x64 = bool(jax.config.jax_enable_x64)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (leaf.shape[0] * self.global_mesh.size, *leaf.shape[1:]),
+                narrowed_dtype(leaf.dtype, x64),
+                sharding=sharding,
+            ),
+            one_device,
+        )
+
+    def _local_shape(self) -> str | None:
+        batch = self._local.tape.ahead()
+        return None if batch is None else base64.b64encode(cloudpickle.dumps(self._one_device(batch))).decode()
+
+    def _one_device(self, batch: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (np.shape(leaf)[0] // self._local_devices, *np.shape(leaf)[1:]), np.asarray(leaf).dtype
+            ),
+            batch,
+        )
+
+    def expect_rows(self, global_rows: int) -> None:
+        """Refuses batches of another number of rows from now on.
+
+        Raises:
+          PlanError: so many rows cannot be divided over the devices of the mesh.
+        """
+        rows, rest = divmod(global_rows, self.global_mesh.size)
+        if rest or not rows:
+            raise PlanError(
+                f"global_shape asks for {global_rows} rows, and the mesh has {self.global_mesh.size} devices; it takes a "
+                f"multiple of {self.global_mesh.size}."
+            )
+        self._local.expect_rows(rows * self._local_devices)
+
+    def peek_spec(self) -> PyTree | None:
+        """What the next batch looks like, from this host's batch; None where it has none. Nothing is lost by it."""
+        batch = self._local.tape.peek()
+        return None if batch is None else self._global_spec(self._one_device(batch))
+
+    # ------------------------------------------------------------------ what MaxText's class has not
+
+    def get_state(self) -> dict[str, Any]:
+        """State of the last delivered batch, JSON, for :class:`meshfeed.checkpoint.Checkpointer`."""
+        return self._feed.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`get_state` gave, on as many hosts.
+
+        Raises:
+          StateMismatchError: the state is damaged, or of another kind.
+        """
+        if isinstance(state, Mapping) and not state.get("hosts"):
+            self._feed.reset()
+            self._local.rewind()
+        self._feed.set_state(state)
+        self.out_of_data = False
+
+    async def save(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable."""
+        return await _state_files.save(self, directory)
+
+    async def load(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable."""
+        return await _state_files.load(self, directory)
+
+    @property
+    def step(self) -> int:
+        """Batches delivered since the beginning, the last reset, or a state set on ``local_iterator``."""
+        return self._feed.step
+
+    @property
+    def position(self) -> int:
+        """Rows in those batches, over all hosts."""
+        return self._feed.position
+
+    def stats(self) -> FeedStats:
+        """What this host has done so far."""
+        return self._feed.stats()
+
+    def restart_from(self, local_state: Any) -> None:
+        """Drops the read-ahead and brings the loaders to a state of ``local_iterator``."""
+        self._feed.reset()
+        self._local.tape.restore(local_state)
+        self.out_of_data = False
+
+    def close(self) -> None:
+        """Ends threads and closes the loader."""
+        self._feed.close()
+        self._local.tape.close()
+
+    def __enter__(self) -> MultiHostDataLoadIterator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class LocalIteratorView:
+    """The loader's iterator as checkpoint code sees it: at the last delivered batch, in spite of the read-ahead.
+
+    Other attributes are those of the loader's iterator, and ``isinstance`` takes it for one, because checkpoint code
+    asks for ``grain.DatasetIterator``.
+
+    Args:
+      owner: the iterator over global batches.
+      local: its loader.
+    """
+
+    def __init__(self, owner: MultiHostDataLoadIterator, local: LocalBatches) -> None:
+        self._owner = owner
+        self._local = local
+
+    def __iter__(self) -> LocalIteratorView:
+        return self
+
+    def __next__(self) -> PyTree:
+        """The host-local batch of the next global one, which counts as delivered."""
+        next(self._owner)
+        return self._local.tape.last
+
+    def get_state(self) -> Any:
+        """The loader's own state after the last delivered batch; a list where several loaders take turns.
+
+        A loader without states gives the number of batches, and is resumed by reading and dropping.
+        """
+        state = self._local.tape.state
+        if "iterators" not in state:
+            return {"batches": state["batches"]}
+        if len(state["iterators"]) == 1:
+            return state["iterators"][0]
+        return {"batches": state["batches"], "iterators": list(state["iterators"])}
+
+    def set_state(self, state: Any) -> None:
+        """Goes on from a state that :meth:`get_state`, or the loader itself, gave; discards the read-ahead.
+
+        Raises:
+          What the loader raises at a state that it cannot take.
+        """
+        saved = self._local.tape.state
+        if "iterators" in saved and len(saved["iterators"]) == 1:
+            state = {"batches": 0, "iterators": [state]}
+        self._owner.restart_from(state)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        iterators = self._local.tape.iterators
+        return type(iterators[0]) if len(iterators) == 1 else LocalIteratorView
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._local.tape.iterators[0], name)
+
+
+def _spec_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
+    whole = np.broadcast_to(np.zeros((), spec.dtype), spec.shape)  # fresh at each call: a step may donate it
+    assert spec.sharding is not None
+    return jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: np.ascontiguousarray(whole[index]))

@@ -1,0 +1,213 @@
+"""A feed that runs on the CPU hosts beside the accelerators, under one controller (JAX's colocated Python).
+
+::
+
+    feed = meshfeed.remote.RemoteFeed(make_source, sharding, global_batch_size=1024, shuffle=True)
+    for batch in feed: ...
+
+The controller holds no data: each host reads what its devices need, ahead of time, and hands over arrays that lie on
+its own CPU devices; from there they go to the accelerators beside. Only arrays travel, so state, settings of calls and
+errors go as bytes in arrays, and the end of the data as a flag. On CPU everything runs in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshfeed import _state, _state_files
+from meshfeed._errors import MeshfeedError, SettingsError
+from meshfeed._local_iterator import LocalIterator
+from meshfeed._remote_client import RemoteClient
+from meshfeed._remote_target import make_feed_payload
+from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
+from meshfeed._shardings import normalize_sharding, sharding_leaves
+from meshfeed._stats import FeedStats
+from meshfeed._types import PyTree, RecordIds
+
+__all__ = ["RemoteFeed"]
+
+
+class RemoteFeed:
+    """:class:`meshfeed.MultiHostDataLoadIterator` on the hosts beside the accelerators, with the same interface.
+
+    The global batches are those of the local feed, bit for bit, and each continues the other's checkpoints.
+
+    Args:
+      make_source: ``make_source() -> source``, called on each host; importable there, or picklable with all that it
+        refers to.
+      sharding: as for the feed; all leaves on one mesh.
+      **: every other keyword as for the feed.
+
+    Raises:
+      SettingsError: a keyword's value; a factory that cannot travel; no CPU device beside each accelerator.
+      SourceError, PlanError: as from the feed, raised here with the message of the host.
+    """
+
+    def __init__(
+        self,
+        make_source: Callable[[], Any],
+        sharding: PyTree,
+        *,
+        global_batch_size: int | BatchSchedule | None = None,
+        shuffle: bool | int = False,
+        seed: int = 0,
+        num_epochs: int | None = 1,
+        end: Literal["drop", "pad"] = "drop",
+        mask_key: str | None = None,
+        num_lanes: int | None = None,
+        load: Literal["sharded", "once"] | Sequence[int] = "sharded",
+        prefetch: int = 2,
+        num_workers: int = 0,
+        num_threads: int | None = None,
+        retry: Retry = Retry(),  # noqa: B008 (a frozen value)
+        bad_records: SkipBad | None = None,
+        check_replicas: bool = False,
+        timeout_seconds: float = 300,
+        name: str | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "num_epochs": num_epochs,
+            "end": end,
+            "mask_key": mask_key,
+            "num_lanes": num_lanes,
+            "load": load,
+            "prefetch": prefetch,
+            "num_workers": num_workers,
+            "num_threads": num_threads,
+            "retry": retry,
+            "bad_records": bad_records,
+            "check_replicas": check_replicas,
+            "timeout_seconds": timeout_seconds,
+            "name": name,
+        }
+        self._closed = False
+        check_settings(**settings)
+        prefix = normalize_sharding(sharding)
+        meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
+        if len(meshes) > 1:
+            raise SettingsError(
+                f"sharding is over {len(meshes)} meshes; a remote feed takes one. Make a feed for each.",
+                setting="sharding",
+            )
+        kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
+        self._memory_kind = kinds.pop() if len(kinds) == 1 else None
+        self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])
+        self._client.know_spec()
+        self.name = str(self._client.call("config")[0]["name"])
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> RemoteFeed:
+        return self
+
+    def __next__(self) -> PyTree:
+        """The next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
+
+        Raises:
+          StopIteration: the end; again until ``reset`` or ``set_state``.
+          What the feed raised on a host, with its message.
+        """
+        if self._closed:
+            raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
+        return self._client.to_accelerators(self._client.take(), self._memory_kind)
+
+    # ------------------------------------------------------------------ state
+
+    def get_state(self) -> dict[str, Any]:
+        """State of the last delivered batch, of all hosts under this controller, JSON."""
+        states = [json.loads(text) for text in self._client.call("get_state")]
+        return states[0] if len(states) == 1 else _state.merge_states(states)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state``, which may come from a local feed.
+
+        Raises:
+          StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
+        """
+        _state.parse_state(state)
+        self._client.call("set_state", json.dumps(state))
+
+    def reset(self) -> None:
+        """Back to the first batch."""
+        self._client.call("reset")
+
+    async def save(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
+        return await _state_files.save(self, directory)
+
+    async def load(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: returns the coroutine that reads and sets the state."""
+        return await _state_files.load(self, directory)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def step(self) -> int:
+        """Batches delivered so far; the next batch has this index."""
+        return self._client.header.step
+
+    @property
+    def position(self) -> int:
+        """Real records delivered so far, over all hosts."""
+        return self._client.header.position
+
+    def __len__(self) -> int:
+        """Batches from the first to the last, delivered ones included; TypeError where that is not known."""
+        return self._client.call("len")[0]
+
+    @property
+    def element_spec(self) -> PyTree:
+        """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
+        mesh = self._client.mesh
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.spec, memory_kind=self._memory_kind)
+            ),
+            self._client.call("element_spec")[0],
+        )
+
+    def record_ids(self, step: int) -> RecordIds:
+        """Ids of the records of any past or future batch, int64 ``[rows]``; see the feed."""
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
+        return np.array(self._client.call("record_ids", int(step))[0], np.int64)
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Records as numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``; read by one of the hosts."""
+        return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]
+
+    def config(self) -> dict[str, Any]:
+        """Every setting and the fingerprint, JSON."""
+        return self._client.call("config")[0]
+
+    @property
+    def local_iterator(self) -> LocalIterator:
+        """A view of this feed: its state is that of the last delivered batch."""
+        return LocalIterator(self)
+
+    def stats(self) -> FeedStats:
+        """What the first host has done so far; times are those of that host."""
+        return FeedStats(**self._client.call("stats")[0])
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Ends threads and processes on the hosts; ``get_state`` still works, a second close does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._client.call("close")
+
+    def __enter__(self) -> RemoteFeed:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
