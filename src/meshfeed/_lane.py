@@ -12,7 +12,7 @@ import numpy as np
 
 from meshfeed import _order, _state
 from meshfeed._errors import SourceError, StateMismatchError
-from meshfeed._host_batch import RecordSpec, stack_records
+from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch, stack_records
 from meshfeed._read import accepts_keyword
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry, SkipBad
@@ -22,6 +22,7 @@ _log = logging.getLogger("meshfeed.lanes")
 _SNAPSHOT_SHARE = 0.01  # of the lane's time that taking its state may cost
 _MAX_SNAPSHOT_SECONDS = 60.0  # of reading that a resume may have to do again
 _EXPENSIVE_SECONDS = 2e-3
+_MAX_BAD_IN_A_ROW = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Lane:
         self._since = entry.skip
         self._busy_since_snapshot = 0.0
         self._snapshot_cost = 0.0
+        self._bad_in_a_row = 0
         self._iterator: Any = None
         self.spec: RecordSpec | None = None
         if not self._ended:
@@ -212,7 +214,7 @@ class Lane:
         if pending:
             chunks.append(self._stack(pending))
         if chunks:
-            result.tree = chunks[0] if len(chunks) == 1 else _concatenate(chunks)
+            result.tree = chunks[0] if len(chunks) == 1 else _concatenate(chunks, self.lane_index)
         self._records += result.count
         self._busy_since_snapshot += time.monotonic() - start
         return result
@@ -235,10 +237,9 @@ class Lane:
                 result.count += count
                 return True
             while result.count < num_records:
-                record = next(iterator)
-                self._taken += 1
+                self._add(next(iterator), pending, result)
+                self._taken += 1  # only now: a decoder that failed in passing is given the same record again
                 self._since += 1
-                self._add(record, pending, result)
             return True
         except StopIteration:
             return False
@@ -254,22 +255,30 @@ class Lane:
 
     def _add(self, record: Any, pending: list[Any], result: Taken) -> None:
         if self._decode is not None:
-            record_id = (self.lane_index << 48) | (self._taken - 1)
+            record_id = (self.lane_index << 48) | self._taken
             extra = {"rng": _order.philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
             try:
                 record = self._decode(record, **extra)
             except StopIteration as error:
                 raise SourceError(
-                    f"decode raised StopIteration at record {self._taken - 1} of lane {self.lane_index}; that is no end "
+                    f"decode raised StopIteration at record {self._taken} of lane {self.lane_index}; that is no end "
                     "of the data. Raise ValueError for a bad record.",
                     lane_index=self.lane_index,
                 ) from error
             except ValueError as error:
                 if self._settings.bad_records is None:
-                    error.add_note(f"while decoding record {self._taken - 1} of lane {self.lane_index}")
+                    error.add_note(f"while decoding record {self._taken} of lane {self.lane_index}")
                     raise
                 result.bad.append((record_id, self._epoch, f"{type(error).__name__}: {error}"[:200]))
+                self._bad_in_a_row += 1
+                if self._bad_in_a_row >= _MAX_BAD_IN_A_ROW:
+                    raise SourceError(
+                        f"{_MAX_BAD_IN_A_ROW} records of lane {self.lane_index} in a row are bad, up to record "
+                        f"{self._taken} of epoch {self._epoch}; the data is damaged as a whole, or decode is wrong.",
+                        lane_index=self.lane_index,
+                    ) from error
                 return  # the next record of the lane takes its row
+        self._bad_in_a_row = 0
         pending.append(record)
         result.count += 1
 
@@ -347,9 +356,9 @@ def _num_rows(batch: PyTree) -> int:
     return int(jax.tree.leaves(batch)[0].shape[0])
 
 
-def _concatenate(chunks: list[PyTree]) -> PyTree:
-    first = jax.tree.structure(chunks[0])
+def _concatenate(chunks: list[PyTree], lane_index: int) -> PyTree:
+    what = f"lane {lane_index}"
+    first = spec_of_batch(chunks[0], _num_rows(chunks[0]), what=what)
     for chunk in chunks[1:]:
-        if jax.tree.structure(chunk) != first:
-            raise SourceError(f"records of one stream differ in structure: {first} and {jax.tree.structure(chunk)}.")
+        check_spec(first, spec_of_batch(chunk, _num_rows(chunk), what=what), what=what)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)

@@ -1,0 +1,83 @@
+"""One lane: decoders that fail, and records that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import meshfeed
+
+
+class Decoded:
+    """A stream of numbers and its decoder."""
+
+    def __init__(self, decode: Callable[..., Any], count: int = 40) -> None:
+        self.decode, self._count = decode, count
+
+    def open(self, lane_index: int, num_lanes: int) -> Iterator[int]:
+        return iter(range(lane_index, self._count, num_lanes))
+
+
+def make_feed(source: Any, **options: Any) -> meshfeed.MultiHostDataLoadIterator:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    options = {"global_batch_size": 8, "num_lanes": 1, "retry": meshfeed.Retry(initial_seconds=0), **options}
+    return meshfeed.MultiHostDataLoadIterator(source, mesh, **options)
+
+
+def test_a_decoder_that_fails_in_passing_is_given_the_same_record_again() -> None:
+    failures = {5: 1, 17: 2}
+
+    def decode(record: int) -> dict[str, Any]:
+        if failures.get(record, 0):
+            failures[record] -= 1
+            raise OSError("a blip")
+        return {"x": np.int32(record)}
+
+    with make_feed(Decoded(decode)) as feed:
+        rows = [np.asarray(batch["x"]).tolist() for batch in feed]
+        assert np.concatenate(rows).tolist() == list(range(40))
+        assert feed.stats().retries == 3
+
+
+def test_a_lane_of_bad_records_only_is_an_error_and_no_endless_loop() -> None:
+    def decode(record: int) -> Any:
+        raise ValueError("not a record")
+
+    options: dict[str, Any] = {"num_epochs": None, "bad_records": meshfeed.SkipBad(0.5), "timeout_seconds": 30}
+    with (
+        make_feed(Decoded(decode), **options) as feed,
+        pytest.raises(meshfeed.SourceError, match="1000 records of lane 0"),
+    ):
+        next(feed)
+
+
+@pytest.mark.parametrize(
+    "second", [np.zeros((4, 3), np.float64), np.zeros((4, 2), np.float32), {"y": np.zeros((4, 3), np.float32)}]
+)
+def test_stacked_parts_of_one_batch_that_differ_are_never_promoted(second: Any) -> None:
+    class Lane:
+        def __init__(self) -> None:
+            self._parts = [np.zeros((4, 3), np.float32), second]
+
+        def __iter__(self) -> Lane:
+            return self
+
+        def __next__(self) -> Any:
+            raise AssertionError("next_batch is the way")
+
+        def next_batch(self, num_records: int) -> Any:
+            if not self._parts:
+                raise StopIteration
+            return self._parts.pop(0)
+
+    class Source:
+        def open(self, lane_index: int, num_lanes: int) -> Lane:
+            return Lane()
+
+    with make_feed(Source()) as feed, pytest.raises(meshfeed.SourceError, match=r"float32\[3\]"):
+        next(feed)
