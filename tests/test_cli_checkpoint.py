@@ -44,18 +44,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def damaged(folder: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy with one flipped bit in the values of step 2."""
+    """A copy with a flipped bit in every data file of step 2; some hold older copies that nobody reads."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    largest = max((p for p in (copy / "2" / "arrays").rglob("*") if p.is_file() and "/d/" in str(p)), key=_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 4
-    largest.write_bytes(content)
+    for path in (copy / "2" / "arrays").rglob("d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
     return copy
-
-
-def _size(path: pathlib.Path) -> int:
-    return path.stat().st_size
 
 
 def test_inspect_lists_the_steps(folder: pathlib.Path) -> None:
