@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -159,21 +160,77 @@ def test_other_content_of_the_same_shape_is_another_source():
     assert of([b"a", b"b"]) != of([b"a", b"c"])
 
 
-def test_fingerprint_is_the_same_in_every_process():
+IDENTIFY = """
+import functools, json, grain
+from meshfeed.sources._grain import Grain
+class Add(grain.transforms.Map):
+    def __init__(self): self.table = object()
+    def map(self, x): return x
+def scale(x, by): return x * by
+ds = grain.MapDataset.source([object(), 2.0]).seed(7).shuffle().map(Add()).map(functools.partial(scale, by=2))
+it = grain.experimental.WindowShuffleIterDataset(ds.to_iter_dataset(), window_size=3, seed=1).filter(bool)
+print(json.dumps([Grain(ds).fingerprint(), Grain(it).fingerprint()]))
+"""
+
+
+def test_fingerprint_is_the_same_in_every_process(capsys):
+    exec(IDENTIFY, {})
+    here = capsys.readouterr().out
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    there = subprocess.run(
+        [sys.executable, "-c", IDENTIFY], capture_output=True, text=True, timeout=200, check=True, env=environment
+    )
+    assert here == there.stdout != ""
+    assert "0x" not in here
+
+
+def test_changed_files_are_another_source(tmp_path):
+    def write(name, size):
+        (tmp_path / name).write_bytes(b"x" * size)
+
+    def fingerprint(names):
+        paths = [str(tmp_path / name) for name in names]
+        listed = grain.MapDataset.source(paths).map(grain.experimental.TFRecordIterDataset)
+        made = [
+            grain.experimental.ParquetIterDataset(paths),
+            grain.experimental.TFRecordIterDataset(paths[-1]),
+            grain.experimental.InterleaveIterDataset(listed, cycle_length=2),
+            grain.experimental.InterleaveIterDataset(
+                [grain.experimental.TFRecordIterDataset(p) for p in paths], cycle_length=2
+            ),
+        ]
+        return [json.dumps(Grain(dataset).fingerprint()) for dataset in made]
+
+    for name in ("a", "b", "c", "d"):
+        write(name, 5)
+    first = fingerprint(["a", "b", "c"])
+    assert fingerprint(["a", "b", "c"]) == first
+    for names in (["a", "b", "d"], ["b", "a"]):  # renamed, missing
+        assert not set(fingerprint(names)) & set(first)
+    write("c", 6)
+    assert not set(fingerprint(["a", "b", "c"])) & set(first)
+
+
+def test_prefetching_and_read_options_are_no_part_of_the_fingerprint():
+    def of(change, **options):
+        dataset = grain.MapDataset.range(9).shuffle(seed=1).to_iter_dataset(grain.ReadOptions(**options))
+        return Grain(change(dataset.filter(bool))).fingerprint()
+
+    plain = of(lambda dataset: dataset)
+    assert of(lambda dataset: dataset, num_threads=1, prefetch_buffer_size=2) == plain
+    assert of(lambda d: grain.experimental.ThreadPrefetchIterDataset(d, prefetch_buffer_size=2)) == plain
+    for num_workers in (1, 2):
+        assert of(lambda d, n=num_workers: d.mp_prefetch(grain.MultiprocessingOptions(num_workers=n))) == plain
+
+
+def test_a_data_loader_needs_no_absl_app():
     code = textwrap.dedent("""
-        import functools, json, grain
-        from meshfeed.sources._grain import Grain
-        class Add(grain.transforms.Map):
-            def __init__(self): self.table = object()
-            def map(self, x): return x
-        def scale(x, by): return x * by
-        ds = grain.MapDataset.source([object(), 2.0]).seed(7).shuffle().map(Add()).map(functools.partial(scale, by=2))
-        it = grain.experimental.WindowShuffleIterDataset(ds.to_iter_dataset(), window_size=3, seed=1).filter(bool)
-        print(json.dumps([Grain(ds).fingerprint(), Grain(it).fingerprint()]))
+        import grain
+        from absl import flags
+        from meshfeed.sources._recognize import as_source
+        sampler = grain.samplers.IndexSampler(8, shard_options=grain.sharding.NoSharding(), num_epochs=1)
+        source = as_source(grain.DataLoader(data_source=list(range(8)), sampler=sampler, worker_count=1))
+        print(flags.FLAGS.is_parsed())
     """)
-    outs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
-        for _ in range(2)
-    ]
-    assert outs[0] == outs[1] != ""
-    assert "0x" not in outs[0]
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert out.stdout.strip() == "True"

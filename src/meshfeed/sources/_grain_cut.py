@@ -28,7 +28,7 @@ from meshfeed.sources._grain_tree import HOW_TO_OPEN, is_named, private
 
 _logger = logging.getLogger("meshfeed.sources")
 
-_BLOCK_ELEMENTS = 256  # over all lanes; with the block read ahead, about what Grain holds for one iterator (500)
+_BLOCK_ELEMENTS = 512  # over all lanes: about what Grain holds for one iterator (500)
 _MAX_BLOCK = 64
 _BLOCK_ROWS = 8192  # decoded at a time, over all lanes
 _BUFFER_BYTES = 1 << 23  # of a column's file that is read at a time, over all lanes
