@@ -1,14 +1,20 @@
-"""Runs benchmarks one after another: ``scripts/bench`` all of them, ``scripts/bench order --json`` one, with its options.
+"""Runs benchmarks one after another, each in a process of its own.
 
-Each is a script of its own in this folder and says in its first lines what it measures.
+``scripts/bench`` runs all of them, ``scripts/bench feed order --json FILE`` two; ``scripts/bench feed --rounds 9`` passes
+options on to a single one (``scripts/bench feed --help`` lists them). ``--picture FILE`` draws the figures as a PNG,
+and ``--draw FILE`` draws those of an earlier ``--json`` without measuring anything.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import pathlib
 import subprocess
 import sys
+import tempfile
+
+from benchmarks._measure import Table, describe_machine, machine, read_tables, write_json
 
 FOLDER = pathlib.Path(__file__).parent
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py")) if not path.stem.startswith("_")}
@@ -18,26 +24,50 @@ def _summary(path: pathlib.Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
+def _draw(path: str, tables: dict[str, list[Table]]) -> None:
+    from benchmarks._picture import draw
+
+    draw(path, [table for group in tables.values() for table in group])
+    print(f"wrote {path}")
+
+
 def main(arguments: list[str]) -> int:
     """Returns the number of benchmarks that failed."""
     names = []
     while arguments and not arguments[0].startswith("-"):
         names.append(arguments.pop(0))
-    unknown = [name for name in names if name not in SCRIPTS]
-    if unknown or (not names and arguments):
-        print("usage: scripts/bench [name ...] [options of a single one]\n")
-        for name, path in SCRIPTS.items():
-            print(f"  {name:20} {_summary(path)}")
-        if unknown:
-            print(f"\nno benchmark of the name {', '.join(unknown)}")
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    if arguments and len(names) > 1:
-        print(f"{arguments}: options go to one benchmark, and {len(names)} are named")
-        return 2
-    failed = 0
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench [name ...]",
+        description=__doc__,
+        epilog="\n".join(["names:", *(f"  {name:20} {_summary(path)}" for name, path in SCRIPTS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=not names,
+    )
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions and all figures")
+    parser.add_argument("--picture", metavar="FILE", help="draw the figures as a PNG")
+    parser.add_argument("--draw", metavar="FILE", help="only draw what an earlier --json wrote")
+    options, rest = parser.parse_known_args(arguments)
+    if unknown := [name for name in names if name not in SCRIPTS]:
+        parser.error(f"no benchmark of the name {', '.join(unknown)}; there are {', '.join(SCRIPTS)}")
+    if rest and len(names) != 1:
+        parser.error(f"{' '.join(rest)}: options go to one benchmark, and {len(names) or 'none'} are named")
+    if options.draw:
+        _draw(options.picture or "benchmarks.png", read_tables(options.draw))
+        return 0
+    found, tables, failed = machine(), {}, 0
+    print(describe_machine(found))
     for name in names or SCRIPTS:
-        print(f"\n== {name}: {_summary(SCRIPTS[name])}", flush=True)
-        failed += subprocess.run([sys.executable, str(SCRIPTS[name]), *arguments]).returncode != 0
+        print(f"\n## {name}: {_summary(SCRIPTS[name])}\n", flush=True)
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, "-m", f"benchmarks.{name}", *rest, "--json", file.name]
+            if subprocess.run(command, cwd=FOLDER.parent).returncode:
+                failed += 1
+            elif pathlib.Path(file.name).stat().st_size:
+                tables.update(read_tables(file.name))
+    if options.json:
+        write_json(options.json, found, tables)
+    if options.picture:
+        _draw(options.picture, tables)
     return failed
 
 

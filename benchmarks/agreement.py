@@ -1,7 +1,5 @@
 """What it costs that hosts agree: waiting a step on a healthy run, and the load on one coordination service.
 
-Run: ``python benchmarks/agreement.py [--hosts 2 4] [--simulated 256 1024 4096] [--json FILE]``.
-
 The first table trains (sleeps) 20 ms a step on real processes, with agreement and, in the same run, with a feed of each
 host for itself. The second drives the real protocol of thousands of hosts, a thread each in four processes, against the
 real coordination service of a JAX job.
@@ -10,11 +8,12 @@ real coordination service of a JAX job.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 import time
 from typing import Any
+
+from benchmarks._measure import Table, main
 
 STEP_SECONDS = 0.02
 
@@ -134,41 +133,49 @@ def simulate(num_hosts: int, windows: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Prints Markdown tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, nargs="*", default=[2, 4], help="real processes")
     parser.add_argument("--simulated", type=int, nargs="*", default=[256, 1024, 4096], help="simulated hosts")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=6)
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> list[Table]:
     from meshfeed.testing import HostPool
 
-    found: dict[str, Any] = {"healthy": {}, "simulated": {}}
-    print("\n### Waiting a step on a healthy run, 20 ms a step\n| hosts | alone | agreed | added, share of a step |")
-    print("|---:|---:|---:|---:|")
+    waits, loads = [], []
     for hosts in options.hosts:
         with HostPool(hosts, 2, timeout_seconds=600) as pool:
             values = [result.value for result in pool.run(healthy, options.steps, options.rounds)]
         alone, agreed = (statistics.mean(value[name] for value in values) for name in ("alone", "agreed"))
-        found["healthy"][hosts] = {"alone": alone, "agreed": agreed}
-        print(f"| {hosts} | {alone * 1e6:.0f} µs | {agreed * 1e6:.0f} µs | {(agreed - alone) / STEP_SECONDS:.2%} |")
-    print("\n### One coordination service\n| hosts | window | requests/s | median wait | p99 wait |\n|---:|---:|---:|---:|---:|")
+        share = f"{(agreed - alone) / STEP_SECONDS:.2%}"
+        waits.append({"hosts": hosts, "alone, µs": alone * 1e6, "agreed, µs": agreed * 1e6, "added, of a step": share})
     if options.simulated:
         with HostPool(4, 1, timeout_seconds=900) as pool:
             for hosts in options.simulated:
                 values = [result.value for result in pool.run(simulate, hosts, options.windows)]
                 rate = sum(value["requests"] for value in values) / max(value["seconds"] for value in values)
-                median, p99 = (statistics.mean(v[key] for v in values) for key in ("median_wait", "p99_wait"))
-                found["simulated"][hosts] = {"requests_per_second": rate, "median_wait": median, "p99_wait": p99}
-                window = values[0]["window"]
-                print(f"| {hosts:,} | {window} | {rate:,.0f} | {median * 1e3:.1f} ms | {p99 * 1e3:.1f} ms |")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+                median, p99 = (statistics.mean(v[key] for v in values) * 1e3 for key in ("median_wait", "p99_wait"))
+                loads.append(
+                    {
+                        "hosts": hosts,
+                        "window, steps": values[0]["window"],
+                        "requests/s": rate,
+                        "median wait, ms": median,
+                        "p99 wait, ms": p99,
+                    }
+                )
+    tables = []
+    if waits:
+        tables.append(Table("waiting a step on a healthy run, 20 ms a step", waits))
+    if loads:
+        note = (
+            "All hosts are threads of four processes here, so waits are those of these processes rather than of hosts."
+        )
+        tables.append(Table("one coordination service, 20 ms a step", loads, note))
+    return tables
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, add_arguments)

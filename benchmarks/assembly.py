@@ -1,7 +1,5 @@
 """Host batch to global arrays: ours against JAX's private call by itself, MaxText's way, and the public ways.
 
-Run: ``python benchmarks/assembly.py [--devices 8 64 512] [--leaves 1 4 16] [--rounds 15] [--json]``.
-
 Each number of devices runs in a process of its own, because CPU devices are made at its start. Rounds are interleaved
 (every way once, in random order) and the figures are medians, with ratios of medians: absolute times of a shared
 machine do not hold, ratios within one run do. A figure is the time of the call; waiting for the arrays and dropping
@@ -22,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks._measure import Table, main, spread
+
 COLUMNS = 2048
 MEBIBYTES = {8: 16, 64: 16, 512: 128}
 
@@ -39,8 +39,8 @@ def maxtext_way(batch: dict[str, Any], sharding: Any, devices: list[Any]) -> dic
     return out
 
 
-def measure(num_devices: int, num_leaves: int, rounds: int, num_bytes: int) -> dict[str, float]:
-    """Median milliseconds of each way."""
+def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int) -> dict[str, list[float]]:
+    """Milliseconds of each way, one figure a round."""
     import jax
     import numpy as np
     from jax._src.interpreters import pxla
@@ -75,6 +75,10 @@ def measure(num_devices: int, num_leaves: int, rounds: int, num_bytes: int) -> d
         "raw_fast_call": raw,
         "ours_public_fall_back": lambda: public(batch, plan),
         "maxtext": lambda: maxtext_way(batch, sharding, devices),
+        "levanter": lambda: {
+            key: jax.make_array_from_callback(leaf.shape, sharding, lambda index, leaf=leaf: leaf[index])
+            for key, leaf in batch.items()
+        },
         "process_local_data": lambda: {
             key: jax.make_array_from_process_local_data(sharding, leaf, leaf.shape) for key, leaf in batch.items()
         },
@@ -95,12 +99,20 @@ def measure(num_devices: int, num_leaves: int, rounds: int, num_bytes: int) -> d
             if number >= 2:
                 times[name].append(elapsed * 1e3)
     gc.enable()
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def _in_new_process(num_devices: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
-    command = [sys.executable, __file__, "--child", str(num_devices), "--rounds", str(arguments.rounds)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.assembly",
+        "--child",
+        str(num_devices),
+        "--rounds",
+        str(arguments.rounds),
+    ]
     command += ["--leaves", *map(str, arguments.leaves)]
     done = subprocess.run(
         command,
@@ -112,42 +124,60 @@ def _in_new_process(num_devices: int, arguments: argparse.Namespace) -> list[dic
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+NAMES = {
+    "ours": "meshfeed",
+    "raw_fast_call": "batched_device_put by itself (floor)",
+    "ours_public_fall_back": "meshfeed, public fall-back",
+    "maxtext": "MaxText's way: split, put, join",
+    "levanter": "Levanter's way: make_array_from_callback",
+    "process_local_data": "make_array_from_process_local_data",
+    "device_put": "device_put",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--leaves", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        num_bytes = MEBIBYTES.get(arguments.child, 16) * 2**20
-        rows = [
-            {
-                "devices": arguments.child,
-                "leaves": leaves,
-                **measure(arguments.child, leaves, arguments.rounds, num_bytes),
-            }
-            for leaves in arguments.leaves
-        ]
-        print(json.dumps(rows))
-        return
-    rows = [row for num_devices in arguments.devices for row in _in_new_process(num_devices, arguments)]
-    if arguments.json:
-        print(json.dumps({"unit": "ms", "rows": rows}))
-        return
-    names = [name for name in rows[0] if name not in ("devices", "leaves")]
-    print(
-        "median ms a batch".ljust(20),
-        *(name.rjust(22) for name in names),
-        "ours/raw".rjust(9),
-        "maxtext/ours".rjust(13),
-    )
-    for row in rows:
-        label = f"{row['devices']} devices x {row['leaves']}"
-        ratios = f"{row['ours'] / row['raw_fast_call']:9.2f} {row['maxtext'] / row['ours']:13.1f}"
-        print(label.ljust(20), *(f"{row[name]:22.3f}" for name in names), ratios)
+
+
+def measure(options: argparse.Namespace) -> list[Table]:
+    tables = []
+    for num_devices in options.devices:
+        for found in _in_new_process(num_devices, options):
+            leaves, times = found["leaves"], found["times"]
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            rows = [
+                {
+                    "way": NAMES[name],
+                    "ms": median,
+                    "quartiles": spread(times[name]),
+                    "× the floor": median / medians["raw_fast_call"],
+                    "ours is × as fast": median / medians["ours"],
+                }
+                for name, median in medians.items()
+            ]
+            mebibytes = MEBIBYTES.get(num_devices, 16)
+            title = f"assembly, {num_devices} devices, {leaves} leaves, {mebibytes} MiB"
+            tables.append(Table(title, rows, bars="ms" if leaves == 4 else None))
+    return tables
+
+
+def child(options: argparse.Namespace) -> None:
+    """Measures in this process, which has the devices, and prints JSON."""
+    num_bytes = MEBIBYTES.get(options.child, 16) * 2**20
+    rows = [
+        {"leaves": leaves, "times": milliseconds(options.child, leaves, options.rounds, num_bytes)}
+        for leaves in options.leaves
+    ]
+    print(json.dumps(rows))
 
 
 if __name__ == "__main__":
-    main()
+    if "--child" in sys.argv:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        child(parser.parse_args())
+    else:
+        main(__doc__, measure, add_arguments)

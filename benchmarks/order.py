@@ -1,17 +1,17 @@
 """Nanoseconds an id of the record order, one thread, by batch size and length of the source.
 
-Run: ``python benchmarks/order.py [--json]``. Each figure is the best of five runs over neighbouring batches, as a feed
+Each figure is the best of five runs over neighbouring batches, as a feed
 asks for them; "cold" is a batch far from all earlier ones, which is what the first batch after a resume costs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 
 import numpy as np
 
+from benchmarks._measure import Table, main
 from meshfeed._order import EpochOrder, permute
 
 BATCHES = (256, 1024, 4096, 16384, 65536)
@@ -45,41 +45,50 @@ def cold_microseconds(order: EpochOrder, batch: int) -> float:
     return float(np.median(times)) * 1e6
 
 
-def main() -> None:
-    """Prints one line a length and shuffle."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    arguments = parser.parse_args()
+def grain_nanoseconds(num_records: int) -> float | None:
+    """Grain's shuffle, called as its MapDataset calls it: once an id. It takes lengths below 2**32."""
+    try:
+        from grain._src.python.experimental.index_shuffle.python import index_shuffle_module
+    except ImportError:
+        return None
+    if num_records >= 1 << 32:
+        return None
+    start = time.perf_counter()
+    for i in range(2000):
+        index_shuffle_module.index_shuffle(i, max_index=num_records - 1, seed=1, rounds=4)
+    return (time.perf_counter() - start) / 2000 * 1e9
+
+
+def measure(options: argparse.Namespace) -> list[Table]:
+    del options
     rows = []
     for num_records in LENGTHS:
         for shuffle in (True, 1024, False):
             order = EpochOrder(num_records, shuffle=shuffle, seed=1, num_epochs=None)
-            rows.append(
-                {
-                    "num_records": num_records,
-                    "shuffle": shuffle,
-                    "ns_per_id": {batch: round(nanoseconds(order, batch), 1) for batch in BATCHES},
-                    "cold_batch_of_256_us": round(cold_microseconds(order, 256), 1),
-                }
-            )
-    x = np.arange(65536) + 10**11
+            row = {"order": f"meshfeed, {num_records:,} records, shuffle={shuffle}"}
+            row |= {f"ns an id, {batch:,} a batch": nanoseconds(order, batch) for batch in BATCHES}
+            rows.append(row | {"cold batch of 256, µs": cold_microseconds(order, 256)})
+    keys = list(rows[0])[1:-1]
+    for num_records in LENGTHS:
+        if (theirs := grain_nanoseconds(num_records)) is not None:
+            rows.append({"order": f"Grain index_shuffle, {num_records:,} records", **dict.fromkeys(keys, theirs)})
+    for num_records in (10**6, 10**7):  # what torch's and Mosaic's samplers do at the start and at each resume
+        start = time.perf_counter()
+        np.random.default_rng(0).permutation(num_records)
+        seconds = time.perf_counter() - start
+        row = {
+            "order": f"numpy permutation of {num_records:,}, an id",
+            **dict.fromkeys(keys, seconds / num_records * 1e9),
+        }
+        rows.append(row | {"cold batch of 256, µs": seconds * 1e6})
+    positions = np.arange(65536) + 10**11
     start = time.perf_counter()
     for key in range(20):
-        permute(x, 10**12, key)
-    bare = (time.perf_counter() - start) / 20 / x.size * 1e9
-    if arguments.json:
-        print(json.dumps({"rows": rows, "bare_permute_1e12_ns": round(bare, 1)}))
-        return
-    print(
-        f"{'records':>16} {'shuffle':>8} " + " ".join(f"{batch:>7}" for batch in BATCHES) + "  ns an id | cold 256, µs"
-    )
-    for row in rows:
-        figures = " ".join(f"{row['ns_per_id'][batch]:7.1f}" for batch in BATCHES)
-        print(
-            f"{row['num_records']:>16,} {row['shuffle']!s:>8} {figures}           | {row['cold_batch_of_256_us']:.1f}"
-        )
-    print(f"bare permute at 1e12, batches of 65,536 with a new key each: {bare:.1f} ns an id")
+        permute(positions, 10**12, key)
+    bare = (time.perf_counter() - start) / 20 / positions.size * 1e9
+    note = f"Bare permute at 1e12, batches of 65,536 with a new key each: {bare:.1f} ns an id."
+    return [Table("order of records", rows, note, bars=f"ns an id, {BATCHES[2]:,} a batch")]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

@@ -1,17 +1,17 @@
 """Milliseconds to plan what every host reads: 4,096 hosts of 4 devices, several meshes and specs.
 
-Run: ``python benchmarks/plan.py [--json]``. Each figure is the median of 20 plans, the rows as Python tuples included.
+Each figure is the median of 20 plans, the rows as Python tuples included.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 
 import numpy as np
 
+from benchmarks._measure import Table, main
 from meshfeed._plan_table import plan_table
 
 HOSTS, DEVICES_PER_HOST = 4096, 4
@@ -23,25 +23,19 @@ CASES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    arguments = parser.parse_args()
+def measure(options: argparse.Namespace) -> list[Table]:
+    del options
     shuffled = np.random.default_rng(0).permutation(HOSTS * DEVICES_PER_HOST) // DEVICES_PER_HOST
-    figures = {}
+    rows = []
     for name, (axes, spec, permuted) in CASES.items():
         times = []
         for _ in range(20):
             start = time.perf_counter()
             plan_table(axes, spec, shuffled if permuted else None, HOSTS, DEVICES_PER_HOST, (16384, 64)).row_ranges()
             times.append((time.perf_counter() - start) * 1e3)
-        figures[name] = statistics.median(times)
-    if arguments.json:
-        print(json.dumps({"unit": "ms", "hosts": HOSTS, "devices_per_host": DEVICES_PER_HOST, "plans": figures}))
-        return
-    for name, milliseconds in figures.items():
-        print(f"{name.ljust(60)}{milliseconds:8.1f} ms")
+        rows.append({"layout": name, "ms": statistics.median(times), "best ms": min(times)})
+    return [Table(f"plan of {HOSTS:,} hosts × {DEVICES_PER_HOST} devices", rows)]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

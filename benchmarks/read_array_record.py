@@ -1,7 +1,5 @@
 """ArrayRecord: thousand records/s of every way to read, and batches/s of a tokenised LM.
 
-Run: ``python benchmarks/read_array_record.py [--records 100000] [--rounds 7] [--only lm|bytes] [--json FILE]``.
-
 Rounds are interleaved (every way once, in turning order) and the figures are medians: absolute times of a shared
 machine do not hold, ratios within one run do. Beside the wall clock stands the CPU time of all threads, which a busy
 neighbour changes less. The page cache holds the files. (Not named array_record.py: it would hide the package.)
@@ -10,27 +8,21 @@ neighbour changes less. The page cache holds the files. (Not named array_record.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
-import platform
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from array_record.python import array_record_data_source, array_record_module
 
+from benchmarks._measure import Table, Way, main, rates, take_turns
 from meshfeed.sources._array_record import ArrayRecord
 
 LM_TOKENS = 2048
 LM_BATCH = 64
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-
-Way = Callable[[], int]  # does a piece of work, returns the number of units that it did
 
 
 def write(path: str, num_records: int, num_bytes: int, options: str) -> str:
@@ -44,33 +36,11 @@ def write(path: str, num_records: int, num_bytes: int, options: str) -> str:
     return path
 
 
-def measure(ways: dict[str, Way], rounds: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Units/s by wall clock and by CPU time, medians over interleaved rounds."""
-    names, walls, cpus = list(ways), {name: [] for name in ways}, {name: [] for name in ways}
-    for name in names:
-        ways[name]()  # opens files, compiles, fills the page cache
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            done, wall, cpu = 0, time.perf_counter(), time.process_time()
-            while time.perf_counter() - wall < seconds or not done:
-                done += ways[name]()
-            walls[name].append(done / (time.perf_counter() - wall))
-            cpus[name].append(done / max(time.process_time() - cpu, 1e-9))
-    return {
-        name: {
-            "per_second": statistics.median(walls[name]),
-            "spread": (max(walls[name]) - min(walls[name])) / statistics.median(walls[name]),
-            "per_cpu_second": statistics.median(cpus[name]),
-        }
-        for name in names
-    }
-
-
 def open_reader(path: str) -> Any:
     return array_record_module.ArrayRecordReader(path, READER_OPTIONS, file_reader_buffer_size=8192)
 
 
-def byte_ways(path: str, num_records: int, num_bytes: int) -> dict[str, Way]:
+def byte_ways(path: str, num_records: int, num_bytes: int) -> dict[str, Callable[[], int]]:
     """Ways to undecoded records; units are records."""
     rng = np.random.default_rng(1)
     reader, theirs, ours = open_reader(path), array_record_data_source.ArrayRecordDataSource(path), ArrayRecord(path)
@@ -116,7 +86,7 @@ def byte_ways(path: str, num_records: int, num_bytes: int) -> dict[str, Way]:
     }
 
 
-def lm_ways(path: str, num_records: int) -> dict[str, Way]:
+def lm_ways(path: str, num_records: int) -> dict[str, Callable[[], int]]:
     """Ways to shuffled batches ``[64, 2048]`` of int32; units are batches."""
     import grain
 
@@ -136,7 +106,7 @@ def lm_ways(path: str, num_records: int) -> dict[str, Way]:
         def map(self, element: bytes) -> np.ndarray:
             return decode(element)
 
-    def take(iterator: Any) -> Way:
+    def take(iterator: Any) -> Callable[[], int]:
         def one() -> int:
             next(iterator)
             return 1
@@ -181,46 +151,40 @@ def lm_ways(path: str, num_records: int) -> dict[str, Way]:
     }
 
 
-def table(title: str, unit: str, results: dict[str, dict[str, float]], scale: float) -> str:
-    """Markdown."""
-    lines = [f"\n### {title}", f"| way | {unit}/s | spread | {unit}/CPU s |", "|---|---:|---:|---:|"]
-    for name, found in results.items():
-        figures = f"{found['per_second'] / scale:,.1f} | {found['spread']:.0%} | {found['per_cpu_second'] / scale:,.1f}"
-        lines.append(f"| {name} | {figures} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Prints Markdown tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=int, default=100_000, help="in each file")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each way in each round")
     parser.add_argument("--only", choices=["lm", "bytes"])
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    arguments = parser.parse_args()
-    machine = f"{os.cpu_count()} cores, {platform.platform()}, Python {sys.version.split()[0]}"
-    print(f"{machine}; {arguments.records:,} records a file")
-    found: dict[str, Any] = {"machine": machine, "records": arguments.records}
+
+
+def measure(options: argparse.Namespace) -> list[Table]:
+    tables = []
+
+    def turns(ways: dict[str, Callable[[], int]]) -> dict[str, dict[str, list[float]]]:
+        return take_turns(
+            {name: Way(way) for name, way in ways.items()}, rounds=options.rounds, seconds=options.seconds
+        )
+
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.only != "lm":
+        if options.only != "lm":
             for num_bytes in (200, 4096):
-                for options in ("group_size:1,uncompressed", "group_size:1,zstd", "group_size:16,zstd"):
-                    path = write(os.path.join(folder, "x"), arguments.records, num_bytes, options)
-                    ways = byte_ways(path, arguments.records, num_bytes)
-                    title = f"{num_bytes} bytes, {options}"
-                    found[title] = measure(ways, arguments.rounds, arguments.seconds)
-                    print(table(title, "thousand records", found[title], 1000), flush=True)
+                for layout in ("group_size:1,uncompressed", "group_size:1,zstd", "group_size:16,zstd"):
+                    path = write(os.path.join(folder, "x"), options.records, num_bytes, layout)
+                    found = turns(byte_ways(path, options.records, num_bytes))
+                    title = f"reading {num_bytes} bytes, {layout}, {options.records:,} records"
+                    table = rates(title, "thousand records", found, ours="meshfeed, random, 64", scale=1000)
+                    table.bars = None
+                    tables.append(table)
                     os.unlink(path)
-        if arguments.only != "bytes":
-            path = write(os.path.join(folder, "lm"), arguments.records, 4 * LM_TOKENS, "group_size:1,uncompressed")
-            title = f"shuffled LM, {LM_TOKENS:,} int32 a record, batch {LM_BATCH}"
-            found[title] = measure(lm_ways(path, arguments.records), arguments.rounds, arguments.seconds)
-            print(table(title, "batches", found[title], 1), flush=True)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(found, file, indent=1)
+        if options.only != "bytes":
+            path = write(os.path.join(folder, "lm"), options.records, 4 * LM_TOKENS, "group_size:1,uncompressed")
+            found = turns(lm_ways(path, options.records))
+            title = f"reading shuffled LM, {LM_TOKENS:,} int32 a record, {LM_BATCH} a batch, to host arrays"
+            ours, floor = "meshfeed read_raw, one join and frombuffer", "the same, one join and frombuffer"
+            tables.append(rates(title, "batches", found, ours=ours, floor=floor))
+    return tables
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, add_arguments)

@@ -1,7 +1,5 @@
 """Restoring a checkpoint on several hosts: bytes read, balance, seconds, extra memory and exactness, ours and Orbax's.
 
-    python benchmarks/restore.py [--hosts 4] [--devices 2] [--mib 200] [--mesh data,model sizes] [--json]
-
 One tree, one run, one machine; files come from the page cache, so seconds flatter whoever reads more. ``read`` is
 decoded by TensorStore from files, over all hosts, over the size of the stored files; ``busiest`` the most any host read
 over the mean; ``extra`` the peak resident memory of any process beside what it held before and the restored arrays.
@@ -12,12 +10,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import pathlib
 import shutil
 import tempfile
 import time
 from typing import Any
+
+from benchmarks._measure import Table, main
 
 
 def make_tree(mesh: Any, mib: int, replica_sharded: bool) -> dict[str, Any]:
@@ -184,8 +183,7 @@ def job(directory: str, shape: tuple[int, int], mib: int, limit: int, rounds: in
     return list(results.items())  # a dict would come back sorted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--devices", type=int, default=2, help="of each host")
     parser.add_argument("--mib", type=int, default=200)
@@ -197,9 +195,9 @@ def main() -> None:
         "--replica-sharded", action="store_true", help="also leaves sharded over data, which Orbax's broadcast refuses"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
 
+
+def measure(options: argparse.Namespace) -> list[Table]:
     from meshfeed.testing import HostPool
 
     directory = pathlib.Path(tempfile.mkdtemp(prefix="meshfeed-restore-"))
@@ -221,22 +219,20 @@ def main() -> None:
         }
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    report = summarize(hosts, sizes)
-    if options.json:
-        print(json.dumps({"mesh": shape, "stored": sizes, "rows": report}))
-        return
-    print(f"mesh {shape[0]}×{shape[1]} on {options.hosts} hosts, stored {sizes['ours'] / 1e6:.0f} MB")
-    print(f"{'':44} {'read':>6} {'busiest':>8} {'first s':>8} {'best s':>7} {'extra MB':>9}  wrong leaves")
-    for row in report:
-        if "error" in row:
-            print(f"{row['name']:44} {row['error']}")
-        elif "read" not in row:
-            print(f"{row['name']:44} {'':6} {'':8} {row['first']:8.2f}")
-        else:
-            print(
-                f"{row['name']:44} {row['read']:6.2f} {row['busiest']:8.2f} {row['first']:8.2f} {row['best']:7.2f} "
-                f"{row['extra'] / 1e6:9.0f}  {row['wrong']}"
-            )
+    rows = [
+        {
+            "way": row["name"],
+            "read / stored": row.get("read"),
+            "busiest host / mean": row.get("busiest"),
+            "first s": row.get("first"),
+            "best s": row.get("best"),
+            "extra MB": row["extra"] / 1e6 if "extra" in row else None,
+            "wrong leaves": row.get("wrong", row.get("error", "")),
+        }
+        for row in summarize(hosts, sizes)
+    ]
+    title = f"restore, mesh {shape[0]} × {shape[1]} on {options.hosts} hosts, {sizes['ours'] / 1e6:.0f} MB stored"
+    return [Table(title, rows, bars="read / stored")]
 
 
 def summarize(hosts: list[dict[str, Any]], sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -262,4 +258,4 @@ def summarize(hosts: list[dict[str, Any]], sizes: dict[str, int]) -> list[dict[s
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, add_arguments)
