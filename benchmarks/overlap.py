@@ -117,7 +117,7 @@ def bookkeeping(options: argparse.Namespace) -> Table:
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     cpu: dict[str, list[float]] = {name: [] for name in ways}
-    for name, way in ways.items():
+    for way in ways.values():
         for _ in range(50):
             way()
     for _ in range(options.rounds * 4):

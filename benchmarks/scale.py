@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -173,7 +174,8 @@ def child(options: argparse.Namespace) -> None:
         if done == options.batches // 4:
             early = psutil.Process().memory_info().rss
     after = psutil.Process().memory_info()
-    peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+    status = pathlib.Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
     way.close()
     print(
         json.dumps(
