@@ -8,6 +8,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,26 @@ def test_interleave(parquet, other, strategy, probabilities, mapped, num_lanes):
     lanes = check_lanes(HuggingFace(dataset), num_lanes, every, step=4)
     if strategy == "all_exhausted" and num_lanes < 12:
         assert set(itertools.chain(*lanes)) == {*range(N), *range(1000, 1025)}
+
+
+@pytest.mark.parametrize("strategy", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
+@pytest.mark.parametrize("sizes", [[3, 3], [5, 2, 4], [1, 6]])
+def test_one_lane_interleaves_as_the_library_does(strategy, sizes):
+    def part(number, size):
+        rows = datasets.Dataset.from_dict({"id": range(number * 100, number * 100 + size)})
+        return rows.to_iterable_dataset()
+
+    dataset = interleave_datasets([part(*pair) for pair in enumerate(sizes)], stopping_strategy=strategy)
+    assert read_ids(HuggingFace(dataset).open(0, 1)) == [row["id"] for row in dataset]
+
+
+def test_choices_follow_the_probabilities_and_start_no_thread(parquet, other):
+    before = threading.active_count()
+    weighted = interleave_datasets([parquet.repeat(None), other.repeat(None)], probabilities=[0.8, 0.2], seed=1)
+    lane = HuggingFace(weighted).open(0, 1)
+    from_other = sum(next(lane)["id"] >= 1000 for _ in range(3000)) / 3000
+    assert 0.17 < from_other < 0.23
+    assert threading.active_count() == before
 
 
 def test_lanes_choose_between_sources_on_their_own(parquet, other):

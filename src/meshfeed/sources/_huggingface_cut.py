@@ -12,13 +12,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from datasets import iterable_dataset as nodes
 
 from meshfeed._errors import SourceError
 from meshfeed.sources._file_stream import Piece, cut_files, keep_rows
 from meshfeed.sources._huggingface_counts import Counts
 from meshfeed.sources._huggingface_files import Files, open_files
+from meshfeed.sources._huggingface_interleave import Interleave
 from meshfeed.sources._huggingface_pieces import ExamplePieces, TablePieces
 from meshfeed.sources._window_shuffle import permutation
 
@@ -127,8 +127,7 @@ def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
         mine.ex_iterable = _cut(node.ex_iterable, cut, columns)
     else:
         mine.ex_iterables = [_cut(child, cut, columns) for child in node.ex_iterables]
-    if kind == "RandomlyCyclingMultiSourcesExamplesIterable":
-        mine.generator = np.random.default_rng(_draws_of(node, cut))
+        mine = _without_threads(mine, cut)
     if kind == "SelectColumnsIterable":
         mine.column_names = columns
     return mine
@@ -216,8 +215,7 @@ def _copy_whole(node: Any, whole: LaneCut) -> Any:
         mine.ex_iterable = _copy_whole(node.ex_iterable, whole)
     else:
         mine.ex_iterables = [_copy_whole(child, whole) for child in node.ex_iterables]
-    if type(node).__name__ == "RandomlyCyclingMultiSourcesExamplesIterable":
-        mine.generator = np.random.default_rng(_draws_of(node, whole))
+        mine = _without_threads(mine, whole)
     return mine
 
 
@@ -233,6 +231,16 @@ def _children(node: Any) -> list[Any]:
     if hasattr(node, "ex_iterable"):
         return [node.ex_iterable]
     return list(getattr(node, "ex_iterables", ()))
+
+
+def _without_threads(node: Any, cut: LaneCut) -> Any:
+    """Our own node for those that interleave; others as they are."""
+    kind = type(node).__name__
+    if kind == "CyclingMultiSourcesExamplesIterable":
+        return Interleave(node.ex_iterables, node.stopping_strategy, None, None)
+    if kind == "RandomlyCyclingMultiSourcesExamplesIterable":
+        return Interleave(node.ex_iterables, node.stopping_strategy, _draws_of(node, cut), node.probabilities)
+    return node
 
 
 def _draws_of(node: Any, cut: LaneCut) -> list[int]:

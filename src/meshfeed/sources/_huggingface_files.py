@@ -227,7 +227,9 @@ class _DatasetShards:
     def __init__(self, shards: Sequence[Dataset], batch_rows: int, columns: Sequence[str] | None) -> None:
         self.count = len(shards)
         self.shards = shards
-        self._formatted = [shard.with_format("arrow", columns=None if columns is None else list(columns)) for shard in shards]
+        self._formatted = [
+            shard.with_format("arrow", columns=None if columns is None else list(columns)) for shard in shards
+        ]
         self._batch_rows = batch_rows
 
     def group_rows(self, file_index: int) -> Sequence[int]:
