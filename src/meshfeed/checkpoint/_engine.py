@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -16,15 +16,15 @@ from meshfeed._errors import SettingsError
 from meshfeed._process import process_count, process_index
 from meshfeed.checkpoint import _packed
 from meshfeed.checkpoint._agreement import Agreement
+from meshfeed.checkpoint._blocks import BlockGather, cut_block, rows_in_flight
 from meshfeed.checkpoint._gather import (
     aligned_zeros,
     gather_group,
-    gather_in_blocks,
     host_bits_of,
     piece_shape,
     place,
 )
-from meshfeed.checkpoint._grid import Box, box_shape
+from meshfeed.checkpoint._grid import Box, box_shape, take_rows
 from meshfeed.checkpoint._load_plan import GOOD_READS, LoadPlan, best_plan, read_cost, replica_plan
 from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._progress import Progress
@@ -36,6 +36,7 @@ SMALL_BYTES = 256 << 10
 """Leaves up to this size are read by one host and sent packed: a collective of their own costs more than it saves."""
 
 _DEFAULT_GROUP_BYTES = 4 << 30
+_BROADCAST_BYTES = 64 << 20  # a broadcast in blocks is faster than of whole shards, for which every device has zeros
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,6 +66,7 @@ class _Work:
     index: int
     request: LeafRequest
     plan: LoadPlan
+    rows: tuple[int, int] | None = None  # only these rows of each piece: first, count
     buffers: dict[Any, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def targets(self) -> list[Target]:
@@ -76,9 +78,13 @@ class _Work:
             if device.process_index != here:
                 continue
             shape = piece_shape(self.plan) if not self.plan.direct else box_shape(box or ())
+            if self.rows is not None:
+                shape = tuple(self.rows[1] if d == self.plan.dimension else size for d, size in enumerate(shape))
             if box is None:
                 self.buffers[device] = aligned_zeros(shape, self.request.dtype)
                 continue
+            if self.rows is not None:
+                box = take_rows(box, self.plan.dimension, *self.rows)
             if box not in shared:
                 shared[box] = aligned_zeros(shape, self.request.dtype)
                 targets.append(Target(box, shared[box]))
@@ -97,6 +103,18 @@ class _Work:
             seen.add(id(buffer))
             own[device] = buffer
         return own
+
+    def large(self, limit: int | None) -> bool:
+        """Whether it is gathered in blocks: because of the limit, or because whole broadcasts thrash memory."""
+        if self.plan.direct or not self.plan.shape:
+            return False
+        return self.extra_bytes() > self.block_bytes(limit)
+
+    def block_bytes(self, limit: int | None) -> int:
+        """Bytes in flight while it is gathered in blocks."""
+        if limit is None:
+            return _BROADCAST_BYTES if self.plan.broadcast else sys.maxsize
+        return limit // 2
 
     def extra_bytes(self) -> int:
         """Memory of this process beside the result while it is gathered; the same bound on every process."""
@@ -234,10 +252,15 @@ def restore_leaves(
     works, packed, loads = agreement.attempt(lambda: _plan_all(requests, options))
     limit = options.memory_limit_bytes
     with Progress(stored.directory, sum(request.nbytes for request in requests)) as progress:
-        reader = UnitReader(stored, verify=options.verify, bytes_in_flight=limit, on_bytes=progress.add)
-        for group in _groups(works, limit or _DEFAULT_GROUP_BYTES):
+        in_flight = None if limit is None else limit // 2
+        reader = UnitReader(stored, verify=options.verify, bytes_in_flight=in_flight, on_bytes=progress.add)
+        for group in _groups(works, limit):
+            if group[0].large(limit):
+                large = group[0]
+                results[large.index] = _restore_in_blocks(large, reader, agreement, large.block_bytes(limit))
+                continue
             agreement.attempt(lambda group=group: _read_group(group, reader))
-            _finish_group(group, results, limit)
+            _finish_group(group, results)
         if packed:
             _exchange_packed(requests, packed, loads, results, reader, agreement, limit)
         progress.finish(reader.bytes_read, sum(_result_bytes(result) for result in results))
@@ -250,14 +273,19 @@ def _result_bytes(result: Any) -> int:
     return sum(shard.data.nbytes for shard in result.addressable_shards)
 
 
-def _groups(works: Sequence[_Work], limit: int) -> list[list[_Work]]:
+def _groups(works: Sequence[_Work], limit: int | None) -> list[list[_Work]]:
+    """Leaves that are read and gathered together; a large one by itself."""
     groups: list[list[_Work]] = []
     room = 0
     for work in works:
         extra = work.extra_bytes()
+        if work.large(limit):
+            groups.append([work])
+            room = 0
+            continue
         if not groups or extra > room:
             groups.append([])
-            room = limit
+            room = limit or _DEFAULT_GROUP_BYTES
         groups[-1].append(work)
         room -= extra
     return groups
@@ -276,15 +304,13 @@ def _read_group(group: Sequence[_Work], reader: UnitReader) -> None:
     reader.read(wanted)
 
 
-def _finish_group(group: Sequence[_Work], results: list[Any], limit: int | None) -> None:
+def _finish_group(group: Sequence[_Work], results: list[Any]) -> None:
     together: dict[Any, list[_Work]] = collections.defaultdict(list)
     for work in group:
         if work.plan.sharding is _HERE:
             (results[work.index],) = work.buffers.values()
         elif work.plan.direct or not work.buffers:
             results[work.index] = place(work.own_buffers(), work.plan.shape, work.plan.sharding, work.request.dtype)
-        elif limit is not None and work.extra_bytes() > limit and work.plan.shape:
-            results[work.index] = _finish_in_blocks(work, limit)
         else:
             together[work.plan.sharding.mesh].append(work)
             continue
@@ -298,13 +324,32 @@ def _finish_group(group: Sequence[_Work], results: list[Any], limit: int | None)
             work.buffers = {}
 
 
-def _finish_in_blocks(work: _Work, limit: int) -> jax.Array:
-    row_bytes = math.prod(piece_shape(work.plan)) // max(1, work.plan.piece) * work.request.dtype.itemsize
-    ways = math.prod(work.plan.sharding.mesh.shape[axis] for axis in work.plan.piece_axes())
-    local = max(collections.Counter(d.process_index for d in work.plan.sharding.device_set).values())
-    rows = max(1, limit // max(1, 2 * local * row_bytes * (1 + ways)))
-    buffers = {device: host_bits_of(buffer) for device, buffer in work.own_buffers().items()}
-    return gather_in_blocks(work.plan, work.request.dtype, buffers, rows)
+def _restore_in_blocks(work: _Work, reader: UnitReader, agreement: Agreement, limit: int) -> Any:
+    """Reads and gathers one large leaf within ``limit`` bytes in flight, or a unit a device where that is more."""
+    plan, request, here = work.plan, work.request, process_index()
+    local = max(collections.Counter(device.process_index for device in plan.sharding.device_set).values())
+    read_rows, sent_rows = rows_in_flight(plan, request.leaf.units, request.dtype.itemsize, local, limit)
+    takes_part = any(device.process_index == here for device in plan.sharding.device_set)
+    gather = BlockGather(plan, request.dtype) if takes_part else None
+    for first in range(0, plan.piece, read_rows):
+        _read_and_send(_Work(work.index, request, plan, rows=(first, read_rows)), sent_rows, reader, agreement, gather)
+    if gather is None:
+        return place({}, plan.shape, plan.sharding, request.dtype)
+    return gather.finish()
+
+
+def _read_and_send(
+    part: _Work, sent_rows: int, reader: UnitReader, agreement: Agreement, gather: BlockGather | None
+) -> None:
+    # A function of its own, so that the buffers of one block are gone before the next is read.
+    agreement.attempt(lambda: _read_group([part], reader))
+    assert part.rows is not None
+    first, count = part.rows
+    for at in range(0, count, sent_rows):
+        at = min(at, count - sent_rows)  # the last block may overlap, so that one program serves all
+        if gather is not None:
+            blocks = cut_block(part.buffers, part.plan.dimension, at, sent_rows)
+            gather.add(first + at, {device: host_bits_of(block) for device, block in blocks.items()})
 
 
 def _exchange_packed(
@@ -331,4 +376,4 @@ def _exchange_packed(
 
     owned = _packed.assign_units(leaves, range(process_count()), loads)
     _packed.exchange(leaves, owned, reader, deliver, agreement, limit)
-    _finish_group(works, results, limit)
+    _finish_group(works, results)

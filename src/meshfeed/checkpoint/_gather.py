@@ -65,11 +65,11 @@ def piece_shape(plan: LoadPlan) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _wanted_spec(plan: LoadPlan) -> PartitionSpec:
+def wanted_spec(plan: LoadPlan) -> PartitionSpec:
     return PartitionSpec(*(part or None for part in spec_axes(plan.sharding, len(plan.shape))))
 
 
-def _receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
+def receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
     """All collectives of a plan on one device's block; rows of ``dimension`` come out in order, padding included."""
     sizes = plan.sharding.mesh.shape
     if plan.broadcast is not None:
@@ -89,7 +89,7 @@ def _receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
     return block
 
 
-def _trim(block: jax.Array, plan: LoadPlan) -> jax.Array:
+def trim(block: jax.Array, plan: LoadPlan) -> jax.Array:
     if not plan.shape:
         return block
     ways = math.prod(
@@ -102,7 +102,7 @@ def _trim(block: jax.Array, plan: LoadPlan) -> jax.Array:
 def _gatherer(plans: tuple[LoadPlan, ...], dtypes: tuple[Any, ...]) -> Any:
     def gather(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(
-            from_bits(_trim(_receive(block, plan), plan), dtype)
+            from_bits(trim(receive(block, plan), plan), dtype)
             for block, plan, dtype in zip(blocks, plans, dtypes, strict=True)
         )
 
@@ -110,7 +110,7 @@ def _gatherer(plans: tuple[LoadPlan, ...], dtypes: tuple[Any, ...]) -> Any:
         gather,
         mesh=plans[0].sharding.mesh,
         in_specs=tuple(piece_sharding(plan).spec for plan in plans),
-        out_specs=tuple(_wanted_spec(plan) for plan in plans),
+        out_specs=tuple(wanted_spec(plan) for plan in plans),
         check_vma=False,
     )
     return jax.jit(mapped)
@@ -149,68 +149,3 @@ def gather_group(
     arrays = [pieces_array(plan, own, dtype) for plan, own, dtype in zip(plans, buffers, dtypes, strict=True)]
     gathered = _gatherer(tuple(plans), tuple(np.dtype(dtype) for dtype in dtypes))(*arrays)
     return list(gathered)
-
-
-@functools.lru_cache(maxsize=256)
-def _block_updater(plan: LoadPlan) -> Any:
-    wanted = _wanted_spec(plan)
-    ways = math.prod(plan.sharding.mesh.shape[axis] for axis in plan.piece_axes())
-    parts = list(wanted)
-    spread = PartitionSpec(*parts[: plan.dimension + 1], None, *parts[plan.dimension + 1 :])
-
-    def update(out: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
-        received = _receive(block, plan)
-        shape = received.shape
-        rows = shape[plan.dimension] // ways
-        received = received.reshape(*shape[: plan.dimension], ways, rows, *shape[plan.dimension + 1 :])
-        return lax.dynamic_update_slice_in_dim(out, received, start, plan.dimension + 1)
-
-    mapped = jax.shard_map(
-        update,
-        mesh=plan.sharding.mesh,
-        in_specs=(spread, piece_sharding(plan).spec, PartitionSpec()),
-        out_specs=spread,
-        check_vma=False,
-    )
-    return jax.jit(mapped, donate_argnums=0)
-
-
-@functools.lru_cache(maxsize=256)
-def _block_frame(plan: LoadPlan, carrier: Any, dtype: Any) -> Any:
-    wanted = _wanted_spec(plan)
-    sizes = plan.sharding.mesh.shape
-    ways = math.prod(sizes[axis] for axis in plan.piece_axes())
-    local = []
-    for size, names in zip(plan.shape, spec_axes(plan.sharding, len(plan.shape)), strict=True):
-        local.append(size // math.prod(sizes[axis] for axis in names))
-    local[plan.dimension : plan.dimension + 1] = [ways, plan.piece]
-    parts = list(wanted)
-    spread = PartitionSpec(*parts[: plan.dimension + 1], None, *parts[plan.dimension + 1 :])
-    mesh = plan.sharding.mesh
-
-    def finish(out: jax.Array) -> jax.Array:
-        merged = out.reshape(*local[: plan.dimension], ways * plan.piece, *local[plan.dimension + 2 :])
-        return from_bits(_trim(merged, plan), dtype)
-
-    start = jax.shard_map(lambda: jnp.zeros(local, carrier), mesh=mesh, in_specs=(), out_specs=spread, check_vma=False)
-    end = jax.shard_map(finish, mesh=mesh, in_specs=spread, out_specs=wanted, check_vma=False)
-    return jax.jit(start), jax.jit(end, donate_argnums=0)
-
-
-def gather_in_blocks(plan: LoadPlan, dtype: Any, buffers: Mapping[Any, np.ndarray[Any, Any]], rows: int) -> jax.Array:
-    """Gathers one large leaf ``rows`` rows of each piece at a time, so that little is in flight beside the result."""
-    start, end = _block_frame(plan, bits_dtype(dtype), np.dtype(dtype))
-    update = _block_updater(plan)
-    rows = min(rows, plan.piece)
-    out = start()
-    for first in range(0, plan.piece, rows):
-        first = min(first, plan.piece - rows)  # the last block overlaps, so that one program serves all
-        window = tuple(
-            slice(first, first + rows) if dimension == plan.dimension else slice(None)
-            for dimension in range(len(plan.shape))
-        )
-        blocks = {device: np.ascontiguousarray(buffer[window]) for device, buffer in buffers.items()}
-        block = pieces_array(plan, blocks, dtype)
-        out = update(out, block, np.int32(first))
-        out.block_until_ready()  # or the blocks of all rounds would be in flight at once
-    return end(out)

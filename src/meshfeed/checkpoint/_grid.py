@@ -45,6 +45,13 @@ def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
     return tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, starts, strict=True))
 
 
+def take_rows(box: Box, dimension: int, first: int, count: int) -> Box:
+    """``count`` rows of a box from its row ``first`` on; fewer where it ends."""
+    start, stop = box[dimension]
+    begin = min(stop, start + first)
+    return (*box[:dimension], (begin, min(stop, begin + count)), *box[dimension + 1 :])
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """A regular grid from the origin over an array; the last cells may be cut short.
