@@ -61,6 +61,7 @@ class BatchesCourse:
         self._settings = settings
         self._derive_size = derive_size
         self._schedule = settings.schedule
+        self._sizes: dict[int, int] = {}
         self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
         self._reading: BatchesFeeder | None = None  # has the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
@@ -89,7 +90,9 @@ class BatchesCourse:
         if self._schedule is None:
             self._schedule = BatchSchedule([(0, self._derive_size(host_rows))])
         elif getattr(self.source.iterable, "rows_may_vary", False):
-            return self._derive_size(host_rows)
+            if host_rows not in self._sizes:
+                self._sizes[host_rows] = self._derive_size(host_rows)
+            return self._sizes[host_rows]
         return self._schedule.sizes[0]
 
     def _peek(self) -> tuple[Any, PyTree]:
@@ -281,6 +284,7 @@ class BatchesFeeder:
         self._final: int | None = None
         self._entry: dict[str, Any] = {}
         self._spec: RecordSpec | None = None
+        self._checked: Any = None  # structure, shapes and dtypes of the last batch that was found right
         self._since = time.monotonic()
         self._taking = threading.Lock()  # the caller may ask for the first batch's structure meanwhile
 
@@ -359,14 +363,18 @@ class BatchesFeeder:
         )
 
     def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree | None:
-        found = spec_of_batch(batch, real, what=f"host batch {step}")
-        if self._spec is None:
-            self._spec = found
-        check_spec(self._spec, found, what=f"host batch {step}")
+        leaves, treedef = jax.tree.flatten(batch)
+        kind = treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if kind != self._checked:  # batches are mostly alike
+            found = spec_of_batch(batch, real, what=f"host batch {step}")
+            if self._spec is None:
+                self._spec = found
+            check_spec(self._spec, found, what=f"host batch {step}")
+            self._checked = kind
         if real == num_rows:
             return batch
         if real > num_rows:
-            leaf = found.leaves[0]
+            leaf = spec_of_batch(batch, real, what=f"host batch {step}").leaves[0]
             raise SourceError(
                 f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
                 f"rows of a global batch of {self._course.schedule().sizes[0]}; give batches of {num_rows} rows."

@@ -31,6 +31,9 @@ class LoaderNotReadyError(MeshfeedError, TimeoutError):
     """TensorFlow's FailedPreconditionError came at every try."""
 
 
+_RETRY = Retry(MAX_ATTEMPTS, SLEEP_SECONDS, SLEEP_SECONDS, on=(LoaderNotReadyError,))
+
+
 class LocalBatches:
     """The batches of one host, for :class:`meshfeed.sources.HostBatches`.
 
@@ -67,7 +70,8 @@ class LocalBatches:
 
     def expect_rows(self, rows: int) -> None:
         """Refuses batches of another number of host-local rows from now on."""
-        self._rows = self.tape.rows = rows
+        self._rows = rows
+        self.tape.expect_rows(rows)
 
     def reset(self) -> None:
         """From the beginning; a loader that can be read once goes on after the last delivered batch."""
@@ -140,6 +144,7 @@ class Tape:
         self._first = 0  # number of the batch at the head of items
         self._version = 0
         self._taken = 0
+        self._checked: list[tuple[int, ...]] = []  # shapes of the last batch that was found right
         self.rows: int | None = None  # that each batch must have
         self.last: PyTree | None = None
         self.state = self._state_now()
@@ -149,6 +154,10 @@ class Tape:
     def iterators(self) -> list[Any]:
         """The loaders' own iterators."""
         return self._iterators
+
+    def expect_rows(self, rows: int) -> None:
+        """Refuses batches of another number of rows from now on."""
+        self.rows, self._checked = rows, []
 
     def begin(self) -> tuple[int, int]:
         """For a new reader: version and number of the first batch that is not delivered."""
@@ -195,6 +204,9 @@ class Tape:
         return batch
 
     def _check_rows(self, batch: PyTree) -> None:
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+        if shapes == self._checked:
+            return
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
             shape = np.shape(leaf)
             if not shape or not shape[0] or shape[0] % self._local_devices:
@@ -207,6 +219,7 @@ class Tape:
                     f"Unable to put to devices shape {shape} with local device count {self._local_devices} at "
                     f"{jax.tree_util.keystr(path)}: global_shape asks for {self.rows} rows of this host."
                 )
+        self._checked = shapes
 
     def _state_now(self) -> dict[str, Any]:
         state: dict[str, Any] = {"batches": self._taken}
@@ -319,8 +332,7 @@ def _next_of(iterator: Any) -> PyTree:
                 raise  # a generator that raised has ended: asked again it would look like the end of the data
             raise LoaderNotReadyError(f"Failed to load data after {MAX_ATTEMPTS} retry attempts: {error}") from error
 
-    retry = Retry(MAX_ATTEMPTS, SLEEP_SECONDS, SLEEP_SECONDS, on=(LoaderNotReadyError,))
-    return call_with_retry(attempt, retry, doing="taking the next host batch")
+    return call_with_retry(attempt, _RETRY, doing="taking the next host batch")
 
 
 def _not_ready(error: Exception) -> bool:

@@ -148,6 +148,7 @@ def _rebuild(told: dict[str, Any]) -> BaseException:
     kind: Any = _known(*told["types"][0])
     for args in (told["args"], [told["text"]]) if kind is not None else ():
         try:
+            assert kind is not None
             made = kind.__new__(kind, *args)
             made.args = tuple(args)
             made.__dict__.update({key: value for key, value in told["attributes"].items() if key != "__notes__"})
