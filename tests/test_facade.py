@@ -12,7 +12,7 @@ import pytest
 import meshfeed
 
 # TFDS, TFData and the like import their library when they are used, so the names are there without it.
-FACADES = ["meshfeed", "meshfeed.sources", "meshfeed.checkpoint", "meshfeed.testing"]
+FACADES = ["meshfeed", *(f"meshfeed.{name}" for name in ("checkpoint", "maxtext", "remote", "sources", "testing"))]
 
 
 @pytest.mark.parametrize("facade", FACADES)
