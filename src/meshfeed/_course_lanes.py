@@ -63,6 +63,9 @@ class LanesCourse:
         self._schedule: BatchSchedule = settings.schedule
         self.num_lanes = settings.num_lanes or default_num_lanes(self._schedule.sizes)
         self._check_lanes(self.num_lanes)
+        check_source = getattr(source, "check_lanes", None)  # a source that knows how it can be cut says so at once
+        if callable(check_source):
+            check_source(self.num_lanes)
         self._identity: Any = None
         self._spec: RecordSpec | None = None
 

@@ -119,6 +119,18 @@ def test_more_datasets_than_lanes_need_no_cut():
         Grain(dataset).check_lanes(12)
 
 
+def test_a_feed_refuses_at_construction():
+    import jax
+
+    import meshfeed
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(errors.SourceError, match="cannot cut Values into 4 lanes"):
+        meshfeed.MultiHostDataLoadIterator(Values(range(64)), mesh, global_batch_size=8, num_lanes=4)
+    with meshfeed.MultiHostDataLoadIterator(Values(range(64)), mesh, global_batch_size=8, num_lanes=1) as feed:
+        assert [batch.tolist() for batch in feed] == [list(range(8 * k, 8 * k + 8)) for k in range(8)]
+
+
 def test_what_shards_by_itself_is_refused_at_once():
     elastic = experimental.ElasticIterator(grain.MapDataset.range(9), 4, grain.sharding.NoSharding())
     with pytest.raises(
