@@ -1,0 +1,435 @@
+"""meshfeed.maxtext in one process: each behaviour of MaxText's loader, and what was broken there."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import meshfeed
+from meshfeed import maxtext
+from meshfeed.maxtext import MultiHostDataLoadIterator, RemoteIterator, RemoteIteratorWrapper
+
+AUTO = (AxisType.Auto, AxisType.Auto)
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=AUTO)
+
+
+def batch_of(number: int, rows: int = 16) -> dict[str, Any]:
+    return {"x": np.full((rows, 3), number, np.int32), "deep": [{"y": np.arange(rows, dtype=np.float32) + number}]}
+
+
+def numbers(batches: Any) -> list[int]:
+    return [int(np.asarray(batch["x"])[0, 0]) for batch in batches]
+
+
+class Restartable:
+    """Starts again at each iter(); has no state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch_of(number) for number in range(self.count))
+
+
+class WithState:
+    """An iterator like Grain's: read once, with a state; tuples in it must come back as tuples."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.at = count, 0
+
+    def __iter__(self) -> WithState:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == self.count:
+            raise StopIteration
+        self.at += 1
+        return batch_of(self.at - 1)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"at": self.at, "pair": (self.at, "x")}
+
+    def set_state(self, state: Any) -> None:
+        assert isinstance(state["pair"], tuple)
+        self.at = state["at"]
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_rows_lie_over_all_axes_in_the_order_of_the_mesh() -> None:
+    devices = np.array(jax.devices())[::-1].reshape(2, 4)  # the other way round than local_devices
+    loader = MultiHostDataLoadIterator([batch_of(5)], Mesh(devices, ("data", "model"), axis_types=AUTO))
+    batch = next(loader)
+    assert batch["x"].sharding.spec == PartitionSpec(("data", "model"))
+    np.testing.assert_array_equal(np.asarray(batch["deep"][0]["y"]), np.arange(16) + 5)
+    for shard in batch["deep"][0]["y"].addressable_shards:
+        place = devices.reshape(-1).tolist().index(shard.device)
+        np.testing.assert_array_equal(np.asarray(shard.data), np.arange(2) + 2 * place + 5)
+    loader.close()
+
+
+def test_iter_resets_a_loader_that_starts_again(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(Restartable(4), mesh)
+    assert numbers([next(loader), next(loader)]) == [0, 1]
+    assert numbers(loader) == [0, 1, 2, 3]
+    assert numbers(loader) == [0, 1, 2, 3]
+    loader.reset()
+    assert numbers([next(loader)]) == [0]
+
+
+@pytest.mark.parametrize("kind", ["generator", "with state"])
+def test_iter_goes_on_after_the_last_delivered_batch_of_what_is_read_once(mesh: Mesh, kind: str) -> None:
+    source = WithState(6) if kind == "with state" else (batch_of(number) for number in range(6))
+    loader = MultiHostDataLoadIterator(source, mesh)
+    assert numbers([next(loader), next(loader)]) == [0, 1]
+    assert numbers(loader) == [2, 3, 4, 5]  # none of those that were read ahead is lost
+    loader.reset()
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_zero_batches_for_ever_after_the_end(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(Restartable(2), mesh, generate_padding_batch=True)
+    real = [next(loader), next(loader)]
+    assert not loader.out_of_data
+    for _ in range(3):
+        zeros = next(loader)
+        assert loader.out_of_data
+        assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), zeros) == jax.tree.map(
+            lambda a: (a.shape, a.dtype, a.sharding), real[1]
+        )
+        assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(zeros))
+        jax.tree.map(lambda leaf: leaf.delete(), zeros)  # as a donating step does
+    loader.reset()
+    assert numbers([next(loader), next(loader), next(loader)]) == [0, 1, 0]
+
+
+def test_no_data_with_padding_is_a_value_error_and_without_it_the_end(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="no host has a single batch"):
+        next(MultiHostDataLoadIterator([], mesh, generate_padding_batch=True))
+    with pytest.raises(StopIteration):
+        next(MultiHostDataLoadIterator([], mesh))
+
+
+def test_a_batch_that_devices_cannot_share_is_a_value_error_with_the_leafs_path(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator([batch_of(0), batch_of(1, rows=12)], mesh)
+    assert numbers([next(loader)]) == [0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"\(12, 3\) with local device count 8 at \['x'\]|\['deep'\]"):
+            next(loader)
+
+
+def test_a_shorter_last_batch_that_devices_can_share_is_delivered(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator([batch_of(0), batch_of(1, rows=8)], mesh)
+    assert [batch["x"].shape for batch in loader] == [(16, 3), (8, 3)]
+    assert loader.position == 24
+
+
+def test_64_bit_integers_are_narrowed_or_refused(mesh: Mesh) -> None:
+    rows = np.arange(8, dtype=np.int64)
+    assert next(MultiHostDataLoadIterator([{"x": rows}], mesh))["x"].dtype == np.int32
+    with pytest.raises(meshfeed.SourceError, match=r"\['x'\]"):
+        next(MultiHostDataLoadIterator([{"x": rows + 2**40}], mesh))
+
+
+def test_what_a_loader_writes_later_does_not_show(mesh: Mesh) -> None:
+    class Refilling:
+        def __iter__(self) -> Iterator[Any]:
+            buffer = np.zeros((16, 64), np.int32)
+            for number in range(5):
+                buffer[...] = number
+                yield {"x": buffer}
+
+    kept = list(MultiHostDataLoadIterator(Refilling(), mesh))
+    assert [set(np.asarray(batch["x"]).reshape(-1).tolist()) for batch in kept] == [{n} for n in range(5)]
+
+
+@pytest.mark.parametrize("wrong", [5, None, object()])
+def test_a_loader_that_is_no_iterable_is_a_value_error(mesh: Mesh, wrong: Any) -> None:
+    with pytest.raises(ValueError, match="dataloader should be either"):
+        MultiHostDataLoadIterator(wrong, mesh)
+
+
+def test_what_has_as_numpy_iterator_is_read_by_it(mesh: Mesh) -> None:
+    class Dataset:
+        def as_numpy_iterator(self) -> Iterator[Any]:
+            return iter([batch_of(1), batch_of(2)])
+
+    loader = MultiHostDataLoadIterator(Dataset(), mesh)
+    assert numbers(loader) == [1, 2]
+    assert numbers(loader) == [1, 2]
+
+
+# ---------------------------------------------------------------------- factors
+
+
+@pytest.mark.parametrize("factor", [2, 2.0, np.float32(2)])
+def test_a_factor_above_one_joins_batches(mesh: Mesh, factor: Any) -> None:
+    loader = MultiHostDataLoadIterator(Restartable(5), mesh, expansion_loading_factor_for_grain=factor)
+    batches = list(loader)  # the fifth has no partner and is left out, as in MaxText
+    assert [np.asarray(batch["x"])[:, 0].tolist() for batch in batches] == [[0] * 16 + [1] * 16, [2] * 16 + [3] * 16]
+
+
+def test_a_factor_below_one_takes_a_list_of_loaders_in_turns(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator([WithState(3), WithState(3)], mesh, expansion_loading_factor_for_grain=0.5)
+    assert numbers([next(loader) for _ in range(3)]) == [0, 0, 1]
+    state = loader.local_iterator.get_state()
+    assert [one["at"] for one in state["iterators"]] == [2, 1]
+    rest = numbers(loader)
+    assert rest == [1, 2, 2]
+    again = MultiHostDataLoadIterator([WithState(3), WithState(3)], mesh, expansion_loading_factor_for_grain=0.5)
+    again.local_iterator.set_state(state)
+    assert numbers(again) == rest
+
+
+def test_a_list_of_iterators_as_maxtext_keeps_it(mesh: Mesh) -> None:
+    loaders = [MultiHostDataLoadIterator(WithState(3), mesh, False, 0.5) for _ in range(2)]
+    assert [numbers([next(loaders[turn % 2])])[0] for turn in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("factor", [2.5, "2", True, None])
+def test_a_factor_that_cannot_be_used_is_refused(mesh: Mesh, factor: Any) -> None:
+    with pytest.raises(meshfeed.SettingsError, match="expansion_loading_factor_for_grain"):
+        MultiHostDataLoadIterator(Restartable(1), mesh, expansion_loading_factor_for_grain=factor)
+
+
+def test_a_factor_below_one_says_how_many_loaders_it_wants(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="expected 4 of them"):
+        MultiHostDataLoadIterator([WithState(1), WithState(1)], mesh, expansion_loading_factor_for_grain=0.25)
+
+
+# ---------------------------------------------------------------------- state
+
+
+def test_local_iterator_is_at_the_last_delivered_batch_in_spite_of_read_ahead(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(WithState(9), mesh)
+    assert loader.local_iterator.get_state() == {"at": 0, "pair": (0, "x")}
+    for number in range(4):
+        next(loader)
+        assert loader.local_iterator.get_state() == {"at": number + 1, "pair": (number + 1, "x")}
+        assert loader.last_local_data["x"][0, 0] == number
+    assert isinstance(loader.local_iterator, WithState)  # as checkpoint code asks for grain.DatasetIterator
+    assert loader.local_iterator.count == 9
+
+
+@pytest.mark.parametrize("source", [WithState, Restartable])
+def test_set_state_of_local_iterator_discards_the_read_ahead(mesh: Mesh, source: Any) -> None:
+    loader = MultiHostDataLoadIterator(source(9), mesh)
+    next(loader)
+    state = loader.local_iterator.get_state()
+    assert numbers([next(loader), next(loader)]) == [1, 2]
+    loader.local_iterator.set_state(state)
+    assert numbers([next(loader), next(loader)]) == [1, 2]
+    fresh = MultiHostDataLoadIterator(source(9), mesh)
+    fresh.local_iterator.set_state(state)
+    assert numbers([next(fresh) for _ in range(8)]) == list(range(1, 9))
+    with pytest.raises(StopIteration):
+        next(fresh)
+
+
+def test_next_of_local_iterator_keeps_both_in_step(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(WithState(4), mesh)
+    assert next(loader.local_iterator)["x"][0, 0] == 0
+    assert numbers([next(loader)]) == [1]
+
+
+@pytest.mark.parametrize("source", [WithState, Restartable])
+def test_its_own_state_goes_through_the_checkpointer(mesh: Mesh, source: Any, tmp_path: Path) -> None:
+    loader = MultiHostDataLoadIterator(source(6), mesh)
+    start = loader.get_state()
+    next(loader)
+    next(loader)
+    with meshfeed.checkpoint.Checkpointer(tmp_path, save_interval_steps=1) as checkpointer:
+        checkpointer.save(2, {"w": np.ones(3)}, loader)
+        next(loader)
+        checkpointer.wait()
+        fresh = MultiHostDataLoadIterator(source(6), mesh)
+        checkpointer.restore({"w": np.ones(3)}, fresh)
+    assert (fresh.step, fresh.position) == (2, 32)
+    assert numbers([next(fresh) for _ in range(4)]) == [2, 3, 4, 5]
+    fresh.set_state(start)
+    assert numbers([next(fresh)]) == [0]
+
+
+def test_grains_iterators_are_saved_as_its_own_handler_saves_them(mesh: Mesh) -> None:
+    grain = pytest.importorskip("grain")
+
+    def make() -> Any:
+        dataset = grain.MapDataset.range(160).shuffle(seed=3).map(lambda i: {"x": np.full(3, i, np.int32)})
+        return dataset.batch(16).to_iter_dataset()
+
+    loader = MultiHostDataLoadIterator(make(), mesh)
+    next(loader)
+    assert isinstance(loader.local_iterator, grain.DatasetIterator)
+    text = json.dumps(loader.local_iterator.get_state(), indent=4)  # MaxText's checkpoint code, for such an iterator
+    rest = numbers([next(loader) for _ in range(9)])
+    fresh = MultiHostDataLoadIterator(make(), mesh)
+    fresh.local_iterator.set_state(json.loads(text))
+    assert numbers([next(fresh) for _ in range(9)]) == rest
+
+
+# ---------------------------------------------------------------------- errors of loaders
+
+
+class NotReadyError(Exception):
+    """Stands for tf.errors.FailedPreconditionError."""
+
+
+@pytest.fixture
+def tensorflow(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    fake: Any = types.ModuleType("tensorflow")
+    fake.errors = types.SimpleNamespace(FailedPreconditionError=NotReadyError)
+    monkeypatch.setitem(sys.modules, "tensorflow", fake)
+    pauses: list[float] = []
+    monkeypatch.setattr("meshfeed._retry.tenacity.nap.time", types.SimpleNamespace(sleep=pauses.append))
+    return pauses
+
+
+class Stumbling:
+    """Fails ``fails`` times with ``error`` before batch 1."""
+
+    def __init__(self, fails: float, error: Exception) -> None:
+        self.fails, self.error, self.at = fails, error, 0
+
+    def __iter__(self) -> Stumbling:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == 1 and self.fails:
+            self.fails -= 1
+            raise self.error
+        if self.at == 3:
+            raise StopIteration
+        self.at += 1
+        return batch_of(self.at - 1)
+
+
+def test_failed_precondition_is_waited_out(mesh: Mesh, tensorflow: list[float]) -> None:
+    assert numbers(MultiHostDataLoadIterator(Stumbling(5, NotReadyError("not yet")), mesh)) == [0, 1, 2]
+    assert len(tensorflow) == 5
+    assert max(tensorflow) <= 10
+
+
+def test_failed_precondition_thirty_times_is_a_timeout_error(mesh: Mesh, tensorflow: list[float]) -> None:
+    loader = MultiHostDataLoadIterator(Stumbling(math.inf, NotReadyError("never")), mesh)
+    next(loader)
+    with pytest.raises(TimeoutError, match="Failed to load data after 30 retry attempts"):
+        next(loader)
+    assert len(tensorflow) == 29
+
+
+def test_other_errors_are_not_retried_and_come_after_the_good_batches(mesh: Mesh, tensorflow: list[float]) -> None:
+    loader = MultiHostDataLoadIterator(Stumbling(1, OSError("gone")), mesh)
+    assert numbers([next(loader)]) == [0]
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            next(loader)
+    assert not tensorflow
+
+
+# ---------------------------------------------------------------------- remote iterators
+
+
+def get_ds(dataloading_host_index: int, dataloading_host_count: int) -> range:
+    return range(dataloading_host_index, 6 * dataloading_host_count, dataloading_host_count)
+
+
+class Stateful:
+    """A loader over a range whose iterators have a state."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> WithState:
+        return WithState(len(self.dataset))
+
+
+def test_remote_iterator_runs_through_colocated_python(mesh: Mesh, tmp_path: Path) -> None:
+    wrapper = RemoteIteratorWrapper(get_ds, Stateful, mesh, (16, 99), str(tmp_path))
+    assert wrapper.cpu_mesh == mesh
+    assert list(wrapper.cpu_devices) == list(mesh.devices.flat)
+    assert wrapper.tpu_sharding.spec == wrapper.cpu_sharding.spec == PartitionSpec(("data", "model"))
+    first = [next(wrapper) for _ in range(3)]  # leaves of several shapes: only the rows of global_shape count
+    assert numbers(first) == [0, 1, 2]
+    assert first[0]["deep"][0]["y"].shape == (16,)
+    wrapper.save_state(3)
+    assert numbers(wrapper) == [3, 4, 5]
+    with pytest.raises(StopIteration):
+        next(wrapper)
+    wrapper.restore_state(3)
+    assert numbers(wrapper) == [3, 4, 5]
+    wrapper.reset()
+    assert numbers(wrapper) == [0, 1, 2, 3, 4, 5]
+    assert [path.name for path in (tmp_path / "3" / "iter").iterdir()] == ["process_0-of-1.json"]
+    wrapper.close()
+
+
+def test_an_elastic_iterator_shares_one_file(mesh: Mesh, tmp_path: Path) -> None:
+    wrapper = RemoteIteratorWrapper(get_ds, Stateful, mesh, (16, 3), str(tmp_path), elastic=True)
+    next(wrapper)
+    wrapper.save_state(np.int32(7))
+    assert [path.name for path in (tmp_path / "7" / "iter").iterdir()] == ["process_0.json"]
+    fresh = RemoteIteratorWrapper(get_ds, Stateful, mesh, (16, 3), str(tmp_path), elastic=True)
+    fresh.restore_state(7)
+    assert numbers([next(fresh)]) == [1]
+
+
+def test_a_missing_state_is_an_error_and_not_a_fresh_start(mesh: Mesh, tmp_path: Path) -> None:
+    wrapper = RemoteIteratorWrapper(get_ds, Stateful, mesh, (16, 3), str(tmp_path))
+    next(wrapper)
+    with pytest.raises(FileNotFoundError, match=r"99/iter/process_0-of-1\.json"):
+        wrapper.restore_state(99)
+    assert numbers([next(wrapper)]) == [1]
+
+
+def test_remote_errors_come_with_type_and_message(mesh: Mesh) -> None:
+    with pytest.raises(ZeroDivisionError, match="division by zero"):
+        RemoteIteratorWrapper(lambda **_: 1 / 0, Stateful, mesh, (16, 3))
+    wrapper = RemoteIteratorWrapper(get_ds, Stateful, mesh, (32, 3))
+    with pytest.raises(ValueError, match=r"\['x'\]|\['deep'\]"):
+        next(wrapper)
+    with pytest.raises(ValueError, match="mesh has 8 devices"):
+        RemoteIteratorWrapper(get_ds, Stateful, mesh, (20, 3))
+    with pytest.raises(meshfeed.SettingsError, match="preprocessing_fn cannot travel"):
+        RemoteIteratorWrapper(get_ds, _Untransportable(), mesh, (16, 3))
+
+
+class _Untransportable:
+    def __call__(self, dataset: Any) -> Any:
+        return dataset
+
+    def __reduce__(self) -> Any:
+        raise TypeError("holds an open socket")
+
+
+def test_remote_iterator_by_itself(mesh: Mesh, tmp_path: Path) -> None:
+    dummy = jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, PartitionSpec(("data", "model"))))
+    step = jax.device_put(np.int32(2), NamedSharding(mesh, PartitionSpec()))
+    remote = RemoteIterator(get_ds, Stateful, (16, 3), str(tmp_path))
+    assert numbers([remote.get_next(dummy), remote.get_next(dummy)]) == [0, 1]
+    remote.save_state(step)
+    assert numbers([remote.get_next(dummy)]) == [2]
+    fresh = RemoteIterator(get_ds, Stateful, (16, 3), str(tmp_path))
+    fresh.restore_state(step)
+    assert numbers([fresh.get_next(dummy)]) == [2]
+    fresh.reset()
+    assert numbers([fresh.get_next(dummy)]) == [0]
+
+
+def test_the_module_has_maxtexts_names() -> None:
+    assert maxtext.__all__ == ["MultiHostDataLoadIterator", "RemoteIterator", "RemoteIteratorWrapper"]
