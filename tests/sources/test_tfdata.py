@@ -65,7 +65,9 @@ PIPELINES = {
 @pytest.mark.parametrize("name", list(PIPELINES))
 def test_pipelines(name):
     open_lane, expected = PIPELINES[name]
-    for num_lanes, step in ((1, 5), (12, 2)):
+    # A pipeline takes 20 ms to open: not every pipeline with every number of lanes.
+    many = 12 if name in ("shuffle", "generator") else 3
+    for num_lanes, step in ((1, 7), (many, 2)):
         check_lanes(TFData(open_lane), num_lanes, expected, step=step)
 
 
@@ -137,11 +139,11 @@ def test_another_pipeline_is_refused():
 
 def test_data_that_became_shorter_is_an_error():
     lane = TFData(generator).open(0, 1)
-    for _ in range(30):
+    for _ in range(20):
         next(lane)
-    short = TFData(lambda i, n: generator(i, n).take(20)).open(0, 1)
+    short = TFData(lambda i, n: generator(i, n).take(15)).open(0, 1)
     state = {**lane.get_state(), "pipeline": short.get_state()["pipeline"]}
-    with pytest.raises(SourceError, match="ended after 20 of the 30 records"):
+    with pytest.raises(SourceError, match="ended after 15 of the 20 records"):
         short.set_state(state)
 
 

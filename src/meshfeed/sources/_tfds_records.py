@@ -22,7 +22,12 @@ def record_decoder(builder: Any, decode: Any) -> Callable[..., Record]:
     """
     if decode is not None and callable(decode):
         return decode
-    return functools.partial(_decode_features, builder.info.features, decode)
+    features = builder.info.features
+    if decode is not None and hasattr(
+        decode, "extract_features"
+    ):  # tfds.decode.PartialDecoding: some of the features, and decoders for these
+        features, decode = decode.extract_features(features), decode.decoders
+    return functools.partial(_decode_features, features, decode)
 
 
 def _decode_features(features: Any, decoders: Any, record: bytes) -> Record:
