@@ -30,7 +30,7 @@ def special_floats(dtype: Any, count: int) -> np.ndarray:
     rng = np.random.default_rng(dtype.itemsize)
     values = rng.integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
     marked = np.array([0x80000000, 1, 0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000], np.uint32).view(np.uint8)
-    values[: marked.size] = marked
+    values[: marked.size] = marked[: values.size]
     return values.view(dtype)
 
 

@@ -1,0 +1,71 @@
+"""What goes wrong in the background of a save, meshes with explicit axes, and the progress bar."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_feeds import CountingFeed
+from checkpoint_trees import abstract, assert_same, make_mesh, place
+
+from meshfeed._errors import CheckpointError
+from meshfeed.checkpoint import Checkpointer, _manifest, _progress, restore_once
+
+
+@pytest.mark.parametrize("part", ["write_arrays_part", "write_tree_part", "join_parts"])
+def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
+    mesh, feed = make_mesh(4, 2), CountingFeed()
+    state = {"w": place(np.ones((64, 8), np.float32), mesh, "data")}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        next(feed)
+        ckpt.save(1, state, feed)
+        ckpt.wait()
+
+        def fail(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_manifest, part, fail)
+            ckpt.save(2, state, feed)
+            with pytest.raises(CheckpointError, match="No space left"):
+                ckpt.wait()
+        assert ckpt.steps() == [1]
+        assert ckpt.restore(state, feed)[0] == 1
+        assert ckpt.save(2, state, feed)
+        ckpt.wait()
+        assert ckpt.steps() == [1, 2]
+
+
+def test_meshes_with_explicit_axes(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    values = np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)
+    state = {
+        "a": place(values, mesh),
+        "b": place(values.astype(jnp.bfloat16), mesh, None, "model"),
+        "f8": place(values.astype(jnp.float8_e5m2), mesh, "data"),
+        "key": jax.random.key(0),
+    }
+    for restore in ("once", "single_replica", "every_host"):
+        with Checkpointer(tmp_path / restore, save_interval_steps=1, restore=restore) as ckpt:
+            ckpt.save(1, state)
+            ckpt.wait()
+            assert_same(state, ckpt.restore(abstract(state))[1])
+
+
+def test_a_bar_on_terminals(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    state = {"w": place(np.ones((64, 8), np.float32), make_mesh(4, 2), "data")}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+    monkeypatch.setattr(_progress, "_BAR_AFTER_SECONDS", -1.0)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    restore_once(tmp_path / "c/1", abstract(state))
+    assert "restoring" in terminal.getvalue()
+    assert "GiB/s" in terminal.getvalue()
