@@ -112,6 +112,10 @@ def test_decode_replaces_the_features(array_record):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with meshfeed.MultiHostDataLoadIterator(drawn, mesh, global_batch_size=16) as feed:
         assert len(np.unique(next(feed)["r"])) == 16
+
+
+def test_partial_decoding_is_passed_on(array_record):
+    pytest.importorskip("tensorflow")  # which tfds asks for types
     only_id = TFDS(array_record, "train", decode=tfds.decode.PartialDecoding({"id": True}))
     assert set(only_id[0]) == {"id"}
 
