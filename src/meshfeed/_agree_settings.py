@@ -1,19 +1,29 @@
-"""Agreement between hosts on settings and position, before the first batch of each generation of a feed."""
+"""Agreement between hosts on settings and position, before the first batch of each generation of a feed.
+
+Each generation is a round. Every host publishes what it has, the lowest participant compares, and all read the
+result. A host that cannot come (its feed cannot be made, its data cannot be opened, its state is refused) publishes
+that instead, and the others name it after a few seconds. Those seconds, and what follows here about states, are for
+hosts that go on after all: where every host was refused the same state and starts from the beginning, none has failed.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshfeed import _process
-from meshfeed._errors import AgreementError, PeerError
+from meshfeed._errors import AgreementError, PeerError, StalledError
 from meshfeed._feeder import Place
 from meshfeed._settings import FeedSettings
 from meshfeed._state import flatten
 
-_FAILURE = "__failure__"
+_log = logging.getLogger("meshfeed.agree")
 _MAX_MESSAGE = 2000
+_GRACE_SECONDS = 3.0  # for a host that could not come to come after all
+_DOING = "agreeing on the feed's settings"
 
 
 def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], place: Place) -> dict[str, Any]:
@@ -31,65 +41,207 @@ def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], plac
     }
 
 
-def publish_failure(scope: str, round_number: int, error: BaseException) -> None:
-    """Tells the hosts that will agree on settings in this round that this one cannot come."""
-    store = _process.key_value_store()
-    if store is None:
-        return
-    message = {_FAILURE: f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]}
-    key = f"meshfeed/{scope}/settings/{round_number}/in/{_process.process_index()}"
-    store.set(key, json.dumps(message), overwrite=True)
-
-
-def agree_on_settings(
-    scope: str,
-    round_number: int,
-    settings: Mapping[str, Any],
-    *,
-    participants: Sequence[int],
-    timeout_seconds: float,
-) -> None:
-    """Compares settings between hosts.
+class Rounds:
+    """One host's side of all rounds of a feed.
 
     Args:
       scope: unique to this feed.
-      round_number: generation of the feed.
-      settings: field → JSON value, flat.
-      participants: process indices that take part.
-      timeout_seconds: how long to wait for the slowest host.
+      participants: process indices that take part; more than one, this one's included, or nothing is agreed.
 
-    Raises:
-      AgreementError: on every participant, naming the first fields that differ and the hosts.
-      PeerError: a host could not make its feed, or could not take its state.
-      StalledError: some host did not come.
+    Attributes:
+      round: the next one; rounds that failed count.
     """
 
-    def compare(values: dict[int, Any]) -> dict[str, Any]:
-        for host, value in values.items():
-            if _FAILURE in value:
-                return {"failed": host, "message": value[_FAILURE]}
-        differences = []
-        for field in dict.fromkeys(name for value in values.values() for name in value):
-            groups: dict[str, list[int]] = {}
-            for host, value in values.items():
-                groups.setdefault(json.dumps(value.get(field), sort_keys=True), []).append(host)
-            if len(groups) > 1:
-                shown = "; ".join(
-                    f"{_process.format_hosts(hosts)}: {text if len(text) <= 120 else text[:117] + '...'}"
-                    for text, hosts in sorted(groups.items(), key=lambda item: item[1][0])
-                )
-                differences.append(f"{field} ({shown})")
-        return {"differences": differences}
+    def __init__(self, scope: str, participants: Sequence[int]) -> None:
+        self._feed = f"meshfeed/{scope}"
+        self._base = f"{self._feed}/settings"
+        self._scope = f"{scope}/settings"
+        self.participants = tuple(sorted(participants))
+        self.round = 0
+        self._refused = False
+        self._generation: int | None = None
 
-    result = _process.reduce_json(
-        f"{scope}/settings",
-        round_number,
-        dict(settings),
-        compare,
-        participants=participants,
-        timeout_seconds=timeout_seconds,
-        doing="agreeing on the feed's settings",
-    )
+    @property
+    def needed(self) -> bool:
+        """Whether there are other hosts to agree with."""
+        return len(self.participants) > 1 and _process.process_index() in self.participants
+
+    def fail(self, error: BaseException, *, refused: bool = False) -> None:
+        """Tells the hosts that come to this round that this one cannot.
+
+        Args:
+          error: why.
+          refused: this host refuses a state and has changed nothing, so that it may still come; else it will come to
+            the next round at best.
+        """
+        store = _process.key_value_store() if self.needed else None
+        if store is not None:
+            message = {"failed": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]}
+            try:
+                store.set(self._key("in", _process.process_index()), json.dumps(message), overwrite=True)
+            except Exception as failure:  # the error is what the caller must see
+                _log.warning("cannot tell other hosts that this one failed: %s", failure)
+        self._refused = refused
+        self.round += not refused
+
+    def withdraw(self) -> None:
+        """A state was refused before, and now one was taken."""
+        store = _process.key_value_store() if self._refused and self.needed else None
+        if store is not None:
+            store.delete(self._key("in", _process.process_index()))
+        self._refused = False
+
+    def agree(self, settings: Mapping[str, Any], timeout_seconds: float) -> None:
+        """Compares settings between hosts.
+
+        Args:
+          settings: field → JSON value, flat.
+          timeout_seconds: how long to wait for the slowest host.
+
+        Raises:
+          AgreementError: on every participant, naming the first fields that differ and the hosts.
+          PeerError: a host could not make its feed, open its data, or take its state.
+          StalledError: some host did not come.
+        """
+        try:
+            if self.needed:
+                result = self._exchange(settings, timeout_seconds)
+                while result.get("failed") == _process.process_index():  # the others gave this host up in that round
+                    self.round += 1
+                    result = self._exchange(settings, timeout_seconds)
+                _raise(result)
+        except Exception:
+            self.round += 1
+            raise
+        self._refused = False
+        self.round += 1
+        store = _process.key_value_store() if self.needed else None
+        if store is not None and _process.process_index() == self.participants[0] and self._generation is not None:
+            store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so nobody reads its windows
+        self._generation = self.round
+
+    # ------------------------------------------------------------------ one round
+
+    def _key(self, *parts: Any) -> str:
+        return "/".join(str(part) for part in (self._base, self.round, *parts))
+
+    def _exchange(self, settings: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        store = _process.key_value_store()
+        message = {"settings": dict(settings), "refused": self._refused}
+        if store is None:
+            return _process.reduce_json(
+                self._scope,
+                self.round,
+                message,
+                _compare,
+                participants=self.participants,
+                timeout_seconds=timeout_seconds,
+                doing=_DOING,
+            )
+        here, reducer = _process.process_index(), self.participants[0]
+        start = time.monotonic()
+        deadline = start + timeout_seconds
+        if here == reducer:
+            early = store.try_get(self._key("out"))  # left by hosts that gave this one up
+            if early is not None:
+                return json.loads(early)
+            store.set(self._key("in", here), json.dumps(message), overwrite=True)
+            values = self._collect(store, deadline)
+            if len(values) == len(self.participants) or any("failed" in value for value in values.values()):
+                result = _compare(values)
+                store.set(self._key("out"), json.dumps(result), overwrite=True)
+                if self.round:  # everybody has come to this round, so everybody has read the last one's result
+                    store.delete(f"{self._base}/{self.round - 1}")
+                return json.loads(json.dumps(result))
+            missing = [host for host in self.participants if host not in values]
+        else:
+            store.set(self._key("in", here), json.dumps(message), overwrite=True)
+            text = self._wait(store, deadline)
+            if text is not None:
+                return json.loads(text)
+            arrived = {int(host) for host in store.directory(self._key("in"))}
+            missing = [host for host in self.participants if host not in arrived] or [reducer]
+        waited = time.monotonic() - start
+        raise StalledError(
+            f"{_DOING}: {_process.format_hosts(missing)} did not arrive within {waited:.0f} s (host {here} of "
+            f"{len(self.participants)} is waiting). Look at that host's log: it has stopped, is still starting, or runs "
+            "other code than the rest.",
+            hosts=tuple(missing),
+            waited_seconds=waited,
+        )
+
+    def _collect(self, store: _process.KeyValueStore, deadline: float) -> dict[int, Any]:
+        """What all hosts published; with failures in it once these have lasted."""
+        failed_since: float | None = None
+        while True:
+            texts = _process.wait_for_hosts(
+                store,
+                self._key("in"),
+                self.participants,
+                deadline,
+                lambda texts: any('"failed"' in text[:12] for text in texts.values()),
+            )
+            values = {host: json.loads(text) for host, text in sorted(texts.items())}
+            failed = any("failed" in value for value in values.values())
+            now = time.monotonic()
+            if not failed or now >= deadline:
+                return values
+            if any("settings" in value and not value["refused"] for value in values.values()):
+                failed_since = failed_since or now
+                if now - failed_since > _GRACE_SECONDS:
+                    return values
+            time.sleep(0.1)
+
+    def _wait(self, store: _process.KeyValueStore, deadline: float) -> str | None:
+        """The result; one that names the host that is to compare, where that one failed."""
+        reducer = self.participants[0]
+        failed_since: float | None = None
+        given_up: str | None = None
+
+        def tick(waited: float) -> None:
+            nonlocal failed_since, given_up
+            text = None if self._refused else store.try_get(self._key("in", reducer))
+            value = {} if text is None else json.loads(text)
+            if "failed" not in value:
+                failed_since = None
+                return
+            failed_since = waited if failed_since is None else failed_since
+            if waited - failed_since > _GRACE_SECONDS:
+                given_up = json.dumps({"failed": reducer, "message": value["failed"]})
+                raise _GivenUp
+
+        try:
+            return _process.wait_for_key(store, self._key("out"), deadline, tick)
+        except _GivenUp:
+            assert given_up is not None
+            store.set(self._key("out"), given_up, overwrite=True)
+            return given_up
+
+
+class _GivenUp(Exception):
+    """The host that is to compare cannot come."""
+
+
+def _compare(values: dict[int, Any]) -> dict[str, Any]:
+    for host, value in values.items():
+        if "failed" in value:
+            return {"failed": host, "message": value["failed"]}
+    differences = []
+    settings = {host: value["settings"] for host, value in values.items()}
+    for field in dict.fromkeys(name for value in settings.values() for name in value):
+        groups: dict[str, list[int]] = {}
+        for host, value in settings.items():
+            groups.setdefault(json.dumps(value.get(field), sort_keys=True), []).append(host)
+        if len(groups) > 1:
+            shown = "; ".join(
+                f"{_process.format_hosts(hosts)}: {text if len(text) <= 120 else text[:117] + '...'}"
+                for text, hosts in sorted(groups.items(), key=lambda item: item[1][0])
+            )
+            differences.append(f"{field} ({shown})")
+    return {"differences": differences}
+
+
+def _raise(result: Mapping[str, Any]) -> None:
     if "failed" in result:
         host, message = result["failed"], result["message"]
         raise PeerError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +17,12 @@ from meshfeed._courses import make_course
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import Exchange, spec_with_mask
 from meshfeed._feeder import Feeder, Place
-from meshfeed._host_batch import RecordSpec
 from meshfeed._layout import make_layout
 from meshfeed._pipeline import HOST_READ_AHEAD_BYTES, Pipeline
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
 from meshfeed._replicas import blocks_of
-from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings, settings_json
+from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step
 from meshfeed._types import PyTree, RecordIds
@@ -92,40 +92,49 @@ class MultiHostDataLoadIterator:
         self._opened: Feeder | None = None  # a sequential feeder that set_state has opened and next has not yet begun
         self._closed = False
         self._failed: BaseException | None = None
-        self._generation = 0
         self._stats = StatsRecorder()
-        settings = check_settings(
-            global_batch_size=global_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-            end=end,
-            mask_key=mask_key,
-            num_lanes=num_lanes,
-            load=load,
-            prefetch=prefetch,
-            num_workers=num_workers,
-            num_threads=num_threads,
-            retry=retry,
-            bad_records=bad_records,
-            check_replicas=check_replicas,
-            timeout_seconds=timeout_seconds,
-            name=name,
-        )
-        self.name = name or f"feed-{_process.next_use('feeds')}"
+        self._host = _process.process_index()
+        self.name = name if isinstance(name, str) else f"feed-{_process.next_use('feeds')}"
         self._scope = f"feed/{self.name}/{_process.next_use(f'feed {self.name}')}"
+        # until the sharding is known, a failure is told to whoever may be waiting
+        self._rounds = _agree_settings.Rounds(self._scope, range(_process.process_count()))
+        try:
+            self._make(
+                source,
+                sharding,
+                check_settings(
+                    global_batch_size=global_batch_size,
+                    shuffle=shuffle,
+                    seed=seed,
+                    num_epochs=num_epochs,
+                    end=end,
+                    mask_key=mask_key,
+                    num_lanes=num_lanes,
+                    load=load,
+                    prefetch=prefetch,
+                    num_workers=num_workers,
+                    num_threads=num_threads,
+                    retry=retry,
+                    bad_records=bad_records,
+                    check_replicas=check_replicas,
+                    timeout_seconds=timeout_seconds,
+                    name=name,
+                ),
+            )
+        except Exception as error:
+            self._rounds.fail(error)
+            raise
+
+    def _make(self, source: Any, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._layout = make_layout(sharding, settings)
-        self._host = _process.process_index()
         self._participants = self._layout.participants
-        self._hosts_agree = len(self._participants) > 1 and self._host in self._participants
-        try:
-            self._course = make_course(source, settings, self._layout)
-            self._place = self._course.start()
-        except Exception as error:
-            self._tell_failure(error)
-            raise
-        self._host_rows = self._layout.host_rows(_columns_spec(self._course))
+        self._rounds = _agree_settings.Rounds(self._scope, self._participants)
+        self._hosts_agree = self._rounds.needed
+        self._course = make_course(source, settings, self._layout)
+        self._place = self._course.start()
+        in_columns = reads_columns(getattr(self._course, "source", None))
+        self._host_rows = self._layout.host_rows(self._course.record_spec if in_columns else lambda: None)
         self._finalizer: Any = None
 
     # ------------------------------------------------------------------ iteration
@@ -166,10 +175,16 @@ class MultiHostDataLoadIterator:
         return batch
 
     def _start(self) -> Pipeline:
-        self._agree_on_settings()
         place, settings = self._place, self._settings
-        opened, self._opened = self._opened, None
-        feeder = opened or self._course.feeder(place, self._host_rows, hosts_agree=self._hosts_agree)
+        try:
+            feeder = self._opened = self._opened or self._open(place)  # kept, should the caller be interrupted here
+            fingerprint = self._course.fingerprint(place) if self._hosts_agree else {}
+        except Exception as error:
+            self._rounds.fail(error)
+            raise
+        self._rounds.agree(
+            _agree_settings.agreed_settings(settings, fingerprint, place), timeout_seconds=settings.timeout_seconds
+        )
         host_rows = self._host_rows  # the pipeline must not hold the feed, which ends it when it is dropped
         exchange = Exchange(
             first_step=place.step,
@@ -184,7 +199,7 @@ class MultiHostDataLoadIterator:
         if store is not None:
             agreement = _agree.WindowAgreement(
                 store,
-                scope=f"{self._scope}/{self._generation}",
+                scope=f"{self._scope}/{self._rounds.round}",
                 participants=self._participants,
                 host=self._host,
                 first_step=place.step,
@@ -210,24 +225,10 @@ class MultiHostDataLoadIterator:
             name=self.name,
             host=self._host,
         )
+        self._opened = None
         # a feed that is dropped without close, or at exit, must not leave threads behind
         self._finalizer = weakref.finalize(self, self._pipeline.close)
         return self._pipeline
-
-    def _agree_on_settings(self) -> None:
-        generation, self._generation = self._generation, self._generation + 1
-        if self._hosts_agree:
-            _agree_settings.agree_on_settings(
-                self._scope,
-                generation,
-                _agree_settings.agreed_settings(self._settings, self._course.fingerprint(self._place), self._place),
-                participants=self._participants,
-                timeout_seconds=self._settings.timeout_seconds,
-            )
-
-    def _tell_failure(self, error: BaseException) -> None:
-        if self._hosts_agree:
-            _agree_settings.publish_failure(self._scope, self._generation, error)
 
     # ------------------------------------------------------------------ state
 
@@ -248,9 +249,10 @@ class MultiHostDataLoadIterator:
             place = self._course.restore(parsed)
             opened = self._open(place) if self._course.opens_at_restore else None
         except Exception as error:
-            self._tell_failure(error)
+            self._rounds.fail(error, refused=True)
             raise
         self._drop()
+        self._rounds.withdraw()
         self._place, self._opened = place, opened
 
     def _open(self, place: Place) -> Feeder:
@@ -260,6 +262,7 @@ class MultiHostDataLoadIterator:
         """Back to the first batch."""
         place = self._course.start()
         self._drop()
+        self._rounds.withdraw()
         self._place = place
 
     async def save(self, directory: Any) -> Any:
@@ -379,8 +382,11 @@ class MultiHostDataLoadIterator:
         """Ends threads and processes and releases the source; ``get_state`` still works, a second close does nothing."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, failed = True, self._failed
         self._drop()
+        if failed is None:
+            with contextlib.suppress(Exception):
+                self._course.fingerprint(self._place)  # get_state wants it, and may have to read the source for it
         self._course.close()
 
     def __enter__(self) -> MultiHostDataLoadIterator:
@@ -388,9 +394,3 @@ class MultiHostDataLoadIterator:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _columns_spec(course: Any) -> Callable[[], RecordSpec | None]:
-    """For sources that read columns: gives the structure of whole records; else None."""
-    source = getattr(course, "source", None)
-    return course.record_spec if reads_columns(source) else lambda: None

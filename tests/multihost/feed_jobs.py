@@ -182,29 +182,64 @@ def differing(field: str) -> str:
     return "no error"
 
 
-def fails_early(when: str) -> dict[str, Any]:
-    """Host 1 cannot make its feed, or cannot take its state, or dies of its own bug between steps."""
-    here = jax.process_index()
+def fails_early(when: str, bad_host: int) -> dict[str, Any]:
+    """One host cannot make its feed, open its data, or take its state; then all begin again, in the same processes."""
+    bad = jax.process_index() == bad_host
+    size = 2 * jax.device_count()
     start = time.monotonic()
     feed = None
+    broken = [True]
+
+    def open_lane(lane_index: int, num_lanes: int) -> Any:
+        if bad and broken[0]:
+            raise PermissionError("no access to the shard")
+        return iter([{"x": np.float32(number)} for number in range(9)])
+
+    source: Any = meshfeed.sources.Stream(open_lane) if when == "open" else meshfeed.sources.Memory(data())
+    seen: dict[str, Any] = {"type": None, "text": "", "waited": 0.0, "again": None}
     try:
-        source: Any = meshfeed.sources.Memory(data())
-        if when == "construct" and here == 1:
+        if when == "construct" and bad:
             source = []
-        feed = meshfeed.MultiHostDataLoadIterator(
-            source, mesh_of("rows"), global_batch_size=2 * jax.device_count(), timeout_seconds=60
-        )
-        next(feed) if when == "state" else None
+        if when == "layout" and bad:
+            size += 1
+        feed = meshfeed.MultiHostDataLoadIterator(source, mesh_of("rows"), global_batch_size=size, timeout_seconds=60)
         if when == "state":
+            next(feed)
             state = feed.get_state()
-            feed.set_state({**state, "position": 3} if here == 1 else state)
+            feed.set_state({**state, "position": 3} if bad else state)
         next(feed)
     except Exception as error:
-        return {"type": type(error).__name__, "text": str(error), "waited": time.monotonic() - start}
-    finally:
-        if feed is not None:
-            feed.close()
-    return {"type": None, "text": "", "waited": 0.0}
+        seen.update(type=type(error).__name__, text=str(error), waited=time.monotonic() - start)
+    if when in ("open", "state") and feed is not None:
+        broken[0] = False
+        time.sleep(9.0 if bad and when == "state" else 0.0)  # a host that was refused a state could come at any moment
+        feed.reset()
+        next(feed)
+        seen["again"] = feed.step
+    if feed is not None:
+        feed.close()
+    return seen
+
+
+def refused_everywhere() -> list[Any]:
+    """All hosts are refused the same state and begin from the start, some of them late."""
+    here = jax.process_index()
+    seen: list[Any] = []
+    for late in range(jax.process_count()):
+        with meshfeed.MultiHostDataLoadIterator(
+            meshfeed.sources.Memory(data()),
+            mesh_of("rows"),
+            global_batch_size=2 * jax.device_count(),
+            timeout_seconds=60,
+        ) as feed:
+            try:
+                feed.set_state({**feed.get_state(), "position": 3})
+            except meshfeed.StateMismatchError:
+                seen.append("refused")
+            time.sleep(6.0 if here == late else 0.0)
+            next(feed)
+            seen.append(feed.step)
+    return seen
 
 
 def on_a_part_of_the_mesh() -> int:

@@ -105,15 +105,29 @@ def test_hosts_that_differ_are_told_before_the_first_batch(pools: Any, field: st
         assert "host 1" in result.value
 
 
-@pytest.mark.parametrize("when", ["construct", "state"])
-def test_a_host_that_fails_before_its_first_batch_is_named_on_the_others(pools: Any, when: str) -> None:
-    bad, *_ = [result.value for result in pools[(2, 4)].run(feed_jobs.fails_early, when)][::-1]
-    good = pools[(2, 4)].run(feed_jobs.fails_early, when)[0].value
-    assert bad["type"] == {"construct": "SourceError", "state": "StateMismatchError"}[when]
-    assert good["type"] == "PeerError"
+@pytest.mark.parametrize("bad_host", [0, 1])
+@pytest.mark.parametrize("when", ["construct", "layout", "open", "state"])
+def test_a_host_that_fails_before_its_first_batch_is_named_on_the_others(pools: Any, when: str, bad_host: int) -> None:
+    results = [result.value for result in pools[(2, 4)].run(feed_jobs.fails_early, when, bad_host)]
+    bad, good = results[bad_host], results[1 - bad_host]
+    kinds = {
+        "construct": "SourceError",
+        "layout": "PlanError",
+        "open": "PermissionError",
+        "state": "StateMismatchError",
+    }
+    assert bad["type"] == kinds[when]
+    assert good["type"] == "PeerError", results
     assert good["waited"] < 20
-    assert "host 1 failed before its first batch" in good["text"]
+    assert f"host {bad_host} failed before its first batch" in good["text"]
     assert bad["text"][:60] in good["text"]
+    if when in ("open", "state"):
+        assert (bad["again"], good["again"]) == (1, 1), "the same processes can go on together"
+
+
+def test_a_state_that_all_hosts_refuse_is_no_failure_of_a_host(pools: Any) -> None:
+    for result in pools[(2, 4)].run(feed_jobs.refused_everywhere):
+        assert result.value == ["refused", 1] * 2
 
 
 def test_a_mesh_that_leaves_hosts_out(pools: Any) -> None:
