@@ -188,6 +188,8 @@ class WindowAgreement:
 
     def publish(self, part: Part) -> None:
         """Publishes the window that ends at ``window_end`` and goes on to the next, but not after a final part."""
+        if self._closed.is_set():  # what a read that outlived the feed came to is nobody's concern
+            return
         message = {
             "n": part.count,
             "final": part.final,

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any
-
-import jax
-import numpy as np
 
 from meshfeed import _process, _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._feeder import HostBatch, HostRows, Place
-from meshfeed._host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
+from meshfeed._feeder_batches import BatchesFeeder, rows_of
+from meshfeed._host_batch import RecordSpec, spec_of_batch
 from meshfeed._local_iterator import LocalIterator
-from meshfeed._retry import call_with_retry
 from meshfeed._settings import BatchSchedule, FeedSettings
 from meshfeed._types import PyTree, RecordIds
 
@@ -81,7 +76,7 @@ class BatchesCourse:
                     "size. Pass global_batch_size where a host may have no batch at all."
                 )
             _, batch = self._peek()
-            self.size_for(_rows_of(batch))
+            self.size_for(rows_of(batch))
         assert self._schedule is not None
         return self._schedule
 
@@ -116,7 +111,7 @@ class BatchesCourse:
     def learn(self, batch: PyTree) -> None:
         """Remembers structure and size of the first batch that is seen."""
         if self._spec is None:
-            rows = _rows_of(batch)
+            rows = rows_of(batch)
             self._spec = spec_of_batch(batch, rows, what="the iterable of host batches")
             self.size_for(rows)
 
@@ -242,161 +237,3 @@ class BatchesCourse:
         if self._first is not None:
             self._first[0].close()
             self._first = None
-
-
-class BatchesFeeder:
-    """Takes this host's batches.
-
-    Args:
-      course: the course.
-      place: where to begin.
-      host_rows: this host's rows.
-      settings: the feed's settings.
-      iterator: opened at the place.
-      ready: its first batch, if it was taken already.
-      epoch: pass through the iterable.
-      hosts_agree: other hosts may still have data when this one has none.
-    """
-
-    sequential = True
-
-    def __init__(
-        self,
-        course: BatchesCourse,
-        place: Place,
-        host_rows: HostRows,
-        settings: FeedSettings,
-        iterator: Any,
-        ready: PyTree | None,
-        epoch: int,
-        *,
-        hosts_agree: bool,
-    ) -> None:
-        self._course = course
-        self._host_rows = host_rows
-        self._settings = settings
-        self._iterator = iterator
-        self._ready = ready
-        self._epoch = epoch
-        self._step = place.step
-        self._host = _process.process_index()
-        self._go_on = hosts_agree and settings.end == "pad"
-        self._final: int | None = None
-        self._entry: dict[str, Any] = {}
-        self._spec: RecordSpec | None = None
-        self._checked: Any = None  # structure, shapes and dtypes of the last batch that was found right
-        self._since = time.monotonic()
-        self._taking = threading.Lock()  # the caller may ask for the first batch's structure meanwhile
-
-    def peek(self) -> PyTree:
-        """The next batch, left for :meth:`next`."""
-        with self._taking:
-            self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
-            if self._ready is None:
-                raise SourceError("the iterable of host batches has no further batch on this host to take a look at.")
-            return self._ready
-
-    def _take(self) -> PyTree | None:
-        """The next batch, or None at the end."""
-        if self._ready is not None:
-            batch, self._ready = self._ready, None
-            return batch
-        while True:
-            try:
-                return next(self._iterator)
-            except StopIteration:
-                self._epoch += 1
-                epochs = self._settings.num_epochs
-                if epochs is not None and self._epoch >= epochs:
-                    return None
-                self._iterator.close()
-                self._iterator = self._course.source.iterator()
-                first = next(self._iterator, None)
-                if first is None:
-                    raise SourceError(
-                        f"the iterable of host batches gave none in epoch {self._epoch}; with num_epochs it must start "
-                        "again at each iter()."
-                    ) from None
-                return first
-
-    def next(self) -> HostBatch:
-        """See :class:`meshfeed._feeder.Feeder`."""
-        self._since = time.monotonic()
-        start = time.perf_counter()
-        batch = None
-        if self._final is None:
-            with self._taking:
-                batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
-                if batch is not None:
-                    self._course.learn(batch)
-        seconds = time.perf_counter() - start
-        step = self._step
-        if batch is None:
-            if not self._go_on:
-                raise StopIteration
-            self._final = step if self._final is None else self._final
-        else:
-            self._entry = {"epoch": self._epoch, "iterator": self._iterator.get_state()}
-        size = self._course.schedule().sizes[0] if batch is None else self._course.size_for(_rows_of(batch))
-        num_rows = len(self._host_rows.rows(size))
-        tree, real = None, 0
-        if batch is not None:
-            real = _rows_of(batch)
-            tree = self._check(batch, real, num_rows, step)
-            if tree is None:
-                raise StopIteration
-        elif self._spec is not None:
-            tree = self._spec.zeros(num_rows)
-        if tree is not None and self._settings.mask_key is not None:
-            tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < real)
-        self._step = step + 1
-        missing = num_rows - real
-        return HostBatch(
-            step=step,
-            global_batch_size=size,
-            tree=tree,
-            num_bytes=0 if tree is None else num_bytes(tree),
-            entries={str(self._host): self._entry} if self._entry else {},
-            # lengths keyed by step and host, so that every host counts the same padding
-            ended={(step + 1) << 32 | self._host: missing} if missing else {},
-            times={"read_seconds": seconds},
-        )
-
-    def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree | None:
-        leaves, treedef = jax.tree.flatten(batch)
-        kind = treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
-        if kind != self._checked:  # batches are mostly alike
-            found = spec_of_batch(batch, real, what=f"host batch {step}")
-            if self._spec is None:
-                self._spec = found
-            check_spec(self._spec, found, what=f"host batch {step}")
-            self._checked = kind
-        if real == num_rows:
-            return batch
-        if real > num_rows:
-            leaf = spec_of_batch(batch, real, what=f"host batch {step}").leaves[0]
-            raise SourceError(
-                f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
-                f"rows of a global batch of {self._course.schedule().sizes[0]}; give batches of {num_rows} rows."
-            )
-        return pad_rows(batch, num_rows) if self._settings.end == "pad" else None
-
-    def final(self) -> int | None:
-        """The first step without a batch of this host."""
-        return self._final
-
-    def describe(self) -> str:
-        """What the reader does."""
-        return f"waiting for host batch {self._step} for {time.monotonic() - self._since:.1f} s"
-
-    def close(self) -> None:
-        """Closes the iterator."""
-        self._course.forget(self)
-        self._iterator.close()
-
-
-def _rows_of(batch: PyTree) -> int:
-    leaves = jax.tree.leaves(batch)
-    if not leaves or not getattr(leaves[0], "ndim", 0):
-        raise SourceError(f"a host batch must be a pytree of arrays with rows first, not {type(batch).__name__}.")
-    return int(leaves[0].shape[0])

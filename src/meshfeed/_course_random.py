@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import logging
 import time
 from collections.abc import Mapping
@@ -14,11 +13,13 @@ import numpy as np
 from meshfeed import _order, _process, _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped
-from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, pad_rows
+from meshfeed._host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._identity import source_identity
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._read import ReadRows, RecordReader, file_of
+from meshfeed._retry import call_with_retry
 from meshfeed._settings import BatchSchedule, FeedSettings
+from meshfeed._threads import Threads
 from meshfeed._types import ColumnSlices, PyTree, RecordIds
 from meshfeed._worker_reader import WorkerReader
 
@@ -78,7 +79,9 @@ class RandomCourse:
     def fingerprint(self, place: Place) -> dict[str, Any]:
         """Source, order, epochs and end; of a mixture also its stages, which begin where the place's timeline says."""
         if self._identity is None:
-            self._identity = source_identity(self.source)
+            self._identity = call_with_retry(
+                lambda: source_identity(self.source), self._settings.retry, doing="looking at the source"
+            )
         config = dict(place.order.config())
         return {
             "source": self._identity,
@@ -213,15 +216,16 @@ class RandomFeeder:
         self._next_step = place.step
         self._asked = place.step
         self._pending: collections.deque[tuple[RecordIds, Any]] = collections.deque()
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._threads: Threads | None = None
         self._workers: WorkerReader | None = None
         self._ahead = 1
+        self._spec: RecordSpec | None = None
         self._doing: tuple[str, float] = ("idle", time.monotonic())
         if settings.num_workers:
             self._workers = WorkerReader(course.reader, settings.num_workers, timeout_seconds=settings.timeout_seconds)
             self._ahead = 2 * settings.num_workers
         elif (settings.num_threads or 1) > 1:
-            self._threads = concurrent.futures.ThreadPoolExecutor(settings.num_threads, "meshfeed-read")
+            self._threads = Threads(settings.num_threads or 1, "meshfeed-read")
             self._ahead = 2 * (settings.num_threads or 1)
 
     def _rows_of(self, step: int) -> tuple[RecordIds, RecordIds]:
@@ -274,6 +278,8 @@ class RandomFeeder:
         size = self._timeline.at(step)[1]
         num_rows = len(self._host_rows.rows(size))
         tree = self._course.record_spec().zeros(num_rows) if rows is None else pad_rows(rows.tree, num_rows)
+        if (self._workers is not None or self._threads is not None) and self._host_rows.columns(size) is None:
+            self._check(tree, num_rows, step)
         if self._settings.mask_key is not None:
             tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < len(record_ids))
         return HostBatch(
@@ -286,6 +292,12 @@ class RandomFeeder:
             retries=0 if rows is None else rows.retries,
             record_ids=record_ids,
         )
+
+    def _check(self, tree: PyTree, num_rows: int, step: int) -> None:
+        """Each worker knows only the records that it has read itself."""
+        found = spec_of_batch(tree, num_rows, what="the source")
+        self._spec = self._spec or found
+        check_spec(self._spec, found, what=f"step {step}")
 
     def final(self) -> int | None:
         """None: the end needs no talk."""
@@ -300,6 +312,6 @@ class RandomFeeder:
         """Ends threads and processes."""
         self._pending.clear()
         if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads.close()
         if self._workers is not None:
             self._workers.close()

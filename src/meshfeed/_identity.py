@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import xxhash
 
-from meshfeed._read import read_records, wants_rng
+from meshfeed._read import BAD_RECORD, read_records, wants_rng
 
 _PROBES = 4
 
@@ -30,16 +30,31 @@ def digest_tree(tree: Any) -> str:
 
 def content_digest(source: Any) -> str | None:
     """Digest of the probed records, raw bytes where there are any; None where decoding them would draw at random."""
-    ids = probe_ids(len(source))
-    if hasattr(source, "read_raw"):
-        hasher = xxhash.xxh3_64()
-        for raw in source.read_raw(ids):
-            hasher.update(len(raw).to_bytes(8, "little"))
-            hasher.update(raw)
-        return hasher.hexdigest()
-    if wants_rng(source):
+    if not hasattr(source, "read_raw") and wants_rng(source):
         return None
-    return digest_tree(read_records(source, ids))
+    ids = probe_ids(len(source))
+    try:
+        return _digest_records(source, ids)
+    except BAD_RECORD:  # a damaged record is damaged on every host, and no reason to refuse the others
+        return digest_tree([_digest_or_bad(source, ids[i : i + 1]) for i in range(len(ids))])
+
+
+def _digest_or_bad(source: Any, record_id: np.ndarray) -> np.ndarray:
+    try:
+        text = _digest_records(source, record_id)
+    except BAD_RECORD:
+        text = "bad"
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _digest_records(source: Any, ids: np.ndarray) -> str:
+    if not hasattr(source, "read_raw"):
+        return digest_tree(read_records(source, ids))
+    hasher = xxhash.xxh3_64()
+    for raw in source.read_raw(ids):
+        hasher.update(len(raw).to_bytes(8, "little"))
+        hasher.update(raw)
+    return hasher.hexdigest()
 
 
 def source_identity(source: Any) -> dict[str, Any]:

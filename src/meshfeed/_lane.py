@@ -250,8 +250,8 @@ class Lane:
     def _close_broken(self) -> None:
         try:
             self._close_iterator()
-        except Exception as error:  # the first error is the one to report
-            _log.debug("closing lane %d after an error failed: %s", self.lane_index, error)
+        except Exception as error:  # an error before it is the one to report
+            _log.debug("closing the iterator of lane %d failed: %s", self.lane_index, error)
 
     def _add(self, record: Any, pending: list[Any], result: Taken) -> None:
         if self._decode is not None:
@@ -348,8 +348,8 @@ class Lane:
         return f"reading lane {self.lane_index} (epoch {self._epoch}, after record {self._taken})"
 
     def close(self) -> None:
-        """Closes the iterator."""
-        self._close_iterator()
+        """Closes the iterator, unless a read that hangs is still in it."""
+        self._close_broken()
 
 
 def _num_rows(batch: PyTree) -> int:

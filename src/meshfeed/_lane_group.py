@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch
 from meshfeed._lane import Lane, LaneEntry, LaneSettings, Taken
+from meshfeed._threads import Threads
 from meshfeed._types import PyTree
 from meshfeed._workers import WorkerPool, pickle_task
 
@@ -53,7 +53,7 @@ class LaneGroup:
     ) -> None:
         self._threads = None
         if num_threads > 1 and len(entries) > 1:
-            self._threads = concurrent.futures.ThreadPoolExecutor(min(num_threads, len(entries)), "meshfeed-lanes")
+            self._threads = Threads(min(num_threads, len(entries)), "meshfeed-lanes")
         self._lanes: list[Lane] = []
         try:
             for lane_index, entry in sorted(entries.items()):
@@ -77,7 +77,7 @@ class LaneGroup:
                 self._reading = lane
                 rows.append(take(lane))
         else:
-            rows = list(self._threads.map(take, self._lanes))
+            rows = self._threads.map(take, self._lanes)
         lanes = {lane.lane_index: row for lane, row in zip(self._lanes, rows, strict=True)}
         return GroupRows(lanes, time.perf_counter() - start)
 
@@ -88,7 +88,7 @@ class LaneGroup:
     def close(self) -> None:
         """Closes the lanes."""
         if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads.close()
         for lane in self._lanes:
             lane.close()
 

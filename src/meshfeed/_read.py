@@ -14,13 +14,15 @@ import numpy as np
 
 from meshfeed import _order
 from meshfeed._errors import CorruptDataError, SourceError
-from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch, stack_records
+from meshfeed._host_batch import RecordSpec, check_spec, is_plain_batch, spec_of_batch, stack_records
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry, SkipBad
 from meshfeed._types import ColumnSlices, PyTree, RecordIds, Rngs
 
-_BAD_RECORD = (CorruptDataError, ValueError)
+BAD_RECORD = (CorruptDataError, ValueError)
+"""What says that a record is damaged, and not that reading failed."""
 _MAX_REPLACEMENTS = 1000
+_trace = jax.profiler.TraceAnnotation
 
 
 @functools.lru_cache(maxsize=256)
@@ -96,10 +98,12 @@ def read_records(
     start = time.perf_counter()
     try:
         if hasattr(source, "read_raw"):
-            raw = source.read_raw(record_ids)
+            with _trace("meshfeed.read"):
+                raw = source.read_raw(record_ids)
             times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
             start = time.perf_counter()
-            batch = _decode(source, raw, record_ids, rngs)
+            with _trace("meshfeed.decode"):
+                batch = _decode(source, raw, record_ids, rngs)
             times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
             return batch
         if hasattr(source, "read_batch"):
@@ -108,19 +112,17 @@ def read_records(
                 extra["columns"] = columns
             if rngs is not None and accepts_keyword(source.read_batch, "rngs"):
                 extra["rngs"] = rngs
-            batch = source.read_batch(record_ids, **extra)
+            with _trace("meshfeed.read"):
+                batch = source.read_batch(record_ids, **extra)
             times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
             return batch
         ids = record_ids.tolist()
-        if hasattr(source, "__getitems__"):
-            records = source.__getitems__(ids)
-            if len(records) != len(ids):
-                raise SourceError(f"__getitems__ gave {len(records)} records for {len(ids)} ids; one an id is wanted.")
-        else:
-            records = [_get_item(source, record_id) for record_id in ids]
+        with _trace("meshfeed.read"):
+            records = _get_items(source, ids)
         times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
         start = time.perf_counter()
-        batch = stack_records(records, record_ids=ids)[0]
+        with _trace("meshfeed.decode"):
+            batch = stack_records(records, record_ids=ids)[0]
         times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
         return batch
     except StopIteration as error:
@@ -128,6 +130,15 @@ def read_records(
             f"the source raised StopIteration while reading {len(record_ids)} records (first id {record_ids[0]}); "
             "a random-access source ends at len(source), so this is an error in the source or its decoder."
         ) from error
+
+
+def _get_items(source: Any, ids: list[int]) -> Sequence[Any]:
+    if not hasattr(source, "__getitems__"):
+        return [_get_item(source, record_id) for record_id in ids]
+    records = source.__getitems__(ids)
+    if len(records) != len(ids):
+        raise SourceError(f"__getitems__ gave {len(records)} records for {len(ids)} ids; one an id is wanted.")
+    return records
 
 
 def _get_item(source: Any, record_id: int) -> Any:
@@ -151,7 +162,8 @@ def _decode(source: Any, raw: Sequence[Any], record_ids: RecordIds, rngs: Rngs |
         except Exception as error:
             error.add_note(f"while decoding {len(raw)} records (first: {_name_record(source, int(record_ids[0]))})")
             raise
-        spec_of_batch(batch, len(raw), what="decode_batch")
+        if not is_plain_batch(batch, len(raw)):
+            spec_of_batch(batch, len(raw), what="decode_batch")
         return batch
     if decode is None:
         return stack_records(list(raw), record_ids=record_ids)[0]  # raises: bytes are no arrays, and says what to give
@@ -242,11 +254,11 @@ class RecordReader:
         bad: tuple[tuple[int, int, str], ...] = ()
         try:
             tree = call_with_retry(read, self._retry, doing=doing, on_retry=count)
-        except _BAD_RECORD:
+        except BAD_RECORD:
             if self._bad_records is None:
                 raise
             tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
-        if columns is None:
+        if columns is None and not (self._spec is not None and self._spec.fits(tree, len(record_ids))):
             found = spec_of_batch(tree, len(record_ids), what="the source")
             if self._spec is None:
                 self._spec = found
@@ -283,7 +295,7 @@ class RecordReader:
                 try:
                     rows.append(call_with_retry(read, self._retry, doing=f"reading record {planned}", on_retry=count))
                     break
-                except _BAD_RECORD as error:
+                except BAD_RECORD as error:
                     if attempt == 0:
                         bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
             else:
@@ -292,6 +304,9 @@ class RecordReader:
                     "it; the data is damaged as a whole.",
                     record_id=record_id,
                 )
+        first = spec_of_batch(rows[0], 1, what="the source")
+        for record_id, row in zip(record_ids.tolist(), rows, strict=True):  # joining arrays would promote their dtypes
+            check_spec(first, spec_of_batch(row, 1, what="the source"), what=f"record {record_id} or what replaces it")
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows), tuple(bad)
 
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:

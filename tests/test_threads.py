@@ -1,0 +1,76 @@
+"""Reads that hang must not keep a feed, or the process, from ending."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import meshfeed
+from meshfeed import _prefetch, _threads
+
+
+def test_map_keeps_the_order_and_raises_what_was_raised() -> None:
+    threads = _threads.Threads(3, "test")
+    assert threads.map(lambda value: value * 2, range(20)) == [2 * value for value in range(20)]
+    with pytest.raises(ZeroDivisionError):
+        threads.map(lambda value: 1 // value, [1, 0, 2])
+    threads.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-")]
+
+
+@pytest.mark.parametrize("kind", ["threads", "lane", "lanes", "batches"])
+def test_a_feed_whose_read_hangs_can_be_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_prefetch, "_JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(_threads, "_CLOSE_SECONDS", 0.2)
+    go_on = threading.Event()
+
+    class Records:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, record_id: int) -> Any:
+            if record_id == 8:
+                go_on.wait(60)
+            return {"x": np.float32(record_id)}
+
+        def fingerprint(self) -> str:
+            return "records"
+
+    def open_lane(lane_index: int, num_lanes: int) -> Iterator[Any]:
+        for number in range(9):
+            if number == 1:
+                go_on.wait(60)
+            yield {"x": np.float32(number)}
+
+    def batches() -> Iterator[Any]:
+        for number in range(9):
+            if number == 1:
+                go_on.wait(60)
+            yield {"x": np.full(8, number, np.float32)}
+
+    source, options = {
+        "threads": (Records(), {"num_threads": 2}),
+        "lane": (meshfeed.sources.Stream(open_lane), {"num_lanes": 8}),
+        "lanes": (meshfeed.sources.Stream(open_lane), {"num_lanes": 8, "num_threads": 2}),
+        "batches": (batches(), {}),
+    }[kind]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    feed = meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, timeout_seconds=0.5, **options)
+    try:
+        next(feed)
+        with pytest.raises(meshfeed.StalledError, match="itself is late"):
+            next(feed)
+        start = time.monotonic()
+        feed.close()
+        assert time.monotonic() - start < 30, "the read hangs for a minute"
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("meshfeed")]
+        assert all(thread.daemon for thread in ours), "the interpreter would wait for them at its exit"
+    finally:
+        go_on.set()
