@@ -1,13 +1,13 @@
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import meshfeed
 
-tokens = np.random.default_rng(0).integers(0, 50_000, (10_000, 128), np.int32)  # or sources.ArrayRecord("data/*")
+tokens = np.random.default_rng(0).integers(0, 50_000, (10_000, 128), np.int32)  # or meshfeed.sources.ArrayRecord(…)
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 feed = meshfeed.MultiHostDataLoadIterator(
-    {"tokens": tokens}, NamedSharding(mesh, P("data")), global_batch_size=64, shuffle=True, seed=0
+    {"tokens": tokens}, NamedSharding(mesh, PartitionSpec("data")), global_batch_size=64, shuffle=True, seed=0
 )
 for batch in feed:  # {"tokens": jax.Array int32[64, 128]}, over the whole mesh
     loss = batch["tokens"].mean()  # your step

@@ -38,9 +38,7 @@ def make_feed(paths: list[pathlib.Path], num_devices: int) -> meshfeed.MultiHost
                     if line["ok"]:  # nobody knows how many records are left, and nobody needs to
                         yield {"file": np.int32(line["file"]), "line": np.int32(line["line"])}
 
-    mesh = jax.make_mesh(
-        (num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices]
-    )
+    mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
     source = meshfeed.sources.Stream(open_lane, fingerprint=[path.name for path in paths])
     return meshfeed.MultiHostDataLoadIterator(
         source, NamedSharding(mesh, P("data")), global_batch_size=BATCH, num_lanes=8, num_epochs=2, end="drop"

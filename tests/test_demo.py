@@ -220,7 +220,7 @@ ON_ONE_HOST = dataclasses.replace(
 
 @pytest.mark.multihost
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_whole_journey(tmp_path: pathlib.Path) -> None:
     assert [(leg.topology.hosts, leg.topology.devices) for leg in JOURNEY] == [(2, 4), (1, 8), (4, 2)]
     holds, text = run(SMALL, tmp_path / "demo")
