@@ -82,6 +82,7 @@ class FeedTarget:
             "element_spec": self._element_spec,
             "record_ids": lambda step: feed.record_ids(step).tolist(),
             "read": lambda record_ids: jax.tree.map(lambda leaf: leaf.copy(), feed.read(record_ids)),
+            "replay": self._replay,
             "config": feed.config,
             "stats": lambda: dataclasses.asdict(feed.stats()),
         }
@@ -118,6 +119,9 @@ class FeedTarget:
         self._feed.reset()
         if self._varies:
             self._look_at_size()
+
+    def _replay(self, step: int, state: Mapping[str, Any] | None) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.copy(), self._feed.replay(step, state=state))
 
     def _element_spec(self) -> PyTree:
         return jax.tree.map(lambda leaf: SpecLeaf(leaf.shape, leaf.dtype, leaf.sharding.spec), self._feed.element_spec)

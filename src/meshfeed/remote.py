@@ -185,6 +185,10 @@ class RemoteFeed:
         """Records as numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``; read by one of the hosts."""
         return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]
 
+    def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
+        """One global batch again as numpy, read by one of the hosts; see the feed."""
+        return self._client.call("replay", step, state)[0]
+
     def config(self) -> dict[str, Any]:
         """Every setting and the fingerprint, JSON."""
         return self._client.call("config")[0]

@@ -1,0 +1,296 @@
+"""What the hosts of tests/multihost/test_maxtext.py and test_remote.py run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshfeed
+from meshfeed import maxtext
+
+HOST_ROWS = 8
+
+
+def mesh() -> jax.sharding.Mesh:
+    """All devices of the job, in an order of which the rows of a host are no single block."""
+    devices = np.array(jax.devices()).reshape(-1, 2)
+    return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def batches(count: int, host: int, rows: int = HOST_ROWS) -> list[dict[str, np.ndarray]]:
+    """Rows that tell host, batch and row: 10,000 * (host + 1) + 100 * batch + row."""
+    base = 10_000 * (host + 1) + np.arange(rows)
+    return [
+        {"x": (base + 100 * number).astype(np.int32), "y": np.ones((rows, 3), np.float32)} for number in range(count)
+    ]
+
+
+def local_rows(batch: Any, name: str = "x") -> list[int]:
+    """The rows on this host's devices, in row order."""
+    shards = sorted(batch[name].addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards]).tolist()
+
+
+def uneven(counts: list[int], padding: bool, steps: int) -> dict[str, Any]:
+    """Hosts with unlike numbers of batches and a collective a step; what this host saw at each step."""
+    host = jax.process_index()
+    loader = maxtext.MultiHostDataLoadIterator(batches(counts[host], host), mesh(), padding)
+    total = jax.jit(lambda x: x.sum())
+    seen, sums, error = [], [], None
+    try:
+        for _ in range(steps):
+            batch = next(loader)
+            seen.append(local_rows(batch))
+            sums.append(int(total(batch["x"])))
+            assert batch["x"].shape == (HOST_ROWS * jax.process_count(),)
+    except StopIteration:
+        error = "StopIteration"
+    except ValueError as failure:
+        error = f"ValueError: {failure}"
+    loader.close()
+    return {"seen": seen, "sums": sums, "error": error}
+
+
+def reset_on_all() -> list[list[int]]:
+    """One host's loader starts again, the other's is read once (as MaxText's placeholder); each reset on both."""
+    host = jax.process_index()
+    made = batches(4, host)
+    loader = maxtext.MultiHostDataLoadIterator(made if host == 0 else iter(made), mesh())
+    seen = [local_rows(next(loader)) for _ in range(2)]
+    loader = iter(loader)
+    seen += [local_rows(next(loader)) for _ in range(2)]
+    loader.close()
+    return seen
+
+
+def factors(first: float, second: float) -> list[list[int]]:
+    """Hosts with unlike factors: rows of each loading batch are such that the hosts' batches are alike."""
+    host = jax.process_index()
+    factor = [first, second][host]
+    made = batches(6, host, rows=int(HOST_ROWS // max(1, factor)))
+    loader = maxtext.MultiHostDataLoadIterator(made, mesh(), False, factor)
+    seen = [local_rows(batch) for batch in loader]
+    loader.close()
+    return seen
+
+
+def placeholders() -> dict[str, Any]:
+    """One host loads for all; the other gives placeholder rows, which stand where its rows are."""
+    host = jax.process_index()
+    real = batches(3, 0, rows=HOST_ROWS // 2)
+    made = (
+        real if host == 0 else [{"x": np.full(HOST_ROWS, -1, np.int32), "y": np.zeros((HOST_ROWS, 3), np.float32)}] * 9
+    )
+    loader = maxtext.MultiHostDataLoadIterator(made, mesh(), False, 2 if host == 0 else -1)
+    batch = next(loader)
+    # what MaxText's step does: rows past the ones to train on are dropped
+    kept = jax.jit(lambda x: x[:HOST_ROWS], out_shardings=NamedSharding(mesh(), P()))(batch["x"])
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh(), P()))(batch["x"])
+    loader.close()
+    return {"kept": np.asarray(kept).tolist(), "whole": np.asarray(whole).tolist()}
+
+
+def failing(kind: str) -> dict[str, Any]:
+    """One host's loader fails; what each host is told, and how soon."""
+    host = jax.process_index()
+
+    def read() -> Any:
+        made = batches(9, host)
+        for number, batch in enumerate(made):
+            if host == 1 and number == 3:
+                if kind == "raises":
+                    raise RuntimeError("bucket is gone")
+                batch = {key: leaf[: HOST_ROWS - 3] for key, leaf in batch.items()}
+                if kind == "fewer rows":
+                    batch = {key: leaf[: HOST_ROWS // 2] for key, leaf in made[number].items()}
+            yield batch
+
+    loader = maxtext.MultiHostDataLoadIterator(read(), mesh())
+    steps, start = 0, time.monotonic()
+    try:
+        for _ in range(9):
+            next(loader)
+            steps += 1
+    except Exception as error:
+        return {"steps": steps, "type": type(error).__name__, "text": str(error), "waited": time.monotonic() - start}
+    finally:
+        loader.close()
+    return {"steps": steps, "type": None, "text": "", "waited": 0.0}
+
+
+def get_ds(dataloading_host_index: int, dataloading_host_count: int) -> Any:
+    """The host's batches."""
+    del dataloading_host_count
+    return batches(6, dataloading_host_index)
+
+
+class Loader:
+    """Starts again, and its iterators have states."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> LoaderIterator:
+        return LoaderIterator(self.dataset)
+
+
+class LoaderIterator:
+    """A state of its own on each host."""
+
+    def __init__(self, made: Any) -> None:
+        self.made, self.at = made, 0
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.made):
+            raise StopIteration
+        self.at += 1
+        return self.made[self.at - 1]
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at, "host": jax.process_index()}
+
+    def set_state(self, state: Any) -> None:
+        assert state["host"] == jax.process_index()
+        self.at = state["at"]
+
+
+def remote_iterator(folder: str) -> dict[str, Any]:
+    """MaxText's remote iterator on every host: batches, files, end and reset."""
+    rows = HOST_ROWS * jax.process_count()
+    wrapper = maxtext.RemoteIteratorWrapper(get_ds, Loader, mesh(), (rows, 3), folder)
+    before = [local_rows(next(wrapper)) for _ in range(2)]
+    wrapper.save_state(2)
+    rest = [local_rows(batch) for batch in wrapper]
+    wrapper.restore_state(2)
+    again = [local_rows(batch) for batch in wrapper]
+    wrapper.reset()
+    first = local_rows(next(wrapper))
+    wrapper.close()
+    return {
+        "before": before,
+        "rest": rest,
+        "again": again,
+        "first": first,
+        "files": sorted(os.listdir(f"{folder}/2/iter")),
+    }
+
+
+def make_memory() -> Any:
+    """101 records that name themselves."""
+    return meshfeed.sources.Memory({"x": (np.arange(101)[:, None] * 10 + np.arange(6)).astype(np.int32)})
+
+
+def open_lane(lane_index: int, num_lanes: int) -> Any:
+    """Records of one lane."""
+    for number in range(lane_index, 101, num_lanes):
+        yield {"x": (number * 10 + np.arange(6)).astype(np.int32)}
+
+
+def make_stream() -> Any:
+    """The same records as a stream."""
+    return meshfeed.sources.Stream(open_lane)
+
+
+def compare_remote(make: Any, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Remote and local feed side by side, states and checkpoints exchanged; states as JSON text."""
+    sharding = NamedSharding(mesh(), P("data"))
+    with (
+        meshfeed.remote.RemoteFeed(make, sharding, name="remote", **settings) as remote,
+        meshfeed.MultiHostDataLoadIterator(make(), sharding, name="local", **settings) as local,
+    ):
+        for _ in range(3):
+            here, there = next(local)["x"], next(remote)["x"]
+            _same(here, there)
+            assert (remote.step, remote.position) == (local.step, local.position)
+            assert remote.get_state() == local.get_state()
+        state = remote.get_state()
+        with meshfeed.checkpoint.Checkpointer(folder) as checkpointer:
+            checkpointer.save(3, {"w": np.ones(3)}, remote, force=True)
+            checkpointer.wait()
+            fourth = next(local)["x"]
+            next(remote)
+            checkpointer.restore({"w": np.ones(3)}, local)  # the remote feed's checkpoint in the local one
+            _same(next(local)["x"], fourth)
+            checkpointer.restore({"w": np.ones(3)}, remote)
+            _same(next(remote)["x"], fourth)
+        count = 4
+        for here in local:
+            _same(here["x"], next(remote)["x"])
+            count += 1
+        ended = [False, False]
+        for number, feed in enumerate((local, remote)):
+            try:
+                next(feed)
+            except StopIteration:
+                ended[number] = True
+        remote.reset()
+        first = next(remote)["x"]
+        assert first.shape[0] == settings["global_batch_size"]
+    return {"count": count, "ended": ended, "state": json.dumps(state)}
+
+
+def _same(here: jax.Array, there: jax.Array) -> None:
+    assert here.sharding == there.sharding
+    assert here.shape == there.shape
+    for ours, theirs in zip(here.addressable_shards, there.addressable_shards, strict=True):
+        assert ours.index == theirs.index
+        assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes()
+
+
+def remote_failing() -> dict[str, Any]:
+    """One host's source fails under remote feeds; what each host's controller raises."""
+
+    class Failing:
+        def __len__(self) -> int:
+            return 640
+
+        def __getitem__(self, record_id: int) -> Any:
+            if jax.process_index() == 1 and record_id >= 96:
+                raise RuntimeError("disk on fire")
+            return {"x": np.full(3, record_id, np.int32)}
+
+        def fingerprint(self) -> str:
+            return "failing"
+
+    feed = meshfeed.remote.RemoteFeed(lambda: Failing(), mesh(), global_batch_size=32, timeout_seconds=60)
+    steps = 0
+    try:
+        while True:
+            next(feed)
+            steps += 1
+    except Exception as error:
+        return {"steps": steps, "type": type(error).__name__, "text": str(error)}
+    finally:
+        feed.close()
+
+
+def poisoned_placeholders() -> list[list[int]]:
+    """``load=[0]`` with poison where nothing was read: none of it may reach the batch."""
+    import meshfeed._load as load
+
+    def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        block = np.empty(shape, dtype)
+        block.view(np.uint8)[...] = 0xAA
+        return block
+
+    load.placeholder = poison
+    seen = []
+    with meshfeed.MultiHostDataLoadIterator(make_memory(), mesh(), global_batch_size=40, load=[0]) as feed:
+        for batch in feed:
+            for shard in batch["x"].addressable_shards:
+                rows = np.asarray(shard.data)
+                start = shard.index[0].start or 0
+                wanted = (40 * (feed.step - 1) + start + np.arange(len(rows)))[:, None] * 10 + np.arange(6)
+                np.testing.assert_array_equal(rows, wanted)
+            seen.append([feed.step, feed.position])
+    return seen

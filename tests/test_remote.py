@@ -1,0 +1,303 @@
+"""RemoteFeed in one process: the same batches, states and errors as the local feed, and nothing but arrays between."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshfeed
+from meshfeed._remote_endpoint import Endpoint
+from meshfeed._remote_target import make_feed_payload
+from meshfeed._remote_wire import END, ERROR, OK, Header, decode_answer, encode_answer, encode_error, rows_of, to_rows
+from meshfeed._shardings import normalize_sharding
+from meshfeed.remote import RemoteFeed
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import remote_jobs
+from remote_jobs import digest, make_memory, make_stream
+
+AUTO = (AxisType.Auto, AxisType.Auto)
+RANDOM: dict[str, Any] = {"global_batch_size": 16, "shuffle": True, "seed": 3, "num_epochs": 2}
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=AUTO)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "random access": (make_memory, RANDOM),
+    "padded, masked": (make_memory, {**RANDOM, "end": "pad", "mask_key": "mask", "prefetch": 0}),
+    "batch ramp-up": (make_memory, {**RANDOM, "global_batch_size": meshfeed.BatchSchedule([(0, 8), (3, 16), (5, 24)])}),
+    "load once": (make_memory, {**RANDOM, "load": "once"}),
+    "stream": (make_stream, {"global_batch_size": 16, "end": "pad", "mask_key": "mask"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_batches_and_states_as_the_local_feed(mesh: Mesh, case: str) -> None:
+    make, settings = CASES[case]
+    sharding = NamedSharding(mesh, P("data"))
+    remote = RemoteFeed(make, sharding, **settings)
+    local = meshfeed.MultiHostDataLoadIterator(make(), sharding, **settings)
+    for _ in range(3):
+        assert remote.element_spec == local.element_spec
+        here, there = next(local), next(remote)
+        assert digest(there) == digest(here)
+        assert jax.tree.map(lambda leaf: leaf.sharding, there) == jax.tree.map(lambda leaf: leaf.sharding, here)
+        assert (remote.step, remote.position) == (local.step, local.position)
+        assert remote.get_state() == local.get_state()
+    # each continues the other's state
+    state = local.get_state()
+    fresh = RemoteFeed(make, sharding, **settings)
+    fresh.set_state(json.loads(json.dumps(state)))
+    local.set_state(remote.get_state())
+    rest = [digest(batch) for batch in local]
+    assert rest
+    assert [digest(batch) for batch in remote] == rest
+    assert [digest(batch) for batch in fresh] == rest
+    for feed in (remote, fresh):
+        with pytest.raises(StopIteration):
+            next(feed)
+        assert feed.get_state() == local.get_state()
+        feed.close()
+    local.close()
+
+
+def test_the_whole_interface(mesh: Mesh) -> None:
+    sharding = {"x": NamedSharding(mesh, P("data")), "weird": NamedSharding(mesh, P())}
+    with (
+        RemoteFeed(make_memory, sharding, **RANDOM) as remote,
+        meshfeed.MultiHostDataLoadIterator(make_memory(), sharding, **RANDOM) as local,
+    ):
+        assert iter(remote) is remote
+        assert len(remote) == len(local) == 12
+        assert remote.record_ids(7).tolist() == local.record_ids(7).tolist()
+        assert remote.read([5, 3])["weird"].tobytes() == local.read([5, 3])["weird"].tobytes()
+        np.testing.assert_array_equal(remote.replay(4)["x"], local.replay(4)["x"])
+        assert {**remote.config(), "name": ""} == {**local.config(), "name": ""}
+        first = digest(next(remote))
+        assert remote.stats().batches == 1
+        assert remote.local_iterator.get_state() == remote.get_state()
+        next(remote)
+        remote.reset()
+        assert remote.step == 0
+        assert digest(next(remote)) == first
+        with pytest.raises(IndexError, match="step 99"):
+            remote.record_ids(99)
+        with pytest.raises(meshfeed.SettingsError):
+            remote.record_ids(True)
+    missing = set(dir(meshfeed.MultiHostDataLoadIterator)) - set(dir(RemoteFeed))
+    assert not {name for name in missing if not name.startswith("_")}
+
+
+def test_after_close(mesh: Mesh) -> None:
+    feed = RemoteFeed(make_memory, mesh, global_batch_size=16)
+    next(feed)
+    state = feed.get_state()
+    feed.close()
+    feed.close()
+    assert feed.get_state() == state
+    with pytest.raises(meshfeed.MeshfeedError, match="closed"):
+        next(feed)
+
+
+def test_a_state_of_another_stream_changes_nothing(mesh: Mesh) -> None:
+    feed = RemoteFeed(make_memory, mesh, **RANDOM)
+    next(feed)
+    state = feed.get_state()
+    other = json.loads(json.dumps(state))
+    other["fingerprint"]["seed"] = 4
+    with pytest.raises(meshfeed.StateMismatchError, match="seed") as caught:
+        feed.set_state(other)
+    assert (caught.value.field, caught.value.saved, caught.value.current) == ("seed", 4, 3)
+    with pytest.raises(meshfeed.StateMismatchError):
+        feed.set_state({"meshfeed": 99})
+    assert feed.get_state() == state
+    feed.close()
+
+
+def test_checkpoints_go_from_one_to_the_other(mesh: Mesh, tmp_path: Path) -> None:
+    sharding = NamedSharding(mesh, P("data"))
+    make: Any = {
+        "remote": lambda: RemoteFeed(make_memory, sharding, **RANDOM),
+        "local": lambda: meshfeed.MultiHostDataLoadIterator(make_memory(), sharding, **RANDOM),
+    }
+    for source, target in (("remote", "local"), ("local", "remote")):
+        with meshfeed.checkpoint.Checkpointer(tmp_path / source, save_interval_steps=1) as checkpointer:
+            feed = make[source]()
+            for _ in range(3):
+                next(feed)
+            checkpointer.save(3, {"w": np.ones(3)}, feed)
+            rest = [digest(batch) for batch in feed]  # the save has captured what it needs
+            checkpointer.wait()
+            feed.close()
+            feed = make[target]()
+            step, _ = checkpointer.restore({"w": np.ones(3)}, feed)
+            assert (step, feed.step, feed.position) == (3, 3, 48)
+            assert [digest(batch) for batch in feed] == rest
+            feed.close()
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_what_cannot_travel_is_refused_in_the_constructor(mesh: Mesh) -> None:
+    lock = threading.Lock()
+    for factory in (lambda: lock, (number for number in range(3)).__next__):
+        with pytest.raises(meshfeed.SettingsError, match="make_source cannot travel") as caught:
+            RemoteFeed(factory, mesh, global_batch_size=16)
+        assert caught.value.setting == "make_source"
+    with pytest.raises(meshfeed.SettingsError, match="takes a function"):
+        RemoteFeed(make_memory(), mesh, global_batch_size=16)  # pyright: ignore[reportArgumentType]
+
+
+def test_settings_are_checked_before_anything_travels(mesh: Mesh) -> None:
+    with pytest.raises(meshfeed.SettingsError, match="global_batch_size"):
+        RemoteFeed(lambda: 1 / 0, mesh, global_batch_size=-1)
+    with pytest.raises(TypeError):
+        RemoteFeed(make_memory, mesh, global_batch_sise=1)  # pyright: ignore[reportCallIssue]
+    other = jax.make_mesh((8,), ("data",), axis_types=AUTO[:1])
+    two = {"x": NamedSharding(mesh, P("data")), "weird": NamedSharding(other, P("data"))}
+    with pytest.raises(meshfeed.SettingsError, match="2 meshes"):
+        RemoteFeed(make_memory, two, global_batch_size=16)
+
+
+def test_errors_of_the_host_are_raised_here_with_their_message(mesh: Mesh) -> None:
+    with pytest.raises(ZeroDivisionError, match="division by zero"):
+        RemoteFeed(lambda: 1 / 0, mesh, global_batch_size=16)
+    with pytest.raises(meshfeed.PlanError, match="12"):
+        RemoteFeed(make_memory, mesh, global_batch_size=12)
+
+    def make() -> Any:
+        class Failing:
+            def __len__(self) -> int:
+                return 64
+
+            def __getitem__(self, record_id: int) -> Any:
+                if record_id == 40:
+                    raise RuntimeError("disk on fire")
+                return {"x": np.full(3, record_id, np.int32)}
+
+            def fingerprint(self) -> str:
+                return "failing"
+
+        return Failing()
+
+    feed = RemoteFeed(make, mesh, global_batch_size=16)
+    assert [int(np.asarray(next(feed)["x"])[0, 0]) for _ in range(2)] == [0, 16]  # good batches come first
+    for _ in range(2):
+        with pytest.raises(Exception, match="disk on fire"):
+            next(feed)
+    feed.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bad value"),
+        KeyError("missing"),
+        OSError("gone"),
+        meshfeed.SourceError("no record", record_id=7),
+        meshfeed.StateMismatchError("seed", 1, 2, "Take the other."),
+        meshfeed.StalledError("late", hosts=(3,), waited_seconds=4.0),
+        json.JSONDecodeError("no JSON", "{", 1),
+        UnicodeDecodeError("utf8", b"\xff", 0, 1, "odd"),
+    ],
+)
+def test_errors_come_back_with_type_text_and_attributes(error: Exception) -> None:
+    error.add_note("while reading shard 3")
+    back = decode_answer(encode_error(error))
+    assert isinstance(back, BaseException)
+    assert str(error) in str(back)
+    assert back.__notes__ == ["while reading shard 3"]
+    if type(error).__module__ in ("builtins", "meshfeed._errors") and not isinstance(error, UnicodeDecodeError):
+        assert type(back) is type(error)
+    if isinstance(error, meshfeed.SourceError):
+        assert isinstance(back, meshfeed.SourceError)
+        assert back.record_id == 7
+
+
+def test_an_error_type_that_is_not_known_here_comes_as_the_nearest_that_is() -> None:
+    class OwnError(ValueError):
+        pass
+
+    back = decode_answer(encode_error(OwnError("theirs")))
+    assert type(back) is ValueError
+    assert "OwnError: theirs" in str(back)
+
+
+# ---------------------------------------------------------------------- the wire
+
+
+@pytest.mark.parametrize("value", [None, 5, 2**60, [1, [2]], {"a": "ü"}, (1, 2), {"x": np.arange(3)}])
+def test_answers_keep_their_value(value: Any) -> None:
+    back = decode_answer(encode_answer(value))
+    assert type(back) is type(value)
+    jax.tree.map(np.testing.assert_array_equal, back, value)
+
+
+def test_headers_hold_64_bit_numbers_on_every_device(mesh: Mesh) -> None:
+    header = Header(END, 2**40, 2**41, 2**50 + 1, 2**33, 4095)
+    array = to_rows(header.to_row(), NamedSharding(mesh, P(("data", "model"))), 8)
+    assert [Header.from_row(row) for row in rows_of(array)] == [header] * 8
+
+
+def test_nothing_raised_leaves_an_endpoint_and_the_end_is_a_flag(mesh: Mesh) -> None:
+    request = to_rows(np.zeros(2, np.uint8), NamedSharding(mesh, P(("data", "model"))), 8)
+
+    def flag_of(array: jax.Array) -> int:
+        return Header.from_row(rows_of(array)[0]).flag
+
+    broken = Endpoint(b"no pickle")
+    assert flag_of(broken.begin(request)) == ERROR
+    assert flag_of(broken.take(to_rows(np.zeros(1, np.uint8), request.sharding, 8))[0]) == ERROR
+    settings = {**RANDOM, "num_epochs": 1}
+    endpoint = Endpoint(make_feed_payload(make_memory, normalize_sharding(mesh), settings))
+    assert flag_of(endpoint.begin(request)) == OK
+    flags, shapes = [], []
+    for _ in range(8):
+        header, batch = endpoint.take(request)
+        flags.append(flag_of(header))
+        shapes.append(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), batch))
+    assert flags == [OK] * 6 + [END] * 2
+    assert all(shape == shapes[0] for shape in shapes)  # compiled once: the end looks like a batch
+    bad = to_rows(np.frombuffer(b'["no such call", []]', np.uint8), request.sharding, 8)
+    assert flag_of(endpoint.stage(bad)) == ERROR
+
+
+def test_factory_settings_and_state_work_in_a_fresh_interpreter(mesh: Mesh, tmp_path: Path) -> None:
+    rows = np.arange(640, dtype=np.int32).reshape(-1, 5)
+
+    def make() -> Any:  # a closure: travels by value
+        return meshfeed.sources.Memory({"x": rows})
+
+    settings = {**RANDOM, "retry": meshfeed.Retry(on=(OSError, RuntimeError)), "bad_records": meshfeed.SkipBad(0.1)}
+    settings["global_batch_size"] = meshfeed.BatchSchedule([(0, 8), (3, 16)])
+    prefix = normalize_sharding({"x": NamedSharding(mesh, P("data"))})
+    feed = RemoteFeed(make, prefix, **settings)
+    expected = [digest(next(feed)) for _ in range(2)]
+    (tmp_path / "state.json").write_text(json.dumps(feed.get_state()))
+    expected += [digest(next(feed)) for _ in range(2)]
+    (tmp_path / "payload").write_bytes(make_feed_payload(make, prefix, settings))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, remote_jobs.__file__, str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, timeout=240)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["digests"] == expected[2:]
+    assert json.loads(result["state"]) == feed.get_state()
+    feed.set_state(json.loads(result["state"]))
+    next(feed)
+    feed.close()
