@@ -234,3 +234,52 @@ def test_a_data_loader_needs_no_absl_app():
     """)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert out.stdout.strip() == "True"
+
+
+def test_array_record_is_read_by_our_reader_where_that_is_the_same(tmp_path):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    from meshfeed.sources._array_record import ArrayRecord
+    from meshfeed.sources._grain_tree import BatchedSource
+
+    paths = []
+    for name in ("a", "b"):
+        paths.append(str(tmp_path / f"{name}.array_record"))
+        writer = module.ArrayRecordWriter(paths[-1], "group_size:1")
+        for number in range(9):
+            writer.write(f"{name}{number}".encode())
+        writer.close()
+
+    class Doubled(grain.sources.ArrayRecordDataSource):
+        def __getitem__(self, key):
+            return 2 * super().__getitem__(key)
+
+        def __getitems__(self, keys):
+            return [2 * record for record in super().__getitems__(keys)]
+
+    def reader_of(data):
+        dataset = grain.MapDataset.source(data)
+        source = Grain(dataset)
+        assert list(source.__getitems__([*range(len(dataset))])) == [dataset[i] for i in range(len(dataset))]
+        assert isinstance(source._dataset._source, BatchedSource)
+        return source._dataset._source._reader
+
+    whole = grain.sources.ArrayRecordDataSource(paths)
+    assert isinstance(reader_of(whole), ArrayRecord)
+    for other in (grain.sources.ArrayRecordDataSource([f"{paths[0]}[2:7]", paths[1]]), Doubled(paths)):
+        assert reader_of(other) is other
+    with open(paths[1], "r+b") as file:
+        file.truncate(100)
+    with pytest.raises(errors.CorruptDataError, match=r"b\.array_record"):
+        Grain(grain.MapDataset.source(whole))
+
+
+def test_sources_travel_to_worker_processes():
+    import cloudpickle
+
+    dataset = grain.MapDataset.source(Batched()).seed(3).shuffle().map(lambda x: x + 1)
+    records = cloudpickle.loads(cloudpickle.dumps(Grain(dataset)))
+    assert list(records.__getitems__([3, 1])) == [dataset[3], dataset[1]]
+    mixed = grain.IterDataset.mix([dataset.to_iter_dataset(), dataset.to_iter_dataset().filter(lambda x: x % 3)])
+    stream = cloudpickle.loads(cloudpickle.dumps(Grain(mixed)))
+    assert [list(stream.open(lane, 2)) for lane in range(2)] == [list(Grain(mixed).open(lane, 2)) for lane in range(2)]
+    assert stream.fingerprint() == Grain(mixed).fingerprint()

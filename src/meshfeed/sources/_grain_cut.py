@@ -138,7 +138,6 @@ def _derive_seed(seed: Any, salt: Sequence[int]) -> int:
 
 def _elements(records: Any, place: Place) -> Any:
     """The lane's elements of a MapDataset."""
-    records = _grain_tree.copy_tree(records, _grain_tree.batched_sources)
     if place.epoch:
         records = _grain_tree.EpochMapDataset(records, place.epoch)
     return records if place.num_lanes == 1 else records.slice(place.slice)
@@ -278,7 +277,7 @@ def _is_sliceable(node: Any) -> bool:
 
 def _cut_foreign(node: Any, place: Place) -> Any:
     """A user's source, cut by its own ``set_slice``, as Grain would for its workers."""
-    new = _grain_tree.copy_tree(node, _grain_tree.batched_sources)
+    new = _grain_tree.copy_tree(node, lambda child: child if isinstance(child, grain.MapDataset) else None)
     if place.num_lanes == 1:
         return new
     before = _contents(new)

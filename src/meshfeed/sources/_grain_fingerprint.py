@@ -24,7 +24,7 @@ from meshfeed._state import digest_of
 from meshfeed._types import JsonValue
 from meshfeed.sources import _files
 from meshfeed.sources._grain_prefetch import without_prefetch
-from meshfeed.sources._grain_tree import is_named, private, walk
+from meshfeed.sources._grain_tree import BatchedSource, is_named, private, walk
 
 _PROBES = 4
 _MAX_ITEMS = 64  # of a container that is written out
@@ -79,6 +79,7 @@ def _describe_datasets(datasets: Any) -> dict[str, JsonValue]:
 
 def identify(source: Any) -> JsonValue:
     """A data source: its own fingerprint, or its files, or else a digest of 4 records spread over it."""
+    source = source.source if isinstance(source, BatchedSource) else source
     if callable(getattr(source, "fingerprint", None)) and not isinstance(source, str):
         return source.fingerprint()
     identity: dict[str, JsonValue] = {"type": type(source).__name__}

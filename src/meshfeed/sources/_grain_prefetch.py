@@ -27,14 +27,18 @@ _WRAPPERS = (
 
 
 def without_prefetch(dataset: Any) -> Any:
-    """A copy of the pipeline, an IterDataset, in which nothing reads ahead but ``to_iter_dataset``."""
+    """A copy of the pipeline, an IterDataset, in which nothing reads ahead but ``to_iter_dataset``.
+
+    Its data sources read many records at once where they can; lanes share them.
+    """
     if isinstance(dataset, grain.MapDataset):
         dataset = dataset.to_iter_dataset()
     copies: dict[int, Any] = {}
+    elements: dict[int, Any] = {}
 
     def replace(node: Any) -> Any:
         if isinstance(node, grain.MapDataset):
-            return node  # shared: lanes copy what they change
+            return _grain_tree.copy_tree(node, _grain_tree.batched_sources, elements)
         workers = _worker_shards(node)
         if workers:
             _report(workers)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grain
 
-from meshfeed._errors import SourceError
+from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 
 Node: TypeAlias = "grain.MapDataset[Any] | grain.IterDataset[Any]"
 NODES = (grain.MapDataset, grain.IterDataset)
@@ -31,9 +31,9 @@ def is_named(node: Any, *names: str) -> bool:
     return any(base.__name__ in names for base in type(node).__mro__)
 
 
-def is_foreign(node: Any) -> bool:
-    """Whether a user wrote the node's class."""
-    return type(node).__module__.partition(".")[0] not in ("grain", "meshfeed")
+def is_foreign(node: Any, *known: str) -> bool:
+    """Whether a user wrote the node's class: it is of neither Grain nor the packages ``known``."""
+    return type(node).__module__.partition(".")[0] not in ("grain", "meshfeed", *known)
 
 
 def private(node: Any, name: str) -> Any:
@@ -78,19 +78,25 @@ def read_many(records: Any, indices: Sequence[int]) -> Sequence[Any]:
 
 
 class BatchedSource:
-    """A data source whose ``__getitems__`` Grain finds: it looks for the private name ``_getitems``."""
+    """A data source that Grain reads many records of at once: it looks for the private name ``_getitems``.
 
-    def __init__(self, source: Any) -> None:
+    Args:
+      source: the user's data source.
+      reader: what reads instead of it, record for record the same.
+    """
+
+    def __init__(self, source: Any, reader: Any) -> None:
         self.source = source
+        self._reader = reader
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self._reader)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.source[index]
+        return self._reader[index]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[Any]:
-        return self.source.__getitems__(indices)
+        return self._reader.__getitems__(indices)
 
 
 class EpochMapDataset(grain.MapDataset):
@@ -181,8 +187,34 @@ def batched_sources(node: Any) -> Any:
     # The bytes that Grain would measure for its statistics cost more than reading them.
     changed: dict[str, Any] = {"_record_metrics": False}
     if hasattr(source, "__getitems__"):
-        changed["_source"] = BatchedSource(source)
+        changed["_source"] = BatchedSource(source, _array_record(source) or source)
     return shallow_copy(node, **changed)
+
+
+def _array_record(source: Any) -> Any:
+    """Our reader of the same ArrayRecord files, which starts no threads a call and names damaged files; None for others.
+
+    Raises:
+      CorruptDataError: a file is damaged; ArrayRecord's own reader takes it for an empty one.
+    """
+    instructions = getattr(source, "_read_instructions", None)
+    if not instructions or not is_named(source, "ArrayRecordDataSource") or is_foreign(source, "array_record"):
+        return None
+    if getattr(source, "_reader_options_string", "") or any(instruction.start for instruction in instructions):
+        return None
+    from meshfeed.sources._array_record import ArrayRecord
+
+    try:
+        reader = ArrayRecord([instruction.filename for instruction in instructions])
+    except CorruptDataError:
+        raise
+    except (SourceError, SettingsError):  # a path that only ArrayRecord's own reader can open
+        return None
+    return (
+        reader
+        if [file.num_records for file in reader._files] == [instruction.num_records for instruction in instructions]
+        else None
+    )
 
 
 def sparse_node(records: Any) -> Any:
