@@ -73,7 +73,7 @@ class Assembler:
         kind = (plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         putters = self._last[1] if kind == self._last[0] else self._putters_of(kind, host_tree, leaves)
         parts = zip(putters, leaves, strict=True)
-        with self._putter.transfers():
+        with self._putter.transfers(), jax.profiler.TraceAnnotation("meshfeed.transfer"):
             return treedef.unflatten([put(narrow(leaf, path, self._x64)) for (path, put), leaf in parts])
 
     def _putters_of(self, kind: Any, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]) -> list[_PathPutter]:

@@ -34,6 +34,14 @@ class RecordSpec:
     treedef: Any
     leaves: tuple[LeafSpec, ...]
 
+    def fits(self, batch: PyTree, num_rows: int) -> bool:
+        """Whether a batch is of arrays ``[num_rows, ...]`` of these records; in doubt False, and cheap."""
+        leaves, treedef = jax.tree.flatten(batch)
+        return treedef == self.treedef and all(
+            type(leaf) is np.ndarray and leaf.dtype == wanted.dtype and leaf.shape == (num_rows, *wanted.shape)
+            for leaf, wanted in zip(leaves, self.leaves, strict=True)
+        )
+
     def shapes(self) -> PyTree:
         """The record as a pytree of ``jax.ShapeDtypeStruct``."""
         return self.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves])
@@ -189,6 +197,15 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
     return RecordSpec(treedef, tuple(leaves))
 
 
+def is_plain_batch(batch: PyTree, num_rows: int) -> bool:
+    """Whether :func:`spec_of_batch` would find nothing wrong; in doubt False, and cheap."""
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(
+        type(leaf) is np.ndarray and leaf.dtype.kind in "biufc" and leaf.ndim > 0 and leaf.shape[0] == num_rows
+        for leaf in leaves
+    )
+
+
 def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str) -> None:
     """Raises SourceError where a batch's structure is not that of the first record."""
     if found == spec:
@@ -211,6 +228,8 @@ def pad_rows(batch: PyTree, num_rows: int, first_row: int = 0) -> PyTree:
     Returns:
       A pytree of arrays ``[num_rows, ...]``.
     """
+    if all(leaf.shape[0] == num_rows for leaf in jax.tree.leaves(batch)):  # the usual case
+        return batch
 
     def pad(leaf: np.ndarray) -> np.ndarray:
         if leaf.shape[0] == num_rows:

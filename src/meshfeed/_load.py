@@ -193,7 +193,7 @@ class LoadPlan:
         if kind not in self._kinds:
             self._kinds[kind] = self._plan_leaves(host_tree, leaves)
         specs, putters = self._kinds[kind]
-        with self._putter.transfers():
+        with self._putter.transfers(), jax.profiler.TraceAnnotation("meshfeed.transfer"):
             return LoadedBatch([put(leaf) for put, leaf in zip(putters, leaves, strict=True)], treedef, specs)
 
     def _plan_leaves(
@@ -222,6 +222,10 @@ class LoadPlan:
         Every process with a device in the shardings must call it for the same batches in the same order. One without
         gets arrays of the right shape and type that have no addressable shards.
         """
+        with jax.profiler.TraceAnnotation("meshfeed.reshard"):
+            return self._reshard(loaded)
+
+    def _reshard(self, loaded: LoadedBatch) -> PyTree:
         out: list[Any] = [None] * len(loaded.arrays)
         for devices, deal in self._deals.items():
             numbers = [n for n, spec in enumerate(loaded.specs) if _devices_of(spec.sharding.mesh) == devices]

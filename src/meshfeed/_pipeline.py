@@ -105,7 +105,7 @@ class Pipeline:
     def _read(self) -> HostBatch:
         agreement = self._agreement
         try:
-            with jax.profiler.TraceAnnotation("meshfeed.read"):
+            with jax.profiler.TraceAnnotation("meshfeed.host_batch"):
                 batch = self._feeder.next()
         except StopIteration:
             self._publish(final=self._read_step)
@@ -161,7 +161,7 @@ class Pipeline:
                 self._raise_stop(stop)
         batch = self._next_host_batch()
         start = time.perf_counter()
-        with jax.profiler.TraceAnnotation("meshfeed.transfer"):
+        with jax.profiler.TraceAnnotation("meshfeed.assemble"):
             arrays = self._put(self._exchange.materialize(batch), batch.global_batch_size)
         seconds = time.perf_counter() - start
         if self._host_stage is not None:
@@ -197,7 +197,8 @@ class Pipeline:
           MeshfeedError, or what the source raised.
         """
         if self._device_stage is not None:
-            return self._device_stage.peek(self._late_tick)
+            with jax.profiler.TraceAnnotation("meshfeed.wait"):
+                return self._device_stage.peek(self._late_tick)
         if self._slot is None:
             self._slot = self._produce()
         return self._slot
