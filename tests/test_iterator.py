@@ -531,3 +531,22 @@ def test_replay_of_a_stream_goes_on_from_the_state_that_is_given() -> None:
         pytest.raises(meshfeed.SourceError, match="cannot be read"),
     ):
         feed.replay(0)
+
+
+def test_workers_say_how_they_collect_garbage() -> None:
+    class Collects:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, record_id: int) -> Any:
+            return {"id": np.int32(record_id), "collecting": np.int32(gc.isenabled())}
+
+        def fingerprint(self) -> str:
+            return "collects"
+
+    for gc_every, enabled in ((0, 1), (3, 0)):
+        with make_feed(Collects(), num_workers=meshfeed.Workers(1, gc_every=gc_every)) as feed:
+            assert {int(value) for batch in feed for value in batch["collecting"]} == {enabled}
+            assert feed.config()["num_workers"] == 1
+    with pytest.raises(meshfeed.SettingsError, match="gc_every"):
+        meshfeed.Workers(2, gc_every=-1)

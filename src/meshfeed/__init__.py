@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         StateMismatchError,
     )
     from meshfeed._iterator import MultiHostDataLoadIterator
-    from meshfeed._settings import BatchSchedule, Retry, SkipBad
+    from meshfeed._settings import BatchSchedule, Retry, SkipBad, Workers
     from meshfeed._state import merge_states
     from meshfeed._stats import FeedStats
     from meshfeed.sources._shard_cache import ShardCache
@@ -47,6 +47,7 @@ _HOME = {
     "SourceError": "meshfeed._errors",
     "StalledError": "meshfeed._errors",
     "StateMismatchError": "meshfeed._errors",
+    "Workers": "meshfeed._settings",
     "merge_states": "meshfeed._state",
 }
 _MODULES = ("checkpoint", "maxtext", "remote", "sources", "testing")
@@ -68,6 +69,7 @@ __all__ = [
     "SourceError",
     "StalledError",
     "StateMismatchError",
+    "Workers",
     "checkpoint",
     "maxtext",
     "merge_states",

@@ -52,7 +52,7 @@ class MultiHostDataLoadIterator:
       load: ``"sharded"``: each host reads what its devices hold. ``"once"``: each row is read by one host and resharded
         on device. A list of process indices: these read for all.
       prefetch: global batches kept ready on device; 0 for none.
-      num_workers: processes that read and decode. Never changes the stream.
+      num_workers: processes that read and decode, or a :class:`Workers`. Never changes the stream.
       num_threads: threads that read and decode; None for one.
       retry: for reads that fail.
       bad_records: None to raise; a :class:`SkipBad` to replace, count and record them.
@@ -158,20 +158,21 @@ class MultiHostDataLoadIterator:
         self._stats.entered_next(start)
         try:
             pipeline = self._pipeline or self._start()
-            ready = pipeline.peek()
+            while (ready := pipeline.peek()).batch.step < self._place.step:
+                pipeline.pop()  # an interrupt came after the step was counted
             batch = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
             place = self._course.advance(self._place, ready.batch, ready.ended)
         except (Exception, StopIteration) as error:
             self._failed = error
             raise
         position = self._place.position
-        pipeline.pop()
-        self._place = place
         self._stats.delivered(start, place.position - position, ready.batch.num_bytes)
         self._stats.add(transfer_seconds=ready.seconds, skipped_records=len(ready.batch.bad))
         log_step(
             self.name, self._host, ready, position, time.perf_counter() - start, getattr(self._course, "source", None)
         )
+        self._place = place  # the last thing that can fail the caller: before it, the batch comes again
+        pipeline.pop()
         return batch
 
     def _start(self) -> Pipeline:
@@ -193,6 +194,7 @@ class MultiHostDataLoadIterator:
             num_rows=lambda size: len(host_rows.rows(size)),
             compare_records=not reads_columns(getattr(self._course, "source", None)),
             compare_sizes=self._course.kind == "host_batches",
+            largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
         )
         agreement = None
         store = _process.key_value_store() if self._hosts_agree else None

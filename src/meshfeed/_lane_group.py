@@ -13,6 +13,7 @@ import numpy as np
 from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch
 from meshfeed._lane import Lane, LaneEntry, LaneSettings, Taken
 from meshfeed._threads import Threads
+from meshfeed._settings import Workers
 from meshfeed._types import PyTree
 from meshfeed._workers import WorkerPool, pickle_task
 
@@ -112,7 +113,7 @@ class WorkerLanes:
         source: Any,
         settings: LaneSettings,
         entries: Mapping[int, LaneEntry],
-        num_workers: int,
+        num_workers: Workers,
         timeout_seconds: float,
     ) -> None:
         lanes = sorted(entries)
@@ -132,7 +133,11 @@ class WorkerLanes:
             return task
 
         self._pool = WorkerPool(
-            self._num_workers, pickle_task(make_task), name="the feed", describe=lambda request: f"{request[0]} lanes"
+            self._num_workers,
+            pickle_task(make_task),
+            name="the feed",
+            gc_every=num_workers.gc_every,
+            describe=lambda request: f"{request[0]} lanes",
         )
         try:
             for worker in range(self._num_workers):

@@ -97,6 +97,30 @@ class Retry:
         object.__setattr__(self, "on", kinds)
 
 
+class Workers(int):
+    """A number of worker processes that says how they collect garbage: ``num_workers=meshfeed.Workers(4, gc_every=50)``.
+
+    Args:
+      count: processes, at least 0. A plain int is the same with the default.
+      gc_every: reads of a worker between two runs of its garbage collector, which is off in between so that no batch
+        waits for it; 0 leaves Python's own schedule.
+
+    Raises:
+      SettingsError: a number out of range.
+    """
+
+    gc_every: int
+
+    def __new__(cls, count: int, *, gc_every: int = 100) -> Workers:
+        """See the class."""
+        value = super().__new__(cls, _integer("num_workers", count, 0, "a number of processes of at least 0"))
+        value.gc_every = _integer("num_workers.gc_every", gc_every, 0, "a number of reads of at least 0")
+        return value
+
+    def __repr__(self) -> str:
+        return f"Workers({int(self)}, gc_every={self.gc_every})"
+
+
 @dataclasses.dataclass(frozen=True)
 class SkipBad:
     """Replace records that cannot be read or decoded, count them, and record which they were.
@@ -129,7 +153,7 @@ class FeedSettings:
     num_lanes: int | None
     load: Literal["sharded", "once"] | tuple[int, ...]
     prefetch: int
-    num_workers: int
+    num_workers: Workers
     num_threads: int | None
     retry: Retry
     bad_records: SkipBad | None
@@ -235,7 +259,7 @@ def check_settings(
         num_lanes=num_lanes,
         load=_load(load),
         prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
-        num_workers=_integer("num_workers", num_workers, 0, "a number of processes of at least 0"),
+        num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),
         num_threads=num_threads,
         retry=_instance("retry", retry, Retry, "a meshfeed.Retry"),
         bad_records=bad_records,
@@ -254,6 +278,7 @@ def settings_json(settings: FeedSettings) -> dict[str, Any]:
     return {
         **value,
         "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
+        "num_workers": int(settings.num_workers),
         "load": settings.load if isinstance(settings.load, str) else list(settings.load),
         "retry": {**dataclasses.asdict(retry), "on": [kind.__name__ for kind in retry.on]},
         "bad_records": None if bad_records is None else dataclasses.asdict(bad_records),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshfeed._read import ReadRows, RecordReader
+from meshfeed._settings import Workers
 from meshfeed._types import ColumnSlices, RecordIds
 from meshfeed._workers import WorkerPool, pickle_task
 
@@ -19,7 +20,7 @@ class WorkerReader:
       timeout_seconds: longest wait for one answer.
     """
 
-    def __init__(self, reader: RecordReader, num_workers: int, *, timeout_seconds: float) -> None:
+    def __init__(self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float) -> None:
         def make_task() -> Callable[[Any], ReadRows]:
             return lambda request: reader.read(*request)
 
@@ -27,6 +28,7 @@ class WorkerReader:
             num_workers,
             pickle_task(make_task),
             name="the feed",
+            gc_every=num_workers.gc_every,
             describe=lambda request: f"reading {len(request[0])} records (first id {request[0][0]})",
         )
         self._num_workers = num_workers
