@@ -12,8 +12,8 @@ import numpy as np
 
 from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch
 from meshfeed._lane import Lane, LaneEntry, LaneSettings, Taken
-from meshfeed._threads import Threads
 from meshfeed._settings import Workers
+from meshfeed._threads import Threads
 from meshfeed._types import PyTree
 from meshfeed._workers import WorkerPool, pickle_task
 

@@ -144,10 +144,9 @@ class Host:
         victim = plan.kill_all or plan.victim == self.host
         try:
             while True:
-                if plan.kill_at_step is not None and self.steps >= plan.kill_at_step:
-                    if victim:
-                        raise Killed
-                    # a collective of the step would hold the survivors here; they come back to next() after it
+                # a collective of the step would hold the survivors; here they come back to next() after it
+                if victim and plan.kill_at_step is not None and self.steps >= plan.kill_at_step:
+                    raise Killed
                 try:
                     ready = pipeline.peek()
                 except StopIteration:
