@@ -61,6 +61,16 @@ def save_and_restore(directory: str, shape: tuple[int, int], modes: list[tuple[s
     return read
 
 
+def save_on_one_device(directory: str):
+    """The least favourable layout: every leaf up to 16 MiB is one chunk."""
+    from meshfeed.checkpoint import Checkpointer
+
+    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
+    next(feed)
+    with Checkpointer(f"{directory}/1x1", save_interval_steps=1) as ckpt:
+        ckpt.save(3, checkpoint_trees.mixed_tree(checkpoint_trees.make_mesh(1, 1)), feed)
+
+
 def restore_elsewhere(directory: str, saved: str, shape: tuple[int, int]):
     """Restores what another job saved, on this job's mesh."""
     from meshfeed.checkpoint import Checkpointer
@@ -198,7 +208,10 @@ def _stored_bytes(directory: pathlib.Path) -> int:
 
 def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
     modes = [("once", None), ("once", 1 << 20), ("single_replica", None), ("every_host", None)]
+    save_on_one_device(str(tmp_path))
     with HostPool(num_hosts=4, devices_per_host=2, timeout_seconds=240) as pool:
+        read = [result.value for result in pool.run(restore_elsewhere, str(tmp_path), "1x1", (4, 2))]
+        assert sum(read) <= 1.1 * _stored_bytes(tmp_path / "1x1/3/arrays")
         for shape in ((4, 2), (1, 8)):
             results = pool.run(save_and_restore, str(tmp_path), shape, modes)
             stored = _stored_bytes(tmp_path / f"{shape[0]}x{shape[1]}/3/arrays")
