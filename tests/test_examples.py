@@ -65,9 +65,24 @@ def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
     assert seen[0] == seen[1]
 
 
-def test_every_example_is_run_here() -> None:
-    text = pathlib.Path(__file__).read_text()
-    assert all(f'"{path.name}"' in text for path in EXAMPLES.glob("*.py"))
+def test_a_loop_from_maxtext_before_and_after(tmp_path: pathlib.Path) -> None:
+    def losses(name: str, steps: int, folder: str) -> list[str]:
+        lines = run(name, "--steps", str(steps), "--checkpoints", str(tmp_path / name / folder)).splitlines()
+        return [line for line in lines if line.startswith("step")]
+
+    seen = []
+    for name in ("maxtext_loop_before.py", "maxtext_loop_after.py"):
+        whole = losses(name, 7, "whole")
+        assert len(whole) == 7
+        assert losses(name, 5, "parts") + losses(name, 7, "parts") == whole
+        seen.append(whole)
+    assert seen[0] == seen[1]
+
+
+def test_every_example_is_run_by_some_test() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for path in EXAMPLES.glob("*.py"):
+        assert re.search(rf"\b{path.stem}\b", tests), f"{path.name} is run by no test"
 
 
 @pytest.mark.parametrize("page", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])

@@ -50,7 +50,7 @@ def test_a_state_of_one_process_continues_on_two(pool: Any, tmp_path: Path) -> N
 
 def test_errors_name_the_host_and_what_it_said(pool: Any) -> None:
     first, second = (result.value for result in pool.run(maxtext_jobs.remote_failing))
-    assert first["steps"] == second["steps"] == 2
+    assert first["steps"] == second["steps"] == 3
     assert first["type"] == "PeerError"
     assert "host 1 failed" in first["text"]
     assert "disk on fire" in first["text"]
