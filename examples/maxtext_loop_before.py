@@ -62,7 +62,7 @@ def load_next_batch(train_iter: Any, pending: list[Any], step: int) -> Any:
         return next(train_iter)
     if not pending:
         whole = next(train_iter)
-        pending += [jax.tree.map(lambda x: x[i : i + SMALL_BATCH], whole) for i in range(0, BATCH, SMALL_BATCH)]
+        pending += [{"inputs": whole["inputs"][i : i + SMALL_BATCH]} for i in range(0, BATCH, SMALL_BATCH)]
     return pending.pop(0)
 
 
