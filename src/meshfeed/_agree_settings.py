@@ -23,7 +23,6 @@ from meshfeed._state import flatten
 _log = logging.getLogger("meshfeed.agree")
 _MAX_MESSAGE = 2000
 _GRACE_SECONDS = 3.0  # for a host that could not come to come after all
-_DOING = "agreeing on the feed's settings"
 
 
 def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], place: Place) -> dict[str, Any]:
@@ -56,6 +55,8 @@ class Rounds:
         self._feed = f"meshfeed/{scope}"
         self._base = f"{self._feed}/settings"
         self._scope = f"{scope}/settings"
+        # The name is there because hosts that build other feeds, or in another order, wait for each other under other names.
+        self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
         self.participants = tuple(sorted(participants))
         self.round = 0
         self._refused = False
@@ -136,7 +137,7 @@ class Rounds:
                 _compare,
                 participants=self.participants,
                 timeout_seconds=timeout_seconds,
-                doing=_DOING,
+                doing=self._doing,
             )
         here, reducer = _process.process_index(), self.participants[0]
         start = time.monotonic()
@@ -163,9 +164,9 @@ class Rounds:
             missing = [host for host in self.participants if host not in arrived] or [reducer]
         waited = time.monotonic() - start
         raise StalledError(
-            f"{_DOING}: {_process.format_hosts(missing)} did not arrive within {waited:.0f} s (host {here} of "
+            f"{self._doing}: {_process.format_hosts(missing)} did not arrive within {waited:.0f} s (host {here} of "
             f"{len(self.participants)} is waiting). Look at that host's log: it has stopped, is still starting, or runs "
-            "other code than the rest.",
+            "other code than the rest (a feed without name= is known by its place in the order of creation).",
             hosts=tuple(missing),
             waited_seconds=waited,
         )
