@@ -20,7 +20,7 @@ def run(name: str, *arguments: str, devices: int = 8) -> str:
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / name), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
