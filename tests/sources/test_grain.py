@@ -211,6 +211,26 @@ def test_changed_files_are_another_source(tmp_path):
     assert not set(fingerprint(["a", "b", "c"])) & set(first)
 
 
+def test_a_changed_mixture_is_another_source():
+    def of(weights):
+        parts = [grain.MapDataset.range(100), grain.MapDataset.range(100, 200)]
+        mixed = grain.IterDataset.mix([part.to_iter_dataset() for part in parts], weights)
+        return [Grain(grain.MapDataset.mix(parts, weights)).fingerprint(), Grain(mixed).fingerprint()]
+
+    assert of([0.5, 0.5]) == of([0.5, 0.5])
+    for one, other in zip(of([0.5, 0.5]), of([0.51, 0.49]), strict=True):
+        assert one["pipeline"] != other["pipeline"]
+
+
+def test_use_does_not_change_the_fingerprint():
+    for dataset in [*pipelines(), next(pipelines()).to_iter_dataset().map(float)]:
+        source = Grain(dataset)
+        before = source.fingerprint()
+        list(itertools.islice(dataset, 3))
+        list(source.open(0, 2)) if isinstance(source, GrainStream) else source[1]
+        assert source.fingerprint() == Grain(dataset).fingerprint() == before
+
+
 def test_prefetching_and_read_options_are_no_part_of_the_fingerprint():
     def of(change, **options):
         dataset = grain.MapDataset.range(9).shuffle(seed=1).to_iter_dataset(grain.ReadOptions(**options))

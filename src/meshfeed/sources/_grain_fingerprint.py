@@ -28,13 +28,14 @@ from meshfeed.sources._grain_tree import BatchedSource, is_named, private, walk
 
 _PROBES = 4
 _MAX_ITEMS = 64  # of a container that is written out
+_MAX_CHOICES = 256  # of a mixture's elements whose components are compared
 _MAX_DATASETS = 1024  # of an interleave that are looked at one by one
 _MAX_CHARACTERS = 200  # of one setting; a longer one is told by its digest
 _LEFT_OUT = {
-    *("_parents", "_stats", "_default_seed", "_element_spec"),
+    *("_parents", "_selection_map"),
     *("has_child", "_read_options", "_record_metrics"),  # change no record
     *("_num_make_iter_threads", "_make_iter_buffer_size", "_iter_buffer_size"),
-    *("_map_fn", "_filter_fn_name", "_transform_name", "original_start", "original_len"),  # said by others
+    *("_map_fn", "original_start", "original_len"),  # said by others
     *("_paths", "_path"),  # told by base names and sizes
 }
 _NOT_PLAIN = object()
@@ -49,7 +50,8 @@ def describe(dataset: Any) -> dict[str, JsonValue]:
 def _settings(node: Any) -> dict[str, JsonValue]:
     settings: dict[str, JsonValue] = {}
     for name, value in sorted(vars(node).items()):
-        plain = _NOT_PLAIN if name in _LEFT_OUT else _plain(value)
+        cached = isinstance(getattr(type(node), name, None), functools.cached_property)  # there once it was used
+        plain = _NOT_PLAIN if cached or name in _LEFT_OUT else _plain(value)
         if plain is not _NOT_PLAIN and plain not in (None, [], {}):
             settings[name.lstrip("_")] = plain if len(json.dumps(plain)) <= _MAX_CHARACTERS else digest_of(plain)
     if is_named(node, "SourceMapDataset"):
@@ -59,6 +61,9 @@ def _settings(node: Any) -> dict[str, JsonValue]:
         settings["paths"] = identify_paths(private(node, "_paths"))
     elif is_named(node, "TFRecordIterDataset"):
         settings["path"] = identify_paths([private(node, "_path")])
+    elif is_named(node, "MixedMapDataset"):
+        choice = private(node, "_selection_map")
+        settings["selection"] = digest_of([list(choice[index]) for index in range(min(_MAX_CHOICES, len(choice)))])
     elif is_named(node, "InterleaveIterDataset"):
         settings.update(_describe_datasets(private(node, "_datasets")))
     return settings

@@ -14,6 +14,7 @@ from meshfeed._types import JsonValue, Record
 from meshfeed.sources import _grain_fingerprint, _grain_tree
 
 _logger = logging.getLogger("meshfeed.sources")
+_ENDLESS = 1 << 62  # as many records as a feed can number; repeat() without a number has twice as many
 
 
 class GrainRecords:
@@ -35,7 +36,7 @@ class GrainRecords:
 
     def __init__(self, dataset: Any) -> None:
         self._given = dataset
-        self._length = len(dataset)
+        self._length = min(len(dataset), _ENDLESS)
         if not self._length:
             raise SourceError(f"the Grain dataset {dataset} has no elements. Expected at least one.")
         if _grain_tree.is_named(dataset, "BatchMapDataset"):
