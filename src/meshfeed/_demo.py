@@ -150,7 +150,7 @@ class Demo:
         kill_at = None if leg.kill_at is None else round(leg.kill_at * self._plan.num_steps)
         step, restored, last_news = 0, None, time.monotonic()
         with _progress(self._console) as progress:
-            task = progress.add_task(str(leg.topology), total=self._plan.num_steps, note="starting")
+            task = progress.add_task("", total=self._plan.num_steps, note=f"starting {leg.topology}")
             while True:
                 running = job.running()
                 for line in job.new_lines():
@@ -158,12 +158,8 @@ class Demo:
                     if "restored" in line:
                         restored = line["restored"]
                         where = f"from step {restored}, record {line['position']:,}" if restored else "from the start"
-                        progress.update(
-                            task,
-                            completed=restored,
-                            description=f"{leg.topology}, {leg.topology.mesh}, {where}",
-                            note="compiling",
-                        )
+                        self._console.print(f"  {leg.topology}, {leg.topology.mesh}, {where}", highlight=False)
+                        progress.update(task, completed=restored, note="compiling")
                         continue
                     step = line["step"]
                     progress.update(task, completed=step, note=_note(line))
@@ -193,9 +189,9 @@ class Demo:
         show("\n[bold]Proof[/]")
         one, other = effective([reference]), effective(jobs)
         for name, digest in (("record ids", ids_digest), ("batches", batches_digest)):
-            show(f"  sha256 of all {name}")
-            show(f"    uninterrupted         {digest(one)}", highlight=False)
-            show(f"    killed and continued  {digest(other)}", highlight=False)
+            show(f"  sha256 of all {name}, first 40 digits")
+            show(f"    uninterrupted         {digest(one)[:40]}", highlight=False)
+            show(f"    killed and continued  {digest(other)[:40]}", highlight=False)
         width = max(len(check.name) for check in checks)
         for check in checks:
             mark = "[green]✓[/]" if check.holds else "[bold red]✗[/]"
@@ -224,8 +220,8 @@ def _progress(console: Any) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     return Progress(
-        TextColumn("  {task.description}"),
-        BarColumn(bar_width=16),
+        TextColumn("   "),
+        BarColumn(bar_width=16),  # all in 80 columns
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
