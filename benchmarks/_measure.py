@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 LIBRARIES = (
@@ -169,7 +169,7 @@ def describe_machine(found: Mapping[str, Any]) -> str:
 
 def main(
     doc: str | None,
-    measure: Callable[[argparse.Namespace], list[Table]],
+    measure: Callable[[argparse.Namespace], Iterable[Table]],
     add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> None:
     """The command line of one benchmark: prints Markdown, and writes JSON where asked."""
@@ -179,9 +179,10 @@ def main(
     arguments = parser.parse_args()
     found = machine()
     print(describe_machine(found), "\n", flush=True)
-    tables = measure(arguments)
-    for table in tables:
+    tables = []
+    for table in measure(arguments):
         print(table.markdown(), flush=True)
+        tables.append(table)
     if arguments.json:
         write_json(arguments.json, found, {pathlib.Path(sys.argv[0]).stem: tables})
 

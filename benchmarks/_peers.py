@@ -243,7 +243,7 @@ def tfds_ways(folder: str, records: Callable[[], Iterator[np.ndarray]], batch: i
         name="tokens",
         version="1.0.0",
         features=tfds.features.FeaturesDict({"tokens": tfds.features.Tensor(shape=(width,), dtype=np.int32)}),
-        split_datasets={"train": ({"tokens": row.copy()} for row in records())},
+        split_datasets={"train": ((number, {"tokens": row.copy()}) for number, row in enumerate(records()))},
         data_dir=os.path.join(folder, "tfds"),
         file_format="array_record",
     )

@@ -1,11 +1,9 @@
-"""Throughput of meshfeed.maxtext against the way MaxText makes its global arrays, at 8 and 64 CPU devices.
+"""meshfeed.maxtext against the way MaxText makes its global arrays, and RemoteFeed against the local feed, on CPU devices.
 
-    python benchmarks/maxtext.py [--json]
-
-Both get the same host batches, which lie ready in memory, so that only the way to global arrays is timed. MaxText's way:
-split each leaf for the local devices, put the parts, make one array of them; without read-ahead. The batches are what
-nobody writes to again (read-only, as decoders and Arrow give them), or writable, which meshfeed copies first and MaxText
-does not: on CPU its arrays then share memory with what the loader may refill.
+Both loaders get the same host batches, which lie ready in memory, so that only the way to global arrays is timed.
+MaxText's way: split each leaf for the local devices, put the parts, make one array of them, without read-ahead. The
+batches are what nobody writes to again (read-only), or writable, which meshfeed copies first and MaxText does not: on
+CPU its arrays then share memory with what the loader may refill.
 """
 
 from __future__ import annotations
@@ -13,27 +11,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from typing import Any
 
-LEAVES = 4
-ROUNDS = 7
+from benchmarks._measure import Table, Way, main, rates, take_turns
+
+LEAVES, COLUMNS = 4, 2048
+OURS, THEIRS = "meshfeed.maxtext", "MaxText's way"
 
 
-def batches(rows: int, columns: int, count: int, *, writable: bool) -> list[dict[str, Any]]:
-    """Host batches of int32 leaves ``[rows, columns]``."""
+def host_batches(rows: int, *, writable: bool) -> list[dict[str, Any]]:
+    """Four batches of int32 leaves ``[rows, COLUMNS]``."""
     import numpy as np
 
     from meshfeed import _aligned
 
     made = []
-    for number in range(count):
+    for number in range(4):
         batch = {}
         for leaf in range(LEAVES):
-            array = _aligned.empty((rows, columns), np.int32)
+            array = _aligned.empty((rows, COLUMNS), np.int32)
             array[...] = number + leaf
             base: Any = array
             while isinstance(base, np.ndarray) and not writable:
@@ -45,7 +44,7 @@ def batches(rows: int, columns: int, count: int, *, writable: bool) -> list[dict
 
 
 def maxtext_way(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """One batch split, put and joined; what MaxText does for each leaf, in other words."""
+    """One batch: each leaf split, put and joined, with what MaxText works out for each leaf again."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
@@ -66,76 +65,103 @@ class Repeating:
     def __init__(self, made: list[dict[str, Any]]) -> None:
         self._made = made
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
             yield from self._made
 
 
-def measure(devices: int, rows: int, columns: int, *, writable: bool) -> dict[str, Any]:
-    """Batches a second of both, in turns, in this process."""
+def loaders(rows: int, writable: bool, rounds: int) -> dict[str, Any]:
+    """Batches a second of both ways, in turns."""
     import jax
 
     from meshfeed import maxtext
 
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    made = batches(rows, columns, 4, writable=writable)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    made = host_batches(rows, writable=writable)
     loader = iter(maxtext.MultiHostDataLoadIterator(Repeating(made), mesh))
-    ways = {"maxtext": lambda n: maxtext_way(made[n % len(made)], mesh), "meshfeed": lambda n: next(loader)}
-    for way in ways.values():
-        for number in range(20):
-            jax.block_until_ready(way(number))
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            count, start = 0, time.perf_counter()
-            while time.perf_counter() - start < 0.4:
-                jax.block_until_ready(way(count))
-                count += 1
-            seconds[name].append((time.perf_counter() - start) / count)
-    loader.close()
-    rates = {name: 1 / statistics.median(values) for name, values in seconds.items()}
-    return {
-        "devices": devices,
-        "batch": f"{LEAVES} x int32[{rows}, {columns}]",
-        "bytes": LEAVES * rows * columns * 4,
-        "host_arrays": "writable" if writable else "read-only",
-        "maxtext_batches_per_second": round(rates["maxtext"], 1),
-        "meshfeed_batches_per_second": round(rates["meshfeed"], 1),
-        "ratio": round(rates["meshfeed"] / rates["maxtext"], 2),
+    turn = iter(Repeating(made))
+
+    def ours() -> int:
+        jax.block_until_ready(next(loader))
+        return 1
+
+    def theirs() -> int:
+        jax.block_until_ready(maxtext_way(next(turn), mesh))
+        return 1
+
+    ways = {OURS: Way(ours, drain=8, close=loader.close), THEIRS: Way(theirs)}
+    return take_turns(ways, rounds=rounds, seconds=0.4)
+
+
+def remote(rows: int, rounds: int) -> dict[str, Any]:
+    """Batches a second of RemoteFeed and of the feed, over the same arrays in memory."""
+    import jax
+    import numpy as np
+
+    import meshfeed
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tokens = np.arange(16 * rows * COLUMNS, dtype=np.int32).reshape(-1, COLUMNS)
+
+    def make() -> Any:
+        return meshfeed.sources.Memory({"tokens": tokens})
+
+    settings: dict[str, Any] = {"global_batch_size": rows, "shuffle": True, "num_epochs": None}
+    feeds: dict[str, Any] = {
+        "meshfeed.remote.RemoteFeed": meshfeed.remote.RemoteFeed(make, mesh, **settings),
+        "the local feed": meshfeed.MultiHostDataLoadIterator(make(), mesh, **settings),
     }
 
+    def way(feed: Any) -> Way:
+        def run() -> int:
+            jax.block_until_ready(next(feed))
+            return 1
 
-def main() -> None:
-    """Runs each case in a process of its own, since the number of CPU devices is fixed at start."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.case:
-        devices, rows, columns, writable = json.loads(arguments.case)
-        print(json.dumps(measure(devices, rows, columns, writable=writable)))
-        return
-    cases = [(d, r, c, w) for d in (8, 64) for r, c in ((64, 2048), (512, 2048)) for w in (False, True)]
-    results = []
-    for case in cases:
-        env = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={case[0]}",
-        }
-        command = [sys.executable, __file__, "--case", json.dumps(case)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-        if not arguments.json:
-            one = results[-1]
-            print(
-                f"{one['devices']:3} devices, {one['batch']:22} {one['host_arrays']:10} MaxText's way "
-                f"{one['maxtext_batches_per_second']:8.1f} batches/s, meshfeed {one['meshfeed_batches_per_second']:8.1f}, "
-                f"{one['ratio']:.2f} x"
-            )
-    if arguments.json:
-        print(json.dumps(results, indent=1))
+        return Way(run, drain=8, close=feed.close)
+
+    return take_turns({name: way(feed) for name, feed in feeds.items()}, rounds=rounds, seconds=0.4)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 512], help="of a host batch of 4 leaves")
+    parser.add_argument("--rounds", type=int, default=9)
+
+
+def _in_new_process(devices: int, *case: Any) -> dict[str, Any]:
+    """CPU devices are made at the start of a process."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "benchmarks.maxtext", "--case", json.dumps(case)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(options: argparse.Namespace) -> Iterator[Table]:
+    for devices in options.devices:
+        for rows in options.rows:
+            for writable in (False, True):
+                found = _in_new_process(devices, "loaders", rows, writable, options.rounds)
+                size = LEAVES * rows * COLUMNS * 4 / 2**20
+                kind = "writable, copied" if writable else "read-only"
+                yield rates(
+                    f"maxtext, {devices} devices, {LEAVES} leaves, {size:.0f} MiB, {kind}", "batches", found, ours=OURS
+                )
+    found = _in_new_process(options.devices[0], "remote", options.rows[0], options.rounds)
+    yield rates(
+        f"remote, {options.devices[0]} devices, int32[{options.rows[0]}, {COLUMNS}]",
+        "batches",
+        found,
+        ours="meshfeed.remote.RemoteFeed",
+        note="On CPU the remote feed runs in the same process; its price is that of the calls.",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    if "--case" in sys.argv:
+        name, *arguments = json.loads(sys.argv[-1])
+        print(json.dumps({"loaders": loaders, "remote": remote}[name](*arguments)))
+    else:
+        main(__doc__, measure, add_arguments)

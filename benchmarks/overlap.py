@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -159,8 +160,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
 
 
-def measure(options: argparse.Namespace) -> list[Table]:
-    return [bookkeeping(options), stalls(options)]
+def measure(options: argparse.Namespace) -> Iterator[Table]:
+    yield bookkeeping(options)
+    yield stalls(options)
 
 
 if __name__ == "__main__":

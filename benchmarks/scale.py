@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -196,8 +197,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", help=argparse.SUPPRESS)
 
 
-def measure(options: argparse.Namespace) -> list[Table]:
-    return [lengths(), hosts(), memory(options)]
+def measure(options: argparse.Namespace) -> Iterator[Table]:
+    yield lengths()
+    yield hosts()
+    yield memory(options)
 
 
 if __name__ == "__main__":
