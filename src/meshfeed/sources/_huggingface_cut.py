@@ -12,7 +12,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from datasets import Features
 from datasets import iterable_dataset as nodes
+from datasets.features.features import require_decoding
 
 from meshfeed._errors import SourceError
 from meshfeed.sources._file_stream import Piece, cut_files, keep_rows
@@ -116,6 +118,9 @@ def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
         if node.with_indices:
             return _take_turns(node, cut)
         columns = None  # the function may read any
+        typed = _cut_typed(node, cut)
+        if typed is not None:
+            return typed
     elif kind == "SelectColumnsIterable":
         columns = [name for name in node.column_names if columns is None or name in columns]
     elif kind == "FormattedExamplesIterable" and node.features is not None:
@@ -133,7 +138,37 @@ def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
     return mine
 
 
-def _cut_leaf(files: Files, counts: Counts, parts: Sequence[Piece], cut: LaneCut) -> Any:
+def _cut_typed(node: Any, cut: LaneCut) -> Any:
+    """``map`` or ``filter`` straight over files of known types, with rows made from whole tables; None for others."""
+    inner, columns = node.ex_iterable, None
+    if type(inner).__name__ != "FormattedExamplesIterable" or inner.formatting is not None or not inner.features:
+        return None
+    features = inner.features
+    if (node.formatting and node.formatting.is_table) or any(map(require_decoding, features.values())):
+        return None
+    inner = inner.ex_iterable
+    if type(inner).__name__ == "RebatchedArrowExamplesIterable":
+        inner = inner.ex_iterable
+    while type(inner).__name__ == "SelectColumnsIterable":
+        columns = inner.column_names if columns is None else columns
+        inner = inner.ex_iterable
+    if type(inner).__name__ != "ArrowExamplesIterable":
+        return None
+    files, counts = open_files(inner, columns), cut.counts_of(inner)
+    parts = [Piece(index) for index in counts.filled(files)]
+    mine = _copy(node)
+    mine.ex_iterable = _cut_leaf(files, counts, parts, cut, features, columns)
+    return mine
+
+
+def _cut_leaf(
+    files: Files,
+    counts: Counts,
+    parts: Sequence[Piece],
+    cut: LaneCut,
+    features: Features | None = None,
+    columns: Sequence[str] | None = None,
+) -> Any:
     found = cut_files(parts, cut.lane_index, cut.num_lanes, lambda index: counts.group_rows(files, index))
     pieces = list(found.pieces)
     if cut.shuffle_files:
@@ -153,7 +188,7 @@ def _cut_leaf(files: Files, counts: Counts, parts: Sequence[Piece], cut: LaneCut
             f"{len(names)} of {files.count} files ({listed}) are cut among {cut.num_lanes} lanes by {found.unit}, so "
             f"they are read {found.times_read:.1f} times ({how})"
         )
-    return (TablePieces if files.is_table else ExamplePieces)(files, pieces)
+    return TablePieces(files, pieces, features, columns) if files.is_table else ExamplePieces(files, pieces)
 
 
 def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
@@ -193,7 +228,7 @@ def _take_turns(node: Any, cut: LaneCut) -> Any:
     if cut.num_lanes == 1:
         return _copy_whole(node, cut)
     whole = LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, counts=cut.counts)
-    inner = _copy_whole(node, whole)
+    inner = _cut(node, whole, None)
     cut.units.append("turns")
     name = type(node).__name__.removesuffix("ExamplesIterable").removesuffix("Iterable")
     cut.costs.append(
@@ -204,17 +239,14 @@ def _take_turns(node: Any, cut: LaneCut) -> Any:
 
 
 def _copy_whole(node: Any, whole: LaneCut) -> Any:
-    """The whole tree, uncut, for a lane of its own."""
-    children = _children(node)
-    if type(node).__name__ in _LEAVES:
-        return _cut(node, whole, None)
-    if not children:
+    """The node over all rows of the tree, uncut, for a lane of its own."""
+    if not _children(node):
         return copy.deepcopy(node)
     mine = _copy(node)
     if hasattr(node, "ex_iterable"):
-        mine.ex_iterable = _copy_whole(node.ex_iterable, whole)
+        mine.ex_iterable = _cut(node.ex_iterable, whole, None)
     else:
-        mine.ex_iterables = [_copy_whole(child, whole) for child in node.ex_iterables]
+        mine.ex_iterables = [_cut(child, whole, None) for child in node.ex_iterables]
         mine = _without_threads(mine, whole)
     return mine
 
