@@ -126,7 +126,20 @@ def test_ids_and_missing_elements_are_errors():
 def test_a_batched_dataset_is_warned_about(caplog):
     with caplog.at_level(logging.WARNING, "meshfeed"):
         Grain(grain.MapDataset.range(8).batch(4))
-    assert "batch(4)" in caplog.text
+        Grain(
+            grain.MapDataset.range(8)
+            .to_iter_dataset()
+            .batch(2)
+            .mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+        )
+        Grain(grain.MapDataset.range(8).batch(3).map(lambda x: x))
+    assert [record.args for record in caplog.records if record.levelno == logging.WARNING] == [(4,), (2,)]
+
+
+def test_an_endless_dataset_has_as_many_records_as_can_be_numbered():
+    source = Grain(grain.MapDataset.range(8).repeat())
+    assert len(source) == 1 << 62
+    assert source[(1 << 62) - 1] == 7
 
 
 @pytest.mark.parametrize(

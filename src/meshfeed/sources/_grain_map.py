@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from meshfeed._errors import SourceError
 from meshfeed._types import JsonValue, Record
 from meshfeed.sources import _grain_fingerprint, _grain_tree
 
-_logger = logging.getLogger("meshfeed.sources")
 _ENDLESS = 1 << 62  # as many records as a feed can number; repeat() without a number has twice as many
 
 
@@ -39,12 +37,7 @@ class GrainRecords:
         self._length = min(len(dataset), _ENDLESS)
         if not self._length:
             raise SourceError(f"the Grain dataset {dataset} has no elements. Expected at least one.")
-        if _grain_tree.is_named(dataset, "BatchMapDataset"):
-            _logger.warning(
-                "the Grain dataset ends in batch(%d), so that every record of the feed is a batch of its own; leave "
-                "batch() out, and give its size as global_batch_size",
-                _grain_tree.private(dataset, "_batch_size"),
-            )
+        _grain_tree.warn_batched(dataset)
         self._dataset = _grain_tree.copy_tree(dataset, _grain_tree.batched_sources)
         _ = getattr(self._dataset, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
 

@@ -26,6 +26,7 @@ class GrainStream:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = without_prefetch(dataset)
+        _grain_tree.warn_batched(self._dataset)
         self.check_lanes(1)
         # The state of a rebatch that was saved at the end continues with an empty batch.
         self._exact = not any(

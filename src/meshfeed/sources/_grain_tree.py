@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +13,8 @@ import grain
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 
 Node: TypeAlias = "grain.MapDataset[Any] | grain.IterDataset[Any]"
+_logger = logging.getLogger("meshfeed.sources")
+
 NODES = (grain.MapDataset, grain.IterDataset)
 
 HOW_TO_OPEN = """\
@@ -215,6 +218,18 @@ def _array_record(source: Any) -> Any:
         if [file.num_records for file in reader._files] == [instruction.num_records for instruction in instructions]
         else None
     )
+
+
+def warn_batched(dataset: Any) -> None:
+    """Logs that a pipeline ends in ``batch``, which most people mean for the feed to do."""
+    while is_named(dataset, "WithOptionsIterDataset"):
+        dataset = private(dataset, "_parent")
+    if is_named(dataset, "BatchMapDataset", "BatchIterDataset", "RebatchIterDataset"):
+        _logger.warning(
+            "the Grain pipeline ends in batch(%d), so that every record of the feed is a batch of its own; leave batch() "
+            "out, and give its size as global_batch_size",
+            private(dataset, "_batch_size"),
+        )
 
 
 def sparse_node(records: Any) -> Any:
