@@ -25,7 +25,14 @@ from meshfeed.checkpoint._gather import (
     place,
 )
 from meshfeed.checkpoint._grid import Box, box_shape, take_rows
-from meshfeed.checkpoint._load_plan import GOOD_READS, LoadPlan, best_plan, read_cost, replica_plan
+from meshfeed.checkpoint._load_plan import (
+    GOOD_READS,
+    LoadPlan,
+    best_plan,
+    devices_of_a_process,
+    read_cost,
+    replica_plan,
+)
 from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._progress import Progress
 from meshfeed.checkpoint._read import Target, UnitReader, units_for
@@ -74,9 +81,7 @@ class _Work:
         here = process_index()
         shared: dict[Box, np.ndarray[Any, Any]] = {}
         targets = []
-        for device, box in self.plan.boxes().items():
-            if device.process_index != here:
-                continue
+        for device, box in self.plan.boxes(here).items():
             shape = piece_shape(self.plan) if not self.plan.direct else box_shape(box or ())
             if self.rows is not None:
                 shape = tuple(self.rows[1] if d == self.plan.dimension else size for d, size in enumerate(shape))
@@ -118,11 +123,10 @@ class _Work:
 
     def extra_bytes(self) -> int:
         """Memory of this process beside the result while it is gathered; the same bound on every process."""
-        devices = collections.Counter(device.process_index for device in self.plan.sharding.device_set)
-        local = max(devices.values())
+        local = devices_of_a_process(self.plan.sharding)
         itemsize = self.request.dtype.itemsize
         if self.plan.direct:
-            return self.request.nbytes // max(1, len(devices))
+            return self.request.nbytes * local // max(1, len(self.plan.sharding.device_set))
         shard = math.prod(self.plan.sharding.shard_shape(self.plan.shape)) * itemsize
         return local * (math.prod(piece_shape(self.plan)) * itemsize + shard)
 
@@ -192,16 +196,17 @@ def _plan_all(
             continue
         units = request.leaf.units
         plan = LoadPlan(request.sharding, request.shape)
-        if options.restore == "single_replica":
-            plan = replica_plan(request.sharding, request.shape, axis, options.primary_replica)
-        elif options.restore == "once" and several:
+        if spread and options.restore == "once":
             plan, cost = best_plan(request.sharding, request.shape, units, request.leaf.itemsize)
             if cost.ratio > GOOD_READS:
                 packed.append(index)
                 continue
+            loads.update(dict(cost.by_process))
+        elif options.restore == "single_replica":
+            plan = replica_plan(request.sharding, request.shape, axis, options.primary_replica)
+            if spread:
+                loads.update(dict(read_cost(plan, units, request.leaf.itemsize).by_process))
         works.append(_Work(index, request, plan))
-        if several:
-            loads.update(dict(read_cost(plan, units, request.leaf.itemsize).by_process))
     return works, packed, dict(loads)
 
 
@@ -327,7 +332,7 @@ def _finish_group(group: Sequence[_Work], results: list[Any]) -> None:
 def _restore_in_blocks(work: _Work, reader: UnitReader, agreement: Agreement, limit: int) -> Any:
     """Reads and gathers one large leaf within ``limit`` bytes in flight, or a unit a device where that is more."""
     plan, request, here = work.plan, work.request, process_index()
-    local = max(collections.Counter(device.process_index for device in plan.sharding.device_set).values())
+    local = devices_of_a_process(plan.sharding)
     read_rows, sent_rows = rows_in_flight(plan, request.leaf.units, request.dtype.itemsize, local, limit)
     takes_part = any(device.process_index == here for device in plan.sharding.device_set)
     gather = BlockGather(plan, request.dtype) if takes_part else None

@@ -26,6 +26,9 @@ GOOD_READS = 1.1
 """Bytes read over bytes stored up to which a leaf is read by the devices that want it."""
 
 
+_HOPELESS_READS = 2.0
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
     """How one leaf is read.
@@ -53,29 +56,36 @@ class LoadPlan:
         """Whether every device reads just what it wants."""
         return not (self.gather or self.moved or self.broadcast)
 
-    def boxes(self) -> dict[Any, Box | None]:
-        """Device → the box it reads; None for devices that only receive. The process of a device reads for it."""
+    def boxes(self, process: int | None = None) -> dict[Any, Box | None]:
+        """Device → the box it reads; None for devices that only receive. The process of a device reads for it.
+
+        Args:
+          process: only its devices; None: all.
+        """
         if self.direct:
             indices = self.sharding.devices_indices_map(self.shape)
-            return {device: box_of_index(index, self.shape) for device, index in indices.items()}
+            return {
+                device: box_of_index(index, self.shape)
+                for device, index in indices.items()
+                if process is None or device.process_index == process
+            }
         mesh = self.sharding.mesh
-        names = tuple(mesh.axis_names)
         axes = spec_axes(self.sharding, len(self.shape))
         moved = {axis for axis, _ in self.moved}
+        kept = [[axis for axis in names if axis not in moved] for names in axes]
+        cut = self.piece_axes()
         boxes: dict[Any, Box | None] = {}
-        for coordinates in np.ndindex(*mesh.devices.shape):
-            at = dict(zip(names, coordinates, strict=True))
-            device = mesh.devices[coordinates]
+        places = _places(mesh)
+        for device, at in itertools.chain(*places.values()) if process is None else places.get(process, ()):
             if self.broadcast and at[self.broadcast[0]] != self.broadcast[1]:
                 boxes[device] = None
                 continue
             box = []
             for dimension, size in enumerate(self.shape):
-                own = [axis for axis in axes[dimension] if axis not in moved]
-                start, extent = _share(size, own, at, mesh.shape)
+                start, extent = _share(size, kept[dimension], at, mesh.shape)
                 if dimension == self.dimension:
                     number = 0
-                    for axis in self.piece_axes():
+                    for axis in cut:
                         number = number * mesh.shape[axis] + at[axis]
                     first = start + min(extent, number * self.piece)
                     box.append((first, min(start + extent, first + self.piece)))
@@ -87,6 +97,23 @@ class LoadPlan:
     def piece_axes(self) -> tuple[str, ...]:
         """Mesh axes that cut ``dimension`` further, major first: what is undone last comes first."""
         return (*self.gather, *(axis for axis, _ in reversed(self.moved)))
+
+
+@functools.lru_cache(maxsize=64)
+def _places(mesh: Any) -> dict[int, list[tuple[Any, dict[str, int]]]]:
+    """Process → its devices, each with its coordinates in the mesh by axis."""
+    names = tuple(mesh.axis_names)
+    places: dict[int, list[tuple[Any, dict[str, int]]]] = collections.defaultdict(list)
+    for coordinates in np.ndindex(*mesh.devices.shape):
+        device = mesh.devices[coordinates]
+        places[device.process_index].append((device, dict(zip(names, coordinates, strict=True))))
+    return dict(places)
+
+
+@functools.lru_cache(maxsize=256)
+def devices_of_a_process(sharding: Any) -> int:
+    """The most devices that any process has in a sharding."""
+    return max(collections.Counter(device.process_index for device in sharding.device_set).values())
 
 
 def _share(size: int, axes: list[str], at: dict[str, int], sizes: Any) -> tuple[int, int]:
@@ -119,15 +146,30 @@ def clip(box: Box, shape: tuple[int, ...]) -> Box:
     return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
 
 
-def read_cost(plan: LoadPlan, units: Grid, itemsize: int) -> ReadCost:
-    """What reading under ``plan`` costs; a process reads a unit once for all its devices."""
+@functools.lru_cache(maxsize=4096)
+def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.inf) -> ReadCost:
+    """What reading under ``plan`` costs; a process reads a unit once for all its devices.
+
+    Args:
+      plan: how.
+      units: what is read at once.
+      itemsize: bytes of a value.
+      give_up: bytes read over bytes stored from which on the rest is not counted: with thousands of hosts, a bad plan
+        takes long to add up.
+    """
+    most, count = give_up * len(units), 0
     wanted: dict[int, set[int]] = collections.defaultdict(set)
     seen: set[tuple[int, Box]] = set()
     for device, box in plan.boxes().items():
         if box is None or (device.process_index, box) in seen:
             continue
         seen.add((device.process_index, box))
-        wanted[device.process_index].update(units.touching(clip(box, units.shape)) if units.shape else (0,))
+        own = wanted[device.process_index]
+        before = len(own)
+        own.update(units.touching(clip(box, units.shape)) if units.shape else (0,))
+        count += len(own) - before
+        if count > most:
+            break
     whole = math.prod(units.cell) * itemsize
     even = all(size % cell == 0 for size, cell in zip(units.shape, units.cell, strict=True))
     costs = {
@@ -178,15 +220,15 @@ def best_plan(sharding: Any, shape: tuple[int, ...], units: Grid, itemsize: int)
     best_score: tuple[float, ...] = ()
     hosts = len({device.process_index for device in sharding.device_set})
     for plan in _candidates(sharding, shape):
-        cost = read_cost(plan, units, itemsize)
+        cost = read_cost(plan, units, itemsize, _HOPELESS_READS)
         busiest = max((count for _, count in cost.by_process), default=0)
         uneven = busiest * hosts / max(1, cost.total)
         padded = 0.0 if plan.direct else plan.piece * len(sharding.device_set) / max(1, shape[plan.dimension])
         score = (max(cost.ratio, 1.05), max(uneven, 1.2), len(plan.moved), len(plan.gather), padded)
         if best is None or score < best_score:
             best, best_score = (plan, cost), score
-        if plan.direct and cost.ratio <= 1.05 and uneven <= 1.2:
-            break
+        if not plan.moved and cost.ratio <= 1.05 and uneven <= 1.2:
+            break  # nothing to gain, and with thousands of hosts each look takes a second
     assert best is not None
     return best
 
