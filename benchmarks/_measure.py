@@ -183,8 +183,8 @@ def main(
     for table in measure(arguments):
         print(table.markdown(), flush=True)
         tables.append(table)
-    if arguments.json:
-        write_json(arguments.json, found, {pathlib.Path(sys.argv[0]).stem: tables})
+        if arguments.json:  # what is there is kept if a later one fails
+            write_json(arguments.json, found, {pathlib.Path(sys.argv[0]).stem: tables})
 
 
 def write_json(path: str, found: Mapping[str, Any], tables: Mapping[str, Sequence[Table]]) -> None:

@@ -81,6 +81,7 @@ def lm(
     }
     for peer in peers:
         ways |= _made(peer, makers[peer])
+    ways = {name: way for name, way in ways.items() if not name.startswith(tuple(options.skip))}
     found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
     return rates(f"{title}, {size} a batch", "batches", found, ours=OURS, floor=FLOOR)
 
@@ -211,6 +212,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each way in each round")
+    parser.add_argument("--skip", nargs="*", default=[], help="ways whose names begin so; slow ones take minutes")
     parser.add_argument("--data", metavar="FOLDER", help="keep the files here, for another run")
 
 
