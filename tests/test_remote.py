@@ -103,6 +103,27 @@ def test_the_whole_interface(mesh: Mesh) -> None:
     assert not {name for name in missing if not name.startswith("_")}
 
 
+@pytest.mark.parametrize("case", ["random access", "stream"])
+def test_batches_go_from_the_cpus_to_the_devices_beside_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = np.array(jax.devices())  # the first four stand for accelerators, the others for the CPUs beside them
+    mesh = Mesh(devices[[2, 0, 3, 1]].reshape(2, 2), ("data", "model"), axis_types=AUTO)
+    beside = Mesh(devices[[6, 4, 7, 5]].reshape(2, 2), ("data", "model"), axis_types=AUTO)
+    monkeypatch.setattr("meshfeed._remote_client.colocated_mesh", lambda _: beside)
+    make, settings = CASES[case]
+    sharding = NamedSharding(mesh, P("data"))
+    with (
+        RemoteFeed(make, sharding, **settings) as remote,
+        meshfeed.MultiHostDataLoadIterator(make(), sharding, **settings) as local,
+    ):
+        for here in local:
+            there = next(remote)
+            assert remote.element_spec == local.element_spec
+            assert jax.tree.map(lambda leaf: leaf.sharding, there) == jax.tree.map(lambda leaf: leaf.sharding, here)
+            assert digest(there) == digest(here)
+        with pytest.raises(StopIteration):
+            next(remote)
+
+
 def test_after_close(mesh: Mesh) -> None:
     feed = RemoteFeed(make_memory, mesh, global_batch_size=16)
     next(feed)

@@ -247,6 +247,28 @@ def _same(here: jax.Array, there: jax.Array) -> None:
         assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes()
 
 
+def beside_other_devices() -> int:
+    """Half of each host's devices stand for accelerators, the others for the CPUs beside them."""
+    import meshfeed._remote_client as client
+
+    devices = np.array(jax.devices()).reshape(jax.process_count(), 2, -1)
+    auto = (AxisType.Auto, AxisType.Auto)
+    near, far = (jax.sharding.Mesh(devices[:, half], ("data", "model"), axis_types=auto) for half in (0, 1))
+    client.colocated_mesh, real = (lambda mesh: far), client.colocated_mesh
+    sharding = {"x": NamedSharding(near, P(("model", "data")))}
+    settings: dict[str, Any] = {"global_batch_size": 16, "shuffle": True}
+    count = 0
+    with (
+        meshfeed.remote.RemoteFeed(make_memory, sharding, **settings) as remote,
+        meshfeed.MultiHostDataLoadIterator(make_memory(), sharding, **settings) as local,
+    ):
+        for here in local:
+            _same(here["x"], next(remote)["x"])
+            count += 1
+    client.colocated_mesh = real
+    return count
+
+
 def remote_failing() -> dict[str, Any]:
     """One host's source fails under remote feeds; what each host's controller raises."""
 

@@ -48,6 +48,11 @@ def test_a_state_of_one_process_continues_on_two(pool: Any, tmp_path: Path) -> N
     assert len(one) == 1
 
 
+def test_each_controller_moves_what_its_hosts_hold(pool: Any) -> None:
+    for result in pool.run(maxtext_jobs.beside_other_devices):
+        assert result.value == 6
+
+
 def test_errors_name_the_host_and_what_it_said(pool: Any) -> None:
     first, second = (result.value for result in pool.run(maxtext_jobs.remote_failing))
     assert first["steps"] == second["steps"] == 3
