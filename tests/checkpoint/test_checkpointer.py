@@ -312,3 +312,16 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path, mesh):
 def test_wrong_settings_are_named(tmp_path, setting, value):
     with pytest.raises(SettingsError, match=setting):
         Checkpointer(tmp_path, **{setting: value})
+
+
+def test_readers_leave_unfinished_steps_alone_and_writers_remove_them(tmp_path, mesh):
+    save_steps(tmp_path / "c", mesh, 1)
+    unfinished = tmp_path / "c/2.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        assert ckpt.restore(small_state(mesh, 0))[0] == 1
+        assert unfinished.exists()
+        assert ckpt.save(2, small_state(mesh, 2))
+        ckpt.wait()
+        assert not unfinished.exists()
+        assert ckpt.steps() == [1, 2]

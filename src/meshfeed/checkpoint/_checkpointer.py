@@ -23,6 +23,7 @@ from meshfeed.checkpoint._stored import StoredArrays
 from meshfeed.checkpoint._tree_restore import restore_tree
 
 _log = logging.getLogger("meshfeed.checkpoint")
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Checkpointer:
@@ -93,7 +94,6 @@ class Checkpointer:
             **{
                 "max_to_keep": max_to_keep,
                 "save_interval_steps": save_interval_steps,
-                "cleanup_tmp_directories": True,  # what a kill left behind
                 **(orbax_options or {}),
             }
         )
@@ -105,6 +105,7 @@ class Checkpointer:
         self._saves = 0
         self._damaged: set[int] = set()
         self._warned = False
+        self._writes = False  # whether this job has saved
 
     @property
     def directory(self) -> epath.Path:
@@ -132,6 +133,7 @@ class Checkpointer:
         if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
             raise SettingsError(f"step={step!r}: takes an int from 0", setting="step")
         step = int(step)
+        self._begin_to_write()
         self._set_damaged_aside(step)
         if not force and not self._manager.should_save(step):
             self._warn_if_behind(step)
@@ -277,6 +279,23 @@ class Checkpointer:
                 raise CheckpointError(f"{self._directory}: no step is there.")
             step = steps[-1]
         return describe_step(read_step(self._directory, step))
+
+    def _begin_to_write(self) -> None:
+        # What a kill left unfinished is in the way of the same step. Not before this job saves: one that only reads,
+        # to evaluate say, must not remove what a training job is just writing.
+        if self._writes:
+            return
+
+        def remove() -> list[str]:
+            left = [path for path in self._directory.iterdir() if _UNFINISHED in path.name and path.is_dir()]
+            for path in left:
+                path.rmtree()
+            return [path.name for path in left]
+
+        removed = Agreement("removing unfinished steps", self._options.timeout_seconds).publish(remove)
+        if removed:
+            _log.info("removed what a kill left unfinished in %s: %s", self._directory, ", ".join(removed))
+        self._writes = True
 
     def _set_damaged_aside(self, step: int) -> None:
         # They lie where the steps to come go: Orbax would skip those, or refuse to write them.
