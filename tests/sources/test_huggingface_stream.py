@@ -224,6 +224,13 @@ def test_shuffle_buffer(parquet, mapped, num_lanes):
     assert [read_ids(source.open(lane, num_lanes, epoch=0, seed=8)) for lane in range(num_lanes)] != lanes
 
 
+def test_a_buffer_too_small_to_shuffle_is_said(parquet, caplog):
+    with caplog.at_level("WARNING", "meshfeed"):
+        for lane in range(5):
+            HuggingFace(parquet, shuffle_buffer=9).open(lane, 5)
+    assert [message for message in caplog.messages if "give at least 10" in message] == [caplog.messages[-1]]
+
+
 def test_epochs_are_alike_without_a_shuffle_and_states_do_not_mix(parquet):
     source = HuggingFace(parquet.map(double))
     assert read_ids(source.open(1, 3, epoch=0)) == read_ids(source.open(1, 3, epoch=5))

@@ -66,7 +66,7 @@ class Interleave(_BaseExamplesIterable):
     def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         if not self.ex_iterables:
             return
-        state: dict[str, Any] = self._state_dict or self._init_state_dict()
+        state: Any = self._state_dict or self._init_state_dict()
         children, before, ended = self.ex_iterables, state["before"], state["ended"]
         again = self.stopping_strategy != "all_exhausted_without_replacement"
         stop = any if self.stopping_strategy == "first_exhausted" else all

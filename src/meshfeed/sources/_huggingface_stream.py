@@ -91,6 +91,14 @@ class HuggingFaceStream:
         if not self._shuffle_buffer:
             return lane
         window = max(1, self._shuffle_buffer // num_lanes)
+        if window == 1 and lane_index == 0:
+            _log.warning(
+                "shuffle_buffer=%d over %d lanes leaves windows of one record, so only the order of files is shuffled; "
+                "give at least %d",
+                self._shuffle_buffer,
+                num_lanes,
+                2 * num_lanes,
+            )
         return shuffle_windows(lane, window, (seed, epoch, lane_index))
 
     def fingerprint(self) -> JsonValue:
