@@ -118,6 +118,10 @@ def _no_judge(parts: Mapping[int, Part]) -> tuple[dict[str, Any], str | None]:
     return {}, None
 
 
+class _AlreadySeen(Exception):
+    """The announcement that a thread waits for was read by another thread."""
+
+
 class WindowAgreement:
     """One host's side of the agreement on a run of steps; on the lowest participant also the reducer's thread.
 
@@ -214,11 +218,15 @@ class WindowAgreement:
             self._wait_for_announcement(step)
         return self._stop if self._stop is not None and step >= self._stop.step else None
 
-    def take_infos(self) -> list[dict[str, Any]]:
-        """The judge's JSON of the announcements since the last call."""
+    def infos(self) -> list[dict[str, Any]]:
+        """The judge's JSON of the announcements, without those forgotten."""
         with self._lock:
-            infos, self._infos = self._infos, []
-        return infos
+            return list(self._infos)
+
+    def forget_infos(self, count: int) -> None:
+        """Drops the first of :meth:`infos`."""
+        with self._lock:
+            del self._infos[:count]
 
     def _wait_for_announcement(self, step: int) -> None:
         number = self._announced
@@ -229,6 +237,8 @@ class WindowAgreement:
             nonlocal warn_at
             if self._closed.is_set():
                 raise StalledError("the feed was closed while it waited for other hosts")
+            if self._announced != number:  # seen by this host's other thread, and perhaps deleted since
+                raise _AlreadySeen
             if waited < warn_at:
                 return
             warn_at *= 2
@@ -236,7 +246,11 @@ class WindowAgreement:
                 self._store.set(f"{self._prefix}/doing/{self._host}", self._describe(), overwrite=True)
             _log.warning("waited %.0f s for step %d: %s", waited, step, self._who_is_late(number)[1])
 
-        text = _process.wait_for_key(self._store, f"{self._prefix}/a/{number}", start + self._timeout_seconds, tick)
+        deadline = start + self._timeout_seconds
+        try:
+            text = _process.wait_for_key(self._store, f"{self._prefix}/a/{number}", deadline, tick)
+        except _AlreadySeen:
+            return
         with self._lock:
             if self._announced != number:  # the other thread of this host was faster
                 return

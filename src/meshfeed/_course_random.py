@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import time
 from collections.abc import Mapping
@@ -204,8 +203,6 @@ class RandomFeeder:
       settings: the feed's settings.
     """
 
-    sequential = False
-
     def __init__(self, course: RandomCourse, place: Place, host_rows: HostRows, settings: FeedSettings) -> None:
         self._course = course
         self._timeline = place.timeline
@@ -214,13 +211,13 @@ class RandomFeeder:
         self._settings = settings
         self._last = course.num_steps(place)
         self._next_step = place.step
-        self._asked = place.step
-        self._pending: collections.deque[tuple[RecordIds, Any]] = collections.deque()
+        self._pending: dict[int, tuple[RecordIds, Any]] = {}  # by step, so that an interrupt leaves nothing half done
         self._threads: Threads | None = None
         self._workers: WorkerReader | None = None
         self._ahead = 1
         self._spec: RecordSpec | None = None
         self._doing: tuple[str, float] = ("idle", time.monotonic())
+        self.sequential = settings.num_workers > 0  # workers answer in the order that they were asked in
         if settings.num_workers:
             self._workers = WorkerReader(course.reader, settings.num_workers, timeout_seconds=settings.timeout_seconds)
             self._ahead = 2 * settings.num_workers
@@ -251,21 +248,20 @@ class RandomFeeder:
         step = self._next_step
         if self._last is not None and step >= self._last:
             raise StopIteration
-        while self._asked < step + self._ahead and (self._last is None or self._asked < self._last):
-            self._pending.append(self._submit(self._asked))
-            self._asked += 1
-        record_ids, result = self._pending[0]
+        for asked in range(step, step + self._ahead):
+            if asked not in self._pending and (self._last is None or asked < self._last):
+                self._pending[asked] = self._submit(asked)
+        record_ids, result = self._pending[step]
         self._doing = (self._describe_read(step, record_ids), time.monotonic())
-        try:
-            rows: ReadRows | None = None if result is None else result()
-        except KeyboardInterrupt:  # of the caller's own thread: the step can be read again
-            self._pending.clear()
-            self._asked = step
-            raise
-        self._pending.popleft()
+        batch = self._finish(step, record_ids, None if result is None else result())
+        del self._pending[step]
         self._next_step = step + 1
         self._doing = ("waiting for room", time.monotonic())
-        return self._finish(step, record_ids, rows)
+        return batch
+
+    def rewind(self, step: int) -> None:
+        """The next batch is that of ``step``; not with workers."""
+        self._next_step = step
 
     def _describe_read(self, step: int, record_ids: RecordIds) -> str:
         if not record_ids.size:

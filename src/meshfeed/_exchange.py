@@ -39,6 +39,7 @@ class Exchange:
       blocks_of: for ``check_replicas``, else None.
       num_rows: global batch size → rows of this host.
       compare_records: whether hosts read whole records, so that their structure can be compared.
+      largest_batch: global batch size that a schedule comes to; windows are as long as memory allows with that one.
       compare_sizes: whether each host finds the global batch size from its own rows, so that they can differ.
     """
 
@@ -51,7 +52,9 @@ class Exchange:
         num_rows: Callable[[int], int],
         compare_records: bool = True,
         compare_sizes: bool = False,
+        largest_batch: int = 0,
     ) -> None:
+        self._largest_batch = largest_batch
         self._compare_sizes = compare_sizes
         self._first_step = first_step
         self._bad_records = bad_records
@@ -88,7 +91,8 @@ class Exchange:
             info["records"], info["bad"], info["last_bad"] = self._records, self._bad, self._last_bad
         if batches and batches[0].step == self._first_step and batches[0].tree is not None:
             tree = batches[0].tree
-            info["bytes"] = num_bytes(tree)
+            size = batches[0].global_batch_size
+            info["bytes"] = num_bytes(tree) * max(size, self._largest_batch) // size
             if self._compare_records and jax.tree.leaves(tree)[0].shape[0]:
                 spec = spec_of_batch(tree, jax.tree.leaves(tree)[0].shape[0], what="the source")
                 info["records_are"] = ", ".join(leaf.describe() for leaf in spec.leaves)

@@ -46,7 +46,8 @@ class Feeder(Protocol):
     """Gives a host's batches one after the other, from a place on. Called from one thread at a time."""
 
     sequential: bool
-    """Whether a read that was interrupted cannot be made again, so that reading belongs on a thread of its own."""
+    """Whether a read that was interrupted cannot be made again, so that reading belongs on a thread of its own.
+    Others have ``rewind(step)``: the next batch is that of ``step``."""
 
     def next(self) -> HostBatch:
         """The next batch.

@@ -75,6 +75,7 @@ class Pipeline:
         host: int,
     ) -> None:
         self._feeder = feeder
+        self._rewind = getattr(feeder, "rewind", None) or (lambda step: None)
         self._put = put
         self._agreement = agreement
         self._exchange = exchange
@@ -98,7 +99,9 @@ class Pipeline:
                 size_of=lambda batch: batch.num_bytes,
             )
         if prefetch:
-            self._device_stage = ReadAhead(self._produce, depth=lambda: prefetch, name=f"meshfeed-prefetch-{name}")
+            self._device_stage = ReadAhead(
+                self._produce_ahead, depth=lambda: prefetch, name=f"meshfeed-prefetch-{name}"
+            )
 
     # ------------------------------------------------------------------ stages
 
@@ -137,8 +140,11 @@ class Pipeline:
 
     def _next_host_batch(self) -> HostBatch:
         if self._host_stage is not None:
-            return self._host_stage.peek(self._tick)
-        if self._held is None:
+            while (batch := self._host_stage.peek(self._tick)).step < self._step:
+                self._host_stage.pop()  # an interrupt came before it was taken off
+            return batch
+        if self._held is None or self._held.step != self._step:
+            self._rewind(self._step)  # an interrupt may have come in the middle of the last read
             self._held = self._read()
         return self._held
 
@@ -152,30 +158,42 @@ class Pipeline:
                 waited_seconds=waited,
             )
 
+    def _produce_ahead(self) -> Ready:
+        ready = self._produce()
+        self._take_off(ready)
+        return ready
+
+    def _take_off(self, ready: Ready) -> None:
+        """Goes on behind a batch. Whatever an interrupt leaves undone here is found out by its step."""
+        self._step = ready.batch.step + 1
+        if self._host_stage is not None:
+            self._host_stage.pop()
+        self._held = None
+        ready.batch.tree = None
+
     def _produce(self) -> Ready:
+        """The next batch; nothing is taken off yet, so that an interrupted call can be made again."""
         if self._agreement is not None:
             stop = self._agreement.wait_for(self._step)
-            for info in self._agreement.take_infos():
+            infos = self._agreement.infos()
+            for info in infos:
                 self._exchange.learn(info)
+            self._agreement.forget_infos(len(infos))
             if stop is not None:
                 self._raise_stop(stop)
         batch = self._next_host_batch()
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation("meshfeed.assemble"):
             arrays = self._put(self._exchange.materialize(batch), batch.global_batch_size)
-        seconds = time.perf_counter() - start
-        if self._host_stage is not None:
-            self._host_stage.pop()
-        self._held = None
-        self._step = batch.step + 1
-        batch.tree = None
-        return Ready(batch, arrays, self._exchange.ended, seconds)
+        return Ready(batch, arrays, self._exchange.ended, time.perf_counter() - start)
 
     def _raise_stop(self, stop: Stop) -> None:
         if not stop.errors:
             raise StopIteration
-        if self._host in stop.errors:
-            self._next_host_batch()  # raises what the reader raised
+        if self._host in stop.errors and self._host_stage is not None:
+            while True:  # batches that another host cannot make, up to what the reader raised
+                self._host_stage.peek(self._tick)
+                self._host_stage.pop()
         if ALL_HOSTS in stop.errors:
             raise self._exchange.verdict_error(stop.errors[ALL_HOSTS])
         host = min(stop.errors)
@@ -211,7 +229,9 @@ class Pipeline:
         """Takes off what :meth:`peek` gave."""
         if self._device_stage is not None:
             self._device_stage.pop()
-        self._slot = None
+        ready, self._slot = self._slot, None
+        if ready is not None:
+            self._take_off(ready)
 
     def close(self) -> None:
         """Ends threads and processes; batches read ahead are dropped."""

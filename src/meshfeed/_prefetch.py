@@ -94,6 +94,7 @@ class ReadAhead(Generic[T]):
         start = time.monotonic()
         while True:
             with self._changed:
+                self._changed.notify_all()  # should an interrupt have come between taking an item off and saying so
                 self._changed.wait_for(lambda: self._items or self._error or self._closed, timeout=_TICK_SECONDS)
                 if self._closed:
                     raise Closed("the feed was closed")
