@@ -1,0 +1,103 @@
+"""Random access: records that differ between workers, damaged ones that are looked at, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import meshfeed
+
+
+class Records:
+    """Records made by a function, without a fingerprint of their own, that can be closed."""
+
+    def __init__(self, record: Callable[[int], Any], count: int = 64) -> None:
+        self._record, self._count, self.closed = record, count, False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, record_id: int) -> Any:
+        if self.closed:
+            raise RuntimeError("read after close")
+        return self._record(record_id)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make_feed(source: Any, **options: Any) -> meshfeed.MultiHostDataLoadIterator:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    options = {"global_batch_size": 8, "retry": meshfeed.Retry(initial_seconds=0), **options}
+    return meshfeed.MultiHostDataLoadIterator(source, mesh, **options)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_threads": 2}])
+def test_batches_of_several_readers_must_be_alike_too(options: dict[str, Any]) -> None:
+    source = Records(lambda i: {"x": np.float32(i) if i < 8 or i == 63 else np.int32(i)})
+    with (
+        make_feed(source, **options) as feed,
+        pytest.raises(meshfeed.SourceError, match=r"int32.*float32|float32.*int32"),
+    ):
+        list(feed)
+
+
+def test_get_state_works_after_close_although_the_source_is_closed() -> None:
+    for steps in (0, 2):
+        source = Records(lambda i: {"x": np.float32(i)})
+        feed = make_feed(source)
+        for _ in range(steps):
+            next(feed)
+        feed.close()
+        assert source.closed
+        assert feed.get_state()["position"] == 8 * steps
+
+
+def test_a_damaged_record_that_is_probed_is_no_reason_to_have_no_state() -> None:
+    def record(damaged: tuple[int, ...]) -> Callable[[int], Any]:
+        def read(i: int) -> Any:
+            if i in damaged:
+                raise ValueError("damaged")
+            return {"x": np.float32(i)}
+
+        return read
+
+    identities = []
+    for damaged in [(), (0,), (63,), (0, 63)]:
+        with make_feed(Records(record(damaged)), bad_records=meshfeed.SkipBad(0.9)) as feed:
+            next(feed)
+            identities.append(feed.get_state()["fingerprint"]["source"]["content"])
+    assert len(set(identities)) == 4
+
+
+def test_looking_at_the_source_is_tried_again() -> None:
+    failures = [OSError("a blip"), OSError("another")]
+    lock = threading.Lock()
+
+    def record(i: int) -> Any:
+        with lock:
+            if i == 63 and failures:
+                raise failures.pop()
+        return {"x": np.float32(i)}
+
+    with make_feed(Records(record)) as feed:
+        assert feed.get_state()["position"] == 0
+
+
+def test_replacing_bad_records_never_promotes_the_others() -> None:
+    def record(i: int) -> Any:
+        if i == 1:
+            raise ValueError("damaged")
+        return {"x": np.float32(i) if i < 4 else np.float64(i)}
+
+    with (
+        make_feed(Records(record), bad_records=meshfeed.SkipBad(0.9)) as feed,
+        pytest.raises(meshfeed.SourceError, match=r"float64.*float32"),
+    ):
+        next(feed)
