@@ -222,6 +222,7 @@ def test_local_iterator_is_at_the_last_delivered_batch_in_spite_of_read_ahead(me
     for number in range(4):
         next(loader)
         assert loader.local_iterator.get_state() == {"at": number + 1, "pair": (number + 1, "x")}
+        assert loader.last_local_data is not None
         assert loader.last_local_data["x"][0, 0] == number
     assert isinstance(loader.local_iterator, WithState)  # as checkpoint code asks for grain.DatasetIterator
     assert loader.local_iterator.count == 9

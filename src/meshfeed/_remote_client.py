@@ -107,10 +107,10 @@ class RemoteClient:
     def _fetch(self, headers: dict[int, Header]) -> dict[int, Any]:
         length = padded_length(max(header.length for header in headers.values()))
         buffer = to_rows(padded(b"", length), self._near, self._num_near)
-        rows = rows_of(self._held["endpoint"].fetch(buffer))
-        devices = self._near.mesh.devices.flat
-        by_host = {device.process_index: row for device, row in zip(devices, rows, strict=True)}
+        shards = self._held["endpoint"].fetch(buffer).addressable_shards
+        by_host = {shard.device.process_index: np.asarray(shard.data).reshape(-1) for shard in shards}
         if set(by_host) != set(headers):  # a controller may see all devices under one index: the rows differ then
+            rows = [np.asarray(shard.data).reshape(-1) for shard in shards]
             by_host = dict(zip(headers, {row.tobytes(): row for row in rows}.values(), strict=False))
         return {
             host: decode_answer(by_host[host].tobytes()[: header.length])
@@ -171,7 +171,7 @@ def _moved(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(leaf, sharding)
     # several controllers: each moves what its own hosts hold, device by device
     assert isinstance(leaf.sharding, NamedSharding)
-    beside = dict(zip(leaf.sharding.mesh.devices.flat, sharding.mesh.devices.flat, strict=True))
+    beside = dict(zip(leaf.sharding.mesh.devices.flat, sharding.mesh.devices.flat, strict=True))  # pyright: ignore[reportOptionalMemberAccess] # a mesh of real devices has them
     shards = leaf.addressable_shards
     moved = jax.device_put([shard.data for shard in shards], [beside[shard.device] for shard in shards])
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, moved)
