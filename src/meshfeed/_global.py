@@ -38,7 +38,7 @@ class Assembler:
 
     def __init__(self, prefix: PyTree, *, putter: Putter | None = None) -> None:
         self._prefix = prefix
-        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))
+        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         self._x64 = self._putter.x64
         self._kinds: dict[Any, list[_PathPutter]] = {}
         self._last: tuple[Any, list[_PathPutter]] = (None, [])

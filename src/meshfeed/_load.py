@@ -157,7 +157,7 @@ class LoadPlan:
         self, prefix: PyTree, load: Any, global_batch_size: int, process_index: int, putter: Putter | None = None
     ) -> None:
         self._prefix = prefix
-        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))
+        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         readers = _readers(load, load_participants(prefix, load))
         orders = _device_orders(prefix)
         self._deals = {devices: Deal.over(devices, readers, global_batch_size) for devices in orders}
@@ -312,7 +312,7 @@ class Loader:
         self._prefix = prefix
         self._load = load
         self._process_index = process_index
-        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))
+        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         self._plans: dict[int, LoadPlan] = {}
 
     def plan(self, global_batch_size: int) -> LoadPlan:

@@ -146,7 +146,7 @@ class MultiHostDataLoadIterator:
 
     def _global_spec(self, one_device: PyTree) -> PyTree:
         sharding = NamedSharding(self.global_mesh, PartitionSpec(self.global_mesh.axis_names))
-        x64 = bool(jax.config.jax_enable_x64)
+        x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 (leaf.shape[0] * self.global_mesh.size, *leaf.shape[1:]),

@@ -69,7 +69,7 @@ class Putter:
 
     def transfers(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which a guard against implicit transfers lets these through: they are asked for."""
-        if jax.config.jax_transfer_guard_host_to_device in _GUARDS_OF_IMPLICIT_TRANSFERS:
+        if jax.config.jax_transfer_guard_host_to_device in _GUARDS_OF_IMPLICIT_TRANSFERS:  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
             return jax.transfer_guard_host_to_device("allow")
         return _NO_GUARD
 
@@ -89,7 +89,7 @@ class Putter:
 @contextlib.contextmanager
 def x64_types(wanted: bool) -> Iterator[None]:
     """Switches 64-bit dtypes on or off for this thread, where they are not so already."""
-    if jax.config.jax_enable_x64 == wanted:
+    if jax.config.jax_enable_x64 == wanted:  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         yield
         return
     with jax.enable_x64(wanted):

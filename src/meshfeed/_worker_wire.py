@@ -51,7 +51,7 @@ class _Pickler(pickle.Pickler):
         if not value.size:
             return np.empty, (value.shape, value.dtype)
         flat = np.asarray(value, order="C").reshape(-1).view(np.uint8)
-        return _rebuild, (pickle.PickleBuffer(flat), value.dtype, value.shape)
+        return _rebuild, (pickle.PickleBuffer(flat), value.dtype, value.shape)  # pyright: ignore[reportArgumentType] # arrays are buffers
 
 
 def _rebuild(buffer: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

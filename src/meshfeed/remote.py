@@ -100,7 +100,7 @@ class RemoteFeed:
             )
         kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
         self._memory_kind = kinds.pop() if len(kinds) == 1 else None
-        self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])
+        self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
         self._client.know_spec()
         self.name = str(self._client.call("config")[0]["name"])
 
