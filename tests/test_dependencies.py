@@ -10,7 +10,10 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}  # where the import has another name than the distribution
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "orbax": "orbax-checkpoint",
+}  # where the import has another name than the distribution
 
 
 def _imports() -> dict[str, set[str]]:
