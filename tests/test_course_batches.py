@@ -94,3 +94,35 @@ def test_a_state_that_the_iterator_refuses_leaves_the_read_ahead_as_it_was() -> 
         with pytest.raises(meshfeed.StateMismatchError, match="beyond the end"):
             other.set_state(state)
         assert take(other, 6) == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"step": 6, "position": 48}, "step"),
+        ({"position": 32}, "position"),
+        ({"skipped": {"0": 5}}, "skipped.0"),
+        ({"skipped": {"0": [[1]]}}, "skipped.0"),
+        ({"skipped": {"a": []}}, "skipped.a"),
+        ({"hosts": {"first": {}}}, "hosts.first"),
+    ],
+)
+def test_a_state_changed_by_hand_is_refused(change: dict[str, Any], field: str) -> None:
+    with make_feed(Resumable()) as feed:
+        take(feed, 5)
+        state = feed.get_state()
+        with pytest.raises(meshfeed.StateMismatchError) as info:
+            feed.set_state({**state, **change})
+        assert info.value.field == field
+        assert feed.get_state() == state
+        assert take(feed, 1) == [5]
+
+
+def test_the_position_of_padded_lanes_is_the_sum_of_their_records() -> None:
+    source = meshfeed.sources.Stream(lambda lane, lanes: ({"x": np.full(2, n, np.float32)} for n in range(3 + lane)))
+    with make_feed(source, global_batch_size=8, num_lanes=8, end="pad") as feed:
+        take(feed, 5)
+        state = feed.get_state()
+        assert state["position"] == 3 + 4 + 5 * 6
+        with pytest.raises(meshfeed.StateMismatchError, match="37 records in all lanes"):
+            feed.set_state({**state, "position": 30})

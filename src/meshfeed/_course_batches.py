@@ -154,6 +154,9 @@ class BatchesCourse:
         entries = {}
         if host in state.hosts:
             entry = _state.unseal(state.hosts[host], f"hosts.{host}")
+            at = entry.get("step", state.step)  # of the last batch that this host had; with padding others go on
+            if at > state.step or (at < state.step and self._settings.end == "drop"):
+                raise StateMismatchError("step", state.step, f"{at} in hosts.{host}", "Use an earlier checkpoint.")
             if not self.source.resumable:
                 raise StateMismatchError(
                     f"hosts.{host}",
@@ -167,7 +170,9 @@ class BatchesCourse:
         nominal = (
             segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
         )
-        if state.position > nominal or (bool(segments) != bool(state.step)):
+        even = self._settings.end == "drop" and not getattr(self.source.iterable, "rows_may_vary", False)
+        short = even and state.position < nominal
+        if state.position > nominal or short or (bool(segments) != bool(state.step)):
             raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
         timeline = _timeline.Timeline(schedule, past=segments, step=state.step, position=nominal)
         return Place(timeline, state.step, state.position, entries=entries)

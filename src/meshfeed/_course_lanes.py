@@ -149,6 +149,9 @@ class LanesCourse:
             entry = entries[key]
             if entry.records > expected or (entry.records < expected and not entry.ended):
                 raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, remedy)
+        delivered = sum(entry.records for entry in entries.values())
+        if len(entries) == num_lanes and delivered != state.position:
+            raise StateMismatchError("position", state.position, f"{delivered} records in all lanes", remedy)
         ended = {int(key): entry.records for key, entry in entries.items() if entry.ended}
         timeline = _timeline.Timeline(self._schedule, past=segments, step=state.step, position=nominal)
         source = self._source_under(timeline)

@@ -134,7 +134,7 @@ class BatchesFeeder:
                 raise StopIteration
             self._final = step if self._final is None else self._final
         else:
-            self._entry = {"epoch": self._epoch, "iterator": self._iterator.get_state()}
+            self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator.get_state()}
         size = self._course.schedule().sizes[0] if batch is None else self._course.size_for(rows_of(batch))
         num_rows = len(self._host_rows.rows(size))
         tree, real = None, 0

@@ -189,9 +189,24 @@ def parse_state(state: Any) -> FeedState:
             raise StateMismatchError(name, _shorten(value), "no such field", remedy)
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
             raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", remedy)
+    for name in ("lanes", "hosts", "skipped"):
+        for key, entry in state.get(name, {}).items():
+            if not isinstance(key, str) or not key.isdecimal():
+                raise StateMismatchError(f"{name}.{key}", key, "a number", remedy)
+            if name == "skipped" and not _is_ledger(entry):
+                raise StateMismatchError(
+                    f"{name}.{key}", _shorten(entry), "[[record id, epoch, reason, step], …]", remedy
+                )
     if state["kind"] not in KINDS:
         raise StateMismatchError("kind", state["kind"], " or ".join(KINDS), remedy)
     return FeedState(**json.loads(json.dumps(state)))
+
+
+def _is_ledger(entries: Any) -> bool:
+    kinds = (int, int, str, int)
+    return isinstance(entries, list) and all(
+        isinstance(entry, list) and len(entry) == 4 and all(map(isinstance, entry, kinds)) for entry in entries
+    )
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

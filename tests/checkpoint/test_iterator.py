@@ -101,7 +101,7 @@ def test_only_one_host_writes_a_state_that_all_share(tmp_path):
 
 def test_ledgers_of_replaced_records_come_from_every_host(tmp_path):
     for process in range(3):
-        state = {**advanced(1).get_state(), "skipped": {str(process): {"ids": [process]}}}
+        state = {**advanced(1).get_state(), "skipped": {str(process): [[process, 0, "bad", 0]]}}
         _state_files.write_state(tmp_path, state, process=process)
     assert sorted(_state_files.read_state(tmp_path)["skipped"]) == ["0", "1", "2"]
 
