@@ -46,10 +46,13 @@ def test_whole_rounds_of_files_are_not_cut(counted):
 def test_files_that_remain_are_cut_by_row_groups_and_then_rows():
     groups = [[4], [4], [4, 4, 4, 2]]
     cuts = [cut(groups, lane, 2) for lane in range(2)]
-    assert cuts[0].pieces == (Piece(0), Piece(2, 0, 4), Piece(2, 8, 12))
-    assert cuts[1].pieces == (Piece(1), Piece(2, 4, 8), Piece(2, 12, 14))
-    assert {one.unit for one in cuts} == {"row_groups"}
-    assert cuts[0].times_read == 1.0
+    assert cuts[0].pieces == (Piece(0), Piece(2, 0, 4), Piece(2, 8, 11))
+    assert cuts[1].pieces == (Piece(1), Piece(2, 4, 8), Piece(2, 11, 14))
+    assert {one.unit for one in cuts} == {"rows"}
+    assert cuts[0].times_read == pytest.approx((8 + 4 + 4 + 2) / 14)  # one of the groups is read by both
+    even = [cut([[4, 4], [4, 4]], lane, 4) for lane in range(4)]
+    assert [one.pieces for one in even] == [(Piece(f, s, s + 4),) for f in (0, 1) for s in (0, 4)]
+    assert {(one.unit, one.times_read) for one in even} == {("row_groups", 1.0)}
     thirds = [cut([[9]], lane, 3) for lane in range(3)]
     assert [one.pieces for one in thirds] == [(Piece(0, 3 * lane, 3 * lane + 3),) for lane in range(3)]
     assert {one.unit for one in thirds} == {"rows"}
@@ -70,6 +73,15 @@ def test_uncountable_files_are_dealt_out_evenly_and_seldom_read_twice(num_files,
 def test_a_lane_may_have_nothing():
     assert [cut([[2]], lane, 4).pieces for lane in range(4)] == [(), (Piece(0, 0, 1),), (), (Piece(0, 1, 2),)]
     assert cut([[]], 0, 2).pieces == ()
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4), st.integers(5, 13))
+def test_fewer_files_than_lanes_are_cut_evenly(groups, num_lanes):
+    sizes = [
+        sum(len(rows_of(piece, sum(groups[piece.file_index]))) for piece in cut(groups, lane, num_lanes).pieces)
+        for lane in range(num_lanes)
+    ]
+    assert max(sizes) - min(sizes) <= 1
 
 
 @given(_GROUPS, st.integers(0, 30), st.one_of(st.none(), st.integers(0, 30)), st.integers(1, 5))

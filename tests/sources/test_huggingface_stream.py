@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from datasets import IterableDataset, concatenate_datasets, interleave_datasets,
 from huggingface_files import BUILDERS, table_of, write_files  # noqa: E402
 from lane_checks import check_lanes, read_batches, read_ids, restored, saved  # noqa: E402
 
+import meshfeed  # noqa: E402
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
 from meshfeed.sources import HuggingFace  # noqa: E402
 
@@ -411,6 +413,36 @@ def test_the_dataset_itself_is_left_as_it_is(other):
     turns = [next(lane)["id"] for _ in range(4) for lane in lanes]  # in turns: they must not share a position
     assert len(set(turns)) == 12
     assert first + [row["id"] for row in rows] == list(range(1000, 1025))
+
+
+def test_through_the_feed(tmp_path):
+    dataset = stream(write_files(tmp_path, "parquet", [30, 0, 41, 25])).map(double)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def feed(data=dataset):
+        return meshfeed.MultiHostDataLoadIterator(
+            HuggingFace(data, columns=["id", "twice"], shuffle_buffer=32),
+            mesh,
+            global_batch_size=16,
+            num_lanes=4,
+            num_epochs=2,
+            seed=3,
+        )
+
+    with feed() as first:
+        states, batches = [first.get_state()], []
+        for batch in first:
+            batches.append(batch["id"].tolist())
+            assert (batch["twice"] == 2 * batch["id"]).all()
+            states.append(first.get_state())
+    assert sorted(itertools.chain(*batches)) == sorted([*range(96), *range(96)])
+    for point in (0, 1, 5, 6, 9, 12):
+        with feed() as second:
+            second.set_state(json.loads(json.dumps(states[point])))
+            assert [batch["id"].tolist() for batch in second] == batches[point:]
+    grown = stream(write_files(tmp_path / "grown", "parquet", [30, 0, 41, 26])).map(double)
+    with feed(grown) as other, pytest.raises(StateMismatchError, match=r"source\.files"):
+        other.set_state(states[3])
 
 
 def test_fingerprint(tmp_path, parquet):

@@ -3,8 +3,8 @@
 Lane i of L reads files i, i + L, i + 2L, … as long as whole rounds of L files are left. The files that remain, fewer
 than L, are cut further, so that lanes stay even:
 
-* where rows can be counted without reading them (Parquet, Arrow, TFRecord shards of TFDS), by row groups i, i + L, …,
-  and the row groups that remain by row ranges;
+* where rows can be counted without reading them (Parquet, Arrow, TFRecord shards of TFDS), by row groups of the full
+  size, i, i + L, …, and the row groups that remain by row ranges, the same number of rows for each lane;
 * where they cannot (CSV, JSON, text), by taking turns: the rows of each remaining file are dealt out in rounds of L,
   and a lane keeps some places of each round. A lane reads at most two such files, and each is read by L / r lanes or
   one more (r files remain).
@@ -14,6 +14,7 @@ The cut is arithmetic on the order of the files: the same on every host, and kno
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -98,10 +99,14 @@ def cut_files(
         turns, times_read = _deal(indices, lane_index, num_lanes)
         return Cut((*pieces, *turns), "turns", indices, times_read)
     groups = [group for file, rows in zip(left, counts, strict=True) for group in _groups(file, rows or ())]
-    rounds = len(groups) // num_lanes
-    pieces += groups[lane_index : rounds * num_lanes : num_lanes]
-    rest = groups[rounds * num_lanes :]
+    # Files end in a short group: only groups of the full size are dealt out whole, or lanes would be uneven.
+    largest = max(map(_size, groups), default=0)
+    full = [group for group in groups if _size(group) == largest]
+    dealt = full[: len(full) // num_lanes * num_lanes]
+    taken = set(dealt)
+    rest = [group for group in groups if group not in taken]
     ranges, rows_read = _ranges(rest, lane_index, num_lanes)
+    ranges = sorted([*dealt[lane_index::num_lanes], *ranges], key=lambda piece: (piece.file_index, piece.start))
     rows = sum(_size(group) for group in groups)
     times_read = (rows - sum(_size(group) for group in rest) + rows_read) / max(rows, 1)
     indices = tuple(file.file_index for file in left)
@@ -161,12 +166,13 @@ def _ranges(groups: Sequence[Piece], lane_index: int, num_lanes: int) -> tuple[l
     mine, rows_read, offset = [], 0, 0
     for group in groups:
         size = _size(group)
-        for lane in range(num_lanes):
-            low, high = max(bounds[lane], offset) - offset, min(bounds[lane + 1], offset + size) - offset
-            if low < high:
-                rows_read += size
-                if lane == lane_index:
-                    mine.append(Piece(group.file_index, group.start + low, group.start + high))
+        first = bisect.bisect_right(bounds, offset) - 1
+        last = bisect.bisect_left(bounds, offset + size) - 1
+        rows_read += size * sum(bounds[lane] < bounds[lane + 1] for lane in range(first, last + 1))
+        low = max(bounds[lane_index], offset) - offset
+        high = min(bounds[lane_index + 1], offset + size) - offset
+        if low < high:
+            mine.append(Piece(group.file_index, group.start + low, group.start + high))
         offset += size
     return mine, rows_read
 
