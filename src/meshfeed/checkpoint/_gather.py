@@ -118,10 +118,9 @@ def _gatherer(plans: tuple[LoadPlan, ...], dtypes: tuple[Any, ...]) -> Any:
 
 def place(buffers: Mapping[Any, np.ndarray[Any, Any]], shape: Sequence[int], sharding: Any, dtype: Any) -> jax.Array:
     """A global array from this process's buffers by device."""
-    # A device_put of its own for each device: two devices must not alias one buffer, or donating one array's shard
-    # would write into the other's.
-    shards = [jax.device_put(buffer, device) for device, buffer in buffers.items()]
-    if shards:
+    # Each device has a buffer of its own: if two aliased one, donating one shard would write into the other.
+    if buffers:
+        shards = jax.device_put(list(buffers.values()), list(buffers))
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
