@@ -31,7 +31,8 @@ def draw(path: str, tables: Sequence[Table]) -> None:
             bars, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values], padding=3, fontsize=8
         )
         panel.set_xscale("log")
-        panel.set_xlim(right=max(values) * 2.5)
+        panel.set_xlim(min(values) / 3, max(values) * 2.5)
+        panel.xaxis.set_visible(False)
         panel.set_title(f"{table.title}: {table.bars}", fontsize=9, loc="left")
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
