@@ -1,0 +1,94 @@
+"""Feeder, agreement and caller put together, with announcements written by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshfeed._agree import WindowAgreement
+from meshfeed._exchange import Exchange
+from meshfeed._feeder import HostBatch
+from meshfeed._pipeline import Pipeline
+from meshfeed._stats import StatsRecorder
+
+
+class Store:
+    """A key-value store in which the announcements of host 0 are there already."""
+
+    def __init__(self, announcements: list[dict[str, Any]]) -> None:
+        self.values = {f"meshfeed/test/a/{number}": json.dumps(value) for number, value in enumerate(announcements)}
+
+    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
+        self.values[key] = value
+
+    def get(self, key: str, seconds: float) -> str | None:
+        return self.values.get(key)
+
+
+class Feeder:
+    """Good batches, and an error at a step."""
+
+    sequential = True
+
+    def __init__(self, bad_step: int) -> None:
+        self.step, self.bad_step = 0, bad_step
+
+    def next(self) -> HostBatch:
+        if self.step == self.bad_step:
+            raise RuntimeError("the disk is on fire")
+        self.step += 1
+        return HostBatch(self.step - 1, 4, {"x": np.zeros(4)}, 32)
+
+    def final(self) -> int | None:
+        return None
+
+    def describe(self) -> str:
+        return "reading"
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetch: int) -> None:
+    go_on = {"stop": None, "window": 8, "info": {}}
+    stop = {"upto": 2, "stop": {"1": "the disk is on fire"}, "window": 8, "info": {}}  # host 0 was too late to wait for
+    agreement = WindowAgreement(
+        Store([{"upto": 1, **go_on}, {"upto": 2, **go_on}, stop]),  # type: ignore[arg-type]
+        scope="test",
+        participants=(0, 1),
+        host=1,
+        first_step=0,
+        pad=False,
+        byte_limit=1 << 30,
+        timeout_seconds=30,
+        describe=lambda: "reading",
+    )
+    pipeline = Pipeline(
+        Feeder(bad_step=3),
+        lambda tree, size: tree,
+        prefetch=prefetch,
+        agreement=agreement,
+        exchange=Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size),
+        first_step=0,
+        timeout_seconds=30,
+        stats=StatsRecorder(),
+        name="test",
+        host=1,
+    )
+    for step in range(2):
+        assert pipeline.peek().batch.step == step
+        pipeline.pop()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the disk is on fire"):
+            pipeline.peek()
+    pipeline.close()
+
+
+def test_windows_leave_room_for_the_largest_batch_of_a_schedule() -> None:
+    exchange = Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size, largest_batch=1024)
+    info = exchange.part_info([HostBatch(0, 4, {"x": np.zeros(4)}, 32)])
+    assert info["bytes"] == 1024 * 8
