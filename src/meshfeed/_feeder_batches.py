@@ -136,7 +136,8 @@ class BatchesFeeder:
         else:
             self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator.get_state()}
         size = self._course.schedule().sizes[0] if batch is None else self._course.size_for(rows_of(batch))
-        num_rows = len(self._host_rows.rows(size))
+        rows = self._host_rows.rows(size)
+        num_rows = len(rows)
         tree, real = None, 0
         if batch is not None:
             real = rows_of(batch)
@@ -148,15 +149,16 @@ class BatchesFeeder:
         if tree is not None and self._settings.mask_key is not None:
             tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < real)
         self._step = step + 1
-        missing = num_rows - real
+        padded = np.asarray(rows[real:])
+        runs = np.split(padded, np.flatnonzero(np.diff(padded) != 1) + 1) if padded.size else []
         return HostBatch(
             step=step,
             global_batch_size=size,
             tree=tree,
             num_bytes=0 if tree is None else num_bytes(tree),
             entries={str(self._host): self._entry} if self._entry else {},
-            # lengths keyed by step and host, so that every host counts the same padding
-            ended={(step + 1) << 32 | self._host: missing} if missing else {},
+            # lengths keyed by step and first row: each host counts the same padding, and rows that several hold once
+            ended={(step + 1) << 32 | int(run[0]): run.size for run in runs},
             times={"read_seconds": seconds},
         )
 

@@ -180,6 +180,17 @@ def host_batches(counts: list[int], end: str, short: dict[int, int], prefetch: i
         return feed.step, feed.position, seen
 
 
+def host_batches_that_others_hold_too() -> tuple[int, int]:
+    """Hosts that bring the same rows, for a mesh whose model axis spans them; the last batch is short by 3 rows."""
+    batches = ({"x": np.full((8 if number < 4 else 5, 2), number, np.float32)} for number in range(5))
+    with meshfeed.MultiHostDataLoadIterator(
+        batches, sharding_of("replicas"), end="pad", mask_key="mask", timeout_seconds=60
+    ) as feed:
+        for batch in feed:
+            assert batch["x"].shape == (8, 2)
+        return feed.step, feed.position
+
+
 def skip_bad(bad: list[int], limit: float, layout: str, size: int) -> dict[str, Any]:
     """Random access with bad records: rows by step, the ledger, or the error."""
     from meshfeed import CorruptDataError

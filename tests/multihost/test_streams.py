@@ -88,6 +88,11 @@ def test_hosts_that_bring_their_own_batches_stop_at_the_same_step(pools: Any, to
         assert value[:2] == (max(counts[1:]), sum(counts[1:]) * rows)
 
 
+def test_padded_rows_that_several_hosts_hold_count_once(pools: Any) -> None:
+    for result in pools[(2, 4)].run(stream_jobs.host_batches_that_others_hold_too):
+        assert result.value == (5, 4 * 8 + 5)
+
+
 def test_bad_records_are_replaced_alike_on_every_topology(pools: Any) -> None:
     bad = [3, 77, 150]
     seen = {}
