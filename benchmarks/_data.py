@@ -27,10 +27,11 @@ def write_array_record(path: str, records: Any, options: str = "group_size:1,unc
     from array_record.python.array_record_module import ArrayRecordWriter
 
     if not os.path.exists(path):
-        writer = ArrayRecordWriter(path, options)
+        writer = ArrayRecordWriter(f"{path}.part", options)  # half a file must not pass for a whole one the next time
         for record in records:
             writer.write(record if isinstance(record, bytes) else record.tobytes())
         writer.close()
+        os.replace(f"{path}.part", path)
     return path
 
 
