@@ -55,7 +55,7 @@ def mixed_tree(mesh: Mesh, rows: int = 512) -> dict[str, Any]:
         "uint4": place((np.arange(4096) % 16).astype(jnp.uint4), mesh, "data"),
         "bool": place(rng.integers(0, 2, 4096).astype(bool), mesh, "model"),
         "complex": place(special_floats(np.complex64, 1024), mesh),
-        "scalar": place(np.float32(-0.0), mesh),
+        "scalar": place(np.array(-0.0, np.float32), mesh),
         "empty_array": place(np.zeros((0, 3), np.float32), mesh),
         "none": None,
         "empty": {},

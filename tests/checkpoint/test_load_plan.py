@@ -62,6 +62,7 @@ def test_every_plan_is_exact(mesh_shape, shape, spec, axis_type):
         if name in _load_plan.free_axes(sharding)
     ]
     for plan in plans:
+        values, buffers = np.zeros(shape), {}
         for dtype in (np.float32, jnp.bfloat16) if not spec else (jnp.bfloat16,):
             values = special_floats(dtype, int(np.prod(shape))).reshape(shape)
             buffers = pieces_of(plan, values)
