@@ -43,9 +43,7 @@ class StatsRecorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, Any] = {  # ints and floats, as their fields are
-            field.name: field.default
-            for field in dataclasses.fields(FeedStats)
-            if field.name != "stall_fraction"
+            field.name: field.default for field in dataclasses.fields(FeedStats) if field.name != "stall_fraction"
         }
         self._first_next: float | None = None
         self._last_delivery: float | None = None
