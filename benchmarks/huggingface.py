@@ -135,10 +135,11 @@ def measure(arguments: argparse.Namespace) -> list[Table]:
         stream = datasets.load_dataset(
             "parquet", data_files=paths, split="train", streaming=True, cache_dir=str(folder / "cache")
         )
+        source = HuggingFace(stream)
         ways = {
             "pyarrow, read": Way(forever(lambda: pyarrow_batches(paths, 1024))),
-            "meshfeed, 16 lanes, read": Way(forever(lambda: lane_batches(HuggingFace(stream), 16, 64))),
-            "meshfeed, 12 lanes, read": Way(forever(lambda: lane_batches(HuggingFace(stream), 12, 64))),
+            "meshfeed, 16 lanes, read": Way(forever(lambda: lane_batches(source, 16, 64))),
+            "meshfeed, 12 lanes, read": Way(forever(lambda: lane_batches(source, 12, 64))),
             "meshfeed, 16 lanes": Way(forever(feed_of(stream, mesh, 1024, num_lanes=16)), drain=4096),
             "datasets, row by row, read": Way(forever(lambda: example_batches(stream, 64))),
         }
@@ -153,7 +154,7 @@ def measure(arguments: argparse.Namespace) -> list[Table]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=64_000, help="records in all files")
+    parser.add_argument("--rows", type=int, default=96_000, help="records in all files")
     parser.add_argument("--batch", type=int, default=256, help="global batch size, map-style")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")

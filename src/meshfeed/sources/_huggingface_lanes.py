@@ -104,13 +104,13 @@ class TableLane(_Lane):
                     break
                 raise
             count = min(num_records - size, self._block_stop - self._row)
-            part = jax.tree.map(lambda leaf, a=start, n=count: leaf[a : a + n], self._block)
+            part = _rows_of(self._block, start, start + count)
             if parts and not _alike(parts[0], part):
                 break
             parts.append(part)
             self._row += count
             size += count
-        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        return parts[0] if len(parts) == 1 else _concatenate(parts)
 
     def get_state(self) -> JsonValue:
         """State after the last record given."""
@@ -279,6 +279,23 @@ class ReplayedLane:
     def close(self) -> None:
         """Closes the files."""
         self._lane.close()
+
+
+def _rows_of(block: dict[str, PyTree], start: int, stop: int) -> dict[str, PyTree]:
+    # Almost all columns are arrays, and walking a tree costs more than slicing one.
+    return {
+        name: value[start:stop] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[start:stop], value)
+        for name, value in block.items()
+    }
+
+
+def _concatenate(parts: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
+    return {
+        name: np.concatenate([part[name] for part in parts])
+        if isinstance(value, np.ndarray)
+        else jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part[name] for part in parts))
+        for name, value in parts[0].items()
+    }
 
 
 def _alike(first: PyTree, second: PyTree) -> bool:
