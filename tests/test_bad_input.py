@@ -269,3 +269,10 @@ def test_every_error_is_a_meshfeed_error_and_survives_a_process_border() -> None
     for name in meshfeed.__all__:
         value = getattr(meshfeed, name) if name.endswith("Error") else None
         assert value is None or issubclass(value, meshfeed.MeshfeedError)
+
+
+def test_functions_that_cannot_be_called_are_refused_where_they_are_given(tmp_path: Any) -> None:
+    with pytest.raises(meshfeed.SourceError, match=r"open\(lane_index, num_lanes\)"):
+        meshfeed.sources.Stream(lambda lane_index: iter([]))
+    with pytest.raises(meshfeed.SettingsError, match="decode='utf8'"):
+        meshfeed.sources.ArrayRecord(str(tmp_path / "x"), decode="utf8")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshfeed import _process, _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
-from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped
+from meshfeed._feeder import EMPTY_STREAM, HostBatch, HostRows, Place, add_skipped
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._identity import source_identity
 from meshfeed._lane import Lane, LaneEntry, LaneSettings
@@ -299,6 +299,8 @@ class LanesFeeder:
         self._step = place.step
         self._asked = place.step
         self._go_on = hosts_agree and settings.end == "pad"
+        self._hosts_agree = hosts_agree
+        self.empty = True  # no lane of this host has had a record so far
         self._spec: RecordSpec | None = None
         self._final: int | None = None
         self._group: LaneGroup | None = None
@@ -328,6 +330,9 @@ class LanesFeeder:
         per_lane = self._rows_per_lane(step)
         rows = self._host_rows.rows(size)
         group = self._read(step)
+        self.empty = self.empty and not any(row.entry.records for row in group.lanes.values())
+        if self.empty and group.lanes and not self._hosts_agree:
+            raise SourceError(EMPTY_STREAM)
         short = [lane for lane, row in group.lanes.items() if row.taken.count < per_lane]
         if short and self._settings.end == "drop":
             raise StopIteration

@@ -18,7 +18,7 @@ import xxhash
 
 from meshfeed._agree import Part
 from meshfeed._errors import AgreementError, MeshfeedError, SourceError
-from meshfeed._feeder import HostBatch
+from meshfeed._feeder import EMPTY_STREAM, HostBatch
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._process import format_hosts
 from meshfeed._settings import SkipBad
@@ -136,6 +136,8 @@ class Exchange:
         for host, part in parts.items():
             if "failed" in part.info:
                 return info, f"source|host {host} failed while it prepared its batches: {part.info['failed']}"
+        if all(part.info.get("empty") for part in parts.values()):
+            return info, f"source|{EMPTY_STREAM}"
         verdict = self._judge_records(parts) or self._judge_sizes(parts) or self._judge_replicas(parts)
         if verdict is None and self._bad_records is not None:
             totals = [sum(part.info.get(name, 0) for part in parts.values()) for name in ("records", "bad")]

@@ -11,6 +11,8 @@ from meshfeed._state import FeedState
 from meshfeed._timeline import Timeline
 from meshfeed._types import ColumnSlices, PyTree, RecordIds
 
+EMPTY_STREAM = "the stream is empty: none of its lanes has a record. Look at the files, and at filters before the feed."
+
 
 @dataclasses.dataclass(slots=True)
 class HostBatch:

@@ -135,6 +135,8 @@ class Pipeline:
             if error is None:
                 raise
             info = {"failed": str(failure)}
+        if getattr(self._feeder, "empty", False):
+            info["empty"] = True
         self._window = []
         self._agreement.publish(Part(self._read_step, final, error, info))
 

@@ -292,3 +292,21 @@ def stalls(timeout: float) -> str:
 
         threading.Thread(target=feed.close, daemon=True).start()
     return "no error"
+
+
+def empty(end: str) -> str:
+    """A stream without a record in any lane."""
+    feed = meshfeed.MultiHostDataLoadIterator(
+        source([0] * 8),
+        sharding_of("rows"),
+        global_batch_size=8,
+        end=end,  # type: ignore[arg-type]
+        num_lanes=8,
+        timeout_seconds=60,
+    )
+    try:
+        return f"{len(list(feed))} batches"
+    except meshfeed.MeshfeedError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        feed.close()

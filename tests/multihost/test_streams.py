@@ -134,3 +134,10 @@ def test_a_host_that_stalls_is_named_on_the_others(pools: Any) -> None:
         assert float(waited) < 30
         assert "host 1" in text, text
         assert "slow.array_record" in text, text
+
+
+@pytest.mark.parametrize("end", ["drop", "pad"])
+def test_a_stream_that_is_empty_everywhere_is_an_error_on_every_host(pools: Any, end: str) -> None:
+    for topology in ((1, 8), (2, 4)):
+        for result in pools[topology].run(stream_jobs.empty, end):
+            assert result.value.startswith("SourceError: the stream is empty: none of its lanes has a record."), result

@@ -57,6 +57,13 @@ class ArrayRecord:
                 "decode_batch for a list of them.",
                 setting="decode_batch",
             )
+        for name, function in (("decode", decode), ("decode_batch", decode_batch)):
+            if function is not None and not callable(function):
+                raise SettingsError(
+                    f"ArrayRecord got {name}={function!r}. Expected a function of "
+                    f"{'one record (bytes)' if name == 'decode' else 'a list of records (bytes)'} that gives arrays.",
+                    setting=name,
+                )
         self.decode = decode
         self.decode_batch = decode_batch
         self._cache = cache

@@ -43,6 +43,15 @@ class Stream:
                 "itertools.islice(make_records(), lane_index, None, num_lanes)); for batches: HostBatches(iterable)."
             )
         try:
+            inspect.signature(open).bind(0, 1, **({"epoch": 0} if _takes_keyword(open, "epoch") else {}))
+        except ValueError:  # some callables of C have no signature
+            pass
+        except TypeError as error:
+            raise SourceError(
+                f"Stream got {getattr(open, '__qualname__', open)}{inspect.signature(open)}, which cannot be called as "
+                f"open(lane_index, num_lanes): {error}. Give it these two parameters, and epoch= if it wants the epoch."
+            ) from None
+        try:
             json.dumps(fingerprint)
         except (TypeError, ValueError) as error:
             raise SettingsError(
