@@ -82,7 +82,7 @@ def _compare(stored: StoredArrays, names: list[str], leaves: list[Any], kinds: d
         raise CheckpointError(
             f"{stored.directory}: the tree that is wanted and the stored one differ: wanted but not stored "
             f"{_some(missing)}; stored but not wanted {_some(extra)}. Give the structure that was saved, put ... for "
-            "leaves to leave out, or pass partial_restore=True."
+            "leaves to leave out, or restore with ArraysRestore(tree, partial_restore=True)."
         )
 
 

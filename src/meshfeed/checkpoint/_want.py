@@ -127,7 +127,8 @@ def _check_shape(stored: StoredArrays, name: str, found: tuple[int, ...], wanted
     if strict or len(tuple(wanted)) != len(found):
         raise CheckpointError(
             f"{stored.directory}: parameter {name!r} has the stored shape {found}, wanted is {tuple(wanted)}. Ask for "
-            "the stored shape, or set strict=False in ArrayRestoreArgs to cut it or fill it with zeros."
+            "the stored shape, or set strict=False (in ArraysRestore, or in Orbax's ArrayRestoreArgs) to cut it or "
+            "fill it with zeros."
         )
 
 
