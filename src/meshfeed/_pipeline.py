@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -130,7 +131,7 @@ class Pipeline:
         if self._agreement is None:
             return
         try:
-            info = self._exchange.part_info(self._window)
+            info: dict[str, Any] = self._exchange.part_info(self._window)
         except Exception as failure:
             if error is None:
                 raise
