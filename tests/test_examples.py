@@ -18,6 +18,9 @@ EXAMPLES = ROOT / "examples"
 def run(name: str, *arguments: str, devices: int = 8) -> str:
     env = dict(os.environ)
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    # Steps of many CPU devices in flight at once can starve XLA's few threads until it ends the process (seen on 2 busy
+    # cores). Accelerators have no such limit, so the examples need not wait for each step.
+    env["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / name), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
