@@ -13,16 +13,31 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+# Steps of many CPU devices in flight at once can starve XLA's few threads until it ends the process (seen on 2 busy
+# cores). Accelerators have no such limit, so the examples themselves need not wait for each step.
+LAUNCH = """
+import pathlib, runpy, sys
+import jax
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+sys.argv = sys.argv[1:]
+sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def run(name: str, *arguments: str, devices: int = 8) -> str:
     env = dict(os.environ)
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    # Steps of many CPU devices in flight at once can starve XLA's few threads until it ends the process (seen on 2 busy
-    # cores). Accelerators have no such limit, so the examples need not wait for each step.
-    env["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / name), *arguments]
+    command = [
+        sys.executable,
+        "-W",
+        "error::DeprecationWarning:__main__",
+        "-c",
+        LAUNCH,
+        str(EXAMPLES / name),
+        *arguments,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return ended.stdout
