@@ -183,7 +183,7 @@ class BatchesCourse:
             kind=self.kind,
             position=place.position,
             step=place.step,
-            segments=[[s.first_step, s.first_position, s.size] for s in place.timeline.delivered(place.step)],
+            segments=place.timeline.delivered_json(place.step),
             fingerprint=self.fingerprint(place),
             hosts={host: _state.seal(dict(entry)) for host, entry in place.entries.items()},
         )

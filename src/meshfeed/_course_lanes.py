@@ -174,7 +174,7 @@ class LanesCourse:
             kind=self.kind,
             position=place.position,
             step=place.step,
-            segments=[[s.first_step, s.first_position, s.size] for s in place.timeline.delivered(place.step)],
+            segments=place.timeline.delivered_json(place.step),
             fingerprint=self.fingerprint(place),
             num_lanes=place.num_lanes,
             lanes={lane: entry.to_json() for lane, entry in sorted(place.entries.items(), key=lambda i: int(i[0]))},

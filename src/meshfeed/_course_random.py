@@ -124,7 +124,7 @@ class RandomCourse:
         return _state.FeedState(
             kind=self.kind,
             position=place.position,
-            segments=[[s.first_step, s.first_position, s.size] for s in place.timeline.delivered(place.step)],
+            segments=place.timeline.delivered_json(place.step),
             fingerprint=self.fingerprint(place),
             skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
         )

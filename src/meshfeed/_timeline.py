@@ -84,6 +84,10 @@ class Timeline:
         """Segments of the steps before ``step``."""
         return tuple(segment for segment in self.segments if segment.first_step < step)
 
+    def delivered_json(self, step: int) -> list[list[int]]:
+        """:meth:`delivered` as a state holds it; :func:`parse_segments` reads it."""
+        return [[s.first_step, s.first_position, s.size] for s in self.delivered(step)]
+
 
 def parse_segments(raw: object) -> tuple[Segment, ...]:
     """Segments of a state, checked.

@@ -11,6 +11,7 @@ from etils import epath
 
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError
+from meshfeed._state import flatten
 from meshfeed.checkpoint import _foreign, _verify
 from meshfeed.checkpoint._leaves import dtype_of
 from meshfeed.checkpoint._manifest import Manifest, read_manifest
@@ -145,7 +146,7 @@ def _load(path: Any) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not there. Give a step's folder, an iterator's folder, or a JSON state.")
     if not path.is_dir():
         document = json.loads(path.read_text())
-        return {"state": _flatten(document.get("state", document)), "leaves": {}}
+        return {"state": flatten(document.get("state", document)), "leaves": {}}
     iterator = path / ITERATOR if (path / ITERATOR).exists() else path
     state = _state_files.read_state(iterator) if _state_files.state_paths(iterator) else {}
     arrays = path / ARRAYS if (path / ARRAYS).exists() else path
@@ -153,7 +154,7 @@ def _load(path: Any) -> dict[str, Any]:
     if not state and manifest is None:
         raise CheckpointError(f"{path}: neither a step that a Checkpointer wrote nor a saved state.")
     leaves = {} if manifest is None else {name: _summary(manifest, name) for name in manifest.leaves}
-    return {"state": _flatten(state), "leaves": leaves}
+    return {"state": flatten(state), "leaves": leaves}
 
 
 def _summary(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -164,15 +165,6 @@ def _summary(manifest: Manifest, name: str) -> dict[str, Any]:
         entry["chunk"] = manifest.leaves[name].get("cell")
         entry["digests"] = [digests[cell] for cell in sorted(digests)]
     return entry
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        flat: dict[str, Any] = {}
-        for key, child in value.items():
-            flat.update(_flatten(child, f"{prefix}.{key}" if prefix else str(key)))
-        return flat
-    return {prefix: value}
 
 
 class _Template:
