@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import feed_jobs
+from host_pools import host_pools
 
 from meshfeed._order import EpochOrder
-from meshfeed.testing import HostPool
 
 BATCH = 24
 SETTINGS: dict[str, Any] = {"global_batch_size": BATCH, "shuffle": True, "seed": 7, "num_epochs": 2}
@@ -47,10 +47,8 @@ TOPOLOGIES = [(1, 8), (2, 4), (4, 2), (3, 2)]
 
 @pytest.fixture(scope="module")
 def pools() -> Any:
-    made = {topology: HostPool(*topology, timeout_seconds=240) for topology in TOPOLOGIES}
-    yield made
-    for pool in made.values():
-        pool.close()
+    with host_pools({topology: topology for topology in TOPOLOGIES}, timeout_seconds=240) as pools:
+        yield pools
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -13,19 +13,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mixture_jobs
+from host_pools import host_pools
 
 import meshfeed
-from meshfeed.testing import HostPool
 
 TOPOLOGIES = [(2, 4), (3, 2)]
 
 
 @pytest.fixture(scope="module")
 def pools() -> Any:
-    made = {topology: HostPool(*topology, timeout_seconds=240) for topology in TOPOLOGIES}
-    yield made
-    for pool in made.values():
-        pool.close()
+    with host_pools({topology: topology for topology in TOPOLOGIES}, timeout_seconds=240) as pools:
+        yield pools
 
 
 def rows(kind: str, steps: int) -> list[Any]:

@@ -12,8 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import source_jobs
-
-from meshfeed.testing import HostPool
+from host_pools import host_pools
 
 pytest.importorskip("datasets")
 TOPOLOGIES = {1: 4, 2: 2, 3: 2, 4: 1}
@@ -22,10 +21,8 @@ SAVE_AT = 3
 
 @pytest.fixture(scope="module")
 def pools() -> Any:
-    made = {hosts: HostPool(hosts, devices, timeout_seconds=500) for hosts, devices in TOPOLOGIES.items()}
-    yield made
-    for pool in made.values():
-        pool.close()
+    with host_pools({hosts: (hosts, devices) for hosts, devices in TOPOLOGIES.items()}, timeout_seconds=500) as pools:
+        yield pools
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import stream_jobs
+from host_pools import host_pools
 
 import meshfeed
-from meshfeed.testing import HostPool
 
 TOPOLOGIES = [(1, 8), (2, 4), (4, 2)]
 UNEVEN = [57, 40, 90, 90, 41, 40, 88, 73]
@@ -36,10 +36,8 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def pools() -> Any:
-    made = {topology: HostPool(*topology, timeout_seconds=240) for topology in TOPOLOGIES}
-    yield made
-    for pool in made.values():
-        pool.close()
+    with host_pools({topology: topology for topology in TOPOLOGIES}, timeout_seconds=240) as pools:
+        yield pools
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
