@@ -11,6 +11,8 @@ feed = meshfeed.MultiHostDataLoadIterator(
 )
 for batch in feed:  # {"tokens": jax.Array int32[64, 128]}, over the whole mesh
     loss = batch["tokens"].mean()  # your step
+    if feed.step % 20 == 0:
+        print(f"step {feed.step}, loss {loss:,.0f}")  # waits for the step
     if feed.step == 100:
         break
 state = feed.get_state()  # a small JSON dict; feed.set_state(state) goes on from here, on any number of hosts
