@@ -15,6 +15,7 @@ from orbax.checkpoint import future as orbax_future
 
 from meshfeed._errors import CheckpointError
 from meshfeed._process import process_count, process_index
+from meshfeed._reshard import without_ambient_mesh
 from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._digests import ShardDigests
 from meshfeed.checkpoint._leaves import describe_array, is_key
@@ -75,6 +76,31 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     ) -> Sequence[orbax_future.Future]:
         """Captures the arrays, and gives futures that write them and their digests."""
         args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
+        with without_ambient_mesh():  # not over an await: another coroutine of this thread may want the caller's
+            laid_values, entries, pending = self._lay_out(values, infos, args)
+        futures = list(await super().serialize(laid_values, infos, args))
+        for shards in pending.values():
+            shards.capture()
+        process = process_index()
+        info = infos[0]
+
+        async def write_digests() -> None:
+            await info.await_path_creation()
+
+            def write() -> None:
+                digests = {name: shards.compute() for name, shards in pending.items()}
+                keeps = process == 0 or self._local_storage
+                _manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries if keeps else {}, digests)
+
+            await asyncio.to_thread(write)
+
+        futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
+        return futures
+
+    def _lay_out(
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: list[Any]
+    ) -> tuple[list[jax.Array], dict[str, Any], dict[str, ShardDigests]]:
+        """Arrays for Orbax to write, manifest entries and digests to come by name; adapts ``args`` in place."""
         entries: dict[str, Any] = {}
         pending: dict[str, ShardDigests] = {}
         limited = getattr(infos[0].device_host_byte_limiter, "max_bytes", None) is not None if infos else False
@@ -107,24 +133,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 if not self.has_dispatcher():
                     pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
             entries[info.name] = entry
-        futures = list(await super().serialize(laid_values, infos, args))
-        for shards in pending.values():
-            shards.capture()
-        process = process_index()
-        info = infos[0]
-
-        async def write_digests() -> None:
-            await info.await_path_creation()
-
-            def write() -> None:
-                digests = {name: shards.compute() for name, shards in pending.items()}
-                keeps = process == 0 or self._local_storage
-                _manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries if keeps else {}, digests)
-
-            await asyncio.to_thread(write)
-
-        futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
-        return futures
+        return laid_values, entries, pending
 
     def _is_synchronous(self, info: Any) -> bool:
         # Values that Orbax moves to the host later must be kept by the caller until then, and are not copied here.

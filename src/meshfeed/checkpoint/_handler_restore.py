@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from meshfeed._errors import CheckpointError
+from meshfeed._reshard import without_ambient_mesh
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._engine import restore_leaves
 from meshfeed.checkpoint._options import RestoreOptions
@@ -47,10 +48,11 @@ def restore_for_handler(
             )
         return stored, wanted
 
-    stored, wanted = agreement.attempt(plan)
-    requests = [request for request, _ in wanted if request is not None]
-    results = iter(restore_leaves(stored, requests, options, agreement))
-    return [finish(None if request is None else next(results)) for request, finish in wanted]
+    with without_ambient_mesh():  # parameters may lie on other devices than the caller's jax.set_mesh
+        stored, wanted = agreement.attempt(plan)
+        requests = [request for request, _ in wanted if request is not None]
+        results = iter(restore_leaves(stored, requests, options, agreement))
+        return [finish(None if request is None else next(results)) for request, finish in wanted]
 
 
 def _sharding(stored: StoredArrays, name: str, arg: Any, metadata: Any) -> Any:

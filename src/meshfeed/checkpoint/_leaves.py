@@ -16,7 +16,7 @@ import numpy as np
 
 from meshfeed._errors import CheckpointError
 from meshfeed._process import process_count
-from meshfeed._reshard import bit_width
+from meshfeed._reshard import bit_width, without_ambient_mesh
 from meshfeed._state import decode_value, encode_value
 
 _AS_THEY_ARE = frozenset({"bfloat16", "float16", "int4"})
@@ -162,7 +162,8 @@ def _encode_local(leaf: jax.Array) -> tuple[dict[str, Any], np.ndarray[Any, Any]
     entry.pop("sharding", None)
     if leaf.size == 0:
         return entry, np.zeros((1,) * leaf.ndim, np.uint8)
-    values = np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    with without_ambient_mesh():  # one over all hosts has devices that this array lacks
+        values = np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     return entry, numpy_to_bits(values) if entry.get("stored") == "bits" else values
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from meshfeed._errors import CheckpointError
+from meshfeed._reshard import without_ambient_mesh
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._engine import LeafRequest, restore_leaves
 from meshfeed.checkpoint._leaves import dtype_of, leaf_name, python_value, tree_of
@@ -68,10 +69,11 @@ def restore_tree(
             _want(stored, name, leaf, kinds, strict) for name, (_, leaf) in zip(names, flat, strict=True)
         ], structure
 
-    wanted, structure = agreement.attempt(plan)
-    requests = [request for request, _ in wanted if request is not None]
-    results = iter(restore_leaves(stored, requests, options, agreement))
-    leaves = [finish(None if request is None else next(results)) for request, finish in wanted]
+    with without_ambient_mesh():  # leaves may lie on other devices than the caller's jax.set_mesh
+        wanted, structure = agreement.attempt(plan)
+        requests = [request for request, _ in wanted if request is not None]
+        results = iter(restore_leaves(stored, requests, options, agreement))
+        leaves = [finish(None if request is None else next(results)) for request, finish in wanted]
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 
