@@ -4,87 +4,25 @@ from __future__ import annotations
 
 import logging
 import pathlib
-import sys
 
+import checkpoint_feeds
+import checkpoint_trees
 import pytest
+from checkpoint_jobs import NUM_LANES, lanes, restore_elsewhere, save_and_restore, stored_bytes
 
 from meshfeed.testing import HostPool
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "checkpoint"))
-import checkpoint_feeds
-import checkpoint_trees
-
 pytestmark = pytest.mark.multihost
-
-NUM_LANES = 8
-
-
-def _lanes():
-    import jax
-
-    each = NUM_LANES // jax.process_count()
-    return list(range(jax.process_index() * each, (jax.process_index() + 1) * each))
-
-
-def _bytes_read() -> float:
-    import tensorstore
-
-    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(entry.get("value", 0) for metric in metrics for entry in metric["values"])
-
-
-def save_and_restore(directory: str, shape: tuple[int, int], modes: list[tuple[str, int | None]]):
-    """Saves on this mesh, restores in each mode, compares; gives bytes read by mode."""
-    import jax
-
-    from meshfeed.checkpoint import Checkpointer
-
-    mesh = checkpoint_trees.make_mesh(*shape)
-    tree = checkpoint_trees.mixed_tree(mesh)
-    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
-    next(feed)
-    read = {}
-    path = f"{directory}/{shape[0]}x{shape[1]}"
-    with Checkpointer(path, save_interval_steps=1) as ckpt:
-        assert ckpt.save(3, tree, feed)
-        next(feed)
-    for mode, limit in modes:
-        other = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
-        with Checkpointer(path, restore=mode, memory_limit_bytes=limit) as ckpt:
-            before = _bytes_read()
-            step, restored = ckpt.restore(checkpoint_trees.abstract(tree), other)
-            read[f"{mode} {limit}"] = _bytes_read() - before
-        assert (step, other.position) == (3, 8)
-        assert other.counters == {lane: 1 + lane for lane in _lanes()}
-        checkpoint_trees.assert_same(tree, restored)
-    assert jax.process_count() > 1
-    return read
 
 
 def save_on_one_device(directory: str):
     """The least favourable layout: every leaf up to 16 MiB is one chunk."""
     from meshfeed.checkpoint import Checkpointer
 
-    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
+    feed = checkpoint_feeds.LaneFeed(lanes(), NUM_LANES)
     next(feed)
     with Checkpointer(f"{directory}/1x1", save_interval_steps=1) as ckpt:
         ckpt.save(3, checkpoint_trees.mixed_tree(checkpoint_trees.make_mesh(1, 1)), feed)
-
-
-def restore_elsewhere(directory: str, saved: str, shape: tuple[int, int]):
-    """Restores what another job saved, on this job's mesh."""
-    from meshfeed.checkpoint import Checkpointer
-
-    tree = checkpoint_trees.mixed_tree(checkpoint_trees.make_mesh(*shape))
-    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
-    with Checkpointer(f"{directory}/{saved}") as ckpt:
-        before = _bytes_read()
-        step, restored = ckpt.restore(checkpoint_trees.abstract(tree), feed)
-        read = _bytes_read() - before
-    assert (step, feed.position) == (3, 8)
-    assert feed.counters == {lane: 1 + lane for lane in _lanes()}
-    checkpoint_trees.assert_same(tree, restored)
-    return read
 
 
 def fail_on_host_1(directory: str):
@@ -94,7 +32,7 @@ def fail_on_host_1(directory: str):
     from meshfeed.checkpoint import Checkpointer, _stored
 
     tree = checkpoint_trees.mixed_tree(checkpoint_trees.make_mesh(4, 2))
-    feed = checkpoint_feeds.LaneFeed(_lanes(), NUM_LANES)
+    feed = checkpoint_feeds.LaneFeed(lanes(), NUM_LANES)
     whole = _stored.StoredArrays.finish_read
 
     def fail(self, leaf, box, future, verify):
@@ -202,19 +140,15 @@ def restore_on_parts(directory: str):
     return "saved"
 
 
-def _stored_bytes(directory: pathlib.Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
 def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
     modes = [("once", None), ("once", 1 << 20), ("single_replica", None), ("every_host", None)]
     save_on_one_device(str(tmp_path))
     with HostPool(num_hosts=4, devices_per_host=2, timeout_seconds=240) as pool:
         read = [result.value for result in pool.run(restore_elsewhere, str(tmp_path), "1x1", (4, 2))]
-        assert sum(read) <= 1.1 * _stored_bytes(tmp_path / "1x1/3/arrays")
+        assert sum(read) <= 1.1 * stored_bytes(tmp_path / "1x1/3/arrays")
         for shape in ((4, 2), (1, 8)):
             results = pool.run(save_and_restore, str(tmp_path), shape, modes)
-            stored = _stored_bytes(tmp_path / f"{shape[0]}x{shape[1]}/3/arrays")
+            stored = stored_bytes(tmp_path / f"{shape[0]}x{shape[1]}/3/arrays")
             for limit in (None, 1 << 20):
                 read = [result.value[f"once {limit}"] for result in results]
                 assert sum(read) <= 1.1 * stored
@@ -229,6 +163,6 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
     with HostPool(num_hosts=2, devices_per_host=2, timeout_seconds=120) as pool:
         for saved, shape in (("4x2", (2, 2)), ("1x8", (4, 1))):
             read = [result.value for result in pool.run(restore_elsewhere, str(tmp_path), saved, shape)]
-            assert sum(read) <= 1.1 * _stored_bytes(tmp_path / f"{saved}/3/arrays")
+            assert sum(read) <= 1.1 * stored_bytes(tmp_path / f"{saved}/3/arrays")
     # one process of eight devices
     restore_elsewhere(str(tmp_path), "4x2", (8, 1))
