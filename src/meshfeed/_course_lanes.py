@@ -13,7 +13,8 @@ from meshfeed._feeder import EMPTY_STREAM, HostBatch, HostRows, Place, add_skipp
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._identity import source_identity
 from meshfeed._lane import Lane, LaneEntry, LaneSettings
-from meshfeed._lane_group import GroupRows, LaneGroup, WorkerLanes, needed_lanes, place_rows
+from meshfeed._lane_group import GroupRows, LaneGroup, WorkerLanes
+from meshfeed._lane_place import LaneRun, lane_runs, needed_lanes, place_rows
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._settings import BatchSchedule, FeedSettings
 from meshfeed._types import PyTree, RecordIds
@@ -302,6 +303,7 @@ class LanesFeeder:
         self._hosts_agree = hosts_agree
         self.empty = True  # no lane of this host has had a record so far
         self._spec: RecordSpec | None = None
+        self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # by batch size: this host's rows, and their runs
         self._final: int | None = None
         self._group: LaneGroup | None = None
         self._workers: WorkerLanes | None = None
@@ -328,7 +330,10 @@ class LanesFeeder:
         step = self._step
         size = self._timeline.at(step)[1]
         per_lane = self._rows_per_lane(step)
-        rows = self._host_rows.rows(size)
+        if size not in self._runs:
+            rows = self._host_rows.rows(size)
+            self._runs[size] = len(rows), lane_runs(rows, per_lane)
+        num_rows, runs = self._runs[size]
         group = self._read(step)
         self.empty = self.empty and not any(row.entry.records for row in group.lanes.values())
         if self.empty and group.lanes and not self._hosts_agree:
@@ -341,7 +346,9 @@ class LanesFeeder:
                 raise StopIteration
             self._final = step if self._final is None else self._final
         self._step = step + 1
-        tree, real, self._spec = place_rows(group.lanes, rows, per_lane, self._spec)
+        tree, real, self._spec = place_rows(
+            {lane: row.taken for lane, row in group.lanes.items()}, runs, num_rows, self._spec
+        )
         if tree is not None and self._settings.mask_key is not None:
             tree = add_mask(tree, self._settings.mask_key, real)
         return HostBatch(

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
-from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch
 from meshfeed._lane import Lane, LaneEntry, LaneSettings, Taken
 from meshfeed._settings import Workers
 from meshfeed._threads import Threads
-from meshfeed._types import PyTree
 from meshfeed._workers import WorkerPool, pickle_task
 
 
@@ -169,59 +164,3 @@ class WorkerLanes:
     def close(self) -> None:
         """Ends the processes."""
         self._pool.close()
-
-
-def place_rows(
-    lanes: Mapping[int, LaneRows], rows: np.ndarray, rows_per_lane: int, spec: RecordSpec | None
-) -> tuple[PyTree | None, np.ndarray, RecordSpec | None]:
-    """Lays the rows of lanes out as this host's part of a batch.
-
-    Args:
-      lanes: at least those that ``rows`` need.
-      rows: this host's rows of the global batch, int64, rising.
-      rows_per_lane: rows of the global batch that each lane feeds.
-      spec: structure that records must have, if known.
-
-    Returns:
-      The tree ``[len(rows), ...]`` with zeros in rows that no lane filled (None if none did and ``spec`` is None), a
-      bool ``[len(rows)]`` of the real rows, and the records' structure.
-
-    Raises:
-      SourceError: lanes whose records differ.
-    """
-    pieces: list[tuple[slice, PyTree, slice]] = []
-    real = np.zeros(len(rows), bool)
-    for lane_index in np.unique(rows // rows_per_lane).tolist():
-        taken = lanes[lane_index].taken
-        if taken.tree is None:
-            continue
-        found = spec_of_batch(taken.tree, taken.count, what=f"lane {lane_index}")
-        if spec is None:
-            spec = found
-        check_spec(spec, found, what=f"lane {lane_index}")
-        first, last = np.searchsorted(rows, (lane_index * rows_per_lane, (lane_index + 1) * rows_per_lane)).tolist()
-        offsets = rows[first:last] - lane_index * rows_per_lane  # a host's rows of one lane may be a part of it
-        filled = offsets < taken.count
-        real[first:last] = filled
-        start = first
-        for run in np.split(offsets[filled], np.flatnonzero(np.diff(offsets[filled]) != 1) + 1):
-            if run.size:
-                target = slice(start, start + run.size)
-                pieces.append((target, taken.tree, slice(int(run[0]), int(run[-1]) + 1)))
-                start += run.size
-    if spec is None:
-        return None, real, None
-    if len(pieces) == 1 and pieces[0][0] == slice(0, len(rows)):
-        _, tree, part = pieces[0]
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[part], tree), real, spec
-    output = spec.empty(len(rows)) if real.all() else spec.zeros(len(rows))
-    leaves = jax.tree.leaves(output)
-    for target, tree, part in pieces:
-        for leaf, source_leaf in zip(leaves, jax.tree.leaves(tree), strict=True):
-            leaf[target] = np.asarray(source_leaf)[part]
-    return output, real, spec
-
-
-def needed_lanes(rows: Sequence[int] | np.ndarray, rows_per_lane: int) -> list[int]:
-    """Lanes that feed ``rows``."""
-    return np.unique(np.asarray(rows, np.int64) // rows_per_lane).tolist()

@@ -6,6 +6,7 @@ becomes a dict. Text, nulls and ragged lists are errors that name the column.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -64,9 +65,7 @@ class ColumnRows:
     def __init__(self, name: str, chunks: list[pa.Array], arrow_type: pa.DataType, all_columns: list[str]) -> None:
         self._name = name
         self._chunks = chunks
-        if is_text(arrow_type):
-            raise text_error(name, arrow_type, all_columns)
-        _check_type(arrow_type, name)
+        _check_column(name, arrow_type, tuple(all_columns))
         self._starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
         self._readers: dict[int, _ChunkRows] = {}
 
@@ -97,6 +96,14 @@ class ColumnRows:
             parts.append((places, part))
         return _merge(parts, len(row_ids), self._name, row_ids)
 
+    def read_range(self, start: int, stop: int) -> PyTree:
+        """Rows ``[start, stop)``; see :meth:`read`."""
+        if len(self._chunks) == 1:
+            rows = self._reader(0).view(start, stop)
+            if rows is not None:
+                return rows
+        return self.read(np.arange(start, stop, dtype=np.int64))
+
     def _reader(self, chunk_index: int) -> _ChunkRows:
         reader = self._readers.get(chunk_index)
         if reader is None:
@@ -113,10 +120,9 @@ def table_rows(table: pa.Table, start: int, stop: int) -> dict[str, PyTree]:
       SourceError: see :class:`ColumnRows`.
     """
     names = table.column_names
-    ids = np.arange(start, stop, dtype=np.int64)
     return {
-        name: ColumnRows(name, table.column(name).chunks, table.schema.field(name).type, names).read(ids)
-        for name in names
+        name: ColumnRows(name, column.chunks, column.type, names).read_range(start, stop)
+        for name, column in zip(names, table.columns, strict=True)
     }
 
 
@@ -138,6 +144,13 @@ def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) ->
         "another record of the same batch. Expected equally long lists. Pad or cut them with map(), or pack them.",
         record_id=record_id,
     )
+
+
+@functools.lru_cache(maxsize=1024)  # a stream asks for the same columns thousands of times
+def _check_column(name: str, arrow_type: pa.DataType, all_columns: tuple[str, ...]) -> None:
+    if is_text(arrow_type):
+        raise text_error(name, arrow_type, list(all_columns))
+    _check_type(arrow_type, name)
 
 
 def _check_type(arrow_type: pa.DataType, name: str) -> None:
@@ -235,6 +248,17 @@ class _ChunkRows:
         inner = (starts[:, None] + np.arange(width)).ravel()
         part = self._child.read(inner, np.repeat(record_ids, width)) if width else self._child._empty()
         return jax.tree.map(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
+
+    def view(self, start: int, stop: int) -> PyTree | None:
+        """Rows ``[start, stop)`` without a copy, or None where :meth:`read` has to look at each row."""
+        if self._valid is not None or self._fields is not None:
+            return None
+        if self._values is not None:
+            return self._values[start:stop]
+        if not self._width or self._child is None:
+            return None
+        values = self._child._flat_values()
+        return None if values is None else values.reshape(-1, self._width)[start:stop]
 
     def _flat_values(self) -> np.ndarray | None:
         return self._values if self._valid is None else None
