@@ -160,6 +160,21 @@ def test_aligned_buffers_are_used_as_they_are(fast: bool) -> None:
         assert pointers == [host[2 * d :].ctypes.data for d in range(8)]
 
 
+@BOTH_WAYS
+def test_an_unaligned_buffer_is_copied_once_and_whole(fast: bool) -> None:
+    sharding = NamedSharding(make_mesh(), P(("data", "model")))
+    assemble = assembler(sharding, fast)
+    plan = plan_host(sharding, 16, 0)
+    for _ in range(2):
+        host = _aligned.empty((17 * 32,), np.int32)[1 : 1 + 16 * 32].reshape(16, 32)  # as b"".join may give it
+        host[:] = np.arange(16)[:, None]
+        array = assemble(host, plan)
+        pointers = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+        assert pointers == [pointers[0] + 2 * 32 * 4 * d for d in range(8)]
+        host[:] = -1
+        np.testing.assert_array_equal(array, np.broadcast_to(np.arange(16)[:, None], (16, 32)))
+
+
 def test_sharded_columns_are_copied_to_aligned_buffers_and_shared_by_replicas() -> None:
     sharding = NamedSharding(make_mesh(), P(None, "model"))
     assemble = assembler(sharding, fast=True)

@@ -34,7 +34,8 @@ def test_every_row_is_where_it_belongs(data: st.DataObject) -> None:
     ]
     assert real.tolist() == [value != 0 for value in wanted]
     if not any(counts[lane] for lane in lanes):
-        assert tree is None and spec is None
+        assert tree is None
+        assert spec is None
         return
     assert tree is not None
     assert tree["id"].tolist() == wanted

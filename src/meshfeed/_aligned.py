@@ -32,6 +32,11 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+def is_aligned(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the first byte lies on a multiple of 64."""
+    return not array.__array_interface__["data"][0] % ALIGNMENT
+
+
 def copy(array: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[Any, Any]:
     """A fresh aligned C-contiguous copy, converted to ``dtype`` without checks if it is given."""
     fresh = empty(array.shape, array.dtype if dtype is None else dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed import _order, _process, _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
-from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped
+from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped, count_skipped
 from meshfeed._host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._identity import source_identity
 from meshfeed._local_iterator import LocalIterator
@@ -90,8 +90,9 @@ class RandomCourse:
             "end": self._settings.end,
         }
 
-    def start(self) -> Place:
+    def start(self, like: Place | None = None) -> Place:
         """Step 0, position 0."""
+        del like
         return Place(_timeline.Timeline(self._schedule), 0, 0, order=self._order)
 
     def restore(self, state: _state.FeedState) -> Place:
@@ -117,7 +118,9 @@ class RandomCourse:
             )
         step = _timeline.derive_step(segments, state.position, order.total, pad=self._pad)
         timeline = _timeline.Timeline(self._schedule, past=segments, step=step, position=state.position)
-        return Place(timeline, step, state.position, skipped=state.skipped or {}, order=order)
+        return Place(
+            timeline, step, state.position, skipped=state.skipped or {}, num_skipped=count_skipped(state), order=order
+        )
 
     def state(self, place: Place) -> _state.FeedState:
         """The same on every host."""
@@ -127,17 +130,28 @@ class RandomCourse:
             segments=place.timeline.delivered_json(place.step),
             fingerprint=self.fingerprint(place),
             skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
+            num_skipped=place.num_skipped or None,
         )
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int]) -> Place:
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
         """The place after a delivered batch."""
-        del ended
-        position, size = place.timeline.at(batch.step)
-        position += size
-        if place.order.total is not None:
-            position = min(position, place.order.total)
+        position = self.records_after(place, batch.step, ended)
         skipped = add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped
-        return Place(place.timeline, batch.step + 1, position, skipped=skipped, order=place.order, source=place.source)
+        return Place(
+            place.timeline,
+            batch.step + 1,
+            position,
+            skipped=skipped,
+            num_skipped=num_skipped,
+            order=place.order,
+            source=place.source,
+        )
+
+    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Records of the stream up to and including ``step``."""
+        del ended
+        position, size = place.timeline.at(step)
+        return position + size if place.order.total is None else min(position + size, place.order.total)
 
     def num_steps(self, place: Place) -> int | None:
         """From the length, the same everywhere, without talking."""
@@ -216,7 +230,8 @@ class RandomFeeder:
         self._workers: WorkerReader | None = None
         self._ahead = 1
         self._spec: RecordSpec | None = None
-        self._doing: tuple[str, float] = ("idle", time.monotonic())
+        # Step and records while reading: put into words only where somebody asks, since that costs more than an order.
+        self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
         self.sequential = settings.num_workers > 0  # workers answer in the order that they were asked in
         if settings.num_workers:
             self._workers = WorkerReader(course.reader, settings.num_workers, timeout_seconds=settings.timeout_seconds)
@@ -252,7 +267,7 @@ class RandomFeeder:
             if asked not in self._pending and (self._last is None or asked < self._last):
                 self._pending[asked] = self._submit(asked)
         record_ids, result = self._pending[step]
-        self._doing = (self._describe_read(step, record_ids), time.monotonic())
+        self._doing = ((step, record_ids), time.monotonic())
         batch = self._finish(step, record_ids, None if result is None else result())
         del self._pending[step]
         self._next_step = step + 1
@@ -301,7 +316,8 @@ class RandomFeeder:
 
     def describe(self) -> str:
         """What the reader does, and since when."""
-        what, since = self._doing
+        doing, since = self._doing
+        what = doing if isinstance(doing, str) else self._describe_read(*doing)
         return f"{what} for {time.monotonic() - since:.1f} s"
 
     def close(self) -> None:
