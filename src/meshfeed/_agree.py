@@ -7,115 +7,29 @@ when it comes to a step beyond the last one. Three requests a host and window re
 
 Nobody delivers a step of window w before announcement w, so the reducer is free to stop all hosts at any step of w.
 The first windows are short, so that the first batches are not held back, and double up to the full size.
+
+A host that leaves before the end says so in the place of its next window, and the reducer passes it on; a reducer that
+leaves announces it itself. Where all hosts leave at the same step nobody asks any more, so nothing is heard of it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshfeed import _process
+from meshfeed._agree_late import Lateness
+from meshfeed._agree_rules import Judge, Part, Stop, closed_error, decide, full_window, no_judge, overrule, window_ends
 from meshfeed._errors import StalledError
 
 _log = logging.getLogger("meshfeed.agree")
-_MIN_WINDOW = 8
-_HOSTS_PER_STEP = 48  # 2 requests a host and window: under 5,000 a second on 4,096 hosts at 20 ms a step
 _ERROR_GRACE_SECONDS = 4.0
+_FAREWELL_SECONDS = 2.0
 _MAX_MESSAGE = 2000
-ALL_HOSTS = -1  # stands for the host in an error that is everybody's
-
-
-def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int:
-    """Steps of a full window: few requests a second on many hosts, and two windows within ``byte_limit`` bytes."""
-    wanted = max(_MIN_WINDOW, -(-num_participants // _HOSTS_PER_STEP))
-    return max(1, min(wanted, byte_limit // (2 * max(1, batch_bytes))))
-
-
-def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
-    """Ends (exclusive) of the windows 0, 1, 2, …: 1, 1, 2, 4, … steps up to ``size()``."""
-    end, length = first_step + 1, 1
-    yield end
-    while True:
-        end += min(length, size())
-        length *= 2
-        yield end
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What a host publishes of a window.
-
-    Attributes:
-      count: steps that it has read, counted from step 0 of the feed.
-      final: the first step that it cannot make of itself, or None.
-      error: message of the exception that made ``final``, or None for the end of its data.
-      info: further JSON for the reducer: bytes a batch, lengths of lanes that ended, counts of bad records, digests.
-    """
-
-    count: int
-    final: int | None = None
-    error: str | None = None
-    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stop:
-    """Why and before which step all hosts stop.
-
-    Attributes:
-      step: the first step that is not delivered.
-      errors: host (or ALL_HOSTS) → message; empty at the end of the data.
-    """
-
-    step: int
-    errors: Mapping[int, str]
-
-
-def decide(
-    parts: Mapping[int, Part], participants: Sequence[int], first: int, end: int, *, pad: bool
-) -> tuple[int, Stop | None]:
-    """The reducer's rule: how far all hosts can go in the window ``[first, end)``.
-
-    Args:
-      parts: host → what it published; hosts may be missing only where some host has failed.
-      participants: all hosts.
-      first: first step of the window; nobody has delivered it.
-      end: one past the window's last step.
-      pad: hosts whose data ended go on with padding until all have ended.
-
-    Returns:
-      The step up to which all may deliver (exclusive), and why they stop there, or None.
-    """
-    errors = {host: part for host, part in parts.items() if part.error is not None}
-    if len(parts) < len(participants):  # a failure, and some host too slow to wait for
-        return first, Stop(first, {host: str(part.error) for host, part in errors.items()})
-    failed = min((part.final for part in errors.values() if part.final is not None), default=None)
-    ends = [part.final for part in parts.values() if part.final is not None and part.error is None]
-    if pad:
-        ended = max(ends) if len(ends) == len(participants) else None
-    else:
-        ended = min(ends, default=None)
-    if failed is not None and (ended is None or failed <= ended) and failed <= end:
-        step = max(first, failed)
-        return step, Stop(step, {host: str(part.error) for host, part in errors.items() if part.final == failed})
-    if ended is not None and ended <= end:
-        step = max(first, ended)
-        return step, Stop(step, {})
-    return end, None
-
-
-Judge = Callable[[Mapping[int, Part]], "tuple[dict[str, Any], str | None]"]
-"""Reducer's hook: parts of a window → (JSON for the announcement, an error of all hosts or None)."""
-
-
-def _no_judge(parts: Mapping[int, Part]) -> tuple[dict[str, Any], str | None]:
-    del parts
-    return {}, None
 
 
 class _AlreadySeen(Exception):
@@ -150,7 +64,7 @@ class WindowAgreement:
         byte_limit: int,
         timeout_seconds: float,
         describe: Callable[[], str],
-        judge: Judge = _no_judge,
+        judge: Judge = no_judge,
     ) -> None:
         self._store = store
         self._prefix = f"meshfeed/{scope}"
@@ -160,7 +74,7 @@ class WindowAgreement:
         self._pad = pad
         self._byte_limit = byte_limit
         self._timeout_seconds = timeout_seconds
-        self._describe = describe
+        self._late = Lateness(store, self._prefix, self._participants, host, describe)
         self._judge = judge
         self._size: int | None = None
         self._upto = first_step
@@ -168,10 +82,14 @@ class WindowAgreement:
         self._infos: list[dict[str, Any]] = []
         self._announced = 0  # announcements that this host has seen
         self._published = 0  # windows that this host has published
+        self._count = first_step  # steps of those windows
+        self._last_published = False  # nothing can follow: an error, or the end
         self._ends = window_ends(first_step, self._window_size)
-        self.window_end = next(self._ends)
+        self._window_end: int | None = None
         self._closed = threading.Event()
+        self._farewell: str | None = None  # what a reducer that leaves announces
         self._lock = threading.Lock()
+        self._publishing = threading.Lock()
         self._reducer: threading.Thread | None = None
         if host == self._participants[0]:
             self._reducer = threading.Thread(target=self._reduce, name=f"meshfeed-agree-{scope}", daemon=True)
@@ -180,10 +98,17 @@ class WindowAgreement:
     # ------------------------------------------------------------------ the reader's side
 
     def _window_size(self) -> int:
-        """Steps of a full window, from the first announcement; the reader waits for it after its first batch."""
+        """Steps of a full window, from the first announcement; the reader waits for it before its second window."""
         if self._size is None:
             self._wait_for_announcement(self._first_step)
         return self._size or 1
+
+    @property
+    def window_end(self) -> int:
+        """One past the last step of the window that the reader is in."""
+        if self._window_end is None:
+            self._window_end = next(self._ends)
+        return self._window_end
 
     @property
     def read_ahead(self) -> int:
@@ -192,8 +117,17 @@ class WindowAgreement:
 
     def publish(self, part: Part) -> None:
         """Publishes the window that ends at ``window_end`` and goes on to the next, but not after a final part."""
-        if self._closed.is_set():  # what a read that outlived the feed came to is nobody's concern
-            return
+        with self._publishing:
+            if self._closed.is_set():  # what a read that outlived the feed came to is nobody's concern
+                return
+            self._put(part)
+            self._count = part.count
+            if part.error is None and (part.final is None or self._pad):
+                self._window_end = None
+            else:
+                self._last_published = True
+
+    def _put(self, part: Part) -> None:
         message = {
             "n": part.count,
             "final": part.final,
@@ -203,8 +137,6 @@ class WindowAgreement:
         }
         self._store.set(f"{self._prefix}/w/{self._published}/{self._host}", json.dumps(message), overwrite=True)
         self._published += 1
-        if part.error is None and (part.final is None or self._pad):
-            self.window_end = next(self._ends)
 
     # ------------------------------------------------------------------ the consumer's side
 
@@ -243,19 +175,21 @@ class WindowAgreement:
                 return
             warn_at *= 2
             if self._published <= number:
-                self._store.set(f"{self._prefix}/doing/{self._host}", self._describe(), overwrite=True)
-            _log.warning("waited %.0f s for step %d: %s", waited, step, self._who_is_late(number)[1])
+                self._late.say()
+            _log.warning("waited %.0f s for step %d: %s", waited, step, self._late.who(number)[1])
 
         deadline = start + self._timeout_seconds
         try:
-            text = _process.wait_for_key(self._store, f"{self._prefix}/a/{number}", deadline, tick)
+            text = _process.wait_for_key(
+                self._store, f"{self._prefix}/a/{number}", deadline, tick, num_waiting=len(self._participants)
+            )
         except _AlreadySeen:
             return
         with self._lock:
             if self._announced != number:  # the other thread of this host was faster
                 return
             if text is None:
-                hosts, who = self._who_is_late(number)
+                hosts, who = self._late.who(number)
                 waited = time.monotonic() - start
                 raise StalledError(
                     f"step {step}: {who} (waited {waited:.0f} s, timeout_seconds={self._timeout_seconds:g}). Look at "
@@ -271,18 +205,6 @@ class WindowAgreement:
             self._upto = message["upto"]
             self._announced = number + 1
 
-    def _who_is_late(self, window: int) -> tuple[tuple[int, ...], str]:
-        arrived = {int(host) for host in self._store.directory(f"{self._prefix}/w/{window}")}
-        late = [host for host in self._participants if host not in arrived]
-        if not late:
-            return (self._participants[0],), f"host {self._participants[0]}, which announces, is silent"
-        doing = self._store.directory(f"{self._prefix}/doing")
-        if self._host in late:
-            doing[str(self._host)] = self._describe()
-        notes = "; ".join(f"host {host} is {doing[str(host)]}" for host in late[:8] if str(host) in doing)
-        behind = "has" if len(late) == 1 else "have"
-        return tuple(late), f"{_process.format_hosts(late)} {behind} not read it yet" + (f" ({notes})" if notes else "")
-
     # ------------------------------------------------------------------ the reducer
 
     def _reduce(self) -> None:
@@ -294,21 +216,20 @@ class WindowAgreement:
             try:
                 parts, seen = self._collect(window)
                 if parts is None:
+                    if self._farewell is not None:
+                        self._announce(window, first, Stop(first, {self._host: self._farewell}), sizes or [1], {})
                     return
                 if not sizes:
                     largest = max((int(part.info.get("bytes", 0)) for part in parts.values()), default=0)
                     sizes.append(full_window(len(self._participants), largest, self._byte_limit))
                 upto, stop = decide(parts, self._participants, first, end, pad=self._pad)
-                info, verdict = self._judge(parts) if len(parts) == len(self._participants) else ({}, None)
-                if verdict is not None and (stop is None or not stop.errors):
-                    upto, stop = first, Stop(first, {ALL_HOSTS: verdict})
-                message = {
-                    "upto": upto,
-                    "stop": None if stop is None else stop.errors,
-                    "window": sizes[0],
-                    "info": info,
-                }
-                self._store.set(f"{self._prefix}/a/{window}", json.dumps(message), overwrite=True)
+                if len(parts) == len(self._participants):
+                    info, verdict = self._judge(parts, first, end)
+                    upto, stop = overrule(upto, stop, verdict, first)
+                else:
+                    info = {}
+                self._announce(window, upto, stop, sizes, info)
+                self._late.forget(window)
                 while deleted < min(seen, default=0):  # every host has read these announcements
                     self._store.delete(f"{self._prefix}/a/{deleted}")
                     self._store.delete(f"{self._prefix}/w/{deleted}")
@@ -321,6 +242,15 @@ class WindowAgreement:
                 return
             first = end
 
+    def _announce(self, window: int, upto: int, stop: Stop | None, sizes: list[int], info: Mapping[str, Any]) -> None:
+        message = {
+            "upto": upto,
+            "stop": None if stop is None else stop.errors,
+            "window": sizes[0],
+            "info": info,
+        }
+        self._store.set(f"{self._prefix}/a/{window}", json.dumps(message), overwrite=True)
+
     def _collect(self, window: int) -> tuple[dict[int, Part] | None, list[int]]:
         failed_since: float | None = None
 
@@ -328,6 +258,7 @@ class WindowAgreement:
             nonlocal failed_since
             if self._closed.is_set():
                 return True
+            self._late.note(window, values)
             if failed_since is None and any('"error": null' not in text for text in values.values()):
                 failed_since = time.monotonic()
             return failed_since is not None and time.monotonic() - failed_since > _ERROR_GRACE_SECONDS
@@ -341,8 +272,36 @@ class WindowAgreement:
         parts = {host: Part(m["n"], m["final"], m["error"], m["info"]) for host, m in messages.items()}
         return parts, [m["seen"] for m in messages.values()]
 
-    def close(self) -> None:
-        """Ends the reducer's thread; keys of this host are left to the coordination service."""
+    # ------------------------------------------------------------------ the end
+
+    def close(self, farewell: str | None = None) -> None:
+        """Ends the reducer's thread; keys of this host are left to the coordination service.
+
+        Args:
+          farewell: what this host does and at which step, for hosts that go on; None to leave without a word.
+        """
+        announces = self._reducer is not None  # and the others wait for it, whatever it has published
+        leaves_early = farewell is not None and self._stop is None and (announces or not self._last_published)
+        if leaves_early:
+            self._farewell = closed_error(farewell or "")[:_MAX_MESSAGE]
         self._closed.set()
+        if leaves_early and not announces:
+            self._say_farewell()
         if self._reducer is not None and self._reducer is not threading.current_thread():
             self._reducer.join(5.0)
+
+    def _say_farewell(self) -> None:
+        def say() -> None:
+            try:
+                with self._publishing:
+                    self._put(Part(self._count, self._count, self._farewell))
+            except Exception as error:  # the job is being torn down
+                _log.debug("cannot tell other hosts that this one leaves: %s", error)
+
+        try:  # not in this thread: a coordinator that is gone may not answer, and close must not wait for it
+            thread = threading.Thread(target=say, name="meshfeed-farewell", daemon=True)
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down and starts no thread
+            say()
+        else:
+            thread.join(_FAREWELL_SECONDS)

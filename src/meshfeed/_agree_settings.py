@@ -35,6 +35,7 @@ def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], plac
         "load": settings.load,
         "mask_key": settings.mask_key,
         "bad_records": None if bad is None else bad.max_fraction,
+        "num_skipped": None if bad is None else place.num_skipped,
         "check_replicas": settings.check_replicas,
         "global_batch_size": None if settings.schedule is None else settings.schedule.stages,
     }
@@ -212,7 +213,7 @@ class Rounds:
                 raise _GivenUp
 
         try:
-            return _process.wait_for_key(store, self._key("out"), deadline, tick)
+            return _process.wait_for_key(store, self._key("out"), deadline, tick, num_waiting=len(self.participants))
         except _GivenUp:
             assert given_up is not None
             store.set(self._key("out"), given_up, overwrite=True)

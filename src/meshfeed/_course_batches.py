@@ -133,8 +133,9 @@ class BatchesCourse:
             "end": self._settings.end,
         }
 
-    def start(self) -> Place:
+    def start(self, like: Place | None = None) -> Place:
         """Before the first batch; the batch size may not be known yet."""
+        del like
         return Place(_timeline.Timeline(self._schedule or BatchSchedule([(0, 1)])), 0, 0)
 
     def restore(self, state: _state.FeedState) -> Place:
@@ -188,14 +189,20 @@ class BatchesCourse:
             hosts={host: _state.seal(dict(entry)) for host, entry in place.entries.items()},
         )
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int]) -> Place:
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
         """The place after a delivered batch; short last batches of hosts count as announced in ``ended``."""
+        del num_skipped
         timeline = place.timeline
         if place.step == 0 and not place.entries:  # now the size is known
             timeline = _timeline.Timeline(self.schedule())
         size = batch.global_batch_size
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
         return Place(timeline, batch.step + 1, place.position + size - padding, entries=batch.entries)
+
+    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Not needed: bad records are handled where the batches are made."""
+        del place, step, ended
+        return 0
 
     # ------------------------------------------------------------------ reading
 

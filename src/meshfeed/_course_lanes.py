@@ -9,7 +9,7 @@ from typing import Any
 
 from meshfeed import _process, _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
-from meshfeed._feeder import EMPTY_STREAM, HostBatch, HostRows, Place, add_skipped
+from meshfeed._feeder import EMPTY_STREAM, HostBatch, HostRows, Place, add_skipped, count_skipped
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._identity import source_identity
 from meshfeed._lane import Lane, LaneEntry, LaneSettings
@@ -107,12 +107,12 @@ class LanesCourse:
             seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=timeline.position_of_step
         )
 
-    def start(self) -> Place:
-        """Step 0, every lane at its beginning."""
-        entries = {str(lane): LaneEntry() for lane in range(self.num_lanes)}
+    def start(self, like: Place | None = None) -> Place:
+        """Step 0, every lane at its beginning; as many lanes as ``like`` has, which may come from a state."""
+        num_lanes = self.num_lanes if like is None else like.num_lanes
+        entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
         timeline = _timeline.Timeline(self._schedule)
-        source = self._source_under(timeline)
-        return Place(timeline, 0, 0, entries=entries, num_lanes=self.num_lanes, source=source)
+        return Place(timeline, 0, 0, entries=entries, num_lanes=num_lanes, source=self._source_under(timeline))
 
     def restore(self, state: _state.FeedState) -> Place:
         """The place of the lanes that the state holds."""
@@ -165,6 +165,7 @@ class LanesCourse:
             entries=entries,
             ended=ended,
             skipped=state.skipped or {},
+            num_skipped=count_skipped(state),
             num_lanes=num_lanes,
             source=source,
         )
@@ -180,21 +181,26 @@ class LanesCourse:
             num_lanes=place.num_lanes,
             lanes={lane: entry.to_json() for lane, entry in sorted(place.entries.items(), key=lambda i: int(i[0]))},
             skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
+            num_skipped=place.num_skipped or None,
         )
 
-    def real_rows(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
-        """Real rows of ``step`` over all hosts, from the lengths of the lanes that ended."""
-        nominal, size = place.timeline.at(step)
-        rows, before = size // place.num_lanes, nominal // place.num_lanes
-        return size - sum(rows - max(0, min(rows, length - before)) for length in ended.values())
+    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Records of the stream up to and including ``step``, from the lengths of the lanes that ended."""
+        position, size = place.timeline.at(step)
+        each = (position + size) // place.num_lanes
+        ended = {**place.ended, **ended} if place.ended else ended
+        return position + size - sum(max(0, each - length) for length in ended.values())
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int]) -> Place:
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
         """The place after a delivered batch."""
-        ended = {**place.ended, **ended} if ended else place.ended
-        position = place.position + self.real_rows(place, batch.step, ended)
-        skipped = add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped
         return dataclasses.replace(
-            place, step=batch.step + 1, position=position, entries=batch.entries, ended=ended, skipped=skipped
+            place,
+            step=batch.step + 1,
+            position=self.records_after(place, batch.step, ended),
+            entries=batch.entries,
+            ended={**place.ended, **ended} if ended else place.ended,
+            skipped=add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped,
+            num_skipped=num_skipped,
         )
 
     # ------------------------------------------------------------------ reading

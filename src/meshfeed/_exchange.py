@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,8 @@ import jax
 import numpy as np
 import xxhash
 
-from meshfeed._agree import Part
+from meshfeed._agree_bad import BadRecords, RecordsAfter
+from meshfeed._agree_rules import Part, Verdict
 from meshfeed._errors import AgreementError, MeshfeedError, SourceError
 from meshfeed._feeder import EMPTY_STREAM, HostBatch
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
@@ -38,6 +40,8 @@ class Exchange:
       bad_records: the feed's setting.
       blocks_of: for ``check_replicas``, else None.
       num_rows: global batch size → rows of this host.
+      num_skipped: bad records in the batches delivered so far.
+      records_after: step and lanes that ended → records of the stream up to and including the step.
       compare_records: whether hosts read whole records, so that their structure can be compared.
       largest_batch: global batch size that a schedule comes to; windows are as long as memory allows with that one.
       compare_sizes: whether each host finds the global batch size from its own rows, so that they can differ.
@@ -50,6 +54,8 @@ class Exchange:
         bad_records: SkipBad | None,
         blocks_of: BlocksOf | None,
         num_rows: Callable[[int], int],
+        num_skipped: int = 0,
+        records_after: RecordsAfter = lambda step, ended: 0,
         compare_records: bool = True,
         compare_sizes: bool = False,
         largest_batch: int = 0,
@@ -57,38 +63,32 @@ class Exchange:
         self._largest_batch = largest_batch
         self._compare_sizes = compare_sizes
         self._first_step = first_step
-        self._bad_records = bad_records
+        self._bad = BadRecords(bad_records, num_skipped, records_after)
         self._blocks_of = blocks_of
         self._num_rows = num_rows
         self._compare_records = compare_records
-        self._records = 0
-        self._bad = 0
-        self._last_bad = ""
         self._element: PyTree | None = None  # zero rows, with the structure of a batch
-        self.ended: Mapping[int, int] = {}
+        self._ended: Mapping[int, int] = {}  # as announced
+        self._own_ended: dict[int, int] = {}
+        self._judged_ended: dict[int, int] = {}
+        self._lock = threading.Lock()  # without other hosts the reader learns what it has read itself
 
     # ------------------------------------------------------------------ this host's part
-
-    def _count(self, batch: HostBatch) -> None:
-        self._records += self._num_rows(batch.global_batch_size)
-        self._bad += len(batch.bad)
-        if batch.bad:
-            self._last_bad = f"record {batch.bad[-1][0]}: {batch.bad[-1][2]}"
-            _log.warning("replaced %d bad records in step %d; %s", len(batch.bad), batch.step, self._last_bad)
 
     def part_info(self, batches: list[HostBatch]) -> dict[str, Any]:
         """What this host publishes of the batches of a window, JSON."""
         info: dict[str, Any] = {}
         ended: dict[int, int] = {}
         for batch in batches:
-            self._count(batch)
+            _log_bad(batch)
             ended.update(batch.ended)
         if ended:
             info["ended"] = {str(lane): length for lane, length in ended.items()}
+        if not self._compare_sizes:
+            self._own_ended.update(ended)
+        info.update(self._bad.part(batches, self._own_ended))
         if self._compare_sizes:
             info["sizes"] = {str(batch.step): batch.global_batch_size for batch in batches}
-        if self._bad_records is not None:
-            info["records"], info["bad"], info["last_bad"] = self._records, self._bad, self._last_bad
         if batches and batches[0].step == self._first_step and batches[0].tree is not None:
             tree = batches[0].tree
             size = batches[0].global_batch_size
@@ -115,35 +115,48 @@ class Exchange:
         Raises:
           SourceError: too many bad records.
         """
-        self._count(batch)
-        self.ended = {**self.ended, **batch.ended} if batch.ended else self.ended
-        verdict = self._judge_bad(self._records, self._bad, self._last_bad)
+        _log_bad(batch)
+        if batch.ended:
+            with self._lock:
+                self._ended = {**self._ended, **self._by_step(batch.ended)}
+        verdict = self._bad.judge_alone(batch, self._ended)
         if verdict is not None:
             raise self.verdict_error(verdict)
 
     # ------------------------------------------------------------------ the reducer's rules
 
-    def judge(self, parts: Mapping[int, Part]) -> tuple[dict[str, Any], str | None]:
-        """Joins the parts of a window; see :data:`meshfeed._agree.Judge`."""
+    def judge(self, parts: Mapping[int, Part], first: int, end: int) -> tuple[dict[str, Any], Verdict | None]:
+        """Joins the parts of a window; see :data:`meshfeed._agree_rules.Judge`."""
         info: dict[str, Any] = {}
-        ended: dict[str, int] = {}
+        ended: dict[int, int] = {}
         for part in parts.values():
-            ended.update(part.info.get("ended", {}))
+            ended.update((int(lane), length) for lane, length in part.info.get("ended", {}).items())
             if "element" not in info and "element" in part.info:
                 info["element"] = part.info["element"]
         if ended:
-            info["ended"] = ended
+            ended = self._by_step(ended)
+            info["ended"] = {str(lane): length for lane, length in ended.items()}
+            if not self._compare_sizes:
+                self._judged_ended.update(ended)
+        counts, too_many = self._bad.judge(parts, first, end, self._judged_ended)
+        info.update(counts)
         for host, part in parts.items():
             if "failed" in part.info:
-                return info, f"source|host {host} failed while it prepared its batches: {part.info['failed']}"
+                message = f"source|host {host} failed while it prepared its batches: {part.info['failed']}"
+                return info, Verdict(message)
         if all(part.info.get("empty") for part in parts.values()):
-            return info, f"source|{EMPTY_STREAM}"
-        verdict = self._judge_records(parts) or self._judge_sizes(parts) or self._judge_replicas(parts)
-        if verdict is None and self._bad_records is not None:
-            totals = [sum(part.info.get(name, 0) for part in parts.values()) for name in ("records", "bad")]
-            last = next((f"host {h}, {p.info['last_bad']}" for h, p in parts.items() if p.info.get("last_bad")), "")
-            verdict = self._judge_bad(totals[0], totals[1], last)
-        return info, verdict
+            return info, Verdict(f"source|{EMPTY_STREAM}")
+        differ = self._judge_records(parts) or self._judge_sizes(parts) or self._judge_replicas(parts)
+        return info, too_many if differ is None else Verdict(differ)
+
+    def _by_step(self, ended: Mapping[int, int]) -> dict[int, int]:
+        """Padding of host batches summed up by step, once rows that several hosts hold are joined; lanes as they are."""
+        if not self._compare_sizes:
+            return dict(ended)
+        padding: dict[int, int] = {}
+        for key, missing in ended.items():
+            padding[key >> 32 << 32] = padding.get(key >> 32 << 32, 0) + missing
+        return padding
 
     def _judge_records(self, parts: Mapping[int, Part]) -> str | None:
         groups: dict[str, list[int]] = {}
@@ -180,18 +193,6 @@ class Exchange:
                     )
         return None
 
-    def _judge_bad(self, records: int, bad: int, last: str) -> str | None:
-        if self._bad_records is None or not bad:
-            return None
-        limit = self._bad_records.max_fraction
-        if records < 1 / limit or bad <= limit * records:
-            return None
-        return (
-            f"source|{bad} of {records} records read are bad, {bad / records:.2g} of them, and bad_records="
-            f"SkipBad(max_fraction={limit:g}) allows {limit:g} (last: {last}). Look at the data; raise max_fraction only "
-            "if so many bad records are expected."
-        )
-
     @staticmethod
     def verdict_error(verdict: str) -> MeshfeedError:
         """The exception of a verdict, the same on all hosts."""
@@ -203,9 +204,17 @@ class Exchange:
     def learn(self, info: Mapping[str, Any]) -> None:
         """Takes in the JSON of an announcement."""
         if "ended" in info:
-            self.ended = {**self.ended, **{int(lane): length for lane, length in info["ended"].items()}}
+            self._ended = {**self._ended, **{int(lane): length for lane, length in info["ended"].items()}}
+        self._bad.learn(info)
         if "element" in info and self._element is None:
             self._element = cloudpickle.loads(base64.b64decode(info["element"]))
+
+    def known_at(self, step: int) -> tuple[Mapping[int, int], int]:
+        """Lanes that ended (or padding by step), and bad records up to ``step``; steps are asked for in order."""
+        if self._compare_sizes and self._ended:
+            with self._lock:  # padding of delivered steps is in the position
+                self._ended = {key: missing for key, missing in self._ended.items() if key >> 32 > step}
+        return self._ended, self._bad.up_to(step)
 
     def materialize(self, batch: HostBatch) -> PyTree:
         """The batch's tree; rows of zeros for a host that has no record and took the structure from the others.
@@ -219,6 +228,12 @@ class Exchange:
             raise SourceError("no host has a single record, so that not even padding can be made; check the source.")
         rows = self._num_rows(batch.global_batch_size)
         return jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), self._element)
+
+
+def _log_bad(batch: HostBatch) -> None:
+    if batch.bad:
+        record_id, _, reason = batch.bad[-1]
+        _log.warning("replaced %d bad records in step %d; record %d: %s", len(batch.bad), batch.step, record_id, reason)
 
 
 def spec_with_mask(spec: RecordSpec, mask_key: str | None) -> RecordSpec:

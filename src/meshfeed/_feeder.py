@@ -83,6 +83,7 @@ class Place:
       entries: see :attr:`HostBatch.entries`.
       ended: see :attr:`HostBatch.ended`, over all hosts as far as known.
       skipped: process index → ``[record id, epoch, reason, step]`` of replaced records in delivered batches.
+      num_skipped: bad records replaced in delivered batches, over all hosts.
       num_lanes: of a stream.
       order: of a random-access source; a mixture's depends on the timeline, because its stages begin at steps.
       source: that a stream's lanes are opened from; a mixture's depends on the timeline too.
@@ -94,6 +95,7 @@ class Place:
     entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ended: Mapping[int, int] = dataclasses.field(default_factory=dict)
     skipped: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    num_skipped: int = 0
     num_lanes: int = 0
     order: Any = None
     source: Any = None
@@ -123,8 +125,8 @@ class Course(Protocol):
         """What must be equal for a state to be continued."""
         ...
 
-    def start(self) -> Place:
-        """The place before the first batch."""
+    def start(self, like: Place | None = None) -> Place:
+        """The place before the first batch, of the stream that ``like`` is a place of."""
         ...
 
     def restore(self, state: FeedState) -> Place:
@@ -143,8 +145,12 @@ class Course(Protocol):
         """Opens the data at a place."""
         ...
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int]) -> Place:
-        """The place after a delivered batch; ``ended`` holds lanes of all hosts."""
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
+        """The place after a delivered batch; ``ended`` holds lanes of all hosts, ``num_skipped`` counts theirs."""
+        ...
+
+    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Records of the stream up to and including ``step``, at or after ``place``."""
         ...
 
     def num_steps(self, place: Place) -> int | None:
@@ -170,3 +176,10 @@ def add_skipped(place: Place, host: int, batch: HostBatch) -> Mapping[str, Seque
         return place.skipped
     mine = [*place.skipped.get(str(host), ()), *([*entry, batch.step] for entry in batch.bad)]
     return {**place.skipped, str(host): mine}
+
+
+def count_skipped(state: FeedState) -> int:
+    """Bad records replaced before a state, over all hosts; from the ledgers where the state has no count."""
+    if state.num_skipped is not None:
+        return state.num_skipped
+    return len({tuple(entry[i] for i in (0, 1, 3)) for entries in (state.skipped or {}).values() for entry in entries})

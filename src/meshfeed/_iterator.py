@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshfeed import _agree, _agree_settings, _process, _state, _state_files
+from meshfeed import _agree_settings, _process, _state, _state_files
+from meshfeed._agree_pipeline import start_pipeline
 from meshfeed._courses import make_course
 from meshfeed._errors import MeshfeedError, SettingsError
-from meshfeed._exchange import Exchange, spec_with_mask
+from meshfeed._exchange import spec_with_mask
 from meshfeed._feeder import Feeder, Place
 from meshfeed._layout import make_layout
-from meshfeed._pipeline import HOST_READ_AHEAD_BYTES, Pipeline
+from meshfeed._pipeline import Pipeline
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
-from meshfeed._replicas import blocks_of
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step
@@ -121,7 +121,7 @@ class MultiHostDataLoadIterator:
                     name=name,
                 ),
             )
-        except Exception as error:
+        except BaseException as error:
             self._rounds.fail(error)
             raise
 
@@ -161,7 +161,7 @@ class MultiHostDataLoadIterator:
             while (ready := pipeline.peek()).batch.step < self._place.step:
                 pipeline.pop()  # an interrupt came after the step was counted
             batch = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
-            place = self._course.advance(self._place, ready.batch, ready.ended)
+            place = self._course.advance(self._place, ready.batch, ready.ended, ready.num_skipped)
         except (Exception, StopIteration) as error:
             self._failed = error
             raise
@@ -186,50 +186,20 @@ class MultiHostDataLoadIterator:
         self._rounds.agree(
             _agree_settings.agreed_settings(settings, fingerprint, place), timeout_seconds=settings.timeout_seconds
         )
-        host_rows = self._host_rows  # the pipeline must not hold the feed, which ends it when it is dropped
-        exchange = Exchange(
-            first_step=place.step,
-            bad_records=settings.bad_records,
-            blocks_of=blocks_of(self._layout) if settings.check_replicas else None,
-            num_rows=lambda size: len(host_rows.rows(size)),
-            compare_records=not reads_columns(getattr(self._course, "source", None)),
-            compare_sizes=self._course.kind == "host_batches",
-            largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
-        )
-        agreement = None
-        store = _process.key_value_store() if self._hosts_agree else None
-        if store is not None:
-            agreement = _agree.WindowAgreement(
-                store,
-                scope=f"{self._scope}/{self._rounds.round}",
-                participants=self._participants,
-                host=self._host,
-                first_step=place.step,
-                pad=settings.end == "pad" and self._course.kind != "random_access",
-                byte_limit=HOST_READ_AHEAD_BYTES,
-                timeout_seconds=settings.timeout_seconds,
-                describe=feeder.describe,
-                judge=exchange.judge,
-            )
-        elif self._hosts_agree:
-            _log.warning(
-                "this JAX has no key-value store: hosts cannot tell each other of failures and ends of streams"
-            )
-        self._pipeline = Pipeline(
+        self._pipeline = start_pipeline(
             feeder,
-            self._layout.put,
-            prefetch=settings.prefetch,
-            agreement=agreement,
-            exchange=exchange,
-            first_step=place.step,
-            timeout_seconds=settings.timeout_seconds,
+            course=self._course,
+            layout=self._layout,
+            place=place,
+            host_rows=self._host_rows,
+            settings=settings,
             stats=self._stats,
             name=self.name,
-            host=self._host,
+            scope=f"{self._scope}/{self._rounds.round}" if self._hosts_agree else None,
         )
         self._opened = None
         # a feed that is dropped without close, or at exit, must not leave threads behind
-        self._finalizer = weakref.finalize(self, self._pipeline.close)
+        self._finalizer = weakref.finalize(self, self._pipeline.close, "dropped its feed")
         return self._pipeline
 
     # ------------------------------------------------------------------ state
@@ -253,7 +223,7 @@ class MultiHostDataLoadIterator:
         except Exception as error:
             self._rounds.fail(error, refused=True)
             raise
-        self._drop()
+        self._drop("set a state in its feed")
         self._rounds.withdraw()
         self._place, self._opened = place, opened
 
@@ -261,9 +231,9 @@ class MultiHostDataLoadIterator:
         return self._course.feeder(place, self._host_rows, hosts_agree=self._hosts_agree)
 
     def reset(self) -> None:
-        """Back to the first batch."""
-        place = self._course.start()
-        self._drop()
+        """Back to the first batch of this stream: a number of lanes that came from a state stays."""
+        place = self._course.start(self._place)
+        self._drop("reset its feed")
         self._rounds.withdraw()
         self._place = place
 
@@ -346,7 +316,7 @@ class MultiHostDataLoadIterator:
         if self._course.kind == "random_access":
             self._course.record_ids(self._place, step)  # refuses a step that is not there
             return replay_step(self._course, dataclasses.replace(self._place, step=0), step)
-        place = self._course.start() if state is None else self._course.restore(_state.parse_state(state))
+        place = self._course.start(self._place) if state is None else self._course.restore(_state.parse_state(state))
         return replay_step(self._course, place, step)
 
     def config(self) -> dict[str, Any]:
@@ -371,21 +341,23 @@ class MultiHostDataLoadIterator:
 
     # ------------------------------------------------------------------ the end
 
-    def _drop(self) -> None:
-        """Lets go of the read-ahead."""
+    def _drop(self, doing: str, because: BaseException | None = None) -> None:
+        """Lets go of the read-ahead, and tells other hosts what this one is doing, should they go on."""
         finalizer, self._finalizer = self._finalizer, None
         if finalizer is not None:
-            finalizer()
+            finalizer.detach()
+        if self._pipeline is not None:
+            self._pipeline.close(doing, because)
         if self._opened is not None:
             self._opened.close()
         self._pipeline, self._opened, self._failed = None, None, None
 
-    def close(self) -> None:
+    def close(self, *, _because: BaseException | None = None) -> None:
         """Ends threads and processes and releases the source; ``get_state`` still works, a second close does nothing."""
         if self._closed:
             return
         self._closed, failed = True, self._failed
-        self._drop()
+        self._drop("closed its feed", failed or _because)
         if failed is None:
             with contextlib.suppress(Exception):
                 self._course.fingerprint(self._place)  # get_state wants it, and may have to read the source for it
@@ -394,5 +366,5 @@ class MultiHostDataLoadIterator:
     def __enter__(self) -> MultiHostDataLoadIterator:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(_because=error)

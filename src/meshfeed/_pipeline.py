@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from meshfeed._agree import ALL_HOSTS, Part, Stop, WindowAgreement
+from meshfeed._agree import WindowAgreement
+from meshfeed._agree_rules import ALL_HOSTS, Part, Stop, closed_message
 from meshfeed._errors import PeerError, StalledError
 from meshfeed._exchange import Exchange
 from meshfeed._feeder import Feeder, HostBatch
@@ -36,12 +37,14 @@ class Ready:
       batch: what was read, without its tree.
       arrays: global arrays, or what :meth:`Layout.finish` turns into them.
       ended: lanes of all hosts that ended, as far as announced: lane → length in records.
+      num_skipped: bad records that all hosts have replaced, from the start of the stream up to this batch.
       seconds: ``transfer_seconds``.
     """
 
     batch: HostBatch
     arrays: PyTree
     ended: Mapping[int, int]
+    num_skipped: int
     seconds: float
 
 
@@ -81,6 +84,7 @@ class Pipeline:
         self._agreement = agreement
         self._exchange = exchange
         self._step = first_step
+        self._delivered = first_step
         self._read_step = first_step
         self._window: list[HostBatch] = []
         self._timeout_seconds = timeout_seconds
@@ -188,7 +192,8 @@ class Pipeline:
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation("meshfeed.assemble"):
             arrays = self._put(self._exchange.materialize(batch), batch.global_batch_size)
-        return Ready(batch, arrays, self._exchange.ended, time.perf_counter() - start)
+        ended, num_skipped = self._exchange.known_at(batch.step)
+        return Ready(batch, arrays, ended, num_skipped, time.perf_counter() - start)
 
     def _raise_stop(self, stop: Stop) -> None:
         if not stop.errors:
@@ -199,8 +204,17 @@ class Pipeline:
                 self._host_stage.pop()
         if ALL_HOSTS in stop.errors:
             raise self._exchange.verdict_error(stop.errors[ALL_HOSTS])
-        host = min(stop.errors)
-        who = format_hosts(list(stop.errors))
+        failed = {host: message for host, message in stop.errors.items() if closed_message(message) is None}
+        host = min(failed or stop.errors)
+        who = format_hosts(list(failed or stop.errors))
+        if not failed:
+            message = closed_message(stop.errors[host]) or ""
+            raise PeerError(
+                f"{who} {message}. This host asks for step {stop.step}, which needs all hosts: let all of them take the "
+                f"same number of steps, or see the log of host {host}.",
+                host=host,
+                peer_message=message,
+            )
         raise PeerError(
             f"{who} failed in the read of step {stop.step}: {stop.errors[host]} All hosts delivered the steps before "
             f"{stop.step}; see the log of host {host}.",
@@ -235,14 +249,24 @@ class Pipeline:
         ready, self._slot = self._slot, None
         if ready is not None:
             self._take_off(ready)
+        self._delivered += 1
 
-    def close(self) -> None:
-        """Ends threads and processes; batches read ahead are dropped."""
+    def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
+        """Ends threads and processes; batches read ahead are dropped.
+
+        Args:
+          leaving: what this host does, such as "closed its feed", for hosts that go on; None to leave without a word.
+          because: of what.
+        """
+        farewell = None
+        if leaving is not None:
+            farewell = f"{leaving} at step {self._delivered}"
+            farewell += "" if because is None else f" after {type(because).__name__}: {because}"
         stages = [stage for stage in (self._host_stage, self._device_stage) if stage is not None]
         for stage in stages:
             stage.stop()
         if self._agreement is not None:
-            self._agreement.close()
+            self._agreement.close(farewell)
         for stage in reversed(stages):
             stage.join()
         self._feeder.close()

@@ -22,8 +22,9 @@ from meshfeed._errors import StalledError
 
 _MIN_SLICE_SECONDS = 0.5  # a blocking get is cut into slices so that Ctrl-C, close and deadlines are noticed …
 _MAX_SLICE_SECONDS = 2.0  # … which grow, so that thousands of hosts in a long wait do not flood the coordinator
-_PAUSE_SECONDS_A_HOST = 5e-5
-_MAX_PAUSE_SECONDS = 0.02
+_SLICE_SECONDS_A_HOST = 5e-4
+_PAUSE_SECONDS_A_HOST = 2.5e-5
+_MAX_PAUSE_SECONDS = 0.1
 
 
 def process_index() -> int:
@@ -125,7 +126,12 @@ def next_use(name: str) -> int:
 
 
 def wait_for_key(
-    store: KeyValueStore, key: str, deadline: float, tick: Callable[[float], None] | None = None
+    store: KeyValueStore,
+    key: str,
+    deadline: float,
+    tick: Callable[[float], None] | None = None,
+    *,
+    num_waiting: int = 1,
 ) -> str | None:
     """Waits for ``key`` until ``deadline`` (``time.monotonic()``), in slices; None if it did not come.
 
@@ -134,11 +140,13 @@ def wait_for_key(
       key: what to wait for.
       deadline: on the clock of ``time.monotonic()``.
       tick: called between slices with the seconds waited so far, for logs; may raise.
+      num_waiting: hosts that wait for such a key at the same time. Of thousands each asks again less often.
     """
     start = time.monotonic()
+    shortest = min(_MAX_SLICE_SECONDS, max(_MIN_SLICE_SECONDS, num_waiting * _SLICE_SECONDS_A_HOST))
     while True:
         now = time.monotonic()
-        slice_seconds = min(_MAX_SLICE_SECONDS, _MIN_SLICE_SECONDS + (now - start) / 4)
+        slice_seconds = min(_MAX_SLICE_SECONDS, shortest + (now - start) / 4)
         value = store.get(key, min(slice_seconds, max(deadline - now, 0.001)))
         if value is not None:
             return value
@@ -231,7 +239,7 @@ def reduce_json(
             return json.loads(json.dumps(result))
         missing = [host for host in participants if host not in values]
     else:
-        text = wait_for_key(store, f"{prefix}/out", deadline)
+        text = wait_for_key(store, f"{prefix}/out", deadline, num_waiting=len(participants))
         if text is not None:
             return json.loads(text)
         arrived = {int(host) for host in store.directory(f"{prefix}/in")}

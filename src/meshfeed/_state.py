@@ -5,9 +5,9 @@ Layout, version 1::
     {"meshfeed": 1, "kind": "random_access", "position": 6400, "segments": [[0, 0, 64]], "fingerprint": {…}}
 
 ``kind`` is ``random_access``, ``lanes`` or ``host_batches``. The last two also have ``step``; lanes have ``num_lanes`` and
-``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. ``skipped`` {process index: …}
-stands in each kind once a bad record was replaced. Every lane and host entry carries a digest of itself, so that an
-entry changed by hand is refused.
+``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. Once a bad record was replaced there
+are ``skipped`` {process index: ledger} and ``num_skipped``, the count over all hosts. Every lane and host entry carries a
+digest of itself, so that an entry changed by hand is refused.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class FeedState:
     lanes: dict[str, Any] | None = None
     hosts: dict[str, Any] | None = None
     skipped: dict[str, Any] | None = None
+    num_skipped: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The state as a fresh JSON value."""
@@ -143,7 +144,7 @@ class FeedState:
             "segments": self.segments,
             "fingerprint": self.fingerprint,
         }
-        for name in ("step", "num_lanes", "lanes", "hosts", "skipped"):
+        for name in ("step", "num_lanes", "lanes", "hosts", "skipped", "num_skipped"):
             if getattr(self, name) is not None:
                 value[name] = getattr(self, name)
         return json.loads(json.dumps(value))
@@ -179,7 +180,9 @@ def parse_state(state: Any) -> FeedState:
     if version < 1:
         raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {remedy}")
     required: dict[str, Any] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
-    optional: dict[str, Any] = {"step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict}
+    optional: dict[str, Any] = {
+        "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int
+    }  # fmt: skip
     for name, kind in required.items():
         if name not in state:
             raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is cut short. {remedy}")
@@ -289,7 +292,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     remedy = "Merge states that the hosts took after the same step of one feed."
     joined: dict[str, dict[str, Any]] = {"lanes": {}, "hosts": {}, "skipped": {}}
     for state in parsed:
-        for name in ("kind", "position", "step", "segments", "num_lanes", "fingerprint"):
+        for name in ("kind", "position", "step", "segments", "num_lanes", "num_skipped", "fingerprint"):
             if getattr(state, name) != getattr(first, name):
                 raise StateMismatchError(name, getattr(first, name), getattr(state, name), remedy)
         for part, target in joined.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from audit import Seen, audit
+from memory_store import MemoryStore
 from scenario import DiskGone, Scenario
 
 import meshfeed
@@ -25,39 +26,6 @@ from meshfeed._state import merge_states, parse_state
 from meshfeed._stats import StatsRecorder
 
 TIMEOUT_SECONDS = 6.0
-
-
-class MemoryStore:
-    """The interface of the coordination service's key-value store, in memory."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
-        with self._changed:
-            assert overwrite or key not in self._values
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, seconds: float) -> str | None:
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values, timeout=seconds)
-            return self._values.get(key)
-
-    def try_get(self, key: str) -> str | None:
-        with self._changed:
-            return self._values.get(key)
-
-    def directory(self, prefix: str) -> dict[str, str]:
-        prefix = prefix.rstrip("/") + "/"
-        with self._changed:
-            return {key[len(prefix) :]: value for key, value in self._values.items() if key.startswith(prefix)}
-
-    def delete(self, key: str) -> None:
-        with self._changed:
-            for name in [n for n in self._values if n == key or n.startswith(key + "/")]:
-                del self._values[name]
 
 
 class Killed(Exception):
@@ -144,16 +112,18 @@ class Host:
             host=self.host,
         )
         victim = plan.kill_all or plan.victim == self.host
+        leaving: str | None = "closed its feed"
         try:
             while True:
                 # a collective of the step would hold the survivors; here they come back to next() after it
                 if victim and plan.kill_at_step is not None and self.steps >= plan.kill_at_step:
+                    leaving = None
                     raise Killed
                 try:
                     ready = pipeline.peek()
                 except StopIteration:
                     return
-                place = course.advance(place, ready.batch, ready.ended)
+                place = course.advance(place, ready.batch, ready.ended, ready.num_skipped)
                 pipeline.pop()
                 self.steps += 1
                 rows = self.rows_of(scenario.batch)
@@ -165,7 +135,7 @@ class Host:
                 if place.step % scenario.save_every == 0:
                     self.states[place.step] = course.state(place).to_json()
         finally:
-            pipeline.close()
+            pipeline.close(leaving)
 
 
 def play(scenario: Scenario) -> dict[str, Any]:

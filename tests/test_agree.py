@@ -1,0 +1,385 @@
+"""The agreement between hosts: its rules, its requests, and what is said of hosts that are late or leave."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "chaos"))
+
+from memory_store import MemoryStore
+
+from meshfeed import PeerError, SkipBad, _process
+from meshfeed._agree import WindowAgreement
+from meshfeed._agree_bad import BadRecords
+from meshfeed._agree_late import Lateness
+from meshfeed._agree_rules import (
+    Part,
+    Stop,
+    Verdict,
+    closed_error,
+    closed_message,
+    decide,
+    full_window,
+    overrule,
+    window_ends,
+)
+from meshfeed._exchange import Exchange
+from meshfeed._feeder import HostBatch
+from meshfeed._pipeline import Pipeline
+from meshfeed._stats import StatsRecorder
+
+STEP_SECONDS = 0.02
+
+
+class CountingStore(MemoryStore):
+    """Counts requests by kind, and remembers how long gets were to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.seconds: list[float] = []
+
+    def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
+        self.calls["set"] += 1
+        super().set(key, value, overwrite=overwrite)
+
+    def get(self, key: str, seconds: float) -> str | None:
+        self.calls["get"] += 1
+        self.seconds.append(seconds)
+        return super().get(key, seconds)
+
+    def try_get(self, key: str) -> str | None:
+        self.calls["try_get"] += 1
+        return super().try_get(key)
+
+    def directory(self, prefix: str) -> dict[str, str]:
+        self.calls["directory"] += 1
+        return super().directory(prefix)
+
+
+def agreement(store: Any, host: int, hosts: int, **options: Any) -> WindowAgreement:
+    settings: dict[str, Any] = {"first_step": 0, "pad": False, "byte_limit": 1 << 30, "timeout_seconds": 30}
+    return WindowAgreement(
+        store, scope="test", participants=range(hosts), host=host, describe=lambda: "reading", **{**settings, **options}
+    )
+
+
+# ---------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("hosts", [2, 8, 256, 319, 320, 1000, 1024, 4096, 16384])
+def test_two_requests_a_host_and_window_leave_room_below_5000_a_second(hosts: int) -> None:
+    assert 2 * hosts / (full_window(hosts, 1, 1 << 30) * STEP_SECONDS) <= 4100
+
+
+def test_windows_leave_room_in_memory_for_two_of_them() -> None:
+    assert full_window(4096, 1 << 23, 1 << 30) == 64
+    assert full_window(4, 1 << 30, 1 << 30) == 1
+
+
+def test_the_first_windows_are_short() -> None:
+    ends = window_ends(10, lambda: 103)
+    assert [next(ends) for _ in range(6)] == [11, 36, 86, 186, 289, 392]
+    ends = window_ends(0, lambda: 8)
+    assert [next(ends) for _ in range(5)] == [1, 3, 7, 15, 23]
+
+
+def test_a_healthy_host_makes_two_requests_a_window() -> None:
+    reducer_store, store = CountingStore(), CountingStore()
+    store._values, store._changed = reducer_store._values, reducer_store._changed
+    hosts = [agreement(reducer_store, 0, 3), agreement(store, 1, 3), agreement(store, 2, 3)]
+    step = 0
+    for window in range(12):
+        (end,) = {host.window_end for host in hosts}
+        for host in hosts:
+            host.publish(Part(end, info={"bytes": 1}))
+        while MemoryStore.try_get(reducer_store, f"meshfeed/test/a/{window}") is None:
+            time.sleep(0.001)
+        for host in hosts:
+            assert host.wait_for(step) is None
+        step = end
+    for host in hosts:
+        host.close()
+    assert {name: count for name, count in store.calls.items() if count} == {"set": 2 * 12, "get": 2 * 12}
+
+
+@pytest.mark.parametrize(("hosts", "seconds"), [(2, 0.5), (1024, 0.512), (4096, 2.0), (16384, 2.0)])
+def test_thousands_of_hosts_ask_again_less_often(hosts: int, seconds: float) -> None:
+    store = CountingStore()
+    store.set("key", "value")
+    assert _process.wait_for_key(store, "key", time.monotonic() + 60, num_waiting=hosts) == "value"  # type: ignore[arg-type]
+    assert store.seconds == [pytest.approx(seconds, abs=0.01)]
+
+
+# ---------------------------------------------------------------------- who is late
+
+
+def test_who_is_late_costs_each_host_a_few_requests_however_many_hosts_there_are() -> None:
+    store = CountingStore()
+    hosts = range(4096)
+    arrived = {host: "{}" for host in hosts if host not in (7, 9)}
+    store.set("run/w/3/9", "{}")  # has come since
+    reducer = Lateness(store, "run", hosts, 0, lambda: "")  # type: ignore[arg-type]
+    reducer.note(3, arrived)
+    reducer._noted = (3, 0.0, ())
+    reducer.note(3, arrived)
+    slow = Lateness(store, "run", hosts, 7, lambda: "reading slow.parquet")  # type: ignore[arg-type]
+    slow.say()
+    store.calls.clear()
+    late, text = Lateness(store, "run", hosts, 5, lambda: "").who(3)  # type: ignore[arg-type]
+    assert late == (7,)
+    assert text == "host 7 has not read it yet (host 7 is reading slow.parquet)"
+    assert store.calls.total() <= 5
+    assert store.calls["directory"] == 0
+    assert slow.who(3)[1] == text
+
+
+def test_many_late_hosts_are_counted_and_some_named() -> None:
+    store = MemoryStore()
+    reducer = Lateness(store, "run", range(100), 0, lambda: "")  # type: ignore[arg-type]
+    reducer._noted = (0, 0.0, ())
+    reducer.note(0, dict.fromkeys(range(0, 100, 2), "{}"))
+    late, text = Lateness(store, "run", range(100), 2, lambda: "").who(0)  # type: ignore[arg-type]
+    assert late == (1, 3, 5, 7, 9, 11, 13, 15)
+    assert text == "hosts 1, 3, 5, 7, 9, 11, 13, 15 and 42 more have not read it yet"
+
+
+def test_a_reducer_that_says_nothing_is_named_itself() -> None:
+    store = MemoryStore()
+    view = Lateness(store, "run", (2, 3, 5), 3, lambda: "")  # type: ignore[arg-type]
+    assert view.who(0) == ((2,), "host 2 has not read it yet")
+    store.set("run/w/0/2", "{}")
+    assert view.who(0) == ((2,), "host 2, which announces, is silent")
+
+
+# ---------------------------------------------------------------------- leaving
+
+
+class Numbers:
+    """A feeder that never ends."""
+
+    sequential = True
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def next(self) -> HostBatch:
+        self.step += 1
+        return HostBatch(self.step - 1, 4, {"x": np.zeros(4)}, 32)
+
+    def final(self) -> int | None:
+        return None
+
+    def describe(self) -> str:
+        return "reading"
+
+    def close(self) -> None:
+        pass
+
+
+def pipeline(store: Any, host: int, hosts: int, prefetch: int = 2) -> Pipeline:
+    exchange = Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size)
+    return Pipeline(
+        Numbers(),
+        lambda tree, size: tree,
+        prefetch=prefetch,
+        agreement=agreement(store, host, hosts, judge=exchange.judge),
+        exchange=exchange,
+        first_step=0,
+        timeout_seconds=30,
+        stats=StatsRecorder(),
+        name=f"host-{host}",
+        host=host,
+    )
+
+
+def take(one: Pipeline, steps: int) -> None:
+    for _ in range(steps):
+        one.peek()
+        one.pop()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_a_host_that_closes_early_is_named_on_those_that_go_on(
+    leaver: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshfeed._agree._ERROR_GRACE_SECONDS", 0.5)  # here hosts wait for one another in one thread
+    store = MemoryStore()
+    pipelines = [pipeline(store, host, 3, prefetch) for host in range(3)]
+    for step in range(5):
+        for one in pipelines:
+            assert one.peek().batch.step == step
+            one.pop()
+    pipelines[leaver].close("closed its feed", ValueError("the loss is nan"))
+    steps = set()
+    for host, one in enumerate(pipelines):
+        if host != leaver:
+            with pytest.raises(PeerError) as caught:
+                take(one, 100)
+            steps.add(one._delivered)
+            assert caught.value.host == leaver
+            assert caught.value.peer_message == "closed its feed at step 5 after ValueError: the loss is nan"
+            assert str(caught.value) == (
+                f"host {leaver} closed its feed at step 5 after ValueError: the loss is nan. This host asks for step "
+                f"{one._delivered}, which needs all hosts: let all of them take the same number of steps, or see the log of "
+                f"host {leaver}."
+            )
+            with pytest.raises(PeerError):
+                one.peek()
+    assert len(steps) == 1
+    for one in pipelines:
+        one.close()
+
+
+def test_hosts_that_close_at_the_same_step_hear_nothing_of_it() -> None:
+    store = MemoryStore()
+    pipelines = [pipeline(store, host, 3) for host in range(3)]
+    for host, one in enumerate(pipelines):  # one after the other, so that those before have left already
+        for step in range(5):
+            assert one.peek().batch.step == step
+            one.pop()
+            if host == 0 and step == 0:  # announcements need all hosts' parts
+                [other.peek() for other in pipelines]
+        one.close("closed its feed")
+
+
+def test_a_host_that_leaves_after_the_end_says_nothing() -> None:
+    store = MemoryStore()
+    hosts = [agreement(store, host, 2) for host in range(2)]
+    for host in hosts:
+        host.publish(Part(0, final=0))
+    assert hosts[0].wait_for(0) == Stop(0, {})
+    for host in hosts:
+        host.close("closed its feed at step 0")
+    assert hosts[1].wait_for(0) == Stop(0, {})
+    assert sorted(store._values) == ["meshfeed/test/a/0", "meshfeed/test/w/0/0", "meshfeed/test/w/0/1"]
+
+
+def test_a_read_that_failed_is_named_rather_than_a_host_that_closed() -> None:
+    parts = {0: Part(8), 1: Part(5, 5, "OSError: no disk"), 2: Part(4, 4, closed_error("closed its feed at step 2"))}
+    upto, stop = decide({0: parts[0], 1: parts[1]}, (0, 1), 4, 8, pad=False)
+    assert (upto, stop) == (5, Stop(5, {1: "OSError: no disk"}))
+    upto, stop = decide(parts, (0, 1, 2), 4, 8, pad=False)
+    assert stop is not None
+    assert closed_message(stop.errors[2]) == "closed its feed at step 2"
+
+
+# ---------------------------------------------------------------------- verdicts and bad records
+
+
+def test_a_verdict_stops_before_the_end_of_the_data_or_not_at_all() -> None:
+    assert overrule(16, None, None, 8) == (16, None)
+    assert overrule(16, None, Verdict("v", 10), 8) == (10, Stop(10, {-1: "v"}))
+    assert overrule(12, Stop(12, {}), Verdict("v", 12), 8) == (12, Stop(12, {}))
+    assert overrule(12, Stop(12, {1: "e"}), Verdict("v", 11), 8) == (11, Stop(11, {-1: "v"}))
+    assert overrule(8, Stop(8, {}), Verdict("v"), 8) == (8, Stop(8, {-1: "v"}))
+    assert overrule(9, Stop(9, {1: "e"}), Verdict("v"), 8) == (9, Stop(9, {1: "e"}))
+
+
+def batches_of(bad_rows: dict[int, set[int]], rows: set[int], steps: range, batch: int) -> list[HostBatch]:
+    return [
+        HostBatch(step, batch, None, 0, bad=[(step * batch + row, 0, "bad") for row in sorted(bad_rows[step] & rows)])
+        for step in steps
+    ]
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(st.data())
+def test_too_many_bad_records_are_found_at_the_same_step_on_any_hosts_windows_and_resume(data: Any) -> None:
+    batch, steps, limit = 8, 24, data.draw(st.sampled_from([0.02, 0.1, 0.3]))
+    share = data.draw(st.floats(0, 0.4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    bad_rows = {step: set(np.flatnonzero(rng.random(batch) < share).tolist()) for step in range(steps)}
+    expected, total = None, 0
+    for step in range(steps):
+        total += len(bad_rows[step])
+        records = (step + 1) * batch
+        if records >= 1 / limit and total > limit * records:
+            expected = step
+            break
+
+    def after(step: int, ended: Any) -> int:
+        return (step + 1) * batch
+
+    # one process, restarted at a step of its own
+    resumed = data.draw(st.integers(0, steps if expected is None else expected))
+    before = sum(len(bad_rows[step]) for step in range(resumed))
+    alone = BadRecords(SkipBad(limit), before, after)
+    verdicts = [
+        alone.judge_alone(one, {}) for one in batches_of(bad_rows, set(range(batch)), range(resumed, steps), batch)
+    ]
+    assert next((resumed + i for i, verdict in enumerate(verdicts) if verdict), None) == expected
+
+    # several hosts, which may hold the same rows, in windows of any length
+    count = data.draw(st.integers(1, 4))
+    held = [set(range(batch))] + [set(np.flatnonzero(rng.random(batch) < 0.6).tolist()) for _ in range(count - 1)]
+    sides = [BadRecords(SkipBad(limit), before, after) for _ in range(count)]
+    first, found, counted = resumed, None, {}
+    while first < steps and found is None:
+        end = min(steps, first + data.draw(st.integers(1, 9)))
+        parts = {
+            host: Part(
+                end, info=json.loads(json.dumps(side.part(batches_of(bad_rows, rows, range(first, end), batch), {})))
+            )
+            for host, (side, rows) in enumerate(zip(sides, held, strict=True))
+        }
+        info, verdict = sides[0].judge(parts, first, end, {})
+        for side in sides:
+            side.learn(json.loads(json.dumps(info)))
+        for step in range(first, end if verdict is None or verdict.step is None else verdict.step):
+            counted[step] = {side.up_to(step) for side in sides}
+        found = None if verdict is None else verdict.step
+        first = end
+    assert found == expected
+    for step, counts in counted.items():
+        assert counts == {sum(len(bad_rows[s]) for s in range(step + 1))}
+
+
+def test_the_error_for_too_many_bad_records_says_which_step_and_what_to_do() -> None:
+    side = BadRecords(SkipBad(0.25), 0, lambda step, ended: (step + 1) * 4)
+    batches = [HostBatch(0, 4, None, 0, bad=[(3, 0, "CorruptDataError: cut short"), (9, 0, "ValueError: no JPEG")])]
+    verdict = side.judge({1: Part(1, info=side.part(batches, {}))}, 0, 1, {})[1]
+    assert verdict is not None
+    assert str(Exchange.verdict_error(verdict.message)) == (
+        "2 of the 4 records up to step 0 are bad, 0.5 of them, and bad_records=SkipBad(max_fraction=0.25) allows 0.25 "
+        "(last: host 1, record 9: ValueError: no JPEG). Look at the data; raise max_fraction only if so many bad records "
+        "are expected."
+    )
+
+
+def test_a_window_in_which_everything_is_bad_is_published_in_short() -> None:
+    side = BadRecords(SkipBad(0.01), 0, lambda step, ended: (step + 1) * 1000)
+    batches = [HostBatch(step, 1000, None, 0, bad=[(i, 0, "bad") for i in range(1000)]) for step in range(50)]
+    assert list(side.part(batches, {})["bad"]) == ["0"]
+
+
+# ---------------------------------------------------------------------- padding of host batches
+
+
+def test_the_ledger_of_padded_rows_does_not_grow() -> None:
+    exchange = Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size, compare_sizes=True)
+    for first in range(0, 1000, 10):
+        parts = {
+            host: Part(
+                first + 10, info={"ended": {str((step + 1) << 32 | row): 2 for step in range(first, first + 10)}}
+            )
+            for host, row in ((0, 0), (1, 0), (2, 6))  # hosts 0 and 1 hold the same rows
+        }
+        info, verdict = exchange.judge(parts, first, first + 10)
+        assert verdict is None
+        exchange.learn(info)
+        for step in range(first, first + 10):
+            ended, _ = exchange.known_at(step)
+            assert sum(missing for key, missing in ended.items() if key >> 32 == step + 1) == 4
+            assert len(ended) <= 10
