@@ -89,7 +89,7 @@ def lengths() -> Table:
 
 def hosts() -> Table:
     """Plan and state against the number of hosts; what the coordination service bears is in the benchmark agreement."""
-    from meshfeed._agree import full_window
+    from meshfeed._agree_rules import full_window
     from meshfeed._plan_table import plan_table
 
     rows = []
