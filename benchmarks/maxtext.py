@@ -2,8 +2,8 @@
 
 Both loaders get the same host batches, which lie ready in memory, so that only the way to global arrays is timed.
 MaxText's way: split each leaf for the local devices, put the parts, make one array of them, without read-ahead. The
-batches are what nobody writes to again (read-only), or writable, which meshfeed copies first and MaxText does not: on
-CPU its arrays then share memory with what the loader may refill.
+batches are read-only and aligned, writable as ``np.stack`` makes them (both ways then copy), or writable and aligned,
+which meshfeed copies and MaxText does not: on CPU its arrays then share memory with what the loader may refill.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from benchmarks._measure import Table, Way, main, rates, take_turns
 
 LEAVES, COLUMNS = 4, 2048
 OURS, THEIRS = "meshfeed.maxtext", "MaxText's way"
+READ_ONLY, STACKED, ALIGNED = "read-only", "writable, from np.stack", "writable, aligned"
 
 
-def host_batches(rows: int, *, writable: bool) -> list[dict[str, Any]]:
+def host_batches(rows: int, kind: str) -> list[dict[str, Any]]:
     """Four batches of int32 leaves ``[rows, COLUMNS]``."""
     import numpy as np
 
@@ -32,10 +33,10 @@ def host_batches(rows: int, *, writable: bool) -> list[dict[str, Any]]:
     for number in range(4):
         batch = {}
         for leaf in range(LEAVES):
-            array = _aligned.empty((rows, COLUMNS), np.int32)
-            array[...] = number + leaf
+            row = np.full(COLUMNS, number + leaf, np.int32)
+            array = np.stack([row] * rows) if kind == STACKED else _aligned.copy(np.broadcast_to(row, (rows, COLUMNS)))
             base: Any = array
-            while isinstance(base, np.ndarray) and not writable:
+            while isinstance(base, np.ndarray) and kind == READ_ONLY:
                 base.flags.writeable = False
                 base = base.base
             batch[f"leaf{leaf}"] = array
@@ -70,14 +71,14 @@ class Repeating:
             yield from self._made
 
 
-def loaders(rows: int, writable: bool, rounds: int) -> dict[str, Any]:
+def loaders(rows: int, kind: str, rounds: int) -> dict[str, Any]:
     """Batches a second of both ways, in turns."""
     import jax
 
     from meshfeed import maxtext
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    made = host_batches(rows, writable=writable)
+    made = host_batches(rows, kind)
     loader = iter(maxtext.MultiHostDataLoadIterator(Repeating(made), mesh))
     turn = iter(Repeating(made))
 
@@ -142,10 +143,9 @@ def _in_new_process(devices: int, *case: Any) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> Iterator[Table]:
     for devices in options.devices:
         for rows in options.rows:
-            for writable in (False, True):
-                found = _in_new_process(devices, "loaders", rows, writable, options.rounds)
+            for kind in (READ_ONLY, STACKED, ALIGNED):
+                found = _in_new_process(devices, "loaders", rows, kind, options.rounds)
                 size = LEAVES * rows * COLUMNS * 4 / 2**20
-                kind = "writable, copied" if writable else "read-only"
                 yield rates(
                     f"maxtext, {devices} devices, {LEAVES} leaves, {size:.0f} MiB, {kind}", "batches", found, ours=OURS
                 )
