@@ -53,6 +53,31 @@ def fail_on_host_1(directory: str):
     return message
 
 
+def refuse_what_does_not_fit(directory: str):
+    """One host alone reads the integer that does not fit in the wanted dtype."""
+    import jax
+    import numpy as np
+
+    from meshfeed.checkpoint import Checkpointer
+
+    mesh = checkpoint_trees.make_mesh(4, 2)
+    values = np.arange(1 << 18, dtype=np.int32).reshape(1 << 10, -1) % 100
+    values[-1, -1] = 1 << 20
+    tree = {"rows": checkpoint_trees.place(values, mesh, "data"), "few": checkpoint_trees.place(values[-8:], mesh)}
+    with Checkpointer(f"{directory}/fits", save_interval_steps=1) as ckpt:
+        ckpt.save(1, tree)
+        ckpt.wait()
+        messages = []
+        for name, leaf in tree.items():
+            wanted = jax.ShapeDtypeStruct(leaf.shape, np.int8, sharding=leaf.sharding)
+            try:
+                ckpt.restore({**tree, name: wanted})
+            except Exception as error:
+                messages.append(str(error))
+        assert ckpt.restore(tree)[0] == 1
+    return messages
+
+
 def fall_back(directory: str):
     """Two steps, the newer one damaged by host 0: every host restores the older one and warns."""
     import jax
@@ -158,6 +183,10 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
         messages = {result.value for result in pool.run(fail_on_host_1, str(tmp_path))}
         assert len(messages) == 1
         assert "CheckpointError: host 1" in messages.pop()
+        refused = {tuple(result.value) for result in pool.run(refuse_what_does_not_fit, str(tmp_path))}
+        assert len(refused) == 1
+        for name, message in zip(("rows", "few"), refused.pop(), strict=True):
+            assert f"leaf '{name}' holds 1048576" in message
         assert "has no device on the hosts [2, 3]" in pool.run(restore_on_parts, str(tmp_path))[0].value
         assert {result.value for result in pool.run(fall_back, str(tmp_path))} == {(1, 2, True)}
     with HostPool(num_hosts=2, devices_per_host=2, timeout_seconds=120) as pool:

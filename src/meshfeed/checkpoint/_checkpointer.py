@@ -12,6 +12,16 @@ from etils import epath
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed.checkpoint._agreement import Agreement
+from meshfeed.checkpoint._arguments import (
+    RESTORE_ORDER,
+    SAVE_ORDER,
+    as_directory,
+    as_step,
+    check_feed,
+    check_settings,
+    check_train_state,
+    naming,
+)
 from meshfeed.checkpoint._arrays import ArraysHandler, ArraysSave
 from meshfeed.checkpoint._errors import DamagedCheckpointError
 from meshfeed.checkpoint._iterator import IteratorHandler, IteratorSave
@@ -81,31 +91,34 @@ class Checkpointer:
                 raise SettingsError(f"{name}={value!r}: takes a positive int", setting=name)
         if not isinstance(verify, bool):
             raise SettingsError(f"verify={verify!r}: takes True or False", setting="verify")
+        check_settings(timeout_seconds, array_options=array_options, orbax_options=orbax_options)
         self._options = RestoreOptions(
             restore, replica_axis, primary_replica, memory_limit_bytes, verify, timeout_seconds
         )
-        self._directory = epath.Path(directory)
-        if "://" not in str(directory):
-            self._directory = self._directory.expanduser().absolute()
-        self._arrays = ArraysHandler(
-            restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
-        )
-        options = ocp.CheckpointManagerOptions(
-            **{
-                "max_to_keep": max_to_keep,
-                "save_interval_steps": save_interval_steps,
-                **(orbax_options or {}),
-            }
-        )
+        with naming("array_options"):
+            self._arrays = ArraysHandler(
+                restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
+            )
+        with naming("orbax_options"):
+            options = ocp.CheckpointManagerOptions(
+                **{
+                    "max_to_keep": max_to_keep,
+                    "save_interval_steps": save_interval_steps,
+                    **(orbax_options or {}),
+                }
+            )
+        agreement = Agreement("starting a checkpointer", timeout_seconds)
+        self._directory = agreement.attempt(lambda: as_directory(directory))
         self._manager = ocp.CheckpointManager(
             self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
         )
         # One random word for the job and a count tell saves apart, without talking at each save.
-        self._job_id = Agreement("starting a checkpointer", timeout_seconds).publish(lambda: secrets.token_hex(8))
+        self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._saves = 0
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
+        self._closed = False
 
     @property
     def directory(self) -> epath.Path:
@@ -119,7 +132,7 @@ class Checkpointer:
         :meth:`wait`, or the next ``save``.
 
         Args:
-          step: the caller's number; not ``feed.step`` where gradients are accumulated.
+          step: the caller's number, an int from 0; not ``feed.step`` where gradients are accumulated.
           train_state: pytree of arrays, numpy values, numbers and text.
           feed: whose state is saved with it; may be left out.
           force: save also where the interval skips this step.
@@ -128,11 +141,13 @@ class Checkpointer:
           False where the interval skips the step, or a newer step is there.
 
         Raises:
-          CheckpointError: the step is there already, or a leaf cannot be saved.
+          SettingsError: an argument is not what it should be, such as arguments in another order.
+          CheckpointError: the step is there already, a leaf cannot be saved, or the checkpointer is closed.
         """
-        if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
-            raise SettingsError(f"step={step!r}: takes an int from 0", setting="step")
-        step = int(step)
+        step = as_step(step, SAVE_ORDER)
+        check_train_state(train_state, SAVE_ORDER)
+        check_feed(feed, ("get_state",), SAVE_ORDER)
+        self._check_open()
         self._begin_to_write()
         self._set_damaged_aside(step)
         if not force and not self._manager.should_save(step):
@@ -186,10 +201,16 @@ class Checkpointer:
           the step and the train state; ``(0, abstract_or_concrete_state)`` where the folder has no step at all.
 
         Raises:
-          CheckpointError: the step asked for is absent or damaged, or steps are there and none is intact; the same on
-            every host.
+          SettingsError: an argument is not what it should be, such as arguments in another order.
+          CheckpointError: the step asked for is absent or damaged, or steps are there and none is intact; or a leaf
+            is not what is stored: absent, of another shape, or of a dtype to which it is not cast. The same on every
+            host.
           StateMismatchError: the feed cannot continue the saved position.
         """
+        step = None if step is None else as_step(step, RESTORE_ORDER)
+        check_feed(feed, ("get_state", "set_state"), RESTORE_ORDER)
+        check_train_state(abstract_or_concrete_state, RESTORE_ORDER)
+        self._check_open()
         self.wait()
         agreement = Agreement(f"restoring from {self._directory}", self._options.timeout_seconds)
         if step is not None:
@@ -278,7 +299,11 @@ class Checkpointer:
             if not steps:
                 raise CheckpointError(f"{self._directory}: no step is there.")
             step = steps[-1]
-        return describe_step(read_step(self._directory, step))
+        return describe_step(read_step(self._directory, as_step(step, "It is metadata(step).")))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self._directory}: this Checkpointer is closed. Make another one.")
 
     def _begin_to_write(self) -> None:
         # What a kill left unfinished is in the way of the same step. Not before this job saves: one that only reads,
@@ -317,7 +342,10 @@ class Checkpointer:
         self._manager.reload()
 
     def close(self) -> None:
-        """Waits for what was saved, and releases threads."""
+        """Waits for what was saved, and releases threads; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self.wait()
         finally:

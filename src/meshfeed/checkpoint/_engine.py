@@ -17,6 +17,7 @@ from meshfeed._process import process_count, process_index
 from meshfeed.checkpoint import _packed
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._blocks import BlockGather, cut_block, rows_in_flight
+from meshfeed.checkpoint._casts import may_overflow
 from meshfeed.checkpoint._gather import (
     aligned_zeros,
     gather_group,
@@ -55,17 +56,24 @@ class LeafRequest:
       shape: wanted, in stored form (key data for keys); may differ from the stored one, then cut or filled with zeros.
       dtype: wanted.
       sharding: wanted; None for a numpy array on every process.
+      wrap: let integers that do not fit in ``dtype`` wrap around, instead of an error.
     """
 
     leaf: StoredLeaf
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     sharding: Any
+    wrap: bool = False
 
     @property
     def nbytes(self) -> int:
         """Stored bytes."""
         return math.prod(self.leaf.shape) * self.leaf.itemsize
+
+    @property
+    def must_fit(self) -> bool:
+        """Whether the values have to be looked at before they are cast."""
+        return not self.wrap and may_overflow(self.leaf.dtype, self.dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -258,7 +266,13 @@ def restore_leaves(
     limit = options.memory_limit_bytes
     with Progress(stored.directory, sum(request.nbytes for request in requests)) as progress:
         in_flight = None if limit is None else limit // 2
-        reader = UnitReader(stored, verify=options.verify, bytes_in_flight=in_flight, on_bytes=progress.add)
+        reader = UnitReader(
+            stored,
+            verify=options.verify,
+            bytes_in_flight=in_flight,
+            on_bytes=progress.add,
+            must_fit={request.leaf.name: request.dtype for request in requests if request.must_fit},
+        )
         for group in _groups(works, limit):
             if group[0].large(limit):
                 large = group[0]

@@ -44,6 +44,7 @@ def restore_for_handler(
                     dtype=arg.dtype,
                     sharding=_sharding(stored, info.name, arg, metadata),
                     strict=getattr(arg, "strict", True),
+                    any_cast=True,  # Orbax's restore arguments ask for a dtype apart from any tree
                 )
             )
         return stored, wanted

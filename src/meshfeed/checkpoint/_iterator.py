@@ -13,6 +13,7 @@ from orbax.checkpoint import future as orbax_future
 
 from meshfeed import _state_files
 from meshfeed._process import process_index
+from meshfeed.checkpoint._arguments import check_feed
 
 
 class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
@@ -29,6 +30,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Any, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state, and gives futures that write it."""
+        check_feed(args.feed, ("get_state",), "Give IteratorSave(feed).")
         state = args.feed.get_state()
         process = process_index()
         if not _state_files.must_write(state, process):
@@ -52,6 +54,8 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
           CheckpointError: no whole state is there.
           StateMismatchError: the feed cannot continue it, and is as it was.
         """
+        if args is not None:
+            check_feed(args.feed, ("set_state",), "Give IteratorRestore(feed).")
         state = _state_files.read_state(directory)
         if args is None or args.feed is None:
             return state

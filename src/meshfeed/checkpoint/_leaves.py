@@ -134,21 +134,35 @@ def encode_tree(tree: Any) -> EncodedTree:
     """Prepares a tree for saving; host values are copied, so the caller may change them at once.
 
     Raises:
-      CheckpointError: a leaf of a type that cannot be stored; it names the leaf.
+      CheckpointError: a leaf of a type that cannot be stored, one that was donated, or two of one name; it names them.
     """
     leaves: dict[str, dict[str, Any]] = {}
     host_arrays: dict[str, np.ndarray[Any, Any]] = {}
+    names: dict[str, str] = {}
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     encoded = []
     for path, leaf in flat:
-        name = leaf_name(path)
+        name, where = leaf_name(path), jax.tree_util.keystr(path) or "(the whole tree)"
+        if name in names:
+            raise CheckpointError(
+                f"leaves {names[name]} and {where} have one name in storage, {name!r}. Rename a key that holds a dot, "
+                "or that reads like another."
+            )
+        names[name] = where
+        if isinstance(leaf, jax.core.Tracer):
+            raise CheckpointError(f"leaf {where}: a traced value cannot be saved. Call save outside jax.jit.")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise CheckpointError(
+                f"leaf {where}: the array was deleted or donated. Save before the step that donates it, or what the "
+                "step returns."
+            )
         if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable and process_count() > 1):
             encoded.append(leaf)
             continue
         if isinstance(leaf, jax.Array):
             entry, stored = _encode_local(leaf)
         else:
-            entry, stored = _encode_host(leaf, jax.tree_util.keystr(path))
+            entry, stored = _encode_host(leaf, where)
         leaves[name] = entry
         if isinstance(stored, np.ndarray) and "value" not in entry:
             host_arrays[name] = stored

@@ -37,6 +37,11 @@ class RestoreOptions:
             raise SettingsError(
                 f"restore={self.restore!r}: takes one of {', '.join(map(repr, MODES))}", setting="restore"
             )
+        axis = self.replica_axis
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int | str)):
+            raise SettingsError(
+                f"replica_axis={axis!r}: takes the name or number of a mesh axis, or None", setting="replica_axis"
+            )
         limit = self.memory_limit_bytes
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise SettingsError(

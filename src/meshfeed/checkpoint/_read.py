@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from meshfeed.checkpoint._casts import check_fits
 from meshfeed.checkpoint._grid import Box, box_size, intersect, slices
 from meshfeed.checkpoint._load_plan import clip
 from meshfeed.checkpoint._stored import StoredArrays, StoredLeaf
@@ -48,6 +49,7 @@ class UnitReader:
       verify: check digests.
       bytes_in_flight: how much is asked of storage at once; one unit at least.
       on_bytes: called with the bytes of each unit that has come.
+      must_fit: parameter name → the integer dtype that its values must fit in.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class UnitReader:
         verify: bool,
         bytes_in_flight: int | None,
         on_bytes: Callable[[int], None] = lambda count: None,
+        must_fit: Mapping[str, Any] | None = None,
     ) -> None:
         self._stored = stored
         self._verify = verify
         self._limit = DEFAULT_BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
         self._on_bytes = on_bytes
+        self._must_fit = must_fit or {}
         self.bytes_read = 0
         self.seconds = 0.0
 
@@ -72,7 +76,7 @@ class UnitReader:
           wanted: (leaf, number of the unit, take).
 
         Raises:
-          CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`.
+          CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`; or integers that do not fit.
         """
         started = time.perf_counter()
         wanted = list(wanted)
@@ -83,6 +87,8 @@ class UnitReader:
         def finish() -> int:
             leaf, box, future, take, count = pending.popleft()
             values = self._stored.finish_read(leaf, box, future, self._verify)
+            if leaf.name in self._must_fit:  # here, where hosts still agree on errors
+                check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
             self.bytes_read += count
             self._on_bytes(count)
             take(box, values)

@@ -11,6 +11,7 @@ import numpy as np
 from meshfeed._errors import CheckpointError
 from meshfeed._reshard import without_ambient_mesh
 from meshfeed.checkpoint._agreement import Agreement
+from meshfeed.checkpoint._casts import check_python, python_type_of
 from meshfeed.checkpoint._engine import LeafRequest, restore_leaves
 from meshfeed.checkpoint._leaves import dtype_of, leaf_name, python_value, tree_of
 from meshfeed.checkpoint._options import RestoreOptions
@@ -81,10 +82,14 @@ def _compare(stored: StoredArrays, names: list[str], leaves: list[Any], kinds: d
     missing = [name for name, leaf in zip(names, leaves, strict=True) if name not in kinds and leaf is not ...]
     extra = [] if partial else sorted(set(kinds) - set(names))
     if missing or extra:
+        remedies = ["Take what is not stored out of the tree, and add it after restoring."] if missing else []
+        if extra:
+            remedies.append(
+                "Put ... in the tree for what is not wanted, or use ArraysRestore(…, partial_restore=True)."
+            )
         raise CheckpointError(
             f"{stored.directory}: the tree that is wanted and the stored one differ: wanted but not stored "
-            f"{_some(missing)}; stored but not wanted {_some(extra)}. Give the structure that was saved, put ... for "
-            "leaves to leave out, or restore with ArraysRestore(tree, partial_restore=True)."
+            f"{_some(missing)}; stored but not wanted {_some(extra)}. {' '.join(remedies)}"
         )
 
 
@@ -101,18 +106,22 @@ def _want(
     if leaf is ...:
         return None, lambda _: ...
     kind = kinds[name]
-    if isinstance(leaf, str | bytes) or kind in ("str", "bytes"):
+    if isinstance(leaf, type) or not (hasattr(leaf, "shape") or isinstance(leaf, _PYTHON) or kind == "scalar"):
+        raise CheckpointError(
+            f"leaf {name!r}: a {type(leaf).__name__} does not say what is wanted. Give an array, a "
+            "jax.ShapeDtypeStruct, or a number or text like the one saved."
+        )
+    if kind in ("str", "bytes"):
         text = _text(stored, name)
+        check_python(f"leaf {name!r}", type(text), type(leaf))
         return None, lambda _: text
-    if isinstance(leaf, _PYTHON) or (kind == "scalar" and not hasattr(leaf, "shape")):
-        return _python_wanted(stored, name, leaf)
-    if isinstance(leaf, np.generic):
+    if isinstance(leaf, np.generic):  # before Python's types: np.float64 is a float
         request, finish = host_wanted(stored, name, shape=(), dtype=leaf.dtype)
         return request, lambda values: finish(values)[()]
+    if isinstance(leaf, _PYTHON) or (kind == "scalar" and not hasattr(leaf, "shape")):
+        return _python_wanted(stored, name, leaf)
     if isinstance(leaf, np.ndarray):
         return host_wanted(stored, name, shape=leaf.shape, dtype=leaf.dtype)
-    if isinstance(leaf, type) or not hasattr(leaf, "shape"):
-        raise CheckpointError(f"leaf {name!r}: a {type(leaf).__name__} says not what is wanted. Give an array or type.")
     sharding = _wanted_sharding(leaf)
     if sharding is None and kind not in ("jax",):  # a host value whose shape alone was given: as it was saved
         request, finish = host_wanted(stored, name, shape=leaf.shape, dtype=leaf.dtype)
@@ -139,13 +148,27 @@ def _text(stored: StoredArrays, name: str) -> Any:
 
 def _python_wanted(stored: StoredArrays, name: str, leaf: Any) -> tuple[LeafRequest | None, Finish]:
     entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
+    wanted = type(leaf) if isinstance(leaf, _PYTHON) else None
     if entry is not None and "value" in entry:
         value = python_value(entry)
-        same = type(value) is type(leaf) or not isinstance(leaf, _PYTHON)
-        return None, lambda _: value if same else type(leaf)(value)
+        if wanted is None or type(value) is wanted:
+            return None, lambda _: value
+        check_python(f"leaf {name!r}", type(value), wanted)
+        return None, lambda _: wanted(value)
     request, finish = host_wanted(stored, name)
-    cast = type(leaf) if isinstance(leaf, _PYTHON) else (lambda value: value)
-    return request, lambda values: cast(finish(values).reshape(()).item())
+    if entry is not None and "dtype" in entry:
+        shape, dtype = tuple(entry.get("data_shape", entry["shape"])), dtype_of(entry)
+    else:
+        shape, dtype = stored.leaf(name).shape, stored.leaf(name).dtype
+    if shape != ():
+        raise CheckpointError(
+            f"leaf {name!r} is stored as an array of shape {shape}, wanted is {type(leaf).__name__}. Give an array or "
+            "a jax.ShapeDtypeStruct of that shape."
+        )
+    if wanted is None:
+        return request, lambda values: finish(values).item()
+    check_python(f"leaf {name!r}", python_type_of(dtype), wanted)
+    return request, lambda values: wanted(finish(values).item())
 
 
 def abstract_tree_of(stored: StoredArrays) -> Any:

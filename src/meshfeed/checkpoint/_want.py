@@ -12,6 +12,7 @@ import numpy as np
 
 from meshfeed._errors import CheckpointError
 from meshfeed._process import process_count
+from meshfeed.checkpoint._casts import check_cast, check_fits
 from meshfeed.checkpoint._engine import LeafRequest
 from meshfeed.checkpoint._leaves import dtype_of, is_key, python_value, rebuild_sharding
 from meshfeed.checkpoint._stored import StoredArrays, key_shape
@@ -20,7 +21,14 @@ Finish = Callable[[Any], Any]
 
 
 def array_wanted(
-    stored: StoredArrays, name: str, *, shape: Any, dtype: Any, sharding: Any, strict: bool = True
+    stored: StoredArrays,
+    name: str,
+    *,
+    shape: Any,
+    dtype: Any,
+    sharding: Any,
+    strict: bool = True,
+    any_cast: bool = False,
 ) -> tuple[LeafRequest | None, Finish]:
     """What to read for a ``jax.Array``, and how to finish it.
 
@@ -31,17 +39,18 @@ def array_wanted(
       dtype: wanted, a PRNG key dtype included; None: as stored.
       sharding: a Sharding of any memory kind, or a Format.
       strict: refuse a shape that differs from the stored one; else cut, or fill with zeros.
+      any_cast: cast as numpy does, also where more than precision is lost.
 
     Returns:
       the request, None where nothing is stored because the leaf is empty, and what makes the leaf of its result.
 
     Raises:
-      CheckpointError: the shapes differ, or no sharding is known.
+      CheckpointError: the shapes or kinds of dtypes differ, or no sharding is known.
     """
     entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
     if entry is not None and "value" in entry:
-        value = np.asarray(python_value(entry))
-        return None, lambda _: _from_host(value if dtype is None else value.astype(dtype), sharding)
+        value = _number(stored, name, python_value(entry), shape, dtype)
+        return None, lambda _: _from_host(value, sharding)
     final = getattr(sharding, "sharding", sharding)  # of a Format
     if final is None:
         raise CheckpointError(
@@ -50,11 +59,13 @@ def array_wanted(
         )
     if entry is not None and entry.get("stored") == "nothing":
         _check_shape(stored, name, tuple(entry["shape"]), shape, strict)
+        _check_cast(name, dtype_of(entry), dtype, any_cast, entry.get("impl"))
         empty = np.zeros(tuple(entry["shape"]) if shape is None else tuple(shape), dtype or dtype_of(entry))
         return None, lambda _: _from_host(empty, sharding)
     if process_count() > 1 and final.is_fully_addressable:
-        return _local_wanted(stored, name, shape, dtype, sharding)
+        return _local_wanted(stored, name, shape, dtype, sharding, any_cast)
     leaf = stored.leaf(name)
+    _check_cast(name, leaf.dtype, dtype, any_cast, leaf.impl)
     key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     impl = None
     if key or (dtype is None and leaf.impl is not None):
@@ -66,16 +77,17 @@ def array_wanted(
         return request, lambda data: _placed(_wrap_keys(data, impl, _readable(final)), sharding)
     _check_shape(stored, name, leaf.shape, shape, strict)
     wanted = leaf.shape if shape is None else tuple(shape)
-    request = LeafRequest(leaf, wanted, np.dtype(dtype or leaf.dtype), _readable(final))
+    request = LeafRequest(leaf, wanted, np.dtype(dtype or leaf.dtype), _readable(final), wrap=any_cast)
     return request, lambda array: _placed(array, sharding)
 
 
 def _local_wanted(
-    stored: StoredArrays, name: str, shape: Any, dtype: Any, sharding: Any
+    stored: StoredArrays, name: str, shape: Any, dtype: Any, sharding: Any, any_cast: bool
 ) -> tuple[LeafRequest | None, Finish]:
     # Every process wants the array on a device of its own, so their shardings differ: the values come as a host's do,
     # because all processes must make the same plan.
     leaf = stored.leaf(name)
+    _check_cast(name, leaf.dtype, dtype, any_cast, leaf.impl)
     key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     impl = (leaf.impl or _impl_of(dtype)) if key else leaf.impl if dtype is None else None
     wanted = None if shape is None else key_shape(tuple(shape), impl) if impl else tuple(shape)
@@ -83,7 +95,7 @@ def _local_wanted(
     if impl is not None:
         request = LeafRequest(leaf, leaf.shape, leaf.dtype, None)
         return request, lambda data: jax.device_put(jax.random.wrap_key_data(jnp.asarray(data), impl=impl), sharding)
-    request = LeafRequest(leaf, leaf.shape, np.dtype(dtype or leaf.dtype), None)
+    request = LeafRequest(leaf, leaf.shape, np.dtype(dtype or leaf.dtype), None, wrap=any_cast)
     return request, lambda values: jax.device_put(values, sharding)
 
 
@@ -93,11 +105,12 @@ def host_wanted(
     """What to read for a numpy array on every process; as :func:`array_wanted`."""
     entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
     if entry is not None and "value" in entry:
-        value = np.asarray(python_value(entry))
-        return None, lambda _: value if dtype is None else value.astype(dtype)
+        value = _number(stored, name, python_value(entry), shape, dtype)
+        return None, lambda _: value
     if entry is not None and "dtype" in entry and entry["kind"] != "jax":
         saved, saved_shape = dtype_of(entry), tuple(entry["shape"])
         _check_shape(stored, name, saved_shape, shape, True)
+        _check_cast(name, saved, dtype)
         if entry.get("stored") == "nothing":
             return None, lambda _: np.zeros(saved_shape, dtype or saved)
         leaf = stored.leaf(name)
@@ -106,10 +119,46 @@ def host_wanted(
             return request, lambda raw: raw.view(saved).reshape(saved_shape).astype(dtype or saved, copy=False)
         return LeafRequest(leaf, leaf.shape, np.dtype(dtype or saved), None), lambda values: values
     if entry is not None and entry.get("stored") == "nothing":
+        _check_shape(stored, name, tuple(entry["shape"]), shape, True)
+        _check_cast(name, dtype_of(entry), dtype, impl=entry.get("impl"))
         return None, lambda _: np.zeros(tuple(entry["shape"]), dtype or dtype_of(entry))
     leaf = stored.leaf(name)
     _check_shape(stored, name, leaf.shape, shape, True)
+    _check_cast(name, leaf.dtype, dtype, impl=leaf.impl)
     return LeafRequest(leaf, leaf.shape, np.dtype(dtype or leaf.dtype), None), lambda values: values
+
+
+def _number(stored: StoredArrays, name: str, value: Any, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """A stored Python number as an array."""
+    if isinstance(value, str | bytes):
+        raise CheckpointError(f"leaf {name!r} is stored as {type(value).__name__}, wanted is an array. Ask for text.")
+    _check_shape(stored, name, (), shape, True)
+    if dtype is None:
+        return np.asarray(value)
+    python = type(value)
+    _check_cast(name, np.dtype(python), dtype)  # of the type, not of the value: a huge int is an object
+    if python is int and jnp.issubdtype(dtype, jnp.integer):
+        check_fits(f"leaf {name!r}", np.asarray(value), dtype)
+    return np.asarray(value).astype(dtype)
+
+
+def _check_cast(name: str, found: Any, wanted: Any, any_cast: bool = False, impl: str | None = None) -> None:
+    """Refuses what is no cast: other kinds of PRNG keys, and what ``check_cast`` refuses."""
+    if wanted is None:
+        return
+    if jnp.issubdtype(wanted, jax.dtypes.prng_key):
+        if (impl is None and found != np.uint32) or impl not in (None, _impl_of(wanted)):
+            raise CheckpointError(
+                f"leaf {name!r} is stored as {impl or np.dtype(found).name}, wanted are PRNG keys {_impl_of(wanted)}. "
+                f"Ask for what was saved: {f'keys of jax.random.key(…, impl={impl!r})' if impl else 'that dtype'}."
+            )
+    elif impl is not None and np.dtype(wanted) != found:
+        raise CheckpointError(
+            f"leaf {name!r} is stored as PRNG keys {impl}, wanted is {np.dtype(wanted).name}. Ask for keys "
+            f"(jax.random.key(…, impl={impl!r})), or for their {np.dtype(found).name} data."
+        )
+    elif not any_cast:
+        check_cast(f"leaf {name!r}", found, wanted)
 
 
 def saved_sharding(stored: StoredArrays, name: str) -> Any:

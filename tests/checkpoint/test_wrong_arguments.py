@@ -1,0 +1,256 @@
+"""What callers get wrong: each is an error that names the argument or leaf and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_feeds import CountingFeed
+from checkpoint_trees import abstract, assert_same, make_mesh, place
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshfeed._errors import CheckpointError, SettingsError
+from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(4, 2)
+
+
+@pytest.fixture(scope="module")
+def state(mesh):
+    return {
+        "w": place(np.linspace(-3, 3, 512, dtype=np.float32).reshape(64, 8), mesh, "data"),
+        "small": place(np.arange(8, dtype=np.int32), mesh),
+        "large": place(np.array([1, -(1 << 20)] * 4, np.int32), mesh),
+        "z": place(np.ones(3, np.complex64), mesh),
+        "n": np.arange(4.0),
+        "i64": np.array([3, 1 << 40]),
+        "zero": np.zeros((0, 2), np.float32),
+        "key": jax.random.key(1),
+        "scalar": np.float32(1.5),
+        "count": 3,
+        "rate": 2.5,
+        "text": "text",
+        "huge": 1 << 40,
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, state):
+    directory = tmp_path_factory.mktemp("saved") / "c"
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
+        assert ckpt.save(1, state, CountingFeed())
+    return directory
+
+
+def like(shape, dtype, mesh):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "message"),
+    [
+        ("w", ((64, 8), np.int32), r"leaf 'w' is stored as float32, wanted is int32.*Ask for float32, and convert"),
+        ("w", ((64, 8), np.bool_), "floating point values are not cast to bool"),
+        ("w", ((64, 9), np.float32), r"'w' has the stored shape \(64, 8\), wanted is \(64, 9\). Ask for the stored"),
+        ("w", 1.0, r"'w' is stored as an array of shape \(64, 8\), wanted is float. Give an array"),
+        ("w", "text", r"'w' is stored as an array of shape \(64, 8\), wanted is str"),
+        ("w", np.float32, "'w': a type does not say what is wanted. Give an array"),
+        ("w", print, "'w': a builtin_function_or_method does not say"),
+        ("small", ((8,), np.bool_), "integer values are not cast to bool"),
+        (
+            "large",
+            ((8,), np.int16),
+            "'large' holds -1048576, stored as int32, and int16 holds -32768 to 32767. Ask for",
+        ),
+        ("large", ((8,), np.uint32), "'large' holds -1048576"),
+        ("z", ((3,), np.float32), "complex values are not cast to floating point"),
+        ("n", np.zeros(4, np.int64), "'n' is stored as float64, wanted is int64"),
+        ("n", np.zeros(5), r"\(4,\), wanted is \(5,\)"),
+        ("i64", ((2,), np.int32), "'i64' holds 1099511627776"),
+        ("zero", np.zeros((0, 2), np.int8), "'zero' is stored as float32, wanted is int8"),
+        ("zero", np.zeros((0, 3), np.float32), r"\(0, 2\), wanted is \(0, 3\)"),
+        ("key", ((), np.float32), "'key' is stored as PRNG keys threefry2x32, wanted is float32. Ask for keys"),
+        ("key", "rbg", "'key' is stored as threefry2x32, wanted are PRNG keys rbg. Ask for what was saved"),
+        ("small", "threefry2x32", "'small' is stored as int32, wanted are PRNG keys"),
+        ("scalar", 1, "'scalar' is stored as float, wanted is int"),
+        ("count", True, "'count' is stored as int, wanted is bool"),
+        ("count", "3", "'count' is stored as int, wanted is str"),
+        ("count", ((3,), np.float32), r"'count' has the stored shape \(\), wanted is \(3,\)"),
+        ("rate", 2, "'rate' is stored as float, wanted is int. Ask for float"),
+        ("rate", ((), np.int32), "'rate' is stored as float64, wanted is int32"),
+        ("text", 3, "'text' is stored as str, wanted is int"),
+        ("text", b"", "'text' is stored as str, wanted is bytes"),
+        ("text", ((), np.float32), "'text' is stored as str, wanted is ShapeDtypeStruct"),
+        ("huge", ((), np.int32), "'huge' holds 1099511627776"),
+    ],
+)
+@pytest.mark.parametrize("limit", [None, 64])
+def test_leaves_that_are_not_what_is_stored(saved, state, mesh, name, wanted, message, limit):
+    if isinstance(wanted, tuple):
+        wanted = like(*wanted, mesh)
+    elif isinstance(wanted, str) and wanted in ("rbg", "threefry2x32"):
+        wanted = abstract(jax.random.key(0, impl=wanted))
+    feed = CountingFeed()
+    with Checkpointer(saved, memory_limit_bytes=limit) as ckpt, pytest.raises(CheckpointError, match=message):
+        ckpt.restore({**abstract(state), name: wanted}, feed)
+    assert feed.position == 0
+
+
+def test_casts_that_lose_at_most_precision(saved, state, mesh):
+    wanted = {
+        "w": place(np.asarray(state["w"]).astype(jnp.bfloat16), mesh, "model"),
+        "small": place(np.arange(8, dtype=np.int8), mesh),
+        "large": place(np.asarray(state["large"]).astype(np.float32), mesh),
+        "z": state["z"],
+        "n": place(np.arange(4, dtype=np.float16), mesh),
+        "i64": np.array([3, 1 << 40], np.uint64),
+        "zero": np.zeros((0, 2), np.float16),
+        "key": place(np.asarray(jax.random.key_data(state["key"])), mesh),
+        "scalar": 1.5,
+        "count": 3.0,
+        "rate": place(np.array(2.5, np.float32), mesh),
+        "text": "text",
+        "huge": np.float64(1 << 40),
+    }
+    with Checkpointer(saved) as ckpt:
+        assert_same(wanted, ckpt.restore(abstract(wanted))[1])
+
+
+def test_trees_that_differ(saved, state):
+    with Checkpointer(saved) as ckpt:
+        with pytest.raises(CheckpointError, match=r"wanted but not stored 'more'; .*Take what is not stored out"):
+            ckpt.restore({**state, "more": 1})
+        with pytest.raises(CheckpointError, match=r"stored but not wanted 'w'\. Put \.\.\. in the tree"):
+            ckpt.restore({**state, "w": None})
+        with pytest.raises(CheckpointError, match=r"not stored 'params\.count', .*stored but not wanted 'count'"):
+            ckpt.restore({"params": state})
+
+
+@pytest.mark.parametrize("step", [1.0, "5", -1, True, np.array([1, 2]), 1.5, np.int64(-3)])
+def test_numbers_of_steps(saved, state, step):
+    with Checkpointer(saved, save_interval_steps=1) as ckpt:
+        for call in (
+            lambda: ckpt.save(step, state),
+            lambda: ckpt.restore(abstract(state), step=step),
+            lambda: ckpt.metadata(step),
+        ):
+            with pytest.raises(SettingsError, match=r"step=.*takes an int from 0") as caught:
+                call()
+            assert caught.value.setting == "step"
+
+
+def test_numbers_of_steps_of_other_libraries(tmp_path):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        steps: list[Any] = [np.int64(1), np.array(2), jnp.int32(3)]
+        for step in steps:
+            assert ckpt.save(step, {"n": 1})
+            ckpt.wait()
+            restored = ckpt.restore({"n": 0}, step=step)[0]
+            assert type(restored) is int
+            assert restored == int(step)
+        assert ckpt.steps() == [1, 2, 3]
+
+
+def test_arguments_in_another_order(saved, state):
+    feed = CountingFeed()
+    with Checkpointer(saved, save_interval_steps=1) as ckpt:
+        for call, setting in (
+            (lambda: ckpt.save(state, 9, feed), "step"),
+            (lambda: ckpt.save(9, feed, state), "train_state"),
+            (lambda: ckpt.save(9, feed), "train_state"),
+            (lambda: ckpt.save(9, state, True), "feed"),
+            (lambda: ckpt.restore(feed, state), "feed"),
+            (lambda: ckpt.restore(feed), "train_state"),
+            (lambda: ckpt.restore(1, state), "feed"),
+        ):
+            with pytest.raises(
+                SettingsError, match=rf"^{setting}=[^ ]{{1,60}}: .*The order is (save|restore)\("
+            ) as caught:
+                call()
+            assert caught.value.setting == setting
+        assert ckpt.steps() == [1]
+
+
+def test_feeds_without_a_state(tmp_path, state):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        for feed in (object(), [1], iter([1])):
+            with pytest.raises(
+                SettingsError, match=r"has no get_state\(\), expected a meshfeed.MultiHostDataLoadIterator"
+            ):
+                ckpt.save(1, state, feed)
+            with pytest.raises(SettingsError, match=r"has no get_state\(\)"):
+                ckpt.restore(state, feed)
+        assert ckpt.save(1, state, CountingFeed())
+    with pytest.raises(SettingsError, match=r"has no set_state\(\)"):
+        IteratorHandler().restore(tmp_path / "c/1/iterator", IteratorRestore(object()))
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": {"f": print}}, r"\['a'\]\['f'\]: a builtins.builtin_function_or_method cannot be saved"),
+        ({"a": [{1, 2}]}, r"\['a'\]\[0\]: a builtins.set cannot be saved"),
+        ({"a": np.array([None])}, r"\['a'\]: an array of Python objects"),
+        ({"a": jax.ShapeDtypeStruct((2,), np.float32)}, "a jax.ShapeDtypeStruct cannot be saved"),
+        (object(), r"leaf \(the whole tree\): a builtins.object"),
+        ({"a": {"b": 1}, "a.b": 2}, r"\['a'\]\['b'\] and \['a.b'\] have one name in storage, 'a.b'"),
+    ],
+)
+def test_leaves_that_cannot_be_saved(tmp_path, tree, message):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        with pytest.raises(CheckpointError, match=message):
+            ckpt.save(1, tree, CountingFeed())
+        assert ckpt.save(1, {"a": 1}, CountingFeed())
+
+
+def test_arrays_that_are_gone_or_not_yet_there(tmp_path):
+    array = jnp.arange(8.0) + 1
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        with pytest.raises(CheckpointError, match=r"leaf \['a'\]: the array was deleted or donated. Save before"):
+            ckpt.save(1, {"a": array})
+        with pytest.raises(CheckpointError, match=r"leaf \['a'\]: a traced value cannot be saved"):
+            jax.jit(lambda x: ckpt.save(1, {"a": x}))(jnp.arange(3))
+        assert ckpt.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"directory": None}, "directory=None: is no path"),
+        ({"directory": ""}, "directory='': is no path"),
+        ({"directory": 3}, "directory=3: is no path"),
+        ({"directory": "file"}, "file is a file. Give the path of a folder"),
+        ({"directory": "file/deep/down"}, "file is a file"),
+        ({"timeout_seconds": "soon"}, "timeout_seconds='soon': takes a positive number of seconds"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+        ({"replica_axis": 1.5}, "replica_axis=1.5: takes the name or number"),
+        ({"array_options": {"colour": 1}}, "array_options: .*'colour'"),
+        ({"orbax_options": {"colour": 1}}, "orbax_options: .*'colour'"),
+        ({"orbax_options": [1]}, "orbax_options=<builtins.list>: takes a dict"),
+    ],
+)
+def test_settings(tmp_path, settings, message):
+    (tmp_path / "file").write_text("")
+    settings = {"directory": str(tmp_path / "c"), **settings}
+    if str(settings["directory"]).startswith("file"):
+        settings["directory"] = tmp_path / settings["directory"]
+    with pytest.raises(SettingsError, match=message) as caught:
+        Checkpointer(**settings)
+    assert caught.value.setting is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_closed(saved, state):
+    ckpt = Checkpointer(saved, save_interval_steps=1)
+    ckpt.close()
+    ckpt.close()
+    for call in (lambda: ckpt.save(9, state), lambda: ckpt.restore(state)):
+        with pytest.raises(CheckpointError, match=r"this Checkpointer is closed\. Make another one"):
+            call()
