@@ -93,7 +93,7 @@ def like(shape, dtype, mesh):
 @pytest.mark.parametrize("limit", [None, 64])
 def test_leaves_that_are_not_what_is_stored(saved, state, mesh, name, wanted, message, limit):
     if isinstance(wanted, tuple):
-        wanted = like(*wanted, mesh)
+        wanted = like(wanted[0], wanted[1], mesh)
     elif isinstance(wanted, str) and wanted in ("rbg", "threefry2x32"):
         wanted = abstract(jax.random.key(0, impl=wanted))
     feed = CountingFeed()
