@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import pathlib
 from typing import Any
 
 import numpy as np
+from shared_workers import shared_workers
 
 NUM_LANES = 12
 BATCH = 24
@@ -176,7 +178,7 @@ def _feed(name: str, folder: str, num_workers: int = 0) -> Any:
     )
 
 
-def _rows(batch: Any) -> dict[int, str]:
+def rows_of(batch: Any) -> dict[int, str]:
     """Row of the global batch → its bytes as text, of the rows that this host holds."""
     rows: dict[int, str] = {}
     for name in sorted(batch):
@@ -194,21 +196,41 @@ def run(names: list[str], folder: str, save_at: int) -> dict[str, Any]:
         with _feed(name, folder) as feed:
             steps, state = [], None
             for batch in feed:
-                steps.append(_rows(batch))
+                steps.append(rows_of(batch))
                 if feed.step == save_at:
                     state = json.dumps(feed.get_state())
             found[name] = {"steps": steps, "state": state, "position": feed.position}
     return found
 
 
-def go_on(names: list[str], folder: str, states: dict[str, dict[str, list[str]]], num_workers: int) -> dict[str, Any]:
+def go_on(names: list[str], folder: str, states: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
     """Each pipeline continued from the states of each other topology: rows of every further step here."""
     import meshfeed
 
     found: dict[str, Any] = {}
     for name in names:
-        with _feed(name, folder, num_workers) as feed:
+        with _feed(name, folder) as feed:
             for origin, parts in states[name].items():
                 feed.set_state(meshfeed.merge_states([json.loads(part) for part in parts]))
-                found[f"{name} from {origin}"] = [_rows(batch) for batch in feed]
+                found[f"{name} from {origin}"] = [rows_of(batch) for batch in feed]
+    return found
+
+
+def go_on_with_workers(
+    names: list[str], folder: str, states: dict[str, list[str]], num_workers: list[int], steps: list[int | None]
+) -> dict[str, Any]:
+    """Each pipeline continued with one number of workers for some steps, saved, and continued with the next number."""
+    import meshfeed
+
+    found: dict[str, Any] = {}
+    with shared_workers(max(num_workers)) as used:
+        for name in names:
+            state, rows = meshfeed.merge_states([json.loads(part) for part in states[name]]), []
+            for number, count in zip(num_workers, steps, strict=True):
+                with _feed(name, folder, number) as feed:
+                    feed.set_state(state)
+                    rows += [rows_of(batch) for batch in itertools.islice(feed, count)]
+                    state = json.loads(json.dumps(feed.get_state()))
+            found[name] = {"steps": rows, "state": json.dumps(state)}
+        assert len(used) == max(num_workers), "the rows came from the workers"
     return found

@@ -105,7 +105,7 @@ def test_no_token_is_lost_or_repeated_by_packing(runs: dict[int, dict[str, Any]]
 @pytest.mark.parametrize("target", TOPOLOGIES)
 def test_resume_from_any_number_of_hosts_on_any_other(pools: Any, runs: Any, folder: str, target: int) -> None:
     states = {name: {str(origin): runs[origin][name]["states"] for origin in TOPOLOGIES} for name in source_jobs.NAMES}
-    results = pools[target].run(source_jobs.go_on, list(source_jobs.NAMES), folder, states, 0)
+    results = pools[target].run(source_jobs.go_on, list(source_jobs.NAMES), folder, states)
     for name in source_jobs.NAMES:
         for origin in TOPOLOGIES:
             found = join([result.value[f"{name} from {origin}"] for result in results])
@@ -113,8 +113,12 @@ def test_resume_from_any_number_of_hosts_on_any_other(pools: Any, runs: Any, fol
 
 
 def test_workers_may_change_on_resume(pools: Any, runs: Any, folder: str) -> None:
-    names = ["grain filter", "hf parquet", "array_record"]
-    states = {name: {"2": runs[2][name]["states"]} for name in names}
-    results = pools[1].run(source_jobs.go_on, names, folder, states, 2)
+    """3 hosts without workers, then 2 hosts with one each, then 1 host with two and with one."""
+    names = list(source_jobs.NAMES)
+    states = {name: runs[3][name]["states"] for name in names}
+    on_two = [r.value for r in pools[2].run(source_jobs.go_on_with_workers, names, folder, states, [1], [1])]
+    states = {name: [value[name]["state"] for value in on_two] for name in names}
+    (on_one,) = pools[1].run(source_jobs.go_on_with_workers, names, folder, states, [2, 1], [1, None])
     for name in names:
-        assert results[0].value[f"{name} from 2"] == runs[1][name]["steps"][SAVE_AT:]
+        steps = join([value[name]["steps"] for value in on_two]) + on_one.value[name]["steps"]
+        assert steps == runs[1][name]["steps"][SAVE_AT:], name

@@ -1,0 +1,80 @@
+"""Worker processes that serve one feed after another, so that a test pays for their start and imports once."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from meshfeed import _lane_group, _worker_reader, _workers
+
+
+def _make_task() -> Any:
+    """In a worker: keeps the task of each feed, and answers the requests to it."""
+    import pickle
+
+    tasks: dict[int, Any] = {}
+
+    def task(request: Any) -> Any:
+        kind, feed, value = request
+        if kind == "begin":
+            tasks[feed] = pickle.loads(value)()
+        elif kind == "end":
+            close = getattr(tasks.pop(feed), "close", None)
+            return close() if close is not None else None
+        else:
+            return tasks[feed](value)
+        return os.getpid()
+
+    return task
+
+
+class SharedPool:
+    """The interface of ``WorkerPool`` over processes that are there already."""
+
+    workers: _workers.WorkerPool
+    numbers = itertools.count()
+    pids: set[int]
+
+    def __init__(self, num_workers: int, make_task: bytes, **_: Any) -> None:
+        self._feed, self._num_workers = next(self.numbers), num_workers
+        self._owed = collections.Counter[int]()
+        for worker in range(num_workers):
+            self.workers.submit(worker, ("begin", self._feed, make_task))
+        for worker in range(num_workers):
+            self.pids.add(self.workers.result(worker, 60))
+
+    def submit(self, worker_index: int, request: Any) -> None:
+        assert worker_index < self._num_workers
+        self.workers.submit(worker_index, ("ask", self._feed, request))
+        self._owed[worker_index] += 1
+
+    def result(self, worker_index: int, timeout: float | None) -> Any:
+        self._owed[worker_index] -= 1
+        return self.workers.result(worker_index, timeout)
+
+    def close(self) -> None:
+        for worker in range(self._num_workers):
+            while self._owed[worker]:  # what a feed had asked for ahead
+                with contextlib.suppress(Exception):
+                    self.result(worker, 60)
+            self.workers.submit(worker, ("end", self._feed, None))
+            self.workers.result(worker, 60)
+        self._num_workers = 0
+
+
+@contextlib.contextmanager
+def shared_workers(num_workers: int) -> Iterator[set[int]]:
+    """Feeds made within use these processes, at most ``num_workers`` each; gives the ids of those that were used."""
+    pool = _workers.WorkerPool(num_workers, _workers.pickle_task(_make_task), name="shared workers")
+    used: set[int] = set()
+    kind = type("SharedPool", (SharedPool,), {"workers": pool, "pids": used})
+    try:
+        with mock.patch.object(_lane_group, "WorkerPool", kind), mock.patch.object(_worker_reader, "WorkerPool", kind):
+            yield used
+    finally:
+        pool.close()
