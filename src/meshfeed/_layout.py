@@ -56,16 +56,25 @@ def _masked_prefix(prefix: PyTree, mask_key: str | None) -> PyTree:
     return {**prefix, mask_key: cut_spec(sharding_leaves(prefix)[0], 1)}
 
 
+def _without_mask(prefix: PyTree, mask_key: str | None) -> PyTree:
+    """``prefix`` for records as the source gives them."""
+    if mask_key is None or not isinstance(prefix, Mapping):
+        return prefix
+    return {key: sharding for key, sharding in prefix.items() if key != mask_key}
+
+
 class ShardedLayout:
     """Each host reads what its devices hold.
 
     Args:
       prefix: normalised shardings.
       process_index: this host.
+      mask_key: the leaf of ``prefix`` that records do not have.
     """
 
-    def __init__(self, prefix: PyTree, process_index: int) -> None:
+    def __init__(self, prefix: PyTree, process_index: int, mask_key: str | None = None) -> None:
         self.participants = participants(prefix)
+        self._of_records = Assembler(_without_mask(prefix, mask_key))
         self.prefix = prefix
         self._process_index = process_index
         self._assembler = Assembler(prefix)
@@ -90,7 +99,7 @@ class ShardedLayout:
                     cached[size] = None
                 else:
                     self._shapes = spec.shapes()
-                    cached[size] = self._assembler.columns(self._shapes, self.plan(size))
+                    cached[size] = self._of_records.columns(self._shapes, self.plan(size))
             return cached[size]
 
         def rows(size: int) -> RecordIds:
@@ -196,7 +205,7 @@ def make_layout(sharding: PyTree, settings: FeedSettings) -> ShardedLayout | Loa
     prefix = _masked_prefix(normalize_sharding(sharding), settings.mask_key)
     here = _process.process_index()
     if settings.load == "sharded":
-        layout: ShardedLayout | LoadedLayout = ShardedLayout(prefix, here)
+        layout: ShardedLayout | LoadedLayout = ShardedLayout(prefix, here, settings.mask_key)
     else:
         layout = LoadedLayout(prefix, settings.load, here)
     if settings.schedule is not None:
