@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -147,14 +148,16 @@ def test_a_column_that_the_mesh_cannot_divide_names_the_leaf() -> None:
 @pytest.mark.parametrize(
     ("record", "parts"),
     [
-        (lambda i: {"a": {"text": "hello"}}, ["['a']['text']", "str", "record"]),
+        (lambda i: {"a": {"text": "hello"}}, ["['a']['text']", "str", "record", "()"]),
         (lambda i: {"a": b"bytes"}, ["['a']", "bytes", "decode"]),
         (lambda i: b"bytes", ["bytes", "decode"]),
-        (lambda i: {"a": np.array([object()])}, ["['a']", "object", "[1]"]),
-        (lambda i: {"a": np.array(["x", "y"])}, ["['a']", "<U1", "[2]"]),
+        (lambda i: {"a": np.array([object()])}, ["['a']", "object", "(1,)"]),
+        (lambda i: {"a": np.array(["x", "y"])}, ["['a']", "<U1", "(2,)"]),
         (lambda i: {"a": np.array("2020-01-01", "datetime64[D]")}, ["['a']", "datetime64"]),
+        (lambda i: {"a": np.longdouble(i)}, ["['a']", str(np.dtype(np.longdouble)), "record", "()"]),
         (lambda i: {}, ["no leaves"]),
-        (lambda i: {"a": np.zeros(3 + (i == 5))}, ["ragged", "['a']", "record 5", "[4]", "[3]"]),
+        (lambda i: [1, 2] if i != 4 else (1, 2), ["record 4", "([*, *])", "((*, *))"]),
+        (lambda i: {"a": np.zeros(3 + (i == 5))}, ["ragged", "['a']", "record 5", "(4,)", "(3,)"]),
         (
             lambda i: {"a": np.zeros(3, np.float32 if i == 7 else np.float64)},
             ["['a']", "record 7", "float32", "float64"],
@@ -209,8 +212,35 @@ def test_stop_iteration_inside_a_read_is_an_error_and_not_the_end() -> None:
 
     with make_feed(Records(record)) as feed:
         next(feed)
-        with pytest.raises(meshfeed.SourceError, match="StopIteration"):
+        with pytest.raises(meshfeed.SourceError, match="StopIteration") as info:
             next(feed)
+        assert info.value.record_id == 20
+
+
+@pytest.mark.parametrize("record_ids", [[1.5], ["1"], [True], [[0, 1]], None, "1"])
+def test_read_takes_record_ids_and_nothing_that_only_looks_like_them(record_ids: Any) -> None:
+    with make_feed() as feed, pytest.raises(meshfeed.SettingsError, match="record ids") as info:
+        feed.read(record_ids)
+    assert info.value.setting == "record_ids"
+
+
+def test_settings_may_be_numpy_numbers() -> None:
+    options: dict[str, Any] = {
+        "global_batch_size": np.int64(16),
+        "shuffle": np.bool_(True),
+        "seed": np.uint64(3),
+        "num_epochs": np.int8(2),
+        "prefetch": np.int32(1),
+        "check_replicas": np.bool_(False),
+        "timeout_seconds": np.float32(20),
+    }
+    with make_feed(**options) as feed:
+        next(feed)
+        config = json.loads(json.dumps(feed.config()))
+        assert (config["shuffle"], config["name"]) == (True, feed.name)
+        plain = make_feed(shuffle=True, seed=3, num_epochs=2)
+        plain.set_state(json.loads(json.dumps(feed.get_state())))
+        plain.close()
 
 
 def test_mask_key_must_be_new_and_records_dicts() -> None:

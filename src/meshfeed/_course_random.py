@@ -170,9 +170,15 @@ class RandomCourse:
 
     def read(self, record_ids: Any) -> PyTree:
         """Records as host-local numpy, decoded as in epoch 0."""
-        ids = np.asarray(record_ids, np.int64).reshape(-1)
+        ids = np.asarray(record_ids)
         if not ids.size:
             return self.record_spec().zeros(0)
+        if ids.ndim > 1 or ids.dtype.kind not in "iu":
+            raise SettingsError(
+                f"read({record_ids!r}); it takes record ids, a sequence of ints or an int array [n].",
+                setting="record_ids",
+            )
+        ids = ids.astype(np.int64).reshape(-1)
         valid = getattr(self.source, "check_record_ids", None)
         if valid is not None:
             valid(ids)

@@ -61,6 +61,9 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     return array
 
 
+_NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, as ml_dtypes share the void's kind
+
+
 def _where(record_id: int | None, lane_index: int | None) -> str:
     if record_id is not None:
         return f"record {record_id}"
@@ -69,17 +72,16 @@ def _where(record_id: int | None, lane_index: int | None) -> str:
 
 def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
     array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:  # ml_dtypes have types of their own
+    if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
         text = isinstance(leaf, bytes | bytearray | memoryview)
         remedy = (
             "Give the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
             if text
             else "Turn it into numbers before the feed, or leave that column out."
         )
-        shape = f" of shape {list(array.shape)}" if array.shape else ""
         raise SourceError(
-            f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}){shape}; "
-            f"a leaf is an array or number of a dtype that JAX has. {remedy}",
+            f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}) of shape "
+            f"{array.shape}; a leaf is an array or number of a dtype that JAX has. {remedy}",
             **place,
         )
     return array
@@ -157,15 +159,15 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
     if other.treedef != spec.treedef:
         raise SourceError(
             f"{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
-            f"{', '.join(leaf.describe() for leaf in spec.leaves)}. {remedy}",
+            f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, other)}. {remedy}",
             **place,
         )
     for wanted, found in zip(spec.leaves, other.leaves, strict=True):
         if wanted != found:
             what = "ragged rows: " if wanted.dtype == found.dtype else ""
             raise SourceError(
-                f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {list(found.shape)}, "
-                f"that of the first record was {wanted.dtype} of shape {list(wanted.shape)}. {remedy}",
+                f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
+                f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}",
                 **place,
             )
 
@@ -190,7 +192,7 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
         array = _as_leaf(leaf, path, "the batch")
         if not array.ndim or array.shape[0] != num_rows:
             raise SourceError(
-                f"leaf {path or '(the batch)'} of {what} is {array.dtype} of shape {list(array.shape)}; "
+                f"leaf {path or '(the batch)'} of {what} is {array.dtype} of shape {array.shape}; "
                 f"its first dimension must be the {num_rows} rows asked for."
             )
         leaves.append(LeafSpec(path, array.shape[1:], array.dtype))
@@ -206,14 +208,19 @@ def is_plain_batch(batch: PyTree, num_rows: int) -> bool:
     )
 
 
+def _structures(spec: RecordSpec, other: RecordSpec) -> str:
+    """What sets records with the same leaves apart: a list is no tuple."""
+    return f", in {other.treedef} and {spec.treedef}" if other.leaves == spec.leaves else ""
+
+
 def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str) -> None:
     """Raises SourceError where a batch's structure is not that of the first record."""
     if found == spec:
         return
     raise SourceError(
         f"{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, the first had "
-        f"{', '.join(leaf.describe() for leaf in spec.leaves)}. Records of a source must be alike; pad or cast them in "
-        "the source (nothing is promoted silently)."
+        f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, found)}. Records of a source must be "
+        "alike; pad or cast them in the source (nothing is promoted silently)."
     )
 
 

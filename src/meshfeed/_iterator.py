@@ -294,7 +294,7 @@ class MultiHostDataLoadIterator:
         """Records as host-local numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``.
 
         Raises:
-          SourceError: an id that is not there, or a source that is not read at random.
+          SourceError: an id that is not there, or a source that is not read at random. SettingsError: no ids at all.
         """
         return self._course.read(record_ids)
 
@@ -322,9 +322,9 @@ class MultiHostDataLoadIterator:
     def config(self) -> dict[str, Any]:
         """Every setting and the fingerprint, JSON."""
         return {
+            **settings_json(self._settings),
             "name": self.name,
             "kind": self._course.kind,
-            **settings_json(self._settings),
             "num_lanes": self._place.num_lanes or None,
             "participants": list(self._participants),
             "fingerprint": self._course.fingerprint(self._place),

@@ -126,10 +126,15 @@ def read_records(
         times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
         return batch
     except StopIteration as error:
-        raise SourceError(
-            f"the source raised StopIteration while reading {len(record_ids)} records (first id {record_ids[0]}); "
-            "a random-access source ends at len(source), so this is an error in the source or its decoder."
-        ) from error
+        raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
+
+
+def _ended(doing: str, record_id: int | None) -> SourceError:
+    return SourceError(
+        f"the source raised StopIteration while {doing}; a random-access source ends at len(source), so this is an "
+        "error in the source or its decoder.",
+        record_id=record_id,
+    )
 
 
 def _get_items(source: Any, ids: list[int]) -> Sequence[Any]:
@@ -146,6 +151,8 @@ def _get_item(source: Any, record_id: int) -> Any:
         return source[record_id]
     except SourceError:
         raise
+    except StopIteration as error:
+        raise _ended(f"reading {_name_record(source, record_id)}", record_id) from error
     except Exception as error:
         error.add_note(f"while reading {_name_record(source, record_id)}")
         raise
@@ -174,6 +181,9 @@ def _decode(source: Any, raw: Sequence[Any], record_ids: RecordIds, rngs: Rngs |
             records.append(decode(record, rng=rngs[row]) if with_rng else decode(record))  # type: ignore[index]
         except SourceError:
             raise
+        except StopIteration as error:
+            record_id = int(record_ids[row])
+            raise _ended(f"decoding {_name_record(source, record_id)}", record_id) from error
         except Exception as error:
             error.add_note(f"while decoding {_name_record(source, int(record_ids[row]))}")
             raise

@@ -9,6 +9,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from meshfeed._errors import SettingsError
 
 
@@ -170,9 +172,9 @@ def _choice(setting: str, value: Any, choices: tuple[str, ...]) -> Any:
 
 
 def _flag(setting: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes True or False.", setting=setting)
-    return value
+    return bool(value)
 
 
 def _instance(setting: str, value: Any, kind: type, what: str) -> Any:
@@ -223,7 +225,9 @@ def check_settings(
     else:
         what = "an int of at least 1 or a meshfeed.BatchSchedule"
         schedule = BatchSchedule([(0, _integer("global_batch_size", global_batch_size, 1, what))])
-    if not isinstance(shuffle, bool):
+    if isinstance(shuffle, bool | np.bool_):
+        shuffle = bool(shuffle)
+    else:
         shuffle = _integer("shuffle", shuffle, 1, "False, True, or a number of records per block of at least 1")
     seed = _integer("seed", seed, 0, "an int from 0 to 2**64 - 1")
     if seed >= 2**64:

@@ -209,8 +209,8 @@ def _stack(name: str, values: list[Any], ids: np.ndarray) -> Any:
     for value, record_id in zip(values, ids, strict=True):
         if value.shape != first.shape or value.dtype != first.dtype:
             raise SourceError(
-                f"ragged rows: column {name!r} decodes to {value.dtype} of shape {list(value.shape)} in record "
-                f"{int(record_id):,}, and to {first.dtype} of shape {list(first.shape)} in record {int(ids[0]):,}. "
+                f"ragged rows: column {name!r} decodes to {value.dtype} of shape {value.shape} in record "
+                f"{int(record_id):,}, and to {first.dtype} of shape {first.shape} in record {int(ids[0]):,}. "
                 "Expected one shape. Resize or cut them with with_transform() or map().",
                 record_id=int(record_id),
             )

@@ -128,7 +128,7 @@ def _check_leaf(path: str, leaf: Any) -> np.ndarray:
     if array.ndim == 0:
         raise SourceError(f"{where} has shape () and so no rows. Expected an array [records, ...].")
     dtype = array.dtype
-    if dtype.kind in "OUSMm" or dtype.names is not None or dtype.type is np.void:
+    if dtype.kind in "OUSMm" or dtype.names is not None or dtype.type in (np.void, np.longdouble, np.clongdouble):
         raise SourceError(
             f"{where} has dtype {dtype} and shape {array.shape}, which no device holds. Expected numbers or booleans. "
             "Turn text into token ids, and ragged rows into padded ones, first."

@@ -173,7 +173,7 @@ class _Leaf:
         self._ends = np.cumsum([array.num_records for array in self.arrays], dtype=np.int64)
         if not self._ends[-1]:
             what = "rows" if window is None else f"windows of {window:,}"
-            raise SourceError(f"{first.where} has 0 {what} (shape {list(first.stored_shape)}). Expected at least one.")
+            raise SourceError(f"{first.where} has 0 {what} (shape {tuple(first.stored_shape)}). Expected at least one.")
         self.shape, self.dtype = first.shape, first.dtype
 
     def __len__(self) -> int:
