@@ -113,6 +113,33 @@ def test_a_healthy_host_makes_two_requests_a_window() -> None:
     assert {name: count for name, count in store.calls.items() if count} == {"set": 2 * 12, "get": 2 * 12}
 
 
+class Raced(WindowAgreement):
+    """The host's other thread sees each announcement just before the one that has begun to wait for it."""
+
+    def _wait_for_announcement(self, *args: Any) -> None:
+        super()._wait_for_announcement(*args)
+        super()._wait_for_announcement(*args)
+
+
+@pytest.mark.parametrize("reader", [True, False])
+def test_an_announcement_that_the_other_thread_has_just_seen_is_not_waited_for(reader: bool) -> None:
+    store, first = MemoryStore(), 3
+    settings: dict[str, Any] = {"scope": "test", "participants": range(2), "first_step": first, "pad": False}
+    settings |= {"byte_limit": 1 << 30, "timeout_seconds": 1, "describe": lambda: "reading"}
+    hosts = [WindowAgreement(store, host=0, **settings), Raced(store, host=1, **settings)]
+    try:
+        for host in hosts:
+            assert host.window_end == first + 1
+            host.publish(Part(first + 1))
+        if reader:
+            assert hosts[1].window_end > first + 1
+        else:
+            assert hosts[1].wait_for(first) is None
+    finally:
+        for host in hosts:
+            host.close()
+
+
 @pytest.mark.parametrize(("hosts", "seconds"), [(2, 0.5), (1024, 0.512), (4096, 2.0), (16384, 2.0)])
 def test_thousands_of_hosts_ask_again_less_often(hosts: int, seconds: float) -> None:
     store = CountingStore()

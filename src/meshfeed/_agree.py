@@ -99,8 +99,9 @@ class WindowAgreement:
 
     def _window_size(self) -> int:
         """Steps of a full window, from the first announcement; the reader waits for it before its second window."""
+        number = self._announced
         if self._size is None:
-            self._wait_for_announcement(self._first_step)
+            self._wait_for_announcement(self._first_step, number)
         return self._size or 1
 
     @property
@@ -146,8 +147,11 @@ class WindowAgreement:
         Raises:
           StalledError: no announcement within ``timeout_seconds``; names the hosts that have not published.
         """
-        while step >= self._upto and self._stop is None:
-            self._wait_for_announcement(step)
+        while True:
+            number = self._announced
+            if step < self._upto or self._stop is not None:
+                break
+            self._wait_for_announcement(step, number)
         return self._stop if self._stop is not None and step >= self._stop.step else None
 
     def infos(self) -> list[dict[str, Any]]:
@@ -160,8 +164,12 @@ class WindowAgreement:
         with self._lock:
             del self._infos[:count]
 
-    def _wait_for_announcement(self, step: int) -> None:
-        number = self._announced
+    def _wait_for_announcement(self, step: int, number: int) -> None:
+        """Sees to announcement ``number``: the next one when the caller looked, *before* it found that it must wait.
+
+        Asked for afterwards, the next one may be that behind what this host's other thread has seen meanwhile. The
+        reader would wait for an announcement that itself has to be published for.
+        """
         start = time.monotonic()
         warn_at = min(30.0, self._timeout_seconds / 4)
 
