@@ -126,3 +126,57 @@ def test_the_position_of_padded_lanes_is_the_sum_of_their_records() -> None:
         assert state["position"] == 3 + 4 + 5 * 6
         with pytest.raises(meshfeed.StateMismatchError, match="37 records in all lanes"):
             feed.set_state({**state, "position": 30})
+
+
+def batches_of(*rows: int) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.full((count, 2), number, np.float32)} for number, count in enumerate(rows)]
+
+
+def test_a_short_batch_ends_an_epoch_and_is_an_error_before_its_end() -> None:
+    again = meshfeed.sources.HostBatches(batches_of(8, 8, 4))
+    with make_feed(again) as feed:
+        assert take(feed, 2) == [0, 1]
+        with pytest.raises(StopIteration):
+            next(feed)
+    with make_feed(again, num_epochs=2) as feed:
+        assert take(feed, 3) == [0, 1, 0]
+        state = feed.get_state()
+    with make_feed(again, num_epochs=2) as feed:
+        feed.set_state(state)
+        assert take(feed, 1) == [1]
+        with pytest.raises(StopIteration):
+            next(feed)
+        assert feed.position == 32
+    for wrong in (make_feed(iter(batches_of(8, 4, 8))), make_feed(iter(batches_of(8, 8, 8)), global_batch_size=16)):
+        with wrong, pytest.raises(meshfeed.SourceError, match="and others follow"):
+            list(wrong)
+
+
+@pytest.mark.parametrize("end", ["drop", "pad"])
+@pytest.mark.parametrize("size", [None, 8])
+def test_no_batch_at_all_is_an_error(end: str, size: int | None) -> None:
+    with make_feed(iter([]), end=end, global_batch_size=size) as feed:
+        for _ in range(2):
+            with pytest.raises(meshfeed.SourceError, match="empty"):
+                next(feed)
+
+
+def test_what_is_no_batch_is_an_error_with_the_leafs_path() -> None:
+    wrong: list[tuple[Any, str]] = [
+        (None, "None"),
+        ({}, "no leaves"),
+        ({"x": np.float32(1)}, r"\['x'\].*float32.*shape \(\)"),
+        ({"x": np.zeros(8), "y": np.float32(1)}, r"\['y'\].*float32.*shape \(\)"),
+    ]
+    for batch, message in wrong:
+        with make_feed(iter([batch])) as feed, pytest.raises(meshfeed.SourceError, match=message):
+            next(feed)
+
+
+@pytest.mark.parametrize("kind", ["batches", "stream"])
+def test_data_smaller_than_a_batch_gives_none_and_one_warning(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    lane = meshfeed.sources.Stream(lambda lane, lanes: iter(batches_of(4)))
+    source, options = {"batches": (iter(batches_of(4)), {}), "stream": (lane, {"num_lanes": 1})}[kind]
+    with make_feed(source, global_batch_size=8, **options) as feed:
+        assert list(feed) == list(feed) == []
+    assert [record.levelname for record in caplog.records if "no batch at all" in record.message] == ["WARNING"]

@@ -119,11 +119,24 @@ def test_zero_batches_for_ever_after_the_end(mesh: Mesh) -> None:
     assert numbers([next(loader), next(loader), next(loader)]) == [0, 1, 0]
 
 
-def test_no_data_with_padding_is_a_value_error_and_without_it_the_end(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match="no host has a single batch"):
-        next(MultiHostDataLoadIterator([], mesh, generate_padding_batch=True))
-    with pytest.raises(StopIteration):
-        next(MultiHostDataLoadIterator([], mesh))
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("loader", [[], iter([])], ids=["list", "iterator"])
+def test_no_data_on_any_host_is_a_value_error(mesh: Mesh, loader: Any, padding: bool) -> None:
+    with MultiHostDataLoadIterator(loader, mesh, generate_padding_batch=padding) as batches:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no host has a single batch"):
+                next(batches)
+
+
+def test_a_loader_at_its_end_is_not_one_without_data(mesh: Mesh) -> None:
+    with MultiHostDataLoadIterator(iter([batch_of(0)]), mesh) as batches:
+        assert numbers(list(batches)) == [0]
+        assert list(batches) == []  # iter() resets, and an iterator that can be read once goes on
+        state = batches.local_iterator.get_state()
+    with MultiHostDataLoadIterator([batch_of(0)], mesh) as batches:
+        batches.local_iterator.set_state(state)
+        with pytest.raises(StopIteration):
+            next(batches)
 
 
 def test_a_batch_that_devices_cannot_share_is_a_value_error_with_the_leafs_path(mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ import xxhash
 from meshfeed._agree_bad import BadRecords, RecordsAfter
 from meshfeed._agree_rules import Part, Verdict
 from meshfeed._errors import AgreementError, MeshfeedError, SourceError
-from meshfeed._feeder import EMPTY_STREAM, HostBatch
+from meshfeed._feeder import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._process import format_hosts
 from meshfeed._settings import SkipBad
@@ -145,7 +145,7 @@ class Exchange:
                 message = f"source|host {host} failed while it prepared its batches: {part.info['failed']}"
                 return info, Verdict(message)
         if all(part.info.get("empty") for part in parts.values()):
-            return info, Verdict(f"source|{EMPTY_STREAM}")
+            return info, Verdict(f"source|{EMPTY_BATCHES if self._compare_sizes else EMPTY_STREAM}")
         differ = self._judge_records(parts) or self._judge_sizes(parts) or self._judge_replicas(parts)
         return info, too_many if differ is None else Verdict(differ)
 

@@ -12,6 +12,7 @@ from meshfeed._timeline import Timeline
 from meshfeed._types import ColumnSlices, PyTree, RecordIds
 
 EMPTY_STREAM = "the stream is empty: none of its lanes has a record. Look at the files, and at filters before the feed."
+EMPTY_BATCHES = "the host batches are empty: no host has a single one. Look at the data, and at what makes the batches."
 
 
 @dataclasses.dataclass(slots=True)

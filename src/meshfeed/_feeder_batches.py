@@ -12,7 +12,7 @@ import numpy as np
 
 from meshfeed import _process
 from meshfeed._errors import SourceError, StalledError
-from meshfeed._feeder import HostBatch, HostRows, Place
+from meshfeed._feeder import EMPTY_BATCHES, HostBatch, HostRows, Place
 from meshfeed._host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import FeedSettings
@@ -28,9 +28,16 @@ def rows_of(batch: PyTree) -> int:
       SourceError: not a pytree of arrays with rows first.
     """
     leaves = jax.tree.leaves(batch)
-    if not leaves or not getattr(leaves[0], "ndim", 0):
-        raise SourceError(f"a host batch must be a pytree of arrays with rows first, not {type(batch).__name__}.")
-    return int(leaves[0].shape[0])
+    if leaves and getattr(leaves[0], "ndim", 0):
+        return int(leaves[0].shape[0])
+    expected = "a host batch is a pytree of arrays with rows first."
+    if not leaves:
+        raise SourceError(f"a host batch has no leaves: {batch!r}; {expected}")
+    path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(batch)[0][0][0])
+    raise SourceError(
+        f"leaf {path or '(the batch itself)'} of a host batch is {type(leaves[0]).__name__} (dtype "
+        f"{np.asarray(leaves[0]).dtype}) of shape (); {expected}"
+    )
 
 
 class BatchesFeeder:
@@ -48,6 +55,8 @@ class BatchesFeeder:
     """
 
     sequential = True
+    empty: bool
+    """Whether this host has had no batch since the beginning."""
 
     def __init__(
         self,
@@ -69,6 +78,8 @@ class BatchesFeeder:
         self._epoch = epoch
         self._step = place.step
         self._host = _process.process_index()
+        self.empty = place.step == 0
+        self._hosts_agree = hosts_agree
         self._go_on = hosts_agree and settings.end == "pad"
         self._final: int | None = None
         self._entry: dict[str, Any] = {}
@@ -101,7 +112,10 @@ class BatchesFeeder:
             return batch
         while True:
             try:
-                return next(self._iterator)
+                batch = next(self._iterator)
+                if batch is None:
+                    raise SourceError("the iterable of host batches gave None; a host batch is a pytree of arrays.")
+                return batch
             except StopIteration:
                 self._epoch += 1
                 epochs = self._settings.num_epochs
@@ -117,6 +131,28 @@ class BatchesFeeder:
                     ) from None
                 return first
 
+    def _take_to_deliver(self) -> PyTree | None:
+        """The next batch, or None at the end. With ``end="drop"`` the short one at the end of each epoch is left out."""
+        while True:
+            batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
+            if batch is None:
+                return None
+            self.empty = False
+            self._course.learn(batch)
+            num_rows, wanted = rows_of(batch), len(self._host_rows.rows(self._course.size_for(rows_of(batch))))
+            if num_rows >= wanted or self._settings.end == "pad":
+                return batch
+            epoch = self._epoch
+            self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
+            if self._ready is None:
+                return None
+            if self._epoch == epoch:
+                raise SourceError(
+                    f"host batch {self._step} has {num_rows} rows, and others follow; expected {wanted} rows, which is "
+                    f"what this host holds of a global batch of {self._course.schedule().sizes[0]}, in all batches but "
+                    "the last. Give batches of that many rows, or leave global_batch_size out to take it from the first."
+                )
+
     def next(self) -> HostBatch:
         """See :class:`meshfeed._feeder.Feeder`."""
         self._since = time.monotonic()
@@ -124,12 +160,12 @@ class BatchesFeeder:
         batch = None
         if self._final is None:
             with self._taking:
-                batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
-                if batch is not None:
-                    self._course.learn(batch)
+                batch = self._take_to_deliver()
         seconds = time.perf_counter() - start
         step = self._step
         if batch is None:
+            if self.empty and not self._hosts_agree:
+                raise SourceError(EMPTY_BATCHES)
             if not self._go_on:
                 raise StopIteration
             self._final = step if self._final is None else self._final
@@ -142,8 +178,6 @@ class BatchesFeeder:
         if batch is not None:
             real = rows_of(batch)
             tree = self._check(batch, real, num_rows, step)
-            if tree is None:
-                raise StopIteration
         elif self._spec is not None:
             tree = self._spec.zeros(num_rows)
         if tree is not None and self._settings.mask_key is not None:
@@ -162,7 +196,7 @@ class BatchesFeeder:
             times={"read_seconds": seconds},
         )
 
-    def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree | None:
+    def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree:
         leaves, treedef = jax.tree.flatten(batch)
         kind = treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
         if kind != self._checked:  # batches are mostly alike
@@ -179,7 +213,7 @@ class BatchesFeeder:
                 f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
                 f"rows of a global batch of {self._course.schedule().sizes[0]}; give batches of {num_rows} rows."
             )
-        return pad_rows(batch, num_rows) if self._settings.end == "pad" else None
+        return pad_rows(batch, num_rows)
 
     def final(self) -> int | None:
         """The first step without a batch of this host."""

@@ -164,6 +164,10 @@ class MultiHostDataLoadIterator:
             place = self._course.advance(self._place, ready.batch, ready.ended, ready.num_skipped)
         except (Exception, StopIteration) as error:
             self._failed = error
+            if isinstance(error, StopIteration) and not self._place.step and self._course.kind != "random_access":
+                _log.warning(
+                    "%s: the data ended before one batch was full, so that there is no batch at all.", self.name
+                )
             raise
         position = self._place.position
         self._stats.delivered(start, place.position - position, ready.batch.num_bytes)

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed import _process, _state_files
-from meshfeed._errors import PlanError
+from meshfeed._errors import PlanError, SourceError
+from meshfeed._feeder import EMPTY_BATCHES
 from meshfeed._iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._maxtext_local import LocalBatches
 from meshfeed._narrow import narrowed_dtype
@@ -22,6 +23,7 @@ from meshfeed._types import PyTree
 from meshfeed.sources._host_batches import HostBatches
 
 _PREFETCH = 2
+_NO_DATA = "no host has a single batch, so that not even padding can be made. Check the dataset's path and split."
 _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline, and the other hosts then for it
 
 
@@ -74,6 +76,7 @@ class MultiHostDataLoadIterator:
         )
         self._like: PyTree | None = None  # what a batch of zeros looks like
         self._padding_rounds = 0
+        self._under_way = False  # whether a batch was delivered, or a state was set, which may be that of the end
         self._view = LocalIteratorView(self, self._local)
 
     # ------------------------------------------------------------------ iteration
@@ -88,12 +91,12 @@ class MultiHostDataLoadIterator:
         Raises:
           StopIteration: the end, on all hosts at the same step; never with padding.
           PlanError: (a ValueError) rows that this host's devices cannot share equally; names the leaf's path.
-          ValueError: padding is asked for and no host has a batch.
+          ValueError: no host has a single batch.
           LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
         """
         if not self.out_of_data:
             try:
-                batch = next(self._feed)
+                batch = self._next_of_feed()
             except StopIteration:
                 if not self.generate_padding_batch:
                     raise
@@ -102,10 +105,21 @@ class MultiHostDataLoadIterator:
                 self.out_of_data = True
             else:
                 self._local.tape.delivered()
+                self._under_way = True
                 if self.generate_padding_batch:
                     self._like = jax.tree.map(_spec_of, batch)
                 return batch
         return jax.tree.map(_zeros, self._like)
+
+    def _next_of_feed(self) -> PyTree:
+        try:
+            return next(self._feed)
+        except SourceError as error:
+            if str(error) != EMPTY_BATCHES:
+                raise
+            if not self._under_way:
+                raise ValueError(_NO_DATA) from error
+        raise StopIteration  # the loader began at its end
 
     def reset(self) -> None:
         """From the beginning; a loader that can be read only once goes on after the last delivered batch."""
@@ -139,9 +153,7 @@ class MultiHostDataLoadIterator:
             doing="finding the shape of a padding batch",
         )
         if result is None:
-            raise ValueError(
-                "no host has a single batch: cannot make padding batch. Check the dataset's path and split."
-            )
+            raise ValueError(_NO_DATA)
         return self._global_spec(cloudpickle.loads(base64.b64decode(result)))
 
     def _global_spec(self, one_device: PyTree) -> PyTree:
@@ -231,6 +243,7 @@ class MultiHostDataLoadIterator:
         """Drops the read-ahead and brings the loaders to a state of ``local_iterator``."""
         self._feed.reset()
         self._local.tape.restore(local_state)
+        self._under_way = True
         self.out_of_data = False
 
     def close(self) -> None:
