@@ -506,6 +506,67 @@ def test_replay_reads_any_step_again_without_moving_the_feed() -> None:
             feed.replay(7)
 
 
+def test_reset_keeps_the_number_of_lanes_that_came_from_a_state() -> None:
+    def open_lane(lane_index: int, num_lanes: int) -> Any:
+        return ({"id": np.int32(i)} for i in range(lane_index, 160, num_lanes))
+
+    with make_feed(meshfeed.sources.Stream(open_lane), num_lanes=4) as feed:
+        batches, states = [], []
+        for batch in feed:
+            batches.append(np.asarray(batch["id"]).tolist())
+            states.append(feed.get_state())
+    with make_feed(meshfeed.sources.Stream(open_lane)) as feed:
+        assert feed.config()["num_lanes"] == 16
+        feed.set_state(states[2])
+        assert np.asarray(next(feed)["id"]).tolist() == batches[3]
+        feed.reset()
+        assert feed.config()["num_lanes"] == 4
+        assert [np.asarray(batch["id"]).tolist() for batch in feed] == batches, "the same stream from its first batch"
+        assert feed.replay(1)["id"].tolist() == batches[1]
+
+
+@pytest.mark.parametrize("resumed", [0, 3, 5])
+def test_the_share_of_bad_records_goes_on_from_a_state(resumed: int) -> None:
+    bad = {3, 40, 64, 70, 76, 80, 81}  # 5 of 80 up to step 4, 7 of 96 up to step 5
+
+    def decode(record: Any) -> Any:
+        if int(record["id"]) in bad:
+            raise ValueError(f"record {int(record['id'])} is cut short")
+        return record
+
+    class Records(meshfeed.sources.Memory):
+        def __getitem__(self, record_id: int) -> Any:
+            return decode(super().__getitem__(record_id))
+
+        def read_batch(self, record_ids: Any, columns: Any = None) -> Any:
+            rows = super().read_batch(record_ids, columns=columns)
+            for row in rows["id"]:
+                decode({"id": row})
+            return rows
+
+    def feed_of(**options: Any) -> Any:
+        rows = {"id": np.arange(200, dtype=np.int32)}
+        return make_feed(Records(rows), shuffle=False, bad_records=meshfeed.SkipBad(0.065), **options)
+
+    state = None
+    if resumed:
+        with feed_of() as feed:
+            for _ in range(resumed):
+                next(feed)
+            state = json.loads(json.dumps(feed.get_state()))
+        assert state["num_skipped"] == sum(record < resumed * 16 for record in bad)
+        assert meshfeed.merge_states([state, state]) == state
+    with feed_of() as feed:
+        if state is not None:
+            feed.set_state(state)
+        with pytest.raises(meshfeed.SourceError, match="7 of the 96 records up to step 5 are bad"):
+            for _ in feed:
+                pass
+        assert feed.step == 5
+        if state is None:
+            assert feed.get_state()["num_skipped"] == 5
+
+
 def test_replay_of_a_stream_goes_on_from_the_state_that_is_given() -> None:
     opened = []
 

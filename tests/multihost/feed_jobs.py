@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -202,7 +205,10 @@ def fails_early(when: str, bad_host: int) -> dict[str, Any]:
             source = []
         if when == "layout" and bad:
             size += 1
-        feed = meshfeed.MultiHostDataLoadIterator(source, mesh_of("rows"), global_batch_size=size, timeout_seconds=60)
+        prefetch = -1 if when == "settings" and bad else 2
+        feed = meshfeed.MultiHostDataLoadIterator(
+            source, mesh_of("rows"), global_batch_size=size, prefetch=prefetch, timeout_seconds=60
+        )
         if when == "state":
             next(feed)
             state = feed.get_state()
@@ -218,6 +224,50 @@ def fails_early(when: str, bad_host: int) -> dict[str, Any]:
         seen["again"] = feed.step
     if feed is not None:
         feed.close()
+    return seen
+
+
+def leaves(how: str, leavers: list[int], step: int) -> dict[str, Any]:
+    """Some hosts leave their feed at a step, and the others go on; where all leave, they begin again."""
+    seen: dict[str, Any] = {"steps": 0, "type": None, "text": "", "host": None, "waited": 0.0, "again": None, "log": []}
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: seen["log"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshfeed").addHandler(heard)
+    leaver = jax.process_index() in leavers
+    options: dict[str, Any] = {"global_batch_size": jax.device_count(), "num_epochs": None, "timeout_seconds": 60}
+
+    def make_feed() -> Any:
+        return meshfeed.MultiHostDataLoadIterator(meshfeed.sources.Memory(data()), mesh_of("rows"), **options)
+
+    feed = make_feed()
+    start = time.monotonic()
+    try:
+        with feed if how == "raise" else contextlib.nullcontext():
+            for _ in range(step if leaver else 10_000):
+                start = time.monotonic()
+                next(feed)
+                seen["steps"] += 1
+            if how == "raise":
+                _ = 1 / 0
+    except Exception as error:
+        if not isinstance(error, ZeroDivisionError):
+            seen.update(type=type(error).__name__, text=str(error), host=getattr(error, "host", None))
+            seen["waited"] = time.monotonic() - start
+    if leaver and how == "close":
+        feed.close()
+    if leaver and how == "reset":
+        feed.reset()
+    if leaver and how == "drop":
+        feed = None
+    if len(leavers) == jax.process_count():
+        time.sleep(1.0)  # should anybody have something to say
+        feed = feed if how == "reset" else make_feed()
+        next(feed)
+        seen["again"] = feed.step
+    multihost_utils.sync_global_devices("all hosts are here")  # so that no host leaves while another looks
+    if feed is not None:
+        feed.close()
+    logging.getLogger("meshfeed").removeHandler(heard)
     return seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -191,8 +192,10 @@ def host_batches_that_others_hold_too() -> tuple[int, int]:
         return feed.step, feed.position
 
 
-def skip_bad(bad: list[int], limit: float, layout: str, size: int) -> dict[str, Any]:
-    """Random access with bad records: rows by step, the ledger, or the error."""
+def skip_bad(
+    bad: list[int], limit: float, layout: str, size: int, state: str | None = None, steps: int = 1000
+) -> dict[str, Any]:
+    """Random access with bad records, from a state or the start: rows by step, the ledger, or the error."""
     from meshfeed import CorruptDataError
 
     class Records:
@@ -217,8 +220,10 @@ def skip_bad(bad: list[int], limit: float, layout: str, size: int) -> dict[str, 
     )
     rows: list[dict[int, int]] = []
     error = None
+    if state is not None:
+        feed.set_state(json.loads(state))
     try:
-        for batch in feed:
+        for batch in itertools.islice(feed, steps):
             step = {}
             for shard in batch["id"].addressable_shards:
                 start = shard.index[0].start or 0
@@ -226,10 +231,10 @@ def skip_bad(bad: list[int], limit: float, layout: str, size: int) -> dict[str, 
             rows.append(step)
     except meshfeed.MeshfeedError as failure:
         error = f"{type(failure).__name__}: {failure}"
-    state = feed.get_state()
+    state = json.dumps(feed.get_state())
     stats = feed.stats()
     feed.close()
-    return {"rows": rows, "error": error, "state": json.dumps(state), "skipped": stats.skipped_records}
+    return {"rows": rows, "error": error, "state": state, "skipped": stats.skipped_records}
 
 
 def replicas(differ: bool) -> str | None:

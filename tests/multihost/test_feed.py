@@ -104,11 +104,12 @@ def test_hosts_that_differ_are_told_before_the_first_batch(pools: Any, field: st
 
 
 @pytest.mark.parametrize("bad_host", [0, 1])
-@pytest.mark.parametrize("when", ["construct", "layout", "open", "state"])
+@pytest.mark.parametrize("when", ["settings", "construct", "layout", "open", "state"])
 def test_a_host_that_fails_before_its_first_batch_is_named_on_the_others(pools: Any, when: str, bad_host: int) -> None:
     results = [result.value for result in pools[(2, 4)].run(feed_jobs.fails_early, when, bad_host)]
     bad, good = results[bad_host], results[1 - bad_host]
     kinds = {
+        "settings": "SettingsError",
         "construct": "SourceError",
         "layout": "PlanError",
         "open": "PermissionError",
@@ -116,11 +117,45 @@ def test_a_host_that_fails_before_its_first_batch_is_named_on_the_others(pools: 
     }
     assert bad["type"] == kinds[when]
     assert good["type"] == "PeerError", results
-    assert good["waited"] < 20
+    assert good["waited"] < 10
     assert f"host {bad_host} failed before its first batch" in good["text"]
     assert bad["text"][:60] in good["text"]
     if when in ("open", "state"):
         assert (bad["again"], good["again"]) == (1, 1), "the same processes can go on together"
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("how", ["close", "raise", "drop", "reset"])
+def test_a_host_that_leaves_early_is_named_on_the_others(pools: Any, how: str, leaver: int) -> None:
+    results = [result.value for result in pools[(2, 4)].run(feed_jobs.leaves, how, [leaver], 5)]
+    done = {
+        "close": "closed its feed",
+        "raise": "closed its feed",
+        "drop": "dropped its feed",
+        "reset": "reset its feed",
+    }
+    reason = " after ZeroDivisionError: division by zero" if how == "raise" else ""
+    value = results[1 - leaver]
+    assert value["type"] == "PeerError", results
+    assert value["text"].startswith(f"host {leaver} {done[how]} at step 5{reason}. This host asks for step ")
+    assert "let all of them take the same number of steps" in value["text"]
+    assert value["host"] == leaver
+    assert value["waited"] < 10
+    assert results[leaver]["steps"] == 5
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "reset"])
+def test_hosts_that_leave_at_the_same_step_hear_nothing_of_it(pools: Any, how: str) -> None:
+    for result in pools[(2, 4)].run(feed_jobs.leaves, how, [0, 1], 5):
+        assert result.value == {
+            "steps": 5,
+            "type": None,
+            "text": "",
+            "host": None,
+            "waited": 0.0,
+            "again": 1,
+            "log": [],
+        }
 
 
 def test_a_state_that_all_hosts_refuse_is_no_failure_of_a_host(pools: Any) -> None:

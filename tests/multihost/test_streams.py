@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,6 +16,7 @@ import stream_jobs
 from host_pools import host_pools
 
 import meshfeed
+from meshfeed._order import EpochOrder
 
 TOPOLOGIES = [(1, 8), (2, 4), (4, 2)]
 UNEVEN = [57, 40, 90, 90, 41, 40, 88, 73]
@@ -108,14 +110,30 @@ def test_bad_records_are_replaced_alike_on_every_topology(pools: Any) -> None:
     assert seen[(1, 8)] == seen[(2, 4)] == seen[(4, 2)]
 
 
-def test_too_many_bad_records_fail_all_hosts_at_one_step(pools: Any) -> None:
-    bad = list(range(0, 200, 3))
-    for topology in TOPOLOGIES:
-        results = [r.value for r in pools[topology].run(stream_jobs.skip_bad, bad, 0.1, "rows", 16)]
-        assert len({len(value["rows"]) for value in results}) == 1
+def test_too_many_bad_records_fail_all_hosts_at_one_step_on_every_topology_and_after_a_resume(pools: Any) -> None:
+    late = [20, 50, 70, 90, 100, 105, 110, *range(112, 128, 2)]  # 7 of 112 records up to step 6, 15 of 128 up to step 7
+    bad = EpochOrder(200, shuffle=True, seed=0, num_epochs=1).ids_at(np.array(late))[0].tolist()
+    for resumed, topology, layout in (
+        (0, (1, 8), "rows"),
+        (0, (4, 2), "rows"),
+        (0, (2, 4), "replicas"),  # both hosts read every row
+        (5, (2, 4), "rows"),
+        (6, (4, 2), "replicas"),
+        (6, (1, 8), "rows"),
+    ):
+        state = None
+        if resumed:  # on other hosts
+            before = (4, 2) if topology != (4, 2) else (2, 4)
+            results = [r.value for r in pools[before].run(stream_jobs.skip_bad, bad, 0.1, "rows", 16, None, resumed)]
+            assert all(value["error"] is None for value in results)
+            merged = meshfeed.merge_states([json.loads(value["state"]) for value in results])
+            assert merged["num_skipped"] == sum(position < resumed * 16 for position in late)
+            state = json.dumps(merged)
+        results = [r.value for r in pools[topology].run(stream_jobs.skip_bad, bad, 0.1, layout, 16, state)]
         for value in results:
-            assert value["error"].startswith("SourceError: ")
-            assert "max_fraction" in value["error"]
+            assert resumed + len(value["rows"]) == 7, (topology, layout, resumed)
+            assert value["error"].startswith("SourceError: 15 of the 128 records up to step 7 are bad, 0.12 of them")
+            assert "is damaged). Look at the data; raise max_fraction only" in value["error"]
 
 
 def test_replicas_that_differ_are_named(pools: Any) -> None:
