@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 pytest.importorskip("tensorflow")
 pytest.importorskip("tensorflow_datasets")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tf_jobs
-from tf_jobs import HOSTS, NAMES
+from tf_jobs import NAMES, PROCESSES
 
 from meshfeed.testing import HostPool
 
@@ -23,7 +25,7 @@ SAVE_AT = 2
 
 @pytest.fixture(scope="module")
 def pool() -> Any:
-    with HostPool(max(HOSTS), 2, timeout_seconds=500) as made:
+    with HostPool(len(PROCESSES[4]), 2, timeout_seconds=500) as made:
         yield made
 
 
@@ -45,8 +47,8 @@ def runs(pool: Any, folder: str) -> dict[str, Any]:
     values = [result.value for result in pool.run(tf_jobs.run, list(NAMES), folder, SAVE_AT)]
     found = {}
     for name in NAMES:
-        for hosts in HOSTS:
-            parts = [value[f"{name} on {hosts}"] for value in values[:hosts]]
+        for hosts, processes in PROCESSES.items():
+            parts = [values[process][f"{name} on {hosts}"] for process in processes]
             found[f"{name} on {hosts}"] = {
                 "steps": join([part["steps"] for part in parts]),
                 "states": [part["state"] for part in parts],
@@ -59,7 +61,7 @@ def runs(pool: Any, folder: str) -> dict[str, Any]:
 def test_global_batches_are_the_same_on_any_number_of_hosts(runs: dict[str, Any], name: str) -> None:
     reference = runs[f"{name} on 1"]
     assert len(reference["steps"]) > SAVE_AT
-    for hosts in HOSTS:
+    for hosts in PROCESSES:
         assert runs[f"{name} on {hosts}"]["steps"] == reference["steps"]
         assert runs[f"{name} on {hosts}"]["positions"] == {len(tf_jobs.EXPECTED[name])}
     rows = [text for step in reference["steps"] for text in step.values() if "mask=True" in text]
@@ -70,7 +72,15 @@ def test_resume_from_any_number_of_hosts_on_any_other(pool: Any, runs: dict[str,
     states = {key: run["states"] for key, run in runs.items()}
     values = [result.value for result in pool.run(tf_jobs.go_on, list(NAMES), folder, states)]
     for name in NAMES:
-        for target in HOSTS:
-            for origin in HOSTS:
-                found = join([value[f"{name} from {origin} on {target}"] for value in values[:target]])
+        for target, processes in PROCESSES.items():
+            for origin in PROCESSES.keys() - {target}:
+                found = join([values[process][f"{name} from {origin} on {target}"] for process in processes])
                 assert found == runs[f"{name} on 1"]["steps"][SAVE_AT:], f"{name}: {origin} → {target} hosts"
+
+
+def test_workers_may_change_on_resume(pool: Any, runs: dict[str, Any], folder: str) -> None:
+    """3 hosts without workers, then 1 host with two and with one."""
+    states = {name: runs[f"{name} on 3"]["states"] for name in NAMES}
+    found = pool.run(tf_jobs.go_on_with_workers, list(NAMES), folder, states)[PROCESSES[1][0]].value
+    for name in NAMES:
+        assert found[name] == runs[f"{name} on 1"]["steps"][SAVE_AT:], name

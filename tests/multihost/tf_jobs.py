@@ -1,21 +1,24 @@
 """TFDS and tf.data through the feed on real hosts, for tests/multihost/test_tf_sources.py.
 
-TensorFlow takes 10 s of a core to import, so one job of four processes plays every number of hosts: n hosts are the
-devices of its first n processes.
+TensorFlow takes 10 s of a core to import, so one job of four processes plays every number of hosts: a feed over the
+devices of some of its processes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
+from shared_workers import shared_workers
 from source_jobs import BATCH, NUM_LANES, SIZES, SMALL, rows_of
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-HOSTS = (4, 3, 2, 1)  # those whom all wait for first
+PROCESSES = {4: (0, 1, 2, 3), 3: (0, 1, 2), 2: (0, 1), 1: (3,)}
+"""Number of hosts → the processes that play them; one host at the same time as three and two."""
 
 
 def write_files(folder: str) -> None:
@@ -173,7 +176,7 @@ def make_feed(name: str, folder: str, devices: list[Any], num_workers: int = 0) 
 def _devices(hosts: int) -> list[Any]:
     import jax
 
-    return [device for device in jax.devices() if device.process_index < hosts]
+    return [device for device in jax.devices() if device.process_index in PROCESSES[hosts]]
 
 
 def run(names: list[str], folder: str, save_at: int) -> dict[str, Any]:
@@ -181,8 +184,8 @@ def run(names: list[str], folder: str, save_at: int) -> dict[str, Any]:
     import jax
 
     found: dict[str, Any] = {}
-    for hosts in HOSTS:
-        if jax.process_index() >= hosts:
+    for hosts, processes in PROCESSES.items():
+        if jax.process_index() not in processes:
             continue
         for name in names:
             with make_feed(name, folder, _devices(hosts)) as feed:
@@ -196,18 +199,40 @@ def run(names: list[str], folder: str, save_at: int) -> dict[str, Any]:
 
 
 def go_on(names: list[str], folder: str, states: dict[str, list[str]]) -> dict[str, Any]:
-    """Each source continued on each number of hosts from each of ``"<name> on <hosts>"`` → states of the hosts."""
+    """Each source continued on each number of hosts from those of each other: ``"<name> on <hosts>"`` → their states."""
     import jax
 
     import meshfeed
 
     found: dict[str, Any] = {}
-    for target in HOSTS:
-        if jax.process_index() >= target:
+    for target, processes in PROCESSES.items():
+        if jax.process_index() not in processes:
             continue
         for name in names:
             with make_feed(name, folder, _devices(target)) as feed:
-                for origin in HOSTS:
+                for origin in PROCESSES.keys() - {target}:
                     feed.set_state(meshfeed.merge_states([json.loads(part) for part in states[f"{name} on {origin}"]]))
                     found[f"{name} from {origin} on {target}"] = [rows_of(batch) for batch in feed]
+    return found
+
+
+def go_on_with_workers(names: list[str], folder: str, states: dict[str, list[str]]) -> dict[str, Any]:
+    """Each source continued on one host with two workers for a step, saved, and continued with one."""
+    import jax
+
+    import meshfeed
+
+    found: dict[str, Any] = {}
+    if jax.process_index() not in PROCESSES[1]:
+        return found
+    with shared_workers(2) as used:
+        for name in names:
+            state, rows = meshfeed.merge_states([json.loads(part) for part in states[name]]), []
+            for number, count in ((2, 1), (1, None)):
+                with make_feed(name, folder, _devices(1), number) as feed:
+                    feed.set_state(state)
+                    rows += [rows_of(batch) for batch in itertools.islice(feed, count)]
+                    state = json.loads(json.dumps(feed.get_state()))
+            found[name] = rows
+        assert len(used) == 2, "the rows came from the workers"
     return found
