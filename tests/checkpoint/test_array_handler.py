@@ -166,6 +166,13 @@ def test_host_memory_and_layouts(tmp_path, mesh):
 
 
 def test_replicas_share_the_saving_down_to_a_least_slice(tmp_path, mesh):
+    small = {"w": place(np.zeros((64, 64), np.float32), mesh), "v": place(np.zeros((1024, 64), np.float32), mesh)}
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "small", args=ArraysSave(small))
+    stored = StoredArrays(tmp_path / "small")
+    assert stored.chunk_of("w") == [64, 64]  # not eight of 2 KiB
+    assert stored.chunk_of("v") == [256, 64]  # four of 64 KiB
+    assert stored.manifest is not None
+    assert [stored.manifest.leaves[name]["chunk"] for name in "wv"] == [[64, 64], [256, 64]]
     state = {"w": place(np.zeros((512, 256), np.float32), mesh)}  # 512 KiB on eight devices
     for least, rows in ((None, 64), (1 << 17, 128), (1 << 30, 512)):
         handler = ArraysHandler(array_handler={"min_slice_bytes_for_replica_parallel": least})

@@ -14,7 +14,7 @@ from meshfeed.checkpoint._blocks import BlockGather, cut_block, rows_in_flight
 from meshfeed.checkpoint._gather import aligned_zeros, gather_group, host_bits_of, piece_shape
 from meshfeed.checkpoint._grid import Grid, box_shape, joint_cell, slices
 from meshfeed.checkpoint._packed import assign_units
-from meshfeed.checkpoint._save_layout import chunk_shape
+from meshfeed.checkpoint._save_layout import Cut, choose_cut, chunk_shape
 from meshfeed.checkpoint._stored import StoredLeaf
 
 CASES = [
@@ -93,6 +93,34 @@ def test_the_chosen_plan_reads_each_chunk_on_one_host(saved, spec, shape):
     assert cost.ratio <= 1.1
     assert max(count for _, count in cost.by_process) * 4 <= 1.5 * cost.total
     assert len(set(plan.boxes().values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "hosts", "rows", "least", "cut"),
+    [
+        ({"data": 8}, 1, 64, None, None),  # 16 KiB: eight slices by one host only cost
+        ({"data": 8}, 1, 4096, None, Cut(0, ("data",))),
+        ({"data": 8}, 1, 64, 0, Cut(0, ("data",))),  # asked for
+        ({"data": 8}, 8, 64, None, None),
+        ({"data": 64}, 64, 2048, None, Cut(0, ("data",))),  # 512 KiB in 8 KiB: a slice for each host
+        ({"data": 64}, 8, 2048, None, None),  # eight for each
+        ({"data": 64}, 8, 8192, None, Cut(0, ("data",))),
+        ({"data": 8, "model": 4}, 8, 2048, None, Cut(0, ("data",))),  # hosts along data, one host along model
+    ],
+)
+def test_replicas_share_a_leaf_where_that_is_worth_it(axes, hosts, rows, least, cut):
+    devices = int(np.prod(list(axes.values())))
+    sharding = NamedSharding(fake_mesh(axes, hosts, devices // hosts), PartitionSpec())
+    assert choose_cut((rows, 64), 4, sharding, least) == cut
+
+
+def test_boxes_that_are_single_cells():
+    grid = Grid((10, 6), (4, 3))
+    for number in range(len(grid)):
+        assert grid.only(grid.box(number)) == number
+    for box in (((0, 10), (0, 3)), ((1, 4), (0, 3)), ((0, 4), (0, 2)), ((8, 9), (3, 6))):
+        assert grid.only(box) is None
+    assert Grid((), ()).only(()) == 0
 
 
 def test_units_are_levelled_over_hosts():

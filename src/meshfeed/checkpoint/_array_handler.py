@@ -59,11 +59,12 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     ) -> None:
         self._options = RestoreOptions(restore, replica_axis, primary_replica, memory_limit_bytes, verify)
         orbax.setdefault("array_metadata_store", _metadata_store())
-        super().__init__(**orbax)
+        least = self._min_slice_bytes = orbax.get("min_slice_bytes_for_replica_parallel")
+        # Or Orbax would slice again, on the device and by default without a least size: eight chunks for 16 KiB.
+        least = MIN_SLICE_BYTES if least is None else least
+        super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
         self._share = orbax.get("use_replica_parallel") is not False and orbax.get("replica_id", 0) is not None
         self._share = self._share and orbax.get("max_replicas_for_replica_parallel") is None
-        least = orbax.get("min_slice_bytes_for_replica_parallel")
-        self._min_slice_bytes = MIN_SLICE_BYTES if least is None else least
         self._replica = orbax.get("replica_id", 0)
         self._local_storage = orbax.get("primary_host", 0) is None  # each host has a folder of its own
         self._status = orbax.get("callback")
@@ -78,9 +79,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
         with without_ambient_mesh():  # not over an await: another coroutine of this thread may want the caller's
             laid_values, entries, pending = self._lay_out(values, infos, args)
-        futures = list(await super().serialize(laid_values, infos, args))
-        for shards in pending.values():
+        for shards in pending.values():  # before Orbax's threads start and want the interpreter too
             shards.capture()
+        futures = list(await super().serialize(laid_values, infos, args))
         process = process_index()
         info = infos[0]
 
@@ -117,6 +118,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             elif is_key(value):
                 data = jax.random.key_data(value)
                 entry["cell"] = list(data.sharding.shard_shape(data.shape))
+                entry["chunk"] = entry["cell"]
                 pending[info.name] = ShardDigests(data, tuple(entry["cell"]), replica_id=self._replica, early=early)
             else:
                 laid = lay_out(
@@ -131,6 +133,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 args[number] = dataclasses.replace(args[number], dtype=None, chunk_byte_size=asked)
                 laid_values[number] = laid.array
                 if not self.has_dispatcher():
+                    if asked is None:  # a slice is a chunk, or a few where Orbax slices too: known without opening it
+                        entry["chunk"] = entry["cell"]
                     pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
             entries[info.name] = entry
         return laid_values, entries, pending

@@ -84,7 +84,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
                     digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
                     leaves = encoded.leaves
                     for name, values in encoded.host_arrays.items():
-                        leaves[name]["cell"] = [max(1, size) for size in values.shape]
+                        leaves[name]["cell"] = leaves[name]["chunk"] = [max(1, size) for size in values.shape]
                     _manifest.write_tree_part(path, identity, leaves, digests, encoded.skeleton)
 
                 await asyncio.to_thread(work)
@@ -125,11 +125,14 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         if (directory / "_METADATA").exists():
             self._orbax.finalize(directory)
         stored = StoredArrays(directory)
-        chunks = {}
+        unknown: list[str] = []
+        chunks: dict[str, list[int]] = {}
         if stored.manifest is not None:
             for name, entry in stored.manifest.leaves.items():
-                if "dtype" in entry and entry.get("stored") != "nothing":
-                    chunks[name] = stored.chunk_of(name)
+                if "dtype" in entry and "chunk" not in entry and entry.get("stored") != "nothing":
+                    unknown.append(name)
+            stored.open_soon(unknown)
+            chunks = {name: stored.chunk_of(name) for name in unknown}
         _manifest.join_parts(directory, chunks)
 
     def metadata(self, directory: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,16 @@ def digest(values: np.ndarray[Any, Any]) -> str:
 
 def cell_digests(values: np.ndarray[Any, Any], box: Box, grid: Grid) -> dict[int, str]:
     """Digests of the cells of ``grid`` that fill ``box``, whose values are ``values``."""
+    number = grid.only(box)
+    if number is not None:
+        return {number: digest(values)}
     return {number: digest(values[slices(grid.box(number), box)]) for number in grid.touching(box)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: box_of_index(index, shape) for device, index in indices.items()}
 
 
 class ShardDigests:
@@ -35,8 +45,9 @@ class ShardDigests:
         shards = array.addressable_shards
         if replica_id is None and shards:
             replica_id = shards[0].replica_id
+        boxes = _device_boxes(array.sharding, tuple(array.shape))
         self._shards: list[tuple[Box, Any]] = [
-            (box_of_index(shard.index, array.shape), shard.data) for shard in shards if shard.replica_id == replica_id
+            (boxes[shard.device], shard.data) for shard in shards if shard.replica_id == replica_id
         ]
         self._early = early
         for _, data in self._shards if early else ():

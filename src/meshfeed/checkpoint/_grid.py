@@ -80,6 +80,16 @@ class Grid:
             starts.append((index * cell, min(size, (index + 1) * cell)))
         return tuple(reversed(starts))
 
+    def only(self, box: Box) -> int | None:
+        """Number of the cell that ``box`` is, where it is a single whole one."""
+        number = 0
+        for (start, stop), size, cell in zip(box, self.shape, self.cell, strict=True):
+            index, inside = divmod(start, cell)
+            if inside or stop != min(size, start + cell):
+                return None
+            number = number * -(-size // cell) + index
+        return number
+
     def touching(self, box: Box) -> Iterator[int]:
         """Numbers of the cells that share a value with ``box``, ascending."""
         if box_size(box) == 0:
