@@ -107,6 +107,7 @@ def test_a_wrong_batch_schedule_says_what_it_takes(stages: Any) -> None:
         lambda: meshfeed.Retry(initial_seconds=-1),
         lambda: meshfeed.Retry(max_seconds=float("nan")),
         lambda: meshfeed.Retry(on=("OSError",)),  # type: ignore[arg-type]
+        lambda: meshfeed.Retry(on=5),  # type: ignore[arg-type]
         lambda: meshfeed.SkipBad(0),
         lambda: meshfeed.SkipBad(1.5),
         lambda: meshfeed.SkipBad(True),

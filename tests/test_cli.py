@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+import meshfeed
 from meshfeed import cli
 from meshfeed._errors import CheckpointError, SettingsError
 
@@ -109,3 +110,16 @@ def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 0
     assert "plan" in ended.stdout
+
+
+def test_the_version_is_that_of_the_package_that_runs() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"meshfeed, version {meshfeed.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_in_place_of_a_folder_is_refused_in_words(command: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    result = run(f"{command} {tmp_path}/state.json")
+    assert result.exit_code == 1
+    assert "is a file. Give the folder" in result.output

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -93,7 +93,8 @@ class Retry:
         _integer("retry.attempts", self.attempts, 1, "an int of at least 1 (1: no second try)")
         _number("retry.initial_seconds", self.initial_seconds, 0, "a number of seconds of at least 0")
         _number("retry.max_seconds", self.max_seconds, 0, "a number of seconds of at least 0")
-        kinds = self.on if isinstance(self.on, tuple) else (self.on,) if isinstance(self.on, type) else tuple(self.on)
+        given = (self.on,) if isinstance(self.on, type) else self.on
+        kinds = tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
             raise SettingsError(f"retry.on={self.on!r}; it takes exception types.", setting="retry")
         object.__setattr__(self, "on", kinds)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshfeed import _cli_checkpoint
+from meshfeed import __version__, _cli_checkpoint
 from meshfeed._errors import MeshfeedError, PlanError, SettingsError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _example(arguments: str) -> str:
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="meshfeed")
+@click.version_option(__version__, prog_name="meshfeed")
 def main() -> None:
     """Feed a JAX device mesh: one stream of global batches on any number of hosts."""
 

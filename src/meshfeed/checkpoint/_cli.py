@@ -42,8 +42,15 @@ def inspect(directory: Any, step: int | None = None) -> dict[str, Any]:
     return {"directory": str(directory), "steps": [_inspect_step(directory, n, n == step) for n in steps]}
 
 
-def _split(directory: Any, step: int | None) -> tuple[epath.Path, int | None]:
+def _folder(directory: Any) -> epath.Path:
     path = epath.Path(directory)
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file. Give the folder that was given to Checkpointer, or one of its steps.")
+    return path
+
+
+def _split(directory: Any, step: int | None) -> tuple[epath.Path, int | None]:
+    path = _folder(directory)
     if step is None and path.name.isdecimal() and (path / ARRAYS).exists():
         return path.parent, int(path.name)
     return path, step
@@ -98,7 +105,7 @@ def verify(directory: Any, step: int | None = None) -> dict[str, Any]:
       ``{"intact", "steps": [{"path", "step", "intact", "problems", "leaves", "bytes_read", "without_digest",
       "seconds"}]}``. The command's exit status is 0 where ``intact``, else 1.
     """
-    findings = _verify.verify(directory, step)
+    findings = _verify.verify(_folder(directory), step)
     rows = [
         {
             "path": finding.path,
