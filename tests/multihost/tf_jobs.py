@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 from shared_workers import shared_workers
-from source_jobs import BATCH, NUM_LANES, SIZES, SMALL, rows_of
+from source_jobs import rows_of
+from source_pipelines import BATCH, NUM_LANES, SIZES, SMALL
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 PROCESSES = {4: (0, 1, 2, 3), 3: (0, 1, 2), 2: (0, 1), 1: (3,)}
