@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "chaos"))
 
 from memory_store import MemoryStore
 
-from meshfeed import PeerError, SkipBad, _process
+from meshfeed import PeerError, SkipBad, StalledError, _process
 from meshfeed._agree import WindowAgreement
 from meshfeed._agree_bad import BadRecords
 from meshfeed._agree_late import Lateness
@@ -33,6 +33,7 @@ from meshfeed._agree_rules import (
     overrule,
     window_ends,
 )
+from meshfeed._agree_settings import Rounds
 from meshfeed._exchange import Exchange
 from meshfeed._feeder import HostBatch
 from meshfeed._pipeline import Pipeline
@@ -151,15 +152,19 @@ def test_thousands_of_hosts_ask_again_less_often(hosts: int, seconds: float) -> 
 # ---------------------------------------------------------------------- who is late
 
 
-def test_who_is_late_costs_each_host_a_few_requests_however_many_hosts_there_are() -> None:
+def wait_a_little(store: MemoryStore, prefix: str, hosts: range, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_process, "_FIRST_NOTE_SECONDS", 0.0)
+    _process.wait_for_hosts(store, prefix, hosts, time.monotonic() + 0.01, note=note)  # type: ignore[arg-type]
+
+
+def test_who_is_late_costs_each_host_a_few_requests_however_many_hosts_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = CountingStore()
     hosts = range(4096)
-    arrived = {host: "{}" for host in hosts if host not in (7, 9)}
+    store._values.update({f"run/w/3/{host}": "{}" for host in hosts if host not in (7, 9)})
+    wait_a_little(store, "run/w/3", hosts, "run/late/3", monkeypatch)
     store.set("run/w/3/9", "{}")  # has come since
-    reducer = Lateness(store, "run", hosts, 0, lambda: "")  # type: ignore[arg-type]
-    reducer.note(3, arrived)
-    reducer._noted = (3, 0.0, ())
-    reducer.note(3, arrived)
     slow = Lateness(store, "run", hosts, 7, lambda: "reading slow.parquet")  # type: ignore[arg-type]
     slow.say()
     store.calls.clear()
@@ -171,14 +176,26 @@ def test_who_is_late_costs_each_host_a_few_requests_however_many_hosts_there_are
     assert slow.who(3)[1] == text
 
 
-def test_many_late_hosts_are_counted_and_some_named() -> None:
+def test_many_late_hosts_are_counted_and_some_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    reducer = Lateness(store, "run", range(100), 0, lambda: "")  # type: ignore[arg-type]
-    reducer._noted = (0, 0.0, ())
-    reducer.note(0, dict.fromkeys(range(0, 100, 2), "{}"))
+    store._values.update({f"run/w/0/{host}": "{}" for host in range(0, 100, 2)})
+    wait_a_little(store, "run/w/0", range(100), "run/late/0", monkeypatch)
     late, text = Lateness(store, "run", range(100), 2, lambda: "").who(0)  # type: ignore[arg-type]
     assert late == (1, 3, 5, 7, 9, 11, 13, 15)
     assert text == "hosts 1, 3, 5, 7, 9, 11, 13, 15 and 42 more have not read it yet"
+
+
+def test_a_note_is_taken_away_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    monkeypatch.setattr(_process, "_FIRST_NOTE_SECONDS", 0.0)
+
+    def come(values: Any) -> bool:
+        store._values.setdefault("run/in/1", "{}")
+        return False
+
+    store.set("run/in/0", "{}")
+    _process.wait_for_hosts(store, "run/in", range(2), time.monotonic() + 60, come, note="run/late")  # type: ignore[arg-type]
+    assert sorted(store._values) == ["run/in/0", "run/in/1"]
 
 
 def test_a_reducer_that_says_nothing_is_named_itself() -> None:
@@ -187,6 +204,40 @@ def test_a_reducer_that_says_nothing_is_named_itself() -> None:
     assert view.who(0) == ((2,), "host 2 has not read it yet")
     store.set("run/w/0/2", "{}")
     assert view.who(0) == ((2,), "host 2, which announces, is silent")
+
+
+@pytest.mark.parametrize("here", [0, 1])
+@pytest.mark.parametrize("rounds", [True, False])
+def test_hosts_that_do_not_come_to_an_exchange_are_named(
+    here: int, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CountingStore()
+    monkeypatch.setattr(_process, "_FIRST_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(_process, "key_value_store", lambda: store)
+    monkeypatch.setattr(_process, "process_index", lambda: here)
+    prefix = "meshfeed/feed/train/settings/0" if rounds else "meshfeed/restore/0"
+    store.set(f"{prefix}/in/{1 - here}", "{}")
+    if here == 1:
+        wait_a_little(store, f"{prefix}/in", range(4), f"{prefix}/late", monkeypatch)
+    store.calls.clear()
+
+    def exchange() -> None:
+        if rounds:
+            Rounds("feed/train", range(4)).agree({"seed": 0}, 0.05)
+        else:
+            options: dict[str, Any] = {"timeout_seconds": 0.05, "doing": "choosing a step"}
+            _process.reduce_json("restore", 0, {}, lambda values: None, participants=range(4), **options)
+
+    with pytest.raises(
+        StalledError, match=r"hosts 2, 3 did not arrive within 0 s \(host . of 4 is waiting\)"
+    ) as caught:
+        exchange()
+    assert caught.value.hosts == (2, 3)
+    assert ("choosing a step" if not rounds else "agreeing on the settings of train") in str(caught.value)
+    assert "Look at that host's log: it has stopped, is still starting, or runs other code than the rest" in str(
+        caught.value
+    )
+    assert here == 0 or store.calls["directory"] == 0
 
 
 # ---------------------------------------------------------------------- leaving

@@ -237,7 +237,6 @@ class WindowAgreement:
                 else:
                     info = {}
                 self._announce(window, upto, stop, sizes, info)
-                self._late.forget(window)
                 while deleted < min(seen, default=0):  # every host has read these announcements
                     self._store.delete(f"{self._prefix}/a/{deleted}")
                     self._store.delete(f"{self._prefix}/w/{deleted}")
@@ -266,13 +265,17 @@ class WindowAgreement:
             nonlocal failed_since
             if self._closed.is_set():
                 return True
-            self._late.note(window, values)
             if failed_since is None and any('"error": null' not in text for text in values.values()):
                 failed_since = time.monotonic()
             return failed_since is not None and time.monotonic() - failed_since > _ERROR_GRACE_SECONDS
 
         values = _process.wait_for_hosts(
-            self._store, f"{self._prefix}/w/{window}", self._participants, float("inf"), stop
+            self._store,
+            f"{self._prefix}/w/{window}",
+            self._participants,
+            float("inf"),
+            stop,
+            note=f"{self._prefix}/late/{window}",
         )
         if self._closed.is_set() and len(values) < len(self._participants):
             return None, []

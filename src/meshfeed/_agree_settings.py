@@ -156,17 +156,18 @@ class Rounds:
                     store.delete(f"{self._base}/{self.round - 1}")
                 return json.loads(json.dumps(result))
             missing = [host for host in self.participants if host not in values]
+            count = len(missing)
         else:
             store.set(self._key("in", here), json.dumps(message), overwrite=True)
             text = self._wait(store, deadline)
             if text is not None:
                 return json.loads(text)
-            arrived = {int(host) for host in store.directory(self._key("in"))}
-            missing = [host for host in self.participants if host not in arrived] or [reducer]
+            missing, count = _process.missing_hosts(store, self._key("in"), self._key("late"), reducer)
+            missing, count = (missing, count) if missing else ([reducer], 1)
         waited = time.monotonic() - start
         raise StalledError(
-            f"{self._doing}: {_process.format_hosts(missing)} did not arrive within {waited:.0f} s (host {here} of "
-            f"{len(self.participants)} is waiting). Look at that host's log: it has stopped, is still starting, or runs "
+            f"{self._doing}: {_process.format_missing(missing, count)} did not arrive within {waited:.0f} s (host {here} "
+            f"of {len(self.participants)} is waiting). Look at that host's log: it has stopped, is still starting, or runs "
             "other code than the rest (a feed without name= is known by its place in the order of creation).",
             hosts=tuple(missing),
             waited_seconds=waited,
@@ -182,6 +183,7 @@ class Rounds:
                 self.participants,
                 deadline,
                 lambda texts: any('"failed"' in text[:12] for text in texts.values()),
+                note=self._key("late"),
             )
             values = {host: json.loads(text) for host, text in sorted(texts.items())}
             failed = any("failed" in value for value in values.values())

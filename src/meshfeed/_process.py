@@ -25,6 +25,9 @@ _MAX_SLICE_SECONDS = 2.0  # … which grow, so that thousands of hosts in a long
 _SLICE_SECONDS_A_HOST = 5e-4
 _PAUSE_SECONDS_A_HOST = 2.5e-5
 _MAX_PAUSE_SECONDS = 0.1
+_FIRST_NOTE_SECONDS = 0.2
+_NOTE_SECONDS = 1.0
+_NAMED_HOSTS = 8
 
 
 def process_index() -> int:
@@ -162,22 +165,63 @@ def wait_for_hosts(
     participants: Sequence[int],
     deadline: float,
     stop: Callable[[Mapping[int, str]], bool] | None = None,
+    *,
+    note: str | None = None,
 ) -> dict[int, str]:
     """Collects ``<prefix>/<host>`` until all participants are there, ``stop`` says so, or the deadline passes.
 
     Lists what is there, waits for one that is not (a blocked get costs the coordinator nothing), and lists again after a
     pause in which others arrive: a few requests for thousands of hosts, and no delay for few.
+
+    Args:
+      store: where to look.
+      prefix: of the keys.
+      participants: hosts to wait for.
+      deadline: on the clock of ``time.monotonic()``.
+      stop: called with what is there.
+      note: key under which :func:`missing_hosts` finds who is missing, on hosts that wait for the outcome. If each of
+        thousands listed what is there, the coordinator would have to send all of it to all of them.
     """
     wanted = set(participants)
+    noted: set[int] = set()
+    next_note = time.monotonic() + _FIRST_NOTE_SECONDS
     pause = min(_MAX_PAUSE_SECONDS, len(wanted) * _PAUSE_SECONDS_A_HOST)
     while True:
         values = {int(host): value for host, value in store.directory(prefix).items() if int(host) in wanted}
-        left = deadline - time.monotonic()
-        if len(values) == len(wanted) or (stop is not None and stop(values)) or left <= 0:
+        now = time.monotonic()
+        left = deadline - now
+        if len(values) == len(wanted):
+            if note is not None and noted:
+                store.delete(note)
             return values
-        missing = max(wanted - set(values))
+        late = wanted - set(values)
+        if note is not None and late != noted and (now >= next_note or left <= 0):
+            store.set(note, json.dumps({"hosts": sorted(late)[:_NAMED_HOSTS], "count": len(late)}), overwrite=True)
+            noted, next_note = late, now + _NOTE_SECONDS
+        if (stop is not None and stop(values)) or left <= 0:
+            return values
+        missing = max(late)
         if store.get(f"{prefix.rstrip('/')}/{missing}", min(_MIN_SLICE_SECONDS, left)) is not None:
             time.sleep(pause)
+
+
+def missing_hosts(store: KeyValueStore, prefix: str, note: str, reducer: int) -> tuple[tuple[int, ...], int]:
+    """Who keeps :func:`wait_for_hosts` on the host ``reducer`` waiting, in a few requests.
+
+    Returns:
+      Hosts of which there is no ``<prefix>/<host>``, at most 8, and how many there are in all. None where the reducer
+      itself has come and names nobody.
+    """
+    text = store.try_get(note)
+    found = {"hosts": [reducer], "count": 1} if text is None else json.loads(text)
+    late = tuple(host for host in found["hosts"] if store.try_get(f"{prefix.rstrip('/')}/{host}") is None)
+    return late, found["count"] - len(found["hosts"]) + len(late)
+
+
+def format_missing(hosts: Sequence[int], count: int) -> str:
+    """``hosts 1, 3 and 40 more``, for messages."""
+    shown = hosts[:_NAMED_HOSTS]
+    return format_hosts(shown) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
 
 
 def format_hosts(hosts: Sequence[int], limit: int = 8) -> str:
@@ -230,7 +274,7 @@ def reduce_json(
     deadline = start + timeout_seconds
     store.set(f"{prefix}/in/{here}", json.dumps(value), overwrite=True)
     if here == participants[0]:
-        values = wait_for_hosts(store, f"{prefix}/in", participants, deadline)
+        values = wait_for_hosts(store, f"{prefix}/in", participants, deadline, note=f"{prefix}/late")
         if len(values) == len(participants):
             result = reduce({host: json.loads(text) for host, text in sorted(values.items())})
             store.set(f"{prefix}/out", json.dumps(result), overwrite=True)
@@ -238,16 +282,18 @@ def reduce_json(
                 store.delete(f"{base}/{round_number - 1}")
             return json.loads(json.dumps(result))
         missing = [host for host in participants if host not in values]
+        count = len(missing)
     else:
         text = wait_for_key(store, f"{prefix}/out", deadline, num_waiting=len(participants))
         if text is not None:
             return json.loads(text)
-        arrived = {int(host) for host in store.directory(f"{prefix}/in")}
-        missing = [host for host in participants if host not in arrived] or [participants[0]]
+        missing, count = missing_hosts(store, f"{prefix}/in", f"{prefix}/late", participants[0])
+        missing, count = (missing, count) if missing else ([participants[0]], 1)
     waited = time.monotonic() - start
     raise StalledError(
-        f"{doing}: {format_hosts(missing)} did not arrive within {waited:.0f} s (host {here} of {len(participants)} "
-        f"is waiting). Look at that host's log: it has stopped, is still starting, or runs other code than the rest.",
+        f"{doing}: {format_missing(missing, count)} did not arrive within {waited:.0f} s (host {here} of "
+        f"{len(participants)} is waiting). Look at that host's log: it has stopped, is still starting, or runs other code "
+        "than the rest.",
         hosts=tuple(missing),
         waited_seconds=waited,
     )
