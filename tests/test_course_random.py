@@ -101,3 +101,16 @@ def test_replacing_bad_records_never_promotes_the_others() -> None:
         pytest.raises(meshfeed.SourceError, match=r"float64.*float32"),
     ):
         next(feed)
+
+
+@pytest.mark.parametrize("position", [2**62, 2**63 + 8, 2**70])
+def test_a_position_beyond_every_stream_is_refused_before_anything_is_read(position: int) -> None:
+    with make_feed({"x": np.zeros(64)}, num_epochs=None) as feed:
+        next(feed)
+        state = feed.get_state()
+        with pytest.raises(meshfeed.StateMismatchError) as info:
+            feed.set_state({**state, "position": position})
+        assert info.value.field == "position"
+        assert feed.get_state() == state
+        feed.set_state({**state, "position": 2**61})
+        next(feed)

@@ -371,7 +371,20 @@ def test_block_and_end_must_match(name, kwargs):
 
 
 @pytest.mark.parametrize(
-    "broken", [None, [], {}, {"stages": []}, {**SAVED, "stages": [[0]]}, {**SAVED, "components": 3}]
+    "broken",
+    [
+        None,
+        [],
+        {},
+        {"stages": []},
+        {**SAVED, "stages": [[0]]},
+        {**SAVED, "components": 3},
+        {**SAVED, "stages": [[0, 0, {"web": None}]]},
+        {**SAVED, "stages": [[0, 0, {"web": "all"}]]},
+        {**SAVED, "stages": [[0, 0, {"web": 0}]]},
+        {**SAVED, "stages": [[0, 0, ["web"]]]},
+        {**SAVED, "components": [["other", None], *SAVED["components"][1:]]},  # its identity would go unchecked
+    ],
 )
 def test_a_broken_mixture_is_refused(broken):
     with pytest.raises(StateMismatchError, match="changed or damaged"):

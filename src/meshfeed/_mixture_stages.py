@@ -140,10 +140,11 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
         stages to write.
     """
     try:
-        saved_stages = [Stage(int(s[1]), dict(s[2]), int(s[0])) for s in saved["stages"]]
-        saved_components = {str(entry[0]): (number, entry[1]) for number, entry in enumerate(saved["components"])}
+        saved_components = {entry[0]: (number, entry[1]) for number, entry in enumerate(saved["components"])}
+        names = list(saved_components)  # each weight must be that of one of them, or its identity would go unchecked
+        saved_stages = [Stage(int(s[1]), _check_weights(s[2], names), int(s[0])) for s in saved["stages"]]
         fixed = [name for name in {**current, **saved} if name not in ("stages", "components")]
-    except (TypeError, KeyError, IndexError, ValueError):
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError):
         raise StateMismatchError(
             "mixture",
             saved,

@@ -20,6 +20,7 @@ from typing import Any
 from meshfeed._errors import StateMismatchError
 
 VERSION = 1
+_MAX_NUMBER = 1 << 62
 KINDS = ("random_access", "lanes", "host_batches")
 _TUPLE = "__tuple__"
 _BYTES = "__bytes__"
@@ -192,6 +193,8 @@ def parse_state(state: Any) -> FeedState:
             raise StateMismatchError(name, _shorten(value), "no such field", remedy)
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
             raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", remedy)
+        if kind is int and value >= _MAX_NUMBER:
+            raise StateMismatchError(name, value, "a number below 2**62, beyond which no stream goes", remedy)
     for name in ("lanes", "hosts", "skipped"):
         for key, entry in state.get(name, {}).items():
             if not isinstance(key, str) or not key.isdecimal():
