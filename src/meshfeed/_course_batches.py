@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from meshfeed._host_batch import RecordSpec, spec_of_batch
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._settings import BatchSchedule, FeedSettings
 from meshfeed._types import PyTree, RecordIds
+
+_log = logging.getLogger("meshfeed.host_batches")
 
 _UNSUPPORTED = {
     "shuffle": (False, "shuffle where the batches are made"),
@@ -245,7 +248,11 @@ class BatchesCourse:
         return LocalIterator(feed)
 
     def close(self) -> None:
-        """Closes an iterator that was opened only to look at its first batch."""
+        """Closes the iterator, also one that was opened only to look at its first batch."""
         if self._first is not None:
             self._first[0].close()
             self._first = None
+        try:
+            self.source.close()
+        except Exception as error:  # a generator in which a read hangs cannot be closed
+            _log.debug("closing the iterable of host batches failed: %s", error)

@@ -210,6 +210,27 @@ def test_close_reaches_the_iterator():
     HostBatches([]).iterator().close()
 
 
+def test_an_iterator_that_goes_back_to_a_state_is_closed_with_its_batches_only():
+    class Closing(Stateful):
+        closed = False
+
+        def __next__(self):
+            assert not self.closed
+            return super().__next__()
+
+        def close(self):
+            self.closed = True
+
+    underlying = Closing(3)
+    source = HostBatches(underlying)
+    for _ in range(2):  # as a feed does at a reset, at a restore, and between epochs
+        iterator = source.iterator()
+        assert values(iterator) == [0, 1, 2]
+        iterator.close()
+    source.close()
+    assert underlying.closed
+
+
 def test_fingerprint_says_nothing_of_the_content():
     assert HostBatches([]).fingerprint() == HostBatches(Stateful()).fingerprint() == {"kind": "host_batches"}
 

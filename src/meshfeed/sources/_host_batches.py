@@ -127,6 +127,11 @@ class HostBatches:
         finally:
             self._turn.release()
 
+    def close(self) -> None:
+        """Closes an iterator that was given as one and has been read."""
+        if self._one_shot and self._taken:
+            _close(self.iterable)
+
     def fingerprint(self) -> JsonValue:
         """Only the kind: the batches are the user's own affair."""
         return {"kind": "host_batches"}
@@ -228,12 +233,13 @@ class HostBatchIterator:
         self._delivered = wanted
 
     def close(self) -> None:
-        """Closes the underlying iterator, if it can be closed and is not in the hands of a later reader."""
-        if not self._restartable and self._batches._owner is not self:
-            return
-        close = getattr(self._iterator, "close", None)
-        if callable(close):
-            close()
+        """Closes the underlying iterator, if it can be closed and nobody can come to read it later.
+
+        A one-shot iterator that goes back to a state is opened again by a reset, a restore or the next epoch, and what
+        is closed does not go on: it is closed with :class:`HostBatches`.
+        """
+        if self._restartable or (self._batches._owner is self and not self._batches.resumable):
+            _close(self._iterator)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if "state" not in state:
@@ -290,6 +296,12 @@ class HostBatchIterator:
                 raise StateMismatchError(
                     f"{_FIELD}.batches", stop, position, "The iterable ends earlier; pass the data it was saved with."
                 ) from None
+
+
+def _close(iterator: Any) -> None:
+    close = getattr(iterator, "close", None)
+    if callable(close):
+        close()
 
 
 def _has_state(iterator: Any) -> bool:

@@ -1,0 +1,98 @@
+"""The conformance check on every kind of source and pipeline through the feed, over two epochs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "multihost"))
+
+from source_pipelines import BATCH, NAMES, make_feed, write_files
+
+import meshfeed
+from meshfeed.testing import check_resumable
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("datasets")
+    path = tmp_path_factory.mktemp("files")
+    write_files(str(path))
+    return str(path)
+
+
+# A lane without a record would be repeated for ever; and Grain shuffles a window in a second.
+ONE_EPOCH = ("grain filter", "grain iter filter", "grain window shuffle", "hf json", "hf csv", "hf text")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sources_and_pipelines(name: str, folder: str) -> None:
+    epochs = 1 if name in ONE_EPOCH else 2
+    points = check_resumable(lambda: make_feed(name, folder, num_epochs=epochs), max_steps=26, save_points=[2, 5])
+    assert points == 4
+
+
+class Restartable:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for i in range(7):
+            yield {"x": np.arange(BATCH) + BATCH * i}
+
+
+class Stateful:
+    """One-shot, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.batches, self.place = list(Restartable()), 0
+
+    def __iter__(self) -> Stateful:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.place == len(self.batches):
+            raise StopIteration
+        self.place += 1
+        return self.batches[self.place - 1]
+
+    def get_state(self) -> Any:
+        return {"place": (self.place, b"x")}
+
+    def set_state(self, state: Any) -> None:
+        self.place = state["place"][0]
+
+
+def grain_loader() -> Any:
+    grain = pytest.importorskip("grain")
+    sampler = grain.samplers.IndexSampler(
+        num_records=7 * BATCH, num_epochs=1, shard_options=grain.sharding.NoSharding(), shuffle=True, seed=3
+    )
+    return grain.DataLoader(
+        data_source=range(7 * BATCH), sampler=sampler, operations=[grain.transforms.Batch(BATCH, drop_remainder=True)]
+    )
+
+
+def grain_batches() -> Any:
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.range(9 * BATCH).shuffle(seed=2).to_iter_dataset().filter(lambda x: x % 5 != 0)
+    return iter(dataset.batch(BATCH, drop_remainder=True))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    "make", [lambda: list(Restartable()), Restartable, Stateful, grain_loader, grain_batches],
+    ids=["list", "iterable", "stateful", "grain loader", "grain iterator"],
+)  # fmt: skip
+def test_batches_of_the_host(make: Callable[[], Any], prefetch: int) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def feed() -> Any:
+        batches = meshfeed.sources.HostBatches(make())
+        return meshfeed.MultiHostDataLoadIterator(batches, mesh, prefetch=prefetch, num_epochs=2)
+
+    assert check_resumable(feed, save_points=[1, 6, 9]) == 5
