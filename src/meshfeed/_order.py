@@ -28,7 +28,7 @@ from meshfeed._errors import SettingsError, SourceError
 from meshfeed._types import JsonValue, RecordIds
 
 ALGORITHM = "feistel-square"
-VERSION = 1
+VERSION = 2
 
 _Uint64Array = np.ndarray[Any, np.dtype[np.uint64]]
 _Network = tuple[int, int, tuple[_Uint64Array, ...]]
@@ -37,13 +37,12 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ODD = 0xD1342543DE82EF95
 _ROUND_PAIRS = 3
-_TABLE_RECORDS = 4096  # up to here an epoch is sorted; also the chunk that is kept, and the smallest shuffle window
-_WINDOW_BLOCKS = 16
+_TABLE_RECORDS = 4096  # up to here an epoch is sorted; also the chunk that is kept
 _SLICE = 16384  # ids at a time, so that the four work arrays stay in the second-level cache
 _MAX_POSITION = 1 << 62
 
 # What a key is for, so that the keys of one (seed, epoch) are unrelated.
-_EPOCH, _BLOCKS, _WINDOW, _SHORT_BLOCK, _REPLACEMENT = 1, 2, 3, 4, 5
+_EPOCH, _BLOCKS, _WITHIN, _SHORT_BLOCK, _REPLACEMENT = 1, 2, 3, 4, 5
 
 
 def mix64(value: int) -> int:
@@ -166,9 +165,8 @@ class EpochOrder:
 
     ``shuffle=False``: 0, 1, 2, … in every epoch. ``shuffle=True``: each epoch is a permutation of its own, uniform over
     all records. ``shuffle=<block>``: the blocks of that many neighbouring records are permuted, and the records within
-    each window of 16 blocks (of more, where the blocks are so small that 16 hold fewer than 4,096 records), so that
-    whatever ``16 * block`` records are read one after another come from at most 32 runs of neighbours on disk. Where
-    one window holds every record, that is ``shuffle=True``.
+    each block, so that a block is read as one run of neighbours on disk. Where one block holds every record, that is
+    ``shuffle=True``.
 
     Args:
       num_records: records of one epoch, 1 to 2**62.
@@ -207,7 +205,7 @@ class EpochOrder:
                 f"num_epochs={num_epochs!r}: pass an int >= 1, or None to repeat for ever.", setting="num_epochs"
             )
         uniform = isinstance(shuffle, (bool, np.bool_)) and bool(shuffle)
-        block = None if uniform or (shuffle and num_records <= _window_blocks(int(shuffle)) * shuffle) else int(shuffle)
+        block = None if uniform or (shuffle and num_records <= shuffle) else int(shuffle)
         for name, value in (
             ("num_records", int(num_records)),
             ("shuffle", bool(shuffle) if isinstance(shuffle, (bool, np.bool_)) else int(shuffle)),
@@ -307,12 +305,8 @@ def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
     return record_ids
 
 
-def _window_blocks(block_records: int) -> int:
-    return max(_WINDOW_BLOCKS, -(-_TABLE_RECORDS // block_records))
-
-
 def _blocked_ids(offsets: RecordIds, num_records: int, block_records: int, seed: int, epoch: int) -> RecordIds:
-    """Blocked shuffle: slot j of the epoch holds a permuted block, and windows of slots are permuted within.
+    """Blocked shuffle: slot j of the epoch holds a permuted block, whose records are permuted within.
 
     The last block may lack ``missing`` records. It is put into a slot of its own choice, so that every slot begins at
     ``slot * block_records``, less ``missing`` behind it: start and slot are arithmetic in both directions.
@@ -321,33 +315,39 @@ def _blocked_ids(offsets: RecordIds, num_records: int, block_records: int, seed:
     missing = num_blocks * block_records - num_records
     short_slot = derive_key(seed, _SHORT_BLOCK, num_records, epoch) % num_blocks if missing else num_blocks
     short_end = (short_slot + 1) * block_records - missing
+    slots, within = np.divmod(offsets + (offsets >= short_end) * missing, block_records)
+    touched, which = np.unique(slots, return_inverse=True)
 
-    def start_of(slot: int) -> int:
-        return slot * block_records - (missing if slot > short_slot else 0)
+    key = derive_key(seed, _BLOCKS, num_records, epoch)
+    if missing:
+        blocks = permute(np.minimum(touched - (touched > short_slot), num_blocks - 2), num_blocks - 1, key)
+        blocks = np.where(touched == short_slot, num_blocks - 1, blocks)
+    else:
+        blocks = permute(touched, num_blocks, key)
 
-    def block_at(slots: RecordIds) -> RecordIds:
-        key = derive_key(seed, _BLOCKS, num_records, epoch)
-        if not missing:
-            return permute(slots, num_blocks, key)
-        full = permute(np.minimum(slots - (slots > short_slot), num_blocks - 2), num_blocks - 1, key)
-        return np.where(slots == short_slot, num_blocks - 1, full)
+    base = derive_key(seed, _WITHIN, num_records, epoch)
+    keys = mix64_array(_u64(base * _ODD & _MASK) ^ mix64_array(touched.astype(np.uint64)))
+    moved = _permute_each(within, which, block_records, keys)
+    if missing and (here := np.flatnonzero(slots == short_slot)).size:
+        moved[here] = permute(within[here], block_records - missing, int(keys[which[here[0]]]))
+    return blocks[which] * block_records + moved
 
-    window_blocks = _window_blocks(block_records)
-    windows = (offsets + (offsets >= short_end) * missing) // (window_blocks * block_records)
-    first_window, last_window = int(windows.min()), int(windows.max())
-    touched = [first_window] if first_window == last_window else np.unique(windows).tolist()
-    record_ids = np.empty_like(offsets)
-    for window in touched:
-        here = slice(None) if len(touched) == 1 else np.flatnonzero(windows == window)
-        first_slot, end_slot = window * window_blocks, min((window + 1) * window_blocks, num_blocks)
-        start = start_of(first_slot)
-        key = derive_key(seed, _WINDOW, num_records, epoch, window)
-        moved = permute(offsets[here] - start, start_of(end_slot) - start, key)
-        if first_slot <= short_slot < end_slot:
-            moved += (moved >= short_end - start) * missing  # now as if the short block had its full length
-        slots, within = np.divmod(moved, block_records)
-        record_ids[here] = block_at(np.arange(first_slot, end_slot))[slots] * block_records + within
-    return record_ids
+
+def _permute_each(x: RecordIds, which: RecordIds, count: int, keys: _Uint64Array) -> RecordIds:
+    """``permute(x[i], count, keys[which[i]])`` for each i; many small tables are sorted at once."""
+    if count == 1:
+        return np.zeros_like(x)
+    out = np.empty_like(x)
+    group = max(1, 65536 // count) if count <= _TABLE_RECORDS else 1
+    hashes = mix64_array(np.arange(count, dtype=np.uint64)) if count <= _TABLE_RECORDS else None
+    for start in range(0, keys.size, group):
+        here = slice(None) if keys.size <= group else np.flatnonzero((which >= start) & (which < start + group))
+        if hashes is None:
+            out[here] = permute(x[here], count, int(keys[start]))
+        else:
+            tables = np.argsort(mix64_array(hashes[None, :] ^ keys[start : start + group, None]), axis=1)
+            out[here] = tables[which[here] - start, x[here]]
+    return out
 
 
 def replacement_id(seed: int, epoch: int, record_id: int, attempt: int, num_records: int) -> int:
