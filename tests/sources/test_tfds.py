@@ -148,6 +148,7 @@ def test_through_the_feed(array_record):
             "no dataset 'no_such_set'.*/nowhere",
         ),
         (lambda b: TFDS(3, "train"), SourceError, "got a int"),
+        (lambda b: TFDS(Path(b.data_dir).parent, "train"), SourceError, "neither the name .* dataset_info.json"),
     ],
 )
 def test_what_is_not_there_is_named(array_record, make, error, message):

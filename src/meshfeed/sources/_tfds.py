@@ -87,6 +87,11 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
             f"no dataset {name!r} is prepared in {where}, and tfds knows none of that name. Expected a name, or a "
             "folder that holds dataset_info.json."
         ) from None
+    except ValueError as error:  # what tfds says of a path
+        raise SourceError(
+            f"{name!r} is neither the name of a dataset nor the folder of a prepared one, which holds "
+            "dataset_info.json (beside its shards: <data_dir>/<name>/<version>)."
+        ) from error
 
 
 def _prefer_array_record(builder: Any) -> Any:
