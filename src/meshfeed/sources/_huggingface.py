@@ -24,7 +24,8 @@ def HuggingFace(  # reads as the class of a source, and is one of two
       dataset: a ``datasets.Dataset`` or ``datasets.IterableDataset`` of one split.
       columns: names of the columns that make a record; all of them if None.
       shuffle_buffer: streams only: records, over all lanes, among which records are shuffled with the feed's seed. Each
-        lane shuffles windows of ``shuffle_buffer // num_lanes`` records, and the order of its files. 0: as stored.
+        lane shuffles windows of ``shuffle_buffer // num_lanes`` records (of 2 at least), and the order of its files. 0:
+        as stored.
 
     Returns:
       A random-access source for a map-style dataset, a stream for a streaming one.

@@ -90,13 +90,14 @@ class HuggingFaceStream:
         lane = self._lane(tree, cut)
         if not self._shuffle_buffer:
             return lane
-        window = max(1, self._shuffle_buffer // num_lanes)
-        if window == 1 and lane_index == 0:
+        window = max(min(2, self._shuffle_buffer), self._shuffle_buffer // num_lanes)  # one record is no shuffle
+        if self._shuffle_buffer < 2 * num_lanes and lane_index == 0:
             _log.warning(
-                "shuffle_buffer=%d over %d lanes leaves windows of one record, so only the order of files is shuffled; "
-                "give at least %d",
+                "shuffle_buffer=%d over %d lanes is less than two records a lane: each shuffles windows of %d, and the "
+                "order of its files; give at least %d, and better some thousands",
                 self._shuffle_buffer,
                 num_lanes,
+                window,
                 2 * num_lanes,
             )
         return shuffle_windows(lane, window, (seed, epoch, lane_index))
