@@ -156,6 +156,7 @@ def test_a_column_that_the_mesh_cannot_divide_names_the_leaf() -> None:
         (lambda i: {"a": np.array(["x", "y"])}, ["['a']", "<U1", "(2,)"]),
         (lambda i: {"a": np.array("2020-01-01", "datetime64[D]")}, ["['a']", "datetime64"]),
         (lambda i: {"a": np.longdouble(i)}, ["['a']", str(np.dtype(np.longdouble)), "record", "()"]),
+        (lambda i: {"a": jax.random.key(i)}, ["['a']", "key<fry>", "record", "()"]),
         (lambda i: {}, ["no leaves"]),
         (lambda i: [1, 2] if i != 4 else (1, 2), ["record 4", "([*, *])", "((*, *))"]),
         (lambda i: {"a": np.zeros(3 + (i == 5))}, ["ragged", "['a']", "record 5", "(4,)", "(3,)"]),

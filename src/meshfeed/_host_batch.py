@@ -71,7 +71,15 @@ def _where(record_id: int | None, lane_index: int | None) -> str:
 
 
 def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
-    array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    try:
+        array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    except Exception as error:  # a PRNG key, a tensor that needs its gradient
+        raise SourceError(
+            f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype "
+            f"{getattr(leaf, 'dtype', 'unknown')}) of shape {tuple(getattr(leaf, 'shape', ()))}, which numpy cannot hold: "
+            f"{error}",
+            **place,
+        ) from error
     if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
         text = isinstance(leaf, bytes | bytearray | memoryview)
         remedy = (
