@@ -81,3 +81,18 @@ def test_stacked_parts_of_one_batch_that_differ_are_never_promoted(second: Any) 
 
     with make_feed(Source()) as feed, pytest.raises(meshfeed.SourceError, match=r"float32\[3\]"):
         next(feed)
+
+
+def test_what_a_lane_raises_says_which_lane_and_where() -> None:
+    def lane(lane_index: int, num_lanes: int) -> Iterator[dict[str, Any]]:
+        for number in range(40):
+            if (lane_index, number) == (3, 5):
+                raise KeyError("no such thing")
+            yield {"x": np.int32(number)}
+
+    with make_feed(meshfeed.sources.Stream(lane), num_lanes=4) as feed:
+        next(feed)
+        next(feed)
+        with pytest.raises(KeyError) as info:
+            next(feed)
+    assert info.value.__notes__ == ["while reading lane 3, after record 5"]

@@ -46,5 +46,6 @@ def test_lanes_whose_records_differ_are_refused() -> None:
     lanes = {0: taken(0, 2), 1: Taken({"id": np.arange(2)}, 2)}
     with pytest.raises(
         meshfeed.SourceError, match=r"lane 1: records have the leaves \['id'\] int64\[\], the first had"
-    ):
+    ) as info:
         place_rows(lanes, lane_runs(np.arange(4), 2), 4, None)
+    assert info.value.lane_index == 1

@@ -221,14 +221,15 @@ def _structures(spec: RecordSpec, other: RecordSpec) -> str:
     return f", in {other.treedef} and {spec.treedef}" if other.leaves == spec.leaves else ""
 
 
-def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str) -> None:
+def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: int | None = None) -> None:
     """Raises SourceError where a batch's structure is not that of the first record."""
     if found == spec:
         return
     raise SourceError(
         f"{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, the first had "
         f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, found)}. Records of a source must be "
-        "alike; pad or cast them in the source (nothing is promoted silently)."
+        "alike; pad or cast them in the source (nothing is promoted silently).",
+        lane_index=lane_index,
     )
 
 

@@ -243,7 +243,10 @@ class Lane:
             return True
         except StopIteration:
             return False
-        except BaseException:
+        except BaseException as error:
+            named = any(f"lane {self.lane_index}" in note for note in getattr(error, "__notes__", ()))
+            if not named and not isinstance(error, SourceError):
+                error.add_note(f"while reading lane {self.lane_index}, after record {self._taken}")
             self._close_broken()
             raise
 

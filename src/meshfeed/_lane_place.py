@@ -77,7 +77,7 @@ def place_rows(
             if spec is None or not spec.fits(taken.tree, taken.count):
                 found = spec_of_batch(taken.tree, taken.count, what=f"lane {run.lane_index}")
                 spec = spec or found
-                check_spec(spec, found, what=f"lane {run.lane_index}")
+                check_spec(spec, found, what=f"lane {run.lane_index}", lane_index=run.lane_index)
             leaves = checked[run.lane_index] = [np.asarray(leaf) for leaf in jax.tree.leaves(taken.tree)]
         count = min(run.count, taken.count - run.offset)
         if count <= 0:
