@@ -56,6 +56,19 @@ PIPELINES = {
         ),
         range(N),
     ),
+    "shuffle inside, seeded random": (
+        lambda i, n: (
+            numbers(i, n)
+            .interleave(lambda r: tf.data.Dataset.from_tensors(r).repeat(2).shuffle(2, seed=3))
+            .map(lambda r: {**r, "x": tf.random.uniform((), seed=1)})
+            .map(lambda r: {**r, "y": tf.random.stateless_uniform((), [1, r["id"]])}, num_parallel_calls=2)
+        ),
+        [*range(N), *range(N)],
+    ),
+    "sample": (
+        lambda i, n: tf.data.Dataset.sample_from_datasets([numbers(i, n), numbers(i, n)], seed=4),
+        [*range(N), *range(N)],
+    ),
     "repeat": (lambda i, n: numbers(i, n).repeat(2), [*range(N), *range(N)]),
     "generator": (generator, range(N)),
     "python function": (python_function, range(N)),
@@ -111,6 +124,19 @@ def test_epoch_and_seed_are_passed_to_those_who_take_them():
     [
         (lambda i, n: numbers(i, n).shuffle(10), r"shuffle\(\) without a seed"),
         (lambda i, n: numbers(i, n).shuffle(10).map(dict).prefetch(1), r"shuffle\(\) without a seed"),
+        (
+            lambda i, n: numbers(i, n).interleave(lambda r: tf.data.Dataset.range(9).shuffle(3)),
+            r"shuffle\(\) without a seed in the function of interleave\(\)",
+        ),
+        (
+            lambda i, n: tf.data.Dataset.sample_from_datasets([numbers(i, n)] * 2),
+            r"sample_from_datasets\(\).*without a seed",
+        ),
+        (lambda i, n: numbers(i, n).map(lambda r: tf.random.uniform(())), r"tf\.random .*without a seed in .*map\(\)"),
+        (
+            lambda i, n: numbers(i, n).map(lambda r: tf.random.uniform((), seed=1), num_parallel_calls=2),
+            r"tf\.random .*map\(\) with num_parallel_calls",
+        ),
         (lambda i, n: iter([1]), "returned a list_iterator"),
         (lambda i, n: None, "returned a NoneType"),
     ],

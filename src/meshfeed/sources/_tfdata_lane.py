@@ -12,6 +12,7 @@ from typing import Any
 
 from meshfeed._errors import CorruptDataError, SourceError, StateMismatchError
 from meshfeed._types import JsonValue, Record
+from meshfeed.sources._tfdata_random import loose_randomness
 
 _log = logging.getLogger("meshfeed.sources.tfdata")
 
@@ -200,16 +201,17 @@ def _describe(dataset: Any, lane_index: int) -> list[str]:
     """The kinds of a pipeline's steps, from its end to its sources, and the type of its records.
 
     Raises:
-      SourceError: a shuffle without a seed.
+      SourceError: randomness without a seed.
     """
     names = []
     for step in steps_of(dataset):
         names.append(type(step).__name__.strip("_"))
-        seeds = [getattr(step, name, None) for name in ("_seed", "_seed2")]
-        if is_shuffle(step) and all(seed is not None and int(seed) == 0 for seed in seeds):
+        loose = loose_randomness(step)
+        if loose is not None:
             raise SourceError(
-                f"the pipeline of lane {lane_index} has a shuffle() without a seed, so no two hosts and no two runs "
-                "would read the same records. Expected one with a seed. Write shuffle(buffer_size, seed=…).",
+                f"the pipeline of lane {lane_index} has a {loose}, so no two hosts and no two runs would read the same "
+                "records. Expected randomness that follows from the pipeline. Write shuffle(buffer_size, seed=…), or "
+                "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number.",
                 lane_index=lane_index,
             )
     return [*names, str(dataset.element_spec)]
