@@ -122,6 +122,32 @@ def test_casts_that_lose_at_most_precision(saved, state, mesh):
         assert_same(wanted, ckpt.restore(abstract(wanted))[1])
 
 
+def test_shardings_that_do_not_divide_and_wide_types_without_x64(tmp_path, mesh):
+    state = {"w": place(np.zeros((7, 10), np.float32), mesh), "i": np.arange(3)}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        ckpt.wait()
+        uneven = jax.ShapeDtypeStruct((7, 10), np.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+        with pytest.raises(CheckpointError, match=r"leaf 'w' of shape \(7, 10\) cannot have the sharding"):
+            ckpt.restore({**state, "w": uneven})
+    with jax.enable_x64(True), Checkpointer(tmp_path / "x", save_interval_steps=1) as ckpt:
+        wide = {"i": place(np.array([1, -(1 << 40)]), mesh), "c": place(np.ones(2, np.complex128), mesh)}
+        ckpt.save(1, wide)
+        ckpt.wait()
+        assert_same(wide, ckpt.restore(abstract(wide))[1])
+    with Checkpointer(tmp_path / "x") as ckpt, pytest.raises(CheckpointError, match=r"with jax_enable_x64 alone"):
+        ckpt.restore(None)
+
+
+def test_no_keys_at_all(tmp_path):
+    state = {impl: jax.random.split(jax.random.key(0, impl=impl), 0) for impl in ("threefry2x32", "rbg")}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state)
+        ckpt.wait()
+        assert_same(state, ckpt.restore(state)[1])
+        assert_same(state, ckpt.restore(None)[1], shardings=False)
+
+
 def test_trees_that_differ(saved, state):
     with Checkpointer(saved) as ckpt:
         with pytest.raises(CheckpointError, match=r"wanted but not stored 'more'; .*Take what is not stored out"):
@@ -197,6 +223,7 @@ def test_feeds_without_a_state(tmp_path, state):
         ({"a": {"f": print}}, r"\['a'\]\['f'\]: a builtins.builtin_function_or_method cannot be saved"),
         ({"a": [{1, 2}]}, r"\['a'\]\[0\]: a builtins.set cannot be saved"),
         ({"a": np.array([None])}, r"\['a'\]: an array of Python objects"),
+        ({"a": np.ma.masked_equal(np.arange(2), 1)}, r"\['a'\]: a masked array cannot be saved"),
         ({"a": jax.ShapeDtypeStruct((2,), np.float32)}, "a jax.ShapeDtypeStruct cannot be saved"),
         (object(), r"leaf \(the whole tree\): a builtins.object"),
         ({"a": {"b": 1}, "a.b": 2}, r"\['a'\]\['b'\] and \['a.b'\] have one name in storage, 'a.b'"),

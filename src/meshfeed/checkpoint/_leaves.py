@@ -205,6 +205,10 @@ def _encode_host(leaf: Any, where: str) -> tuple[dict[str, Any], Any]:
 
 def _encode_numpy(array: np.ndarray[Any, Any], where: str) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
     dtype = array.dtype
+    if isinstance(array, np.ma.MaskedArray):
+        raise CheckpointError(
+            f"leaf {where}: a masked array cannot be saved. Save its data and its mask as two leaves."
+        )
     if dtype.hasobject:
         raise CheckpointError(f"leaf {where}: an array of Python objects cannot be saved. Convert it to numbers.")
     entry: dict[str, Any] = {"kind": "numpy", "shape": list(array.shape), "dtype": _dtype_text(dtype)}

@@ -60,6 +60,11 @@ def array_wanted(
     if entry is not None and entry.get("stored") == "nothing":
         _check_shape(stored, name, tuple(entry["shape"]), shape, strict)
         _check_cast(name, dtype_of(entry), dtype, any_cast, entry.get("impl"))
+        _check_sharding(name, tuple(entry["shape"]) if shape is None else tuple(shape), final)
+        impl = entry.get("impl")
+        if impl is not None and (dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+            data = np.zeros(key_shape(tuple(entry["shape"]) if shape is None else tuple(shape), impl), dtype_of(entry))
+            return None, lambda _: jax.device_put(jax.random.wrap_key_data(jnp.asarray(data), impl=impl), sharding)
         empty = np.zeros(tuple(entry["shape"]) if shape is None else tuple(shape), dtype or dtype_of(entry))
         return None, lambda _: _from_host(empty, sharding)
     if process_count() > 1 and final.is_fully_addressable:
@@ -73,11 +78,18 @@ def array_wanted(
     if impl is not None:
         logical = leaf.shape[: len(leaf.shape) - len(key_shape((), impl))] if shape is None else tuple(shape)
         _check_shape(stored, name, leaf.shape, key_shape(logical, impl), strict)
+        _check_sharding(name, logical, final)
         request = LeafRequest(leaf, key_shape(logical, impl), leaf.dtype, _readable(final))
         return request, lambda data: _placed(_wrap_keys(data, impl, _readable(final)), sharding)
     _check_shape(stored, name, leaf.shape, shape, strict)
-    wanted = leaf.shape if shape is None else tuple(shape)
-    request = LeafRequest(leaf, wanted, np.dtype(dtype or leaf.dtype), _readable(final), wrap=any_cast)
+    wanted, final_dtype = leaf.shape if shape is None else tuple(shape), np.dtype(dtype or leaf.dtype)
+    _check_sharding(name, wanted, final)
+    if not any_cast and jax.dtypes.canonicalize_dtype(final_dtype) != final_dtype:
+        raise CheckpointError(
+            f"leaf {name!r} is wanted as {final_dtype.name}, which JAX holds with jax_enable_x64 alone. Switch that on, "
+            f"or ask for {jax.dtypes.canonicalize_dtype(final_dtype).name}, or for a numpy array."
+        )
+    request = LeafRequest(leaf, wanted, final_dtype, _readable(final), wrap=any_cast)
     return request, lambda array: _placed(array, sharding)
 
 
@@ -168,6 +180,16 @@ def saved_sharding(stored: StoredArrays, name: str) -> Any:
     if sharding is None and process_count() == 1:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return sharding
+
+
+def _check_sharding(name: str, shape: tuple[int, ...], sharding: Any) -> None:
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise CheckpointError(
+            f"leaf {name!r} of shape {shape} cannot have the sharding that is wanted: {error} Replicate that dimension, "
+            "or shard one that the axes divide."
+        ) from error
 
 
 def _check_shape(stored: StoredArrays, name: str, found: tuple[int, ...], wanted: Any, strict: bool) -> None:
