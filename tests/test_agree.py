@@ -203,7 +203,7 @@ def test_a_reducer_that_says_nothing_is_named_itself() -> None:
     view = Lateness(store, "run", (2, 3, 5), 3, lambda: "")  # type: ignore[arg-type]
     assert view.who(0) == ((2,), "host 2 has not read it yet")
     store.set("run/w/0/2", "{}")
-    assert view.who(0) == ((2,), "host 2, which announces, is silent")
+    assert view.who(0) == ((), "host 2, which announces, is silent")
 
 
 @pytest.mark.parametrize("here", [0, 1])
@@ -461,3 +461,31 @@ def test_the_ledger_of_padded_rows_does_not_grow() -> None:
             ended, _ = exchange.known_at(step)
             assert sum(missing for key, missing in ended.items() if key >> 32 == step + 1) == 4
             assert len(ended) <= 10
+
+
+def test_what_the_last_host_said_at_the_very_end_of_the_wait_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    agreement = WindowAgreement(  # of a host that is not the reducer
+        store,  # type: ignore[arg-type]
+        scope="run",
+        participants=(0, 1),
+        host=1,
+        first_step=0,
+        pad=False,
+        byte_limit=1 << 30,
+        timeout_seconds=0.05,
+        describe=lambda: "",
+    )
+    key = "meshfeed/run"
+    store.set(f"{key}/w/0/0", "{}")
+    announcement = {"upto": 0, "stop": {"0": "it left"}, "window": 1, "info": {}}
+    real = _process.wait_for_key
+
+    def times_out(*args: Any, **kwargs: Any) -> None:
+        assert real(*args, **kwargs) is None
+        store.set(f"{key}/a/0", json.dumps(announcement))
+
+    monkeypatch.setattr(_process, "wait_for_key", times_out)
+    stop = agreement.wait_for(0)
+    assert stop is not None
+    assert stop.errors == {0: "it left"}

@@ -27,6 +27,7 @@ from meshfeed._agree_rules import Judge, Part, Stop, closed_error, decide, full_
 from meshfeed._errors import StalledError
 
 _log = logging.getLogger("meshfeed.agree")
+_ANNOUNCING_SECONDS = 2.0  # a reducer that has all parts announces within one slice of its waiting
 _ERROR_GRACE_SECONDS = 4.0
 _FAREWELL_SECONDS = 2.0
 _MAX_MESSAGE = 2000
@@ -172,6 +173,8 @@ class WindowAgreement:
         """
         start = time.monotonic()
         warn_at = min(30.0, self._timeout_seconds / 4)
+        hosts: tuple[int, ...] = ()
+        who = ""
 
         def tick(waited: float) -> None:
             nonlocal warn_at
@@ -193,16 +196,19 @@ class WindowAgreement:
             )
         except _AlreadySeen:
             return
+        if text is None:
+            hosts, who = self._late.who(number)
+            if not hosts:  # the last one has come, or left, at this very moment: what it said is under way
+                text = self._store.get(f"{self._prefix}/a/{number}", _ANNOUNCING_SECONDS)
         with self._lock:
             if self._announced != number:  # the other thread of this host was faster
                 return
             if text is None:
-                hosts, who = self._late.who(number)
                 waited = time.monotonic() - start
                 raise StalledError(
                     f"step {step}: {who} (waited {waited:.0f} s, timeout_seconds={self._timeout_seconds:g}). Look at "
                     "the log of that host; raise timeout_seconds if its reads may take longer.",
-                    hosts=hosts,
+                    hosts=hosts or self._participants[:1],
                     waited_seconds=waited,
                 )
             message = json.loads(text)

@@ -41,11 +41,14 @@ class Lateness:
         self._store.set(f"{self._prefix}/doing/{self._host}", self._describe(), overwrite=True)
 
     def who(self, window: int) -> tuple[tuple[int, ...], str]:
-        """The hosts that keep a window waiting, at most 8 of them, and the words for it."""
+        """The hosts that keep a window waiting, at most 8 of them, and the words for it.
+
+        No hosts where all have come: then the reducer is about to announce, or it is what is late.
+        """
         prefix, note = f"{self._prefix}/w/{window}", f"{self._prefix}/late/{window}"
         late, count = _process.missing_hosts(self._store, prefix, note, self._reducer)
         if not late:
-            return (self._reducer,), f"host {self._reducer}, which announces, is silent"
+            return (), f"host {self._reducer}, which announces, is silent"
         doing = {}
         for host in late:
             what = self._describe() if host == self._host else self._store.try_get(f"{self._prefix}/doing/{host}")

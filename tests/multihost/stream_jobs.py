@@ -290,7 +290,7 @@ def stalls(timeout: float) -> str:
     try:
         for _ in feed:
             start = time.monotonic()
-    except meshfeed.StalledError as error:
+    except (meshfeed.StalledError, meshfeed.PeerError) as error:  # the latter where the others gave up a moment before
         return f"{time.monotonic() - start:.1f}|{error}"
     finally:
         import threading
