@@ -67,10 +67,12 @@ def lm(
     def again() -> Iterator[np.ndarray]:
         return _data.tokens(records, num_tokens)
 
-    ours = meshfeed.sources.ArrayRecord(path, decode_batch=_data.join_tokens)
+    ours = meshfeed.sources.ArrayRecord(path, decode_batch=meshfeed.sources.DecodeRaw(np.int32, num_tokens))
     ways = {FLOOR: _peers.reader_loop(path, records, size, _data.join_tokens)}
     ways |= our_ways(ours, sharding, size, shuffle=True)
     each = meshfeed.sources.ArrayRecord(path, decode=_data.decode_tokens)
+    joined = meshfeed.sources.ArrayRecord(path, decode_batch=_data.join_tokens)
+    ways["meshfeed, b\"\".join"] = our_ways(joined, sharding, size, (2,), shuffle=True)[OURS]
     ways["meshfeed, decode one by one"] = our_ways(each, sharding, size, (2,), shuffle=True)[OURS]
     makers: dict[str, Callable[[], dict[str, Way]]] = {
         "grain": lambda: _peers.grain_ways(path, size, _data.decode_tokens, put),
@@ -93,7 +95,8 @@ def in_order(options: argparse.Namespace, folder: str, records: int) -> Table:
     sharding = _sharding()
     put = _peers.putter(sharding)
     path = _data.write_array_record(os.path.join(folder, "records"), _data.tokens(records, _data.TOKENS))
-    ways = our_ways(meshfeed.sources.ArrayRecord(path, decode_batch=_data.join_tokens), sharding, options.batch)
+    decode = meshfeed.sources.DecodeRaw(np.int32, _data.TOKENS)
+    ways = our_ways(meshfeed.sources.ArrayRecord(path, decode_batch=decode), sharding, options.batch)
     ways |= _made(
         "tf.data",
         lambda: _peers.tf_data_ways(folder, lambda: _data.tokens(records, _data.TOKENS), options.batch, put),

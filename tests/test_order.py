@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from meshfeed import _order
 from meshfeed._errors import SettingsError, SourceError
-from meshfeed._order import EpochOrder, derive_key, permute, philox, replacement_id
+from meshfeed._order import EpochOrder, derive_key, permute, replacement_id
+from meshfeed._record_random import philox
 
 JUST_ABOVE = [2**k + 1 for k in (12, 13, 16, 20, 31, 32, 40)]
 LENGTHS = [1, 2, 3, 7, 100, 4095, 4096, 4097, 10_007, 2**16, 2**16 + 1, 10**6, 2**20 + 1, 10**9, 10**12, 2**40 + 1]
@@ -382,3 +383,24 @@ def test_derived_keys_differ():
     keys = {derive_key(seed, *parts) for seed in range(8) for parts in itertools.product(range(16), range(16))}
     assert len(keys) == 8 * 256
     assert len({derive_key(1, 2), derive_key(2, 1), derive_key(1), derive_key(2)}) == 4
+
+
+@given(num_records=st.sampled_from([1, 3, 100, 4096, 4097, 8200, 10**12]), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_neighbours_are_what_they_are_one_by_one(num_records, data):
+    shuffle = data.draw(st.sampled_from([True, False, 16]))
+    epochs = data.draw(st.sampled_from([None, 2]))
+    order = EpochOrder(num_records, seed=5, shuffle=shuffle, num_epochs=epochs)
+    near = data.draw(st.sampled_from([0, 4096, num_records, 2 * num_records]))
+    start = max(0, near - data.draw(st.integers(0, 70)))
+    stop = start + data.draw(st.integers(0, 140))
+    if order.total is not None:
+        start, stop = min(start, order.total), min(stop, order.total)
+    ids, of_epochs = order.ids_between(start, stop)
+    wanted_ids, wanted_epochs = order.ids_at(np.arange(start, stop))
+    assert ids.tolist() == wanted_ids.tolist()
+    assert of_epochs.tolist() == wanted_epochs.tolist()
+    assert ids.flags.writeable
+    if order.total is not None:
+        with pytest.raises(IndexError):
+            order.ids_between(order.total, order.total + 1)

@@ -248,10 +248,14 @@ class RandomFeeder:
 
     def _rows_of(self, step: int) -> tuple[RecordIds, RecordIds]:
         position, size = self._timeline.at(step)
-        positions = position + self._host_rows.rows(size)
-        if self._order.total is not None and position + size > self._order.total:
-            positions = positions[positions < self._order.total]
-        return self._order.ids_at(positions)
+        rows, total = self._host_rows.rows(size), self._order.total
+        if total is not None and position + size > total:
+            positions = position + rows
+            return self._order.ids_at(positions[positions < total])
+        if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1:  # rows rise: they are neighbours
+            start = position + int(rows[0])
+            return self._order.ids_between(start, start + len(rows))
+        return self._order.ids_at(position + rows)
 
     def _submit(self, step: int) -> tuple[RecordIds, Any]:
         record_ids, epochs = self._rows_of(step)

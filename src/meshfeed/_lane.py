@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed import _order, _state
+from meshfeed import _state
 from meshfeed._errors import SourceError, StateMismatchError
 from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch, stack_records
 from meshfeed._read import accepts_keyword
+from meshfeed._record_random import philox
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry, SkipBad
 from meshfeed._types import PyTree
@@ -259,7 +260,7 @@ class Lane:
     def _add(self, record: Any, pending: list[Any], result: Taken) -> None:
         if self._decode is not None:
             record_id = (self.lane_index << 48) | self._taken
-            extra = {"rng": _order.philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
+            extra = {"rng": philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
             try:
                 record = self._decode(record, **extra)
             except StopIteration as error:

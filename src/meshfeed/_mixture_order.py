@@ -241,6 +241,10 @@ class MixtureOrder:
         """See :func:`check_stages`."""
         check_stages(saved_mixture, self.config()["mixture"], position, step=step)
 
+    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
+        """:meth:`ids_at` of the stream positions ``[start, stop)``."""
+        return self.ids_at(np.arange(start, stop, dtype=np.int64))
+
     def ids_at(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[RecordIds, RecordIds]:
         """Mixture ids and the components' epochs at stream positions, int64[n] each.
 

@@ -22,7 +22,6 @@ import functools
 from typing import Any
 
 import numpy as np
-from numpy.random.bit_generator import ISeedSequence
 
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._types import JsonValue, RecordIds
@@ -261,6 +260,25 @@ class EpochOrder:
             record_ids[here] = self._compute_ids(epoch, offsets[here])
         return record_ids, epochs
 
+    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
+        """Record ids and epochs at the stream positions ``[start, stop)``: :meth:`ids_at` of neighbours, and cheaper.
+
+        Raises:
+          IndexError: a position outside of the stream.
+        """
+        epoch, offset = divmod(start, self.num_records)
+        count = stop - start
+        chunk_index, first = divmod(offset, _TABLE_RECORDS)
+        if (
+            self._block_records is None
+            and start >= 0 < count <= min(self.num_records - offset, _TABLE_RECORDS - first)
+            and (self.total is None or stop <= self.total)
+            and stop <= _MAX_POSITION
+        ):
+            ids = _chunk(self, epoch, chunk_index)[first : first + count]
+            return ids.copy(), np.full(count, epoch, np.int64)  # the chunk is cached, and ids go to the caller
+        return self.ids_at(np.arange(start, stop, dtype=np.int64))
+
     def _epoch_ids(self, epoch: int, offsets: RecordIds, low: int, high: int) -> RecordIds:
         """Ids at offsets within one epoch; neighbouring small batches are cut from one cached chunk."""
         if self._block_records == 0:
@@ -365,27 +383,6 @@ def replacement_id(seed: int, epoch: int, record_id: int, attempt: int, num_reco
         derive_key(seed, _REPLACEMENT, epoch, record_id),
     )
     return (record_id + 1 + int(step[0])) % num_records
-
-
-class _KeyWords(ISeedSequence):
-    """Hands Philox its key as it is. Passing ``key=`` would draw entropy from the system first, at twice the cost."""
-
-    def __init__(self, words: _Uint64Array) -> None:
-        self._words = words
-
-    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
-        return self._words
-
-
-def philox(seed: int, epoch: int, record_id: int) -> np.random.Generator:
-    """The random numbers of one record in one epoch, for augmentation.
-
-    The Philox4x64 key is (seed, epoch) and the highest word of its counter starts at the record id, so that distinct
-    inputs below 2**64 have distinct streams that do not meet within 2**192 draws. Equal to
-    ``np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, record_id]))``; about 3 µs.
-    """
-    key: Any = _KeyWords(np.array([seed, epoch], dtype=np.uint64))
-    return np.random.Generator(np.random.Philox(key, counter=np.array([0, 0, 0, record_id], dtype=np.uint64)))
 
 
 def _is_int(value: Any) -> bool:

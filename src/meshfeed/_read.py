@@ -15,6 +15,7 @@ import numpy as np
 from meshfeed import _order
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed._host_batch import RecordSpec, check_spec, is_plain_batch, spec_of_batch, stack_records
+from meshfeed._record_random import philox
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry, SkipBad
 from meshfeed._types import ColumnSlices, PyTree, RecordIds, Rngs
@@ -282,7 +283,7 @@ class RecordReader:
         rngs = None
         if self._wants_rng:
             pairs = zip(epochs.tolist(), record_ids.tolist(), strict=True)
-            rngs = [_order.philox(self._seed, epoch, record_id) for epoch, record_id in pairs]
+            rngs = [philox(self._seed, epoch, record_id) for epoch, record_id in pairs]
         return read_records(self.source, record_ids, rngs, columns=columns, times=times)
 
     def _read_one_by_one(

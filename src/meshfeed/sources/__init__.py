@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed.sources._array_record import ArrayRecord
+    from meshfeed.sources._decode_raw import DecodeRaw
     from meshfeed.sources._grain import Grain
     from meshfeed.sources._host_batches import HostBatches
     from meshfeed.sources._huggingface import HuggingFace
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ArrayRecord": "_array_record",
+    "DecodeRaw": "_decode_raw",
     "Grain": "_grain",
     "HostBatches": "_host_batches",
     "HuggingFace": "_huggingface",
@@ -34,6 +36,7 @@ _HOME = {
 
 __all__ = [
     "ArrayRecord",
+    "DecodeRaw",
     "Grain",
     "HostBatches",
     "HuggingFace",

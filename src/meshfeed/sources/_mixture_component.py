@@ -11,6 +11,7 @@ from meshfeed import _order
 from meshfeed._errors import SourceError, StateMismatchError
 from meshfeed._host_batch import RecordSpec, stack_records
 from meshfeed._read import accepts_keyword, read_records, wants_rng
+from meshfeed._record_random import philox
 from meshfeed._types import JsonValue, PyTree, RecordIds
 
 _COMPONENT_SEED = 104  # what a derived key is for; apart from those of _mixture_order
@@ -56,7 +57,7 @@ class RecordsLane:
         record_ids: RecordIds = self._order.ids_at(self._epoch * size + offsets)[0]
         rngs = None
         if self._wants_rng:
-            rngs = [_order.philox(self._rng_seed, self._epoch, record_id) for record_id in record_ids.tolist()]
+            rngs = [philox(self._rng_seed, self._epoch, record_id) for record_id in record_ids.tolist()]
         batch = read_records(self._source, record_ids, rngs)
         self._taken += offsets.size
         return batch
@@ -240,6 +241,4 @@ class ComponentLane:
         if not self._decode_rng:
             return self._decode(record)
         record_id = (self._number << 48) | (self._taken + ahead)
-        return self._decode(
-            record, rng=_order.philox(_order.derive_key(self._seed, self._lane_index), self.epoch, record_id)
-        )
+        return self._decode(record, rng=philox(_order.derive_key(self._seed, self._lane_index), self.epoch, record_id))

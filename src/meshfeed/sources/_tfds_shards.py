@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed import _order
 from meshfeed._errors import CorruptDataError, SourceError, StateMismatchError
 from meshfeed._read import accepts_keyword
+from meshfeed._record_random import philox
 from meshfeed._types import JsonValue, Record
 from meshfeed.sources import _files
 from meshfeed.sources._file_stream import Cut, Piece, cut_files
@@ -172,7 +172,7 @@ class TFDSLane:
         )
 
     def _decode_one(self, raw: bytes, record_id: int) -> Record:
-        extra = {"rng": _order.philox(self._seed, self._epoch, record_id)} if self._with_rng else {}
+        extra = {"rng": philox(self._seed, self._epoch, record_id)} if self._with_rng else {}
         try:
             return self._decode(raw, **extra)
         except StopIteration as error:
