@@ -72,7 +72,7 @@ def lm(
     ways |= our_ways(ours, sharding, size, shuffle=True)
     each = meshfeed.sources.ArrayRecord(path, decode=_data.decode_tokens)
     joined = meshfeed.sources.ArrayRecord(path, decode_batch=_data.join_tokens)
-    ways["meshfeed, b\"\".join"] = our_ways(joined, sharding, size, (2,), shuffle=True)[OURS]
+    ways['meshfeed, b"".join'] = our_ways(joined, sharding, size, (2,), shuffle=True)[OURS]
     ways["meshfeed, decode one by one"] = our_ways(each, sharding, size, (2,), shuffle=True)[OURS]
     makers: dict[str, Callable[[], dict[str, Way]]] = {
         "grain": lambda: _peers.grain_ways(path, size, _data.decode_tokens, put),

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from meshfeed._errors import CheckpointError
 from meshfeed._process import process_count
@@ -149,7 +150,7 @@ def encode_tree(tree: Any) -> EncodedTree:
                 "or that reads like another."
             )
         names[name] = where
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             raise CheckpointError(f"leaf {where}: a traced value cannot be saved. Call save outside jax.jit.")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise CheckpointError(
