@@ -303,14 +303,7 @@ class EpochOrder:
         """Ids over many epochs of a table-sized source: the tables of a group of epochs are sorted at once."""
         unique, which = np.unique(epochs, return_inverse=True)
         keys = np.array([self._epoch_key(epoch) for epoch in unique.tolist()], np.uint64)
-        index_hashes = mix64_array(np.arange(self.num_records, dtype=np.uint64))
-        record_ids = np.empty_like(offsets)
-        group = max(1, 65536 // self.num_records)
-        for start in range(0, unique.size, group):
-            tables = np.argsort(mix64_array(index_hashes[None, :] ^ keys[start : start + group, None]), axis=1)
-            here = np.flatnonzero((which >= start) & (which < start + group))
-            record_ids[here] = tables[which[here] - start, offsets[here]]
-        return record_ids
+        return _permute_each(offsets, which, self.num_records, keys)
 
 
 @functools.lru_cache(maxsize=256)  # at most 8 MiB; enough for the components of a mixture
