@@ -37,7 +37,7 @@ from meshfeed._agree_settings import Rounds
 from meshfeed._exchange import Exchange
 from meshfeed._feeder import HostBatch
 from meshfeed._pipeline import Pipeline
-from meshfeed._stats import StatsRecorder
+from tests.small_pipeline import new_exchange, numbers_pipeline
 
 STEP_SECONDS = 0.02
 
@@ -243,42 +243,10 @@ def test_hosts_that_do_not_come_to_an_exchange_are_named(
 # ---------------------------------------------------------------------- leaving
 
 
-class Numbers:
-    """A feeder that never ends."""
-
-    sequential = True
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def next(self) -> HostBatch:
-        self.step += 1
-        return HostBatch(self.step - 1, 4, {"x": np.zeros(4)}, 32)
-
-    def final(self) -> int | None:
-        return None
-
-    def describe(self) -> str:
-        return "reading"
-
-    def close(self) -> None:
-        pass
-
-
 def pipeline(store: Any, host: int, hosts: int, prefetch: int = 2) -> Pipeline:
-    exchange = Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size)
-    return Pipeline(
-        Numbers(),
-        lambda tree, size: tree,
-        prefetch=prefetch,
-        agreement=agreement(store, host, hosts, judge=exchange.judge),
-        exchange=exchange,
-        first_step=0,
-        timeout_seconds=30,
-        stats=StatsRecorder(),
-        name=f"host-{host}",
-        host=host,
-    )
+    exchange = new_exchange()
+    held_back = agreement(store, host, hosts, judge=exchange.judge)
+    return numbers_pipeline(held_back, exchange, host=host, prefetch=prefetch)
 
 
 def take(one: Pipeline, steps: int) -> None:
@@ -446,7 +414,7 @@ def test_a_window_in_which_everything_is_bad_is_published_in_short() -> None:
 
 
 def test_the_ledger_of_padded_rows_does_not_grow() -> None:
-    exchange = Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size, compare_sizes=True)
+    exchange = new_exchange(compare_sizes=True)
     for first in range(0, 1000, 10):
         parts = {
             host: Part(

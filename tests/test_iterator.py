@@ -429,11 +429,11 @@ def test_keyboard_interrupt_in_next_loses_no_batch(prefetch: int) -> None:
             with pytest.raises(KeyboardInterrupt):
                 next(feed)
         else:
-            original = feed._course.advance
-            feed._course.advance = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+            original = feed._layout.finish
+            feed._layout.finish = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 next(feed)
-            feed._course.advance = original  # type: ignore[method-assign]
+            feed._layout.finish = original  # type: ignore[method-assign]
         seen += ids_of(feed)
     assert [i for batch in seen for i in batch] == list(range(64))
 

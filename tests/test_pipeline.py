@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from meshfeed._agree import WindowAgreement
-from meshfeed._exchange import Exchange
 from meshfeed._feeder import HostBatch
-from meshfeed._pipeline import Pipeline
-from meshfeed._stats import StatsRecorder
+from tests.small_pipeline import new_exchange, numbers_pipeline
 
 
 class Store:
@@ -26,30 +24,6 @@ class Store:
 
     def get(self, key: str, seconds: float) -> str | None:
         return self.values.get(key)
-
-
-class Feeder:
-    """Good batches, and an error at a step."""
-
-    sequential = True
-
-    def __init__(self, bad_step: int) -> None:
-        self.step, self.bad_step = 0, bad_step
-
-    def next(self) -> HostBatch:
-        if self.step == self.bad_step:
-            raise RuntimeError("the disk is on fire")
-        self.step += 1
-        return HostBatch(self.step - 1, 4, {"x": np.zeros(4)}, 32)
-
-    def final(self) -> int | None:
-        return None
-
-    def describe(self) -> str:
-        return "reading"
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -67,18 +41,7 @@ def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetc
         timeout_seconds=30,
         describe=lambda: "reading",
     )
-    pipeline = Pipeline(
-        Feeder(bad_step=3),
-        lambda tree, size: tree,
-        prefetch=prefetch,
-        agreement=agreement,
-        exchange=Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size),
-        first_step=0,
-        timeout_seconds=30,
-        stats=StatsRecorder(),
-        name="test",
-        host=1,
-    )
+    pipeline = numbers_pipeline(agreement, new_exchange(), host=1, prefetch=prefetch, bad_step=3)
     for step in range(2):
         assert pipeline.peek().batch.step == step
         pipeline.pop()
@@ -89,6 +52,6 @@ def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetc
 
 
 def test_windows_leave_room_for_the_largest_batch_of_a_schedule() -> None:
-    exchange = Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size, largest_batch=1024)
+    exchange = new_exchange(largest_batch=1024)
     info = exchange.part_info([HostBatch(0, 4, {"x": np.zeros(4)}, 32)])
     assert info["bytes"] == 1024 * 8

@@ -26,10 +26,9 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
       dtype: any dtype without Python objects, those of ``ml_dtypes`` included.
     """
     dtype = np.dtype(dtype)
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
+    raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, raw, start)
 
 
 def is_aligned(array: np.ndarray[Any, Any]) -> bool:

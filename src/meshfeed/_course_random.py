@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,26 @@ class RandomCourse:
             close()
 
 
+class _Part:
+    """This host's part of a batch of one size.
+
+    Attributes:
+      size: of the global batch.
+      rows: this host's, rising.
+      num_rows: how many.
+      first: the first of them where they are neighbours, else None.
+      columns: see :attr:`HostRows.columns`.
+    """
+
+    __slots__ = ("columns", "first", "num_rows", "rows", "size")
+
+    def __init__(self, size: int, rows: RecordIds, columns: ColumnSlices | None) -> None:
+        self.size, self.rows, self.columns = size, rows, columns
+        self.num_rows = len(rows)
+        neighbours = self.num_rows and int(rows[-1]) - int(rows[0]) == self.num_rows - 1
+        self.first = int(rows[0]) if neighbours else None
+
+
 class RandomFeeder:
     """Reads steps of a random-access source, in this thread, in several, or in processes.
 
@@ -236,6 +257,7 @@ class RandomFeeder:
         self._workers: WorkerReader | None = None
         self._ahead = 1
         self._spec: RecordSpec | None = None
+        self._part: _Part | None = None
         # Step and records while reading: put into words only where somebody asks, since that costs more than an order.
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
         self.sequential = settings.num_workers > 0  # workers answer in the order that they were asked in
@@ -246,40 +268,49 @@ class RandomFeeder:
             self._threads = Threads(settings.num_threads or 1, "meshfeed-read")
             self._ahead = 2 * (settings.num_threads or 1)
 
-    def _rows_of(self, step: int) -> tuple[RecordIds, RecordIds]:
-        position, size = self._timeline.at(step)
-        rows, total = self._host_rows.rows(size), self._order.total
-        if total is not None and position + size > total:
-            positions = position + rows
-            return self._order.ids_at(positions[positions < total])
-        if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1:  # rows rise: they are neighbours
-            start = position + int(rows[0])
-            return self._order.ids_between(start, start + len(rows))
-        return self._order.ids_at(position + rows)
+    def _part_of(self, size: int) -> _Part:
+        part = self._part
+        if part is None or part.size != size:  # batches are mostly alike
+            part = self._part = _Part(size, self._host_rows.rows(size), self._host_rows.columns(size))
+        return part
 
-    def _submit(self, step: int) -> tuple[RecordIds, Any]:
-        record_ids, epochs = self._rows_of(step)
-        columns: ColumnSlices | None = self._host_rows.columns(self._timeline.at(step)[1])
+    def _ids_of(self, position: int, part: _Part) -> tuple[RecordIds, RecordIds]:
+        total = self._order.total
+        if total is not None and position + part.size > total:
+            positions = position + part.rows
+            return self._order.ids_at(positions[positions < total])
+        if part.first is None:
+            return self._order.ids_at(position + part.rows)
+        start = position + part.first
+        return self._order.ids_between(start, start + part.num_rows)
+
+    def _submit(self, step: int) -> tuple[RecordIds, Callable[[], ReadRows] | None]:
+        position, size = self._timeline.at(step)
+        part = self._part_of(size)
+        record_ids, epochs = self._ids_of(position, part)
         if not record_ids.size:
             return record_ids, None
         if self._workers is not None:
-            return record_ids, self._workers.submit(step, record_ids, epochs, columns)
+            return record_ids, self._workers.submit(step, record_ids, epochs, part.columns)
         if self._threads is not None:
-            return record_ids, self._threads.submit(self._course.reader.read, record_ids, epochs, columns).result
-        return record_ids, lambda: self._course.reader.read(record_ids, epochs, columns)
+            return record_ids, self._threads.submit(self._course.reader.read, record_ids, epochs, part.columns).result
+        return record_ids, functools.partial(self._course.reader.read, record_ids, epochs, part.columns)
 
     def next(self) -> HostBatch:
         """See :class:`meshfeed._feeder.Feeder`."""
         step = self._next_step
         if self._last is not None and step >= self._last:
             raise StopIteration
-        for asked in range(step, step + self._ahead):
-            if asked not in self._pending and (self._last is None or asked < self._last):
-                self._pending[asked] = self._submit(asked)
-        record_ids, result = self._pending[step]
+        if self._ahead == 1:
+            record_ids, result = self._submit(step)
+        else:
+            for asked in range(step, step + self._ahead):
+                if asked not in self._pending and (self._last is None or asked < self._last):
+                    self._pending[asked] = self._submit(asked)
+            record_ids, result = self._pending[step]
         self._doing = ((step, record_ids), time.monotonic())
         batch = self._finish(step, record_ids, None if result is None else result())
-        del self._pending[step]
+        self._pending.pop(step, None)
         self._next_step = step + 1
         self._doing = ("waiting for room", time.monotonic())
         return batch
@@ -296,23 +327,20 @@ class RandomFeeder:
         return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
 
     def _finish(self, step: int, record_ids: RecordIds, rows: ReadRows | None) -> HostBatch:
-        size = self._timeline.at(step)[1]
-        num_rows = len(self._host_rows.rows(size))
-        tree = self._course.record_spec().zeros(num_rows) if rows is None else pad_rows(rows.tree, num_rows)
-        if (self._workers is not None or self._threads is not None) and self._host_rows.columns(size) is None:
+        part = self._part_of(self._timeline.at(step)[1])
+        num_rows = part.num_rows
+        if rows is None:
+            tree = self._course.record_spec().zeros(num_rows)
+        else:
+            tree = rows.tree if len(record_ids) == num_rows else pad_rows(rows.tree, num_rows)
+        if self._ahead > 1 and part.columns is None:
             self._check(tree, num_rows, step)
         if self._settings.mask_key is not None:
             tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < len(record_ids))
-        return HostBatch(
-            step=step,
-            global_batch_size=size,
-            tree=tree,
-            num_bytes=num_bytes(tree),
-            bad=() if rows is None else rows.bad,
-            times={} if rows is None else rows.times,
-            retries=0 if rows is None else rows.retries,
-            record_ids=record_ids,
-        )
+        batch = HostBatch(step, part.size, tree, num_bytes(tree), record_ids=record_ids)
+        if rows is not None:
+            batch.bad, batch.times, batch.retries = rows.bad, rows.times, rows.retries
+        return batch
 
     def _check(self, tree: PyTree, num_rows: int, step: int) -> None:
         """Each worker knows only the records that it has read itself."""

@@ -276,4 +276,4 @@ def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
 
 def num_bytes(tree: PyTree) -> int:
     """Bytes of all leaves."""
-    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(tree))
+    return sum([leaf.nbytes for leaf in jax.tree.leaves(tree)])

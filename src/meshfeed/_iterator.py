@@ -24,7 +24,7 @@ from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
-from meshfeed._steplog import log_step
+from meshfeed._steplog import log_step, logs_steps
 from meshfeed._types import PyTree, RecordIds
 
 _log = logging.getLogger("meshfeed.feed")
@@ -160,8 +160,7 @@ class MultiHostDataLoadIterator:
             pipeline = self._pipeline or self._start()
             while (ready := pipeline.peek()).batch.step < self._place.step:
                 pipeline.pop()  # an interrupt came after the step was counted
-            batch = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
-            place = self._course.advance(self._place, ready.batch, ready.ended, ready.num_skipped)
+            arrays = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
         except (Exception, StopIteration) as error:
             self._failed = error
             if isinstance(error, StopIteration) and not self._place.step and self._course.kind != "random_access":
@@ -169,15 +168,14 @@ class MultiHostDataLoadIterator:
                     "%s: the data ended before one batch was full, so that there is no batch at all.", self.name
                 )
             raise
-        position = self._place.position
-        self._stats.delivered(start, place.position - position, ready.batch.num_bytes)
-        self._stats.add(transfer_seconds=ready.seconds, skipped_records=len(ready.batch.bad))
-        log_step(
-            self.name, self._host, ready, position, time.perf_counter() - start, getattr(self._course, "source", None)
-        )
+        batch, place, position = ready.batch, ready.place, self._place.position
+        self._stats.delivered(start, place.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
+        if logs_steps():
+            source = getattr(self._course, "source", None)
+            log_step(self.name, self._host, ready, position, time.perf_counter() - start, source)
         self._place = place  # the last thing that can fail the caller: before it, the batch comes again
         pipeline.pop()
-        return batch
+        return arrays
 
     def _start(self) -> Pipeline:
         place, settings = self._place, self._settings

@@ -268,6 +268,13 @@ class EpochOrder:
         """
         epoch, offset = divmod(start, self.num_records)
         count = stop - start
+        if (
+            self._block_records == 0
+            and start >= 0 < count <= self.num_records - offset
+            and (self.total is None or stop <= self.total)
+            and stop <= _MAX_POSITION
+        ):
+            return np.arange(offset, offset + count, dtype=np.int64), np.full(count, epoch, np.int64)
         chunk_index, first = divmod(offset, _TABLE_RECORDS)
         if (
             self._block_records is None

@@ -4,7 +4,8 @@
 
     feeder ──(reader thread, host batches)──► agreement ──(read-ahead thread, global arrays)──► caller
 
-One process with a source that can be read again needs no reader thread; ``prefetch=0`` needs no read-ahead thread.
+One process needs no reader thread: its read-ahead thread reads. With ``prefetch=0`` there is no read-ahead thread, and the
+caller reads, unless a read that an interrupt breaks off cannot be made again.
 """
 
 from __future__ import annotations
@@ -29,22 +30,20 @@ from meshfeed._types import PyTree
 HOST_READ_AHEAD_BYTES = 1 << 30
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Ready:
     """A batch that all hosts can make, its transfer started.
 
     Attributes:
       batch: what was read, without its tree.
       arrays: global arrays, or what :meth:`Layout.finish` turns into them.
-      ended: lanes of all hosts that ended, as far as announced: lane → length in records.
-      num_skipped: bad records that all hosts have replaced, from the start of the stream up to this batch.
+      place: after this batch.
       seconds: ``transfer_seconds``.
     """
 
     batch: HostBatch
     arrays: PyTree
-    ended: Mapping[int, int]
-    num_skipped: int
+    place: Any
     seconds: float
 
 
@@ -57,7 +56,9 @@ class Pipeline:
       prefetch: arrays kept ready.
       agreement: with other hosts, or None.
       exchange: what hosts tell each other about a window.
-      first_step: of the feeder.
+      place: where the feeder begins.
+      advance: the place before a batch, the batch, lanes of all hosts that ended so far (lane → length in records) and the
+        number of bad records that all hosts have replaced so far → the place after it; any thread.
       timeout_seconds: longest wait for this host's own reader.
       stats: figures are added here.
       name: of the feed, for threads.
@@ -72,7 +73,8 @@ class Pipeline:
         prefetch: int,
         agreement: WindowAgreement | None,
         exchange: Exchange,
-        first_step: int,
+        place: Any,
+        advance: Callable[[Any, HostBatch, Mapping[int, int], int], Any],
         timeout_seconds: float,
         stats: StatsRecorder,
         name: str,
@@ -83,9 +85,10 @@ class Pipeline:
         self._put = put
         self._agreement = agreement
         self._exchange = exchange
-        self._step = first_step
-        self._delivered = first_step
-        self._read_step = first_step
+        self._place, self._advance = place, advance
+        self._step: int = place.step
+        self._delivered = self._step
+        self._read_step = self._step
         self._window: list[HostBatch] = []
         self._timeout_seconds = timeout_seconds
         self._stats = stats
@@ -94,7 +97,7 @@ class Pipeline:
         self._held: HostBatch | None = None  # without a reader thread: what was read and is not transferred yet
         self._host_stage: ReadAhead[HostBatch] | None = None
         self._device_stage: ReadAhead[Ready] | None = None
-        if agreement is not None or feeder.sequential:
+        if agreement is not None or (feeder.sequential and not prefetch):
             depth = (lambda: 1) if agreement is None else (lambda: agreement.read_ahead)
             self._host_stage = ReadAhead(
                 self._read,
@@ -172,6 +175,7 @@ class Pipeline:
 
     def _take_off(self, ready: Ready) -> None:
         """Goes on behind a batch. Whatever an interrupt leaves undone here is found out by its step."""
+        self._place = ready.place
         self._step = ready.batch.step + 1
         if self._host_stage is not None:
             self._host_stage.pop()
@@ -192,8 +196,8 @@ class Pipeline:
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation("meshfeed.assemble"):
             arrays = self._put(self._exchange.materialize(batch), batch.global_batch_size)
-        ended, num_skipped = self._exchange.known_at(batch.step)
-        return Ready(batch, arrays, ended, num_skipped, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Ready(batch, arrays, self._advance(self._place, batch, *self._exchange.known_at(batch.step)), seconds)
 
     def _raise_stop(self, stop: Stop) -> None:
         if not stop.errors:
@@ -231,9 +235,12 @@ class Pipeline:
           StopIteration: the end of the data.
           MeshfeedError, or what the source raised.
         """
-        if self._device_stage is not None:
+        stage = self._device_stage
+        if stage is not None:
+            if stage.ready:
+                return stage.peek()
             with jax.profiler.TraceAnnotation("meshfeed.wait"):
-                return self._device_stage.peek(self._late_tick)
+                return stage.peek(self._late_tick)
         if self._slot is None:
             self._slot = self._produce()
         return self._slot

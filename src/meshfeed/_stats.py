@@ -59,7 +59,7 @@ class StatsRecorder:
         if self._first_next is None:
             self._first_next = now
 
-    def delivered(self, start: float, records: int, num_bytes: int) -> None:
+    def delivered(self, start: float, records: int, num_bytes: int, transfer_seconds: float, skipped: int) -> None:
         """A batch asked for at ``start`` goes to the caller now."""
         now = time.perf_counter()
         self._last_delivery = now
@@ -69,6 +69,8 @@ class StatsRecorder:
             sums["records"] += records
             sums["bytes"] += num_bytes
             sums["wait_seconds"] += now - start
+            sums["transfer_seconds"] += transfer_seconds
+            sums["skipped_records"] += skipped
 
     def snapshot(self) -> FeedStats:
         """The figures now."""

@@ -13,10 +13,13 @@ from meshfeed._read import file_of
 _log = logging.getLogger("meshfeed.steps")
 
 
+def logs_steps() -> bool:
+    """Whether anybody wants the lines."""
+    return _log.isEnabledFor(logging.DEBUG)
+
+
 def log_step(name: str, host: int, ready: Ready, position: int, wait_seconds: float, source: Any) -> None:
     """Writes the line of a delivered batch: ids and files of this host's rows, and times in seconds."""
-    if not _log.isEnabledFor(logging.DEBUG):
-        return
     batch = ready.batch
     line: dict[str, Any] = {
         "time": round(time.time(), 3),

@@ -105,7 +105,8 @@ class Host:
             prefetch=scenario.prefetch,
             agreement=agreement,
             exchange=exchange,
-            first_step=place.step,
+            place=place,
+            advance=course.advance,
             timeout_seconds=TIMEOUT_SECONDS,
             stats=StatsRecorder(),
             name=f"host-{self.host}",
@@ -123,7 +124,7 @@ class Host:
                     ready = pipeline.peek()
                 except StopIteration:
                     return
-                place = course.advance(place, ready.batch, ready.ended, ready.num_skipped)
+                place = ready.place
                 pipeline.pop()
                 self.steps += 1
                 rows = self.rows_of(scenario.batch)

@@ -130,7 +130,7 @@ class ArrayRecord:
         ids = np.asarray(record_ids, np.int64)
         if not ids.size:
             return []
-        low, high = int(ids.min()), int(ids.max())
+        low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))  # what min() and max() end in
         if low < 0 or high >= self._ends[-1]:
             raise IndexError(
                 f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"

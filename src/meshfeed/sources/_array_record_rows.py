@@ -48,7 +48,11 @@ class RowReader:
             if len(rows) == 1:
                 row = int(rows[0])
                 return read(row, row + 1)
-            ends = np.flatnonzero(np.diff(rows) != 1) + 1  # of runs of neighbours, but for the last one
+            first, last = int(rows[0]), int(rows[-1])
+            apart = rows[1:] - rows[:-1] != 1
+            if last - first == len(rows) - 1 and not apart.any():
+                return read(first, last + 1)
+            ends = np.flatnonzero(apart) + 1  # of runs of neighbours, but for the last one
             if 2 * len(ends) < len(rows):
                 records: list[bytes] = []
                 for run in np.split(rows, ends):

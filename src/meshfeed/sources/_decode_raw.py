@@ -56,7 +56,7 @@ class DecodeRaw:
         Raises:
           ValueError: a record of another size; ``bad_records=SkipBad(…)`` takes it as a bad record.
         """
-        if any(size != self.num_bytes for size in set(map(len, records))):
+        if set(map(len, records)) - {self.num_bytes}:
             row = next(row for row, record in enumerate(records) if len(record) != self.num_bytes)
             raise ValueError(
                 f"record {row} of {len(records)} has {len(records[row])} bytes; {self.dtype}{list(self.shape)} takes "

@@ -1,0 +1,74 @@
+"""A pipeline over numbered batches, without devices: for tests of what holds batches back and hands them on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from meshfeed._agree import WindowAgreement
+from meshfeed._exchange import Exchange
+from meshfeed._feeder import HostBatch
+from meshfeed._pipeline import Pipeline
+from meshfeed._stats import StatsRecorder
+
+
+class Numbers:
+    """Batches of 4 rows for ever, and an error where one is asked for."""
+
+    sequential = True
+
+    def __init__(self, bad_step: int | None = None) -> None:
+        self.step, self.bad_step = 0, bad_step
+
+    def next(self) -> HostBatch:
+        if self.step == self.bad_step:
+            raise RuntimeError("the disk is on fire")
+        self.step += 1
+        return HostBatch(self.step - 1, 4, {"x": np.zeros(4)}, 32)
+
+    def final(self) -> int | None:
+        return None
+
+    def describe(self) -> str:
+        return "reading"
+
+    def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A place that knows its step only."""
+
+    step: int
+
+
+def new_exchange(**settings: Any) -> Exchange:
+    """Of batches that are held whole, from step 0 on."""
+    return Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size, **settings)
+
+
+def numbers_pipeline(
+    agreement: WindowAgreement | None,
+    exchange: Exchange,
+    *,
+    host: int = 0,
+    prefetch: int = 2,
+    bad_step: int | None = None,
+) -> Pipeline:
+    """From step 0; arrays are the host's own."""
+    return Pipeline(
+        Numbers(bad_step),
+        lambda tree, size: tree,
+        prefetch=prefetch,
+        agreement=agreement,
+        exchange=exchange,
+        place=Position(0),
+        advance=lambda place, batch, ended, num_skipped: Position(batch.step + 1),
+        timeout_seconds=30,
+        stats=StatsRecorder(),
+        name=f"host-{host}",
+        host=host,
+    )
