@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-ALIGNMENT = 64
+from meshfeed import _aligned
 
 _HEADER = struct.Struct("<BBIQ")  # kind, whether a descriptor comes along, number of arrays, bytes of the pickle
 _SIZE = struct.Struct("<Q")
@@ -67,7 +67,7 @@ def pack(value: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def _align(number: int) -> int:
-    return -(-number // ALIGNMENT) * ALIGNMENT
+    return -(-number // _aligned.ALIGNMENT) * _aligned.ALIGNMENT
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -224,7 +224,8 @@ class Inbox:
             end = pickle_end + num_bytes
             if len(self._bytes) < end:
                 return None
-            memory = _aligned_copy(memoryview(self._bytes)[pickle_end:end])
+            memory = _aligned.copy(np.frombuffer(self._bytes, np.uint8, num_bytes, pickle_end))
+            memory.flags.writeable = False
         pickled = bytes(memoryview(self._bytes)[pickle_start:pickle_end])
         del self._bytes[:end]
         buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
@@ -234,12 +235,3 @@ class Inbox:
         """Closes descriptors of frames that nobody took."""
         while self._files:
             os.close(self._files.popleft())
-
-
-def _aligned_copy(content: memoryview) -> np.ndarray:
-    raw = np.empty(content.nbytes + ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    memory = raw[start : start + content.nbytes]
-    memory[...] = np.frombuffer(content, np.uint8)
-    memory.flags.writeable = False
-    return memory
