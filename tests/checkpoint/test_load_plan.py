@@ -8,10 +8,11 @@ import pytest
 from checkpoint_trees import make_mesh, special_floats
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshfeed import _aligned
 from meshfeed._topology import fake_mesh
 from meshfeed.checkpoint import _load_plan
 from meshfeed.checkpoint._blocks import BlockGather, cut_block, rows_in_flight
-from meshfeed.checkpoint._gather import aligned_zeros, gather_group, host_bits_of, piece_shape
+from meshfeed.checkpoint._gather import gather_group, host_bits_of, piece_shape
 from meshfeed.checkpoint._grid import Grid, box_shape, joint_cell, slices
 from meshfeed.checkpoint._packed import assign_units
 from meshfeed.checkpoint._save_layout import Cut, choose_cut, chunk_shape
@@ -33,7 +34,7 @@ CASES = [
 def pieces_of(plan, values):
     buffers = {}
     for device, box in plan.boxes().items():
-        buffer = aligned_zeros(piece_shape(plan), values.dtype)
+        buffer = _aligned.zeros(piece_shape(plan), values.dtype)
         if box is not None:
             buffer[tuple(slice(0, size) for size in box_shape(box))] = values[slices(box)]
         buffers[device] = host_bits_of(buffer)
@@ -69,11 +70,12 @@ def test_every_plan_is_exact(mesh_shape, shape, spec, axis_type):
             (array,) = gather_group([plan], [values.dtype], [buffers])
             check(array, values, sharding)
         if plan.shape:
-            gather = BlockGather(plan, values.dtype)
             rows = max(1, plan.piece // 2)
+            gather = BlockGather(plan, values.dtype, rows)
+            own = {device: buffers[device] for device, box in plan.boxes().items() if box is not None}
             for first in range(0, plan.piece, rows):
                 first = min(first, plan.piece - rows)
-                gather.add(first, cut_block(buffers, plan.dimension, first, rows))
+                gather.add(first, cut_block(own, plan.dimension, first, rows))
             check(gather.finish(), values, sharding)
 
 

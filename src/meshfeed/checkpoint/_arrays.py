@@ -114,7 +114,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         """
         args = args or ArraysRestore()
         agreement = Agreement(f"restoring {directory}", self._options.timeout_seconds)
-        stored = agreement.attempt(lambda: StoredArrays(directory))
+        stored = agreement.attempt(lambda: StoredArrays(directory, self._options.memory_limit_bytes))
         return restore_tree(
             stored, args.abstract_tree, self._options, agreement, partial=args.partial_restore, strict=args.strict
         )
@@ -195,7 +195,7 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
     """
     chosen = RestoreOptions(**{"restore": "once", "memory_limit_bytes": memory_limit_bytes, **options})
     agreement = Agreement(f"restoring {directory}", chosen.timeout_seconds)
-    stored = agreement.attempt(lambda: StoredArrays(find_item(directory)))
+    stored = agreement.attempt(lambda: StoredArrays(find_item(directory), chosen.memory_limit_bytes))
     return restore_tree(stored, abstract_tree, chosen, agreement)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshfeed import _aligned
+from meshfeed._process import process_index
 from meshfeed._reshard import bits_dtype, from_bits
 from meshfeed.checkpoint._gather import piece_shape, piece_sharding, pieces_array, receive, trim, wanted_spec
 from meshfeed.checkpoint._grid import Grid
@@ -50,7 +52,8 @@ def _block_updater(plan: LoadPlan) -> Any:
 
     def update(out: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
         received = receive(block, plan)
-        # By reshapes, which cost nothing, so that the donated result is written in place.
+        # By reshapes, which cost nothing, so that the donated result is written in place. It stays in the travelling
+        # dtype to the end: with bitcasts around the update, XLA copies the result for each block.
         rows = received.shape[dimension] // ways
         received = received.reshape(*received.shape[:dimension], ways, rows, *received.shape[dimension + 1 :])
         pieces = out.reshape(*out.shape[:dimension], ways, plan.piece, *out.shape[dimension + 1 :])
@@ -68,7 +71,7 @@ def _block_updater(plan: LoadPlan) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _block_frame(plan: LoadPlan, dtype: Any) -> tuple[Any, Any]:
-    """Programs that make the empty result, in the travelling dtype and padded, and that finish it; None: it is done."""
+    """Programs that make the empty result, in the travelling dtype and padded, and that finish a shard; None: it is."""
     sizes, mesh, wanted = plan.sharding.mesh.shape, plan.sharding.mesh, wanted_spec(plan)
     carrier = bits_dtype(dtype)
     ways = math.prod(sizes[axis] for axis in plan.piece_axes())
@@ -81,12 +84,7 @@ def _block_frame(plan: LoadPlan, dtype: Any) -> tuple[Any, Any]:
     start = jax.shard_map(lambda: jnp.zeros(local, carrier), mesh=mesh, in_specs=(), out_specs=wanted, check_vma=False)
     if not padded and carrier == dtype:
         return jax.jit(start), None
-
-    def finish(out: jax.Array) -> jax.Array:
-        return from_bits(trim(out, plan), dtype)
-
-    end = jax.shard_map(finish, mesh=mesh, in_specs=wanted, out_specs=wanted, check_vma=False)
-    return jax.jit(start), jax.jit(end)
+    return jax.jit(start), jax.jit(lambda shard: from_bits(trim(shard, plan), dtype))
 
 
 class BlockGather:
@@ -95,31 +93,48 @@ class BlockGather:
     Args:
       plan: of the leaf, not direct.
       dtype: its final dtype.
+      rows: of each piece in a block.
     """
 
-    def __init__(self, plan: LoadPlan, dtype: Any) -> None:
+    def __init__(self, plan: LoadPlan, dtype: Any, rows: int) -> None:
         start, self._end = _block_frame(plan, np.dtype(dtype))
         self._plan, self._dtype = plan, dtype
         self._update = _block_updater(plan)
+        shape = tuple(rows if d == plan.dimension else size for d, size in enumerate(piece_shape(plan)))
+        nothing = _aligned.zeros(shape, bits_dtype(dtype))  # one for all: it is neither written nor donated
+        idle = [device for device, box in plan.boxes(process_index()).items() if box is None]
+        self._idle = jax.device_put([nothing] * len(idle), idle) if idle else []
         self._out = start()
 
     def add(self, first: int, blocks: Mapping[Any, np.ndarray[Any, Any]]) -> None:
-        """Sends rows ``first`` and following of every piece; ``blocks`` are in the travelling dtype, by device."""
-        block = pieces_array(self._plan, blocks, self._dtype)
+        """Sends rows ``first`` and following of every piece.
+
+        Args:
+          first: row.
+          blocks: in the travelling dtype, by device that has read; free to be written over afterwards.
+        """
+        block = pieces_array(self._plan, blocks, self._dtype, self._idle)
         self._out = self._update(self._out, block, np.int32(first))
         self._out.block_until_ready()  # or the blocks of all rounds would be in flight at once
 
     def finish(self) -> jax.Array:
-        """The leaf."""
-        return self._out if self._end is None else self._end(self._out)
+        """The leaf; call it once."""
+        if self._end is None:
+            return self._out
+        shards = [shard.data for shard in self._out.addressable_shards]
+        del self._out
+        for index in range(len(shards)):  # one by one, so that not more than one of them is there twice
+            shards[index] = self._end(shards[index]).block_until_ready()
+        return jax.make_array_from_single_device_arrays(self._plan.shape, self._plan.sharding, shards)
 
 
 def cut_block(
     buffers: Mapping[Any, np.ndarray[Any, Any]], dimension: int, first: int, rows: int
 ) -> dict[Any, np.ndarray[Any, Any]]:
-    """Rows of each piece, copied."""
+    """Rows of each piece; copied only where they are not contiguous."""
     cut = {}
     for device, buffer in buffers.items():
         window = tuple(slice(first, first + rows) if d == dimension else slice(None) for d in range(buffer.ndim))
-        cut[device] = np.ascontiguousarray(buffer[window])
+        part = buffer[window]
+        cut[device] = part if part.flags.c_contiguous else _aligned.copy(part)
     return cut

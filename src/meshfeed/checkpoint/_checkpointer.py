@@ -262,7 +262,7 @@ class Checkpointer:
         document = None
         if feed is not None:
             document = agreement.attempt(lambda: _document(folder, step))
-        stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS))
+        stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS, self._options.memory_limit_bytes))
         state = restore_tree(stored, wanted, self._options, agreement)
         if document is not None:
             _continue(feed, document["state"], agreement, step)

@@ -21,17 +21,6 @@ from meshfeed._reshard import bit_width, bits_dtype, from_bits
 from meshfeed.checkpoint._load_plan import LoadPlan
 from meshfeed.checkpoint._save_layout import spec_axes
 
-ALIGNMENT = 64
-
-
-def aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
-    """Zeros at a 64-byte boundary, which CPU devices take over without a copy; never write them after that."""
-    dtype = np.dtype(dtype)
-    count = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(count + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + count].view(dtype).reshape(shape)
-
 
 def host_bits_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Host values in the dtype in which they travel; a view where that is possible."""
@@ -116,23 +105,31 @@ def _gatherer(plans: tuple[LoadPlan, ...], dtypes: tuple[Any, ...]) -> Any:
     return jax.jit(mapped)
 
 
-def place(buffers: Mapping[Any, np.ndarray[Any, Any]], shape: Sequence[int], sharding: Any, dtype: Any) -> jax.Array:
-    """A global array from this process's buffers by device."""
+def place(
+    buffers: Mapping[Any, np.ndarray[Any, Any]],
+    shape: Sequence[int],
+    sharding: Any,
+    dtype: Any,
+    placed: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """A global array from this process's buffers by device, and from shards that are on their devices already."""
     # Each device has a buffer of its own: if two aliased one, donating one shard would write into the other.
-    if buffers:
-        shards = jax.device_put(list(buffers.values()), list(buffers))
+    shards = [*placed, *(jax.device_put(list(buffers.values()), list(buffers)) if buffers else ())]
+    if shards:
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
-def pieces_array(plan: LoadPlan, buffers: Mapping[Any, np.ndarray[Any, Any]], dtype: Any) -> jax.Array:
-    """The global array of pieces; ``buffers`` are in the travelling dtype."""
+def pieces_array(
+    plan: LoadPlan, buffers: Mapping[Any, np.ndarray[Any, Any]], dtype: Any, placed: Sequence[jax.Array] = ()
+) -> jax.Array:
+    """The global array of pieces; ``buffers`` and the shards ``placed`` are in the travelling dtype."""
     sharding = piece_sharding(plan)
-    local = next(iter(buffers.values())).shape
+    local = next(iter(buffers.values())).shape if buffers else placed[0].shape
     whole = []
     for size, part in zip(local, spec_axes(sharding, len(local)), strict=True):
         whole.append(size * math.prod(sharding.mesh.shape[axis] for axis in part))
-    return place(buffers, whole, sharding, bits_dtype(dtype))
+    return place(buffers, whole, sharding, bits_dtype(dtype), placed)
 
 
 def gather_group(

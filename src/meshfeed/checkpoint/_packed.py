@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshfeed import _aligned
 from meshfeed._process import process_index
 from meshfeed._reshard import reshard
 from meshfeed.checkpoint._agreement import Agreement
-from meshfeed.checkpoint._gather import aligned_zeros
 from meshfeed.checkpoint._grid import Box, box_shape, box_size
-from meshfeed.checkpoint._read import UnitReader
+from meshfeed.checkpoint._read import UnitReader, Wanted, unit_box
 from meshfeed.checkpoint._stored import StoredLeaf
 
 DEFAULT_ROUND_BYTES = 256 << 20
@@ -53,11 +53,6 @@ def assign_units(
 
 def _count(leaf: StoredLeaf) -> int:
     return len(leaf.units) if leaf.shape else 1
-
-
-def unit_box(leaf: StoredLeaf, number: int) -> Box:
-    """The box of a unit, of scalars too."""
-    return leaf.units.box(number) if leaf.shape else ()
 
 
 def unit_bytes(leaf: StoredLeaf, number: int) -> int:
@@ -116,7 +111,7 @@ def exchange(
         next(sink, None)
     rest = b""
     for start in range(0, longest, width):
-        row = aligned_zeros((width,), np.uint8)
+        row = _aligned.zeros((width,), np.uint8)
 
         def fill(row: np.ndarray[Any, Any] = row, start: int = start) -> None:
             nonlocal rest
@@ -145,7 +140,7 @@ def _stream(leaves: Sequence[StoredLeaf], units: Sequence[tuple[int, int]], read
         def take(_: Box, values: np.ndarray[Any, Any], taken: list[memoryview] = taken) -> None:
             taken.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
-        reader.read([(leaves[index], number, take)])
+        reader.read([Wanted(leaves[index], number, take)])
         yield taken[0]
 
 

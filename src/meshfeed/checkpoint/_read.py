@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,41 @@ class Target:
             self.buffer[slices(common, self.box)] = values[slices(common, unit_box)]
 
 
+class Wanted(NamedTuple):
+    """A unit to read.
+
+    Attributes:
+      leaf: it belongs to.
+      number: of the unit.
+      take: called with (box, values).
+      room: where storage may put the values itself, of the unit's shape and dtype; ``take`` is then not called.
+    """
+
+    leaf: StoredLeaf
+    number: int
+    take: Callable[[Box, np.ndarray[Any, Any]], None]
+    room: np.ndarray[Any, Any] | None = None
+
+
+def unit_box(leaf: StoredLeaf, number: int) -> Box:
+    """The box of a unit, of scalars too."""
+    return leaf.units.box(number) if leaf.shape else ()
+
+
+def wanted_unit(leaf: StoredLeaf, number: int, targets: Sequence[Target]) -> Wanted:
+    """A unit that goes to ``targets``: straight into the only one, where that has room for all of it and is no cast."""
+
+    def take(box: Box, values: np.ndarray[Any, Any]) -> None:
+        for target in targets:
+            target.fill(box, values)
+
+    box, room = unit_box(leaf, number), None
+    first = targets[0]
+    if len(targets) == 1 and box and first.buffer.dtype == leaf.dtype and intersect(first.box, box) == box:
+        room = first.buffer[slices(box, first.box)]
+    return Wanted(leaf, number, take, room)
+
+
 class UnitReader:
     """Reads units with a bounded number of bytes in flight, checks them, and counts.
 
@@ -69,37 +104,41 @@ class UnitReader:
         self.bytes_read = 0
         self.seconds = 0.0
 
-    def read(self, wanted: Iterable[tuple[StoredLeaf, int, Callable[[Box, np.ndarray[Any, Any]], None]]]) -> None:
-        """Reads units in order; ``take(box, values)`` is called for each in the same order.
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Reads units in order; each one's ``take`` is called in the same order.
 
         Args:
-          wanted: (leaf, number of the unit, take).
+          wanted: what to read.
 
         Raises:
           CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`; or integers that do not fit.
         """
         started = time.perf_counter()
         wanted = list(wanted)
-        self._stored.open_soon(dict.fromkeys(leaf.name for leaf, _, _ in wanted))
+        self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in wanted))
         pending: collections.deque[Any] = collections.deque()
         in_flight = 0
 
         def finish() -> int:
-            leaf, box, future, take, count = pending.popleft()
+            unit, box, future, placed, count = pending.popleft()
+            leaf = unit.leaf
             values = self._stored.finish_read(leaf, box, future, self._verify)
             if leaf.name in self._must_fit:  # here, where hosts still agree on errors
                 check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
             self.bytes_read += count
             self._on_bytes(count)
-            take(box, values)
+            if not placed:
+                unit.take(box, values)
             return count
 
-        for leaf, number, take in wanted:
-            box = leaf.units.box(number) if leaf.shape else ()
+        for unit in wanted:
+            leaf, box = unit.leaf, unit_box(unit.leaf, unit.number)
             count = box_size(box) * leaf.itemsize
             while pending and in_flight + count > self._limit:
                 in_flight -= finish()
-            pending.append((leaf, box, self._stored.start_read(leaf, box), take, count))
+            future = None if unit.room is None else self._stored.start_read_into(leaf, box, unit.room)
+            placed = future is not None
+            pending.append((unit, box, future or self._stored.start_read(leaf, box), placed, count))
             in_flight += count
         while pending:
             finish()

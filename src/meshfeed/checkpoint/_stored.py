@@ -24,6 +24,15 @@ from meshfeed.checkpoint._manifest import Manifest, read_manifest
 _TREE_METADATA = "_METADATA"
 
 
+_BYTES_KEPT_BY_A_THREAD = 64 << 20
+
+
+def _threads(most: int, memory_limit_bytes: int | None) -> int:
+    # What a thread has freed, glibc keeps for that thread's next allocation: the bytes of a chunk and its values where
+    # it read or decoded one, 2 × 16 MiB, and up to 64 MiB in all.
+    return most if memory_limit_bytes is None else min(most, max(1, memory_limit_bytes // _BYTES_KEPT_BY_A_THREAD))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredLeaf:
     """One stored array.
@@ -64,13 +73,14 @@ class StoredArrays:
 
     Args:
       directory: the item's folder, such as ``<checkpoint>/<step>/arrays``.
+      memory_limit_bytes: of a restore; few threads read and decode then.
 
     Raises:
       CheckpointError: no arrays are there.
       DamagedCheckpointError: its manifest is not what was written.
     """
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: Any, memory_limit_bytes: int | None = None) -> None:
         self.directory = epath.Path(directory)
         if not self.directory.exists():
             raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
@@ -79,8 +89,8 @@ class StoredArrays:
         self._context = ts.Context(
             {
                 "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
-                "file_io_concurrency": {"limit": 64},
-                "data_copy_concurrency": {"limit": 8},
+                "file_io_concurrency": {"limit": _threads(64, memory_limit_bytes)},
+                "data_copy_concurrency": {"limit": _threads(8, memory_limit_bytes)},
             }
         )
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
@@ -193,6 +203,14 @@ class StoredArrays:
             return store.read(order="C")
         return store[slices(box)].read(order="C")
 
+    def start_read_into(self, leaf: StoredLeaf, box: Box, room: np.ndarray[Any, Any]) -> Any:
+        """As :meth:`start_read`, into memory of the caller's; None where the stored dtype is another."""
+        store: Any = self.open(leaf.name)
+        if leaf.bits or store.dtype.numpy_dtype != room.dtype:
+            return None
+        part = store[slices(box)][ts.d[:].translate_to[0]]
+        return _ReadInto(room, ts.array(room, copy=False, write=True, context=self._context).write(part))
+
     def finish_read(self, leaf: StoredLeaf, box: Box, future: ts.Future, verify: bool) -> np.ndarray[Any, Any]:
         """Waits for a read of whole cells, checks it, and gives the values in the leaf's dtype.
 
@@ -219,6 +237,18 @@ class StoredArrays:
                         path=str(self.directory),
                     )
         return numpy_from_bits(values, leaf.dtype) if leaf.bits else values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ReadInto:
+    """A read whose result is where it was to be put."""
+
+    room: np.ndarray[Any, Any]
+    written: Any
+
+    def result(self) -> np.ndarray[Any, Any]:
+        self.written.result()
+        return self.room
 
 
 def key_shape(shape: tuple[int, ...], impl: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from etils import epath
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError
 from meshfeed.checkpoint._manifest import file_digest
-from meshfeed.checkpoint._read import UnitReader
+from meshfeed.checkpoint._read import UnitReader, Wanted
 from meshfeed.checkpoint._step import ARRAYS, find_steps, read_step
 from meshfeed.checkpoint._stored import StoredArrays
 from meshfeed.checkpoint._tree_restore import stored_kinds
@@ -99,7 +99,7 @@ def _finding(item: epath.Path, step: int | None, problems: list[str]) -> Finding
                 leaf = stored.leaf(name)
                 without += not leaf.digests
                 units = range(len(leaf.units)) if leaf.shape else (0,)
-                reader.read((leaf, number, lambda box, values: None) for number in units)
+                reader.read(Wanted(leaf, number, lambda box, values: None) for number in units)
             except MeshfeedError as error:
                 problems.append(str(error))
             count += reader.bytes_read

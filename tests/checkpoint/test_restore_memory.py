@@ -1,0 +1,147 @@
+"""What a restore within a memory limit holds, counted in bytes of buffers and arrays: no clock, no resident memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_trees import abstract, assert_same, make_mesh, place, special_floats
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshfeed import _aligned
+from meshfeed._reshard import bits_dtype
+from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once
+from meshfeed.checkpoint._blocks import BlockGather, _block_updater
+from meshfeed.checkpoint._gather import piece_sharding
+from meshfeed.checkpoint._load_plan import LoadPlan, replica_plan
+from meshfeed.checkpoint._stored import StoredArrays
+
+LIMIT = 4 << 20
+SHAPE = (2048, 1024)
+
+
+class Buffers:
+    """Bytes of the buffers that ``_aligned`` has made and that are still there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        for name in ("empty", "zeros", "copy"):
+            monkeypatch.setattr(_aligned, name, self._counted(getattr(_aligned, name)))
+
+    def _counted(self, make: Any) -> Any:
+        def counted(*args: Any) -> np.ndarray:
+            array = owner = make(*args)
+            while isinstance(owner.base, np.ndarray):
+                owner = owner.base
+            self._add(array.nbytes)
+            weakref.finalize(owner, self._add, -array.nbytes)
+            return array
+
+        return counted
+
+    def _add(self, count: int) -> None:
+        self.now += count
+        self.most = max(self.most, self.now)
+
+
+def live_bytes() -> int:
+    gc.collect()
+    shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards]
+    return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A leaf over (4, 2): eight chunks of 1 MiB, and 512 KiB in bfloat16."""
+    mesh, count = make_mesh(4, 2), SHAPE[0] * SHAPE[1]
+    state = {
+        "f32": place(special_floats(np.float32, count).reshape(SHAPE), mesh, None, "model"),
+        "bf16": place(special_floats(jnp.bfloat16, count).reshape(SHAPE), mesh, None, "model"),
+    }
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
+    assert StoredArrays(tmp_path / "a").chunk_of("f32") == [512, 512]
+    return tmp_path / "a", state
+
+
+@pytest.mark.parametrize(("mesh", "readers"), [((4, 2), 2), ((2, 2, 2), 4)])
+def test_a_limited_restore_holds_a_chunk_for_each_device_that_reads(saved, monkeypatch, mesh, readers):
+    directory, state = saved
+    mesh = make_mesh(*mesh)
+    state = {name: place(np.asarray(leaf), mesh, None, "model") for name, leaf in state.items()}
+    own, in_place = Buffers(monkeypatch), []
+    start = StoredArrays.start_read_into
+
+    def note(self: Any, leaf: Any, box: Any, room: Any) -> Any:
+        future = start(self, leaf, box, room)
+        in_place.append((leaf.name, future is not None))
+        return future
+
+    monkeypatch.setattr(StoredArrays, "start_read_into", note)
+    monkeypatch.setattr(StoredArrays, "start_read", lambda *_: pytest.fail("a second copy of a chunk"))
+    restored = restore_once(directory, abstract(state), memory_limit_bytes=LIMIT, restore="single_replica")
+    assert_same(state, restored)
+    assert sorted(in_place) == [(name, True) for name in ("bf16", "f32") for _ in range(8)]  # each chunk, once
+    assert own.most <= readers * (1 << 20) + LIMIT // 8  # devices that receive have a few rows of zeros
+    gc.collect()  # JAX lets go of them with it
+    assert own.now == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_blocks_are_written_into_the_result_in_place(dtype, broadcast):
+    sharding = NamedSharding(make_mesh(4, 2), PartitionSpec(None, "model"))
+    plan, ways = LoadPlan(sharding, SHAPE, 0, ("data",), (), None, SHAPE[0] // 4), 4
+    if broadcast:
+        plan, ways = replica_plan(sharding, SHAPE, "data", 1), 1
+    dtype, rows = jnp.dtype(dtype), 16
+    out = jax.ShapeDtypeStruct(SHAPE, bits_dtype(dtype), sharding=sharding)
+    block = jax.ShapeDtypeStruct((ways * rows, SHAPE[1]), bits_dtype(dtype), sharding=piece_sharding(plan))
+    compiled = _block_updater(plan).lower(out, block, np.int32(0)).compile()
+    memory = compiled.memory_analysis()
+    shard = SHAPE[0] * SHAPE[1] // 2 * dtype.itemsize
+    assert memory.alias_size_in_bytes == shard
+    assert memory.temp_size_in_bytes <= 4 * ways * rows * SHAPE[1] // 2 * dtype.itemsize
+
+
+def test_a_padded_leaf_is_cut_one_shard_at_a_time():
+    mesh, shape = make_mesh(4, 2), (1001, 64)
+    sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
+    plan = LoadPlan(sharding, shape, 0, ("data",), (), None, 251)
+    values = special_floats(jnp.bfloat16, shape[0] * shape[1]).reshape(shape)
+    before = live_bytes()
+    gather = BlockGather(plan, values.dtype, 251)
+    bits = values.view(np.uint16)
+    blocks = {}
+    for device, box in plan.boxes().items():
+        assert box is not None
+        blocks[device] = np.zeros((251, 32), np.uint16)
+        blocks[device][: box[0][1] - box[0][0]] = bits[tuple(slice(*side) for side in box)]
+    gather.add(0, blocks)
+    padded, cut, most = 4 * 251 * 32 * 2, gather._end, 0
+    assert live_bytes() - before == 8 * padded
+    assert cut is not None
+
+    def watch(shard: jax.Array) -> jax.Array:
+        nonlocal most
+        result = cut(shard)
+        most = max(most, live_bytes() - before)
+        return result
+
+    gather._end = watch
+    restored = gather.finish()
+    assert most <= 9 * padded
+    assert_same({"w": place(values, mesh, None, "model")}, {"w": restored})
+
+
+def test_few_threads_read_within_a_small_limit(saved):
+    directory, _ = saved
+    for limit, threads in ((None, [64, 8]), (LIMIT, [1, 1]), (256 << 20, [4, 4]), (1 << 40, [64, 8])):
+        context = StoredArrays(directory, limit)._context
+        names = ("file_io_concurrency", "data_copy_concurrency")
+        assert [context[name].to_json()["limit"] for name in names] == threads
