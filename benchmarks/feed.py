@@ -3,7 +3,8 @@
 Cases: ``lm`` (tokenised LM, 2,048 int32 a record, 100,000 records in one file, shuffled), ``lm200k``, ``million``
 (1,000,000 records of 200 bytes in one file), ``thousand`` (1,000 records), ``compressed`` (zstd), ``in-order`` (not
 shuffled, beside tf.data), ``mosaic`` (4 KB records), ``images`` (decoded JPEG). A unit is a batch. The floor is a bare
-loop over the reader that makes host arrays and no global ones. Files come from the page cache.
+loop over the reader that makes host arrays and no global ones; what that loop costs with JAX's private call after it, in
+the same thread and in another, stands beside it. Files come from the page cache.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def lm(
 
     ours = meshfeed.sources.ArrayRecord(path, decode_batch=meshfeed.sources.DecodeRaw(np.int32, num_tokens))
     ways = {FLOOR: _peers.reader_loop(path, records, size, _data.join_tokens)}
+    ways |= _peers.limit_ways(path, records, size, num_tokens, sharding)
     ways |= our_ways(ours, sharding, size, shuffle=True)
     each = meshfeed.sources.ArrayRecord(path, decode=_data.decode_tokens)
     joined = meshfeed.sources.ArrayRecord(path, decode_batch=_data.join_tokens)
@@ -96,7 +98,9 @@ def in_order(options: argparse.Namespace, folder: str, records: int) -> Table:
     put = _peers.putter(sharding)
     path = _data.write_array_record(os.path.join(folder, "records"), _data.tokens(records, _data.TOKENS))
     decode = meshfeed.sources.DecodeRaw(np.int32, _data.TOKENS)
-    ways = our_ways(meshfeed.sources.ArrayRecord(path, decode_batch=decode), sharding, options.batch)
+    source = meshfeed.sources.ArrayRecord(path, decode_batch=decode)
+    ways = our_ways(source, sharding, options.batch)
+    ways["meshfeed, num_threads=2"] = our_ways(source, sharding, options.batch, (2,), num_threads=2)[OURS]
     ways |= _made(
         "tf.data",
         lambda: _peers.tf_data_ways(folder, lambda: _data.tokens(records, _data.TOKENS), options.batch, put),
