@@ -7,6 +7,7 @@ A peer whose library is not installed is left out of the table. All of them hand
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import queue
 import threading
@@ -56,9 +57,11 @@ def taking(
     return Way(run, drain, end)
 
 
-def reader_loop(path: str, num_records: int, batch: int, decode_batch: Callable[[list[bytes]], Any]) -> Way:
+Read = Callable[[], list[bytes]]
+
+
+def reader_loop(read: Read, decode_batch: Callable[[list[bytes]], Any]) -> Way:
     """The floor: a bare loop over the library's reader, its fastest call and options, one join a batch; no arrays."""
-    read = _scattered(path, num_records, batch)
     last: list[Any] = [None]
 
     def run() -> int:
@@ -68,15 +71,30 @@ def reader_loop(path: str, num_records: int, batch: int, decode_batch: Callable[
     return Way(run)
 
 
-def _scattered(path: str, num_records: int, batch: int) -> Callable[[], list[bytes]]:
-    from array_record.python.array_record_module import ArrayRecordReader
-
-    reader = ArrayRecordReader(path, "readahead_buffer_size:1M,max_parallelism:0", file_reader_buffer_size=8192)
-    rng = np.random.default_rng(1)
+def scattered(path: str, num_records: int, batch: int) -> Read:
+    """Random records of one file, the fastest way of the library."""
+    reader, rng = _reader(path), np.random.default_rng(1)
     return lambda: [reader.read(row, row + 1)[0] for row in rng.integers(0, num_records, batch).tolist()]
 
 
-def limit_ways(path: str, num_records: int, batch: int, num_tokens: int, sharding: Any) -> dict[str, Way]:
+def in_runs(path: str, num_records: int, batch: int) -> Read:
+    """Records of one file in order, a batch a call."""
+    reader, starts = _reader(path), itertools.cycle(range(0, num_records - batch + 1, batch))
+
+    def read() -> list[bytes]:
+        start = next(starts)
+        return reader.read(start, start + batch)
+
+    return read
+
+
+def _reader(path: str) -> Any:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    return ArrayRecordReader(path, "readahead_buffer_size:1M,max_parallelism:0", file_reader_buffer_size=8192)
+
+
+def limit_ways(make_read: Callable[[], Read], batch: int, num_tokens: int, sharding: Any) -> dict[str, Way]:
     """What no feed in Python can beat: the floor and JAX's private call, here and from a thread, and nothing else."""
     import jax
     from jax._src.interpreters import pxla
@@ -89,7 +107,7 @@ def limit_ways(path: str, num_records: int, batch: int, num_tokens: int, shardin
     devices, rows = list(indices), [index[0] for index in indices.values()]
 
     def making() -> Callable[[], Any]:
-        read = _scattered(path, num_records, batch)
+        read = make_read()
 
         def make() -> Any:
             host = decode(read())

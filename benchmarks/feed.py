@@ -69,8 +69,8 @@ def lm(
         return _data.tokens(records, num_tokens)
 
     ours = meshfeed.sources.ArrayRecord(path, decode_batch=meshfeed.sources.DecodeRaw(np.int32, num_tokens))
-    ways = {FLOOR: _peers.reader_loop(path, records, size, _data.join_tokens)}
-    ways |= _peers.limit_ways(path, records, size, num_tokens, sharding)
+    ways = {FLOOR: _peers.reader_loop(_peers.scattered(path, records, size), _data.join_tokens)}
+    ways |= _peers.limit_ways(lambda: _peers.scattered(path, records, size), size, num_tokens, sharding)
     ways |= our_ways(ours, sharding, size, shuffle=True)
     each = meshfeed.sources.ArrayRecord(path, decode=_data.decode_tokens)
     joined = meshfeed.sources.ArrayRecord(path, decode_batch=_data.join_tokens)
@@ -99,7 +99,11 @@ def in_order(options: argparse.Namespace, folder: str, records: int) -> Table:
     path = _data.write_array_record(os.path.join(folder, "records"), _data.tokens(records, _data.TOKENS))
     decode = meshfeed.sources.DecodeRaw(np.int32, _data.TOKENS)
     source = meshfeed.sources.ArrayRecord(path, decode_batch=decode)
-    ways = our_ways(source, sharding, options.batch)
+    ways = {FLOOR: _peers.reader_loop(_peers.in_runs(path, records, options.batch), _data.join_tokens)}
+    ways |= _peers.limit_ways(
+        lambda: _peers.in_runs(path, records, options.batch), options.batch, _data.TOKENS, sharding
+    )
+    ways |= our_ways(source, sharding, options.batch)
     ways["meshfeed, num_threads=2"] = our_ways(source, sharding, options.batch, (2,), num_threads=2)[OURS]
     ways |= _made(
         "tf.data",
@@ -109,7 +113,8 @@ def in_order(options: argparse.Namespace, folder: str, records: int) -> Table:
         "hf", lambda: _hf_stream_ways(folder, lambda: _data.tokens(records, _data.TOKENS), options.batch, put)
     )
     found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
-    return rates(f"LM in order, {records:,} records in one file, {options.batch} a batch", "batches", found, ours=OURS)
+    title = f"LM in order, {records:,} records in one file, {options.batch} a batch"
+    return rates(title, "batches", found, ours=OURS, floor=FLOOR)
 
 
 def _hf_stream_ways(
@@ -143,7 +148,7 @@ def images(options: argparse.Namespace, folder: str) -> Table:
     def decode_all(raw: list[bytes]) -> np.ndarray:
         return np.stack([_data.decode_jpeg(record) for record in raw])
 
-    ways = {FLOOR: _peers.reader_loop(path, records, options.batch, decode_all)}
+    ways = {FLOOR: _peers.reader_loop(_peers.scattered(path, records, options.batch), decode_all)}
     source = meshfeed.sources.ArrayRecord(path, decode=_data.decode_jpeg)
     ways |= our_ways(source, sharding, options.batch, shuffle=True)
     ways["meshfeed, num_threads=2"] = our_ways(source, sharding, options.batch, (2,), shuffle=True, num_threads=2)[OURS]
