@@ -84,6 +84,11 @@ class BadRecords:
                 return {"bad": counts} if counts else {}, Verdict(self._message(step, records, last), step)
         return {"bad": counts} if counts else {}, None
 
+    @property
+    def none_so_far(self) -> bool:
+        """Whether no record of this stream was bad yet, so that there is nothing to judge."""
+        return not self._judged
+
     def judge_alone(self, batch: HostBatch, ended: Mapping[int, int]) -> str | None:
         """The rule for one process, which need not tell anybody."""
         last = f"record {batch.bad[-1][0]}: {batch.bad[-1][2]}" if batch.bad else ""

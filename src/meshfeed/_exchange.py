@@ -115,6 +115,8 @@ class Exchange:
         Raises:
           SourceError: too many bad records.
         """
+        if not batch.bad and not batch.ended and self._bad.none_so_far:  # nearly always
+            return
         _log_bad(batch)
         if batch.ended:
             with self._lock:

@@ -124,7 +124,7 @@ class Pipeline:
         except BaseException as error:
             self._publish(final=self._read_step, error=f"{type(error).__name__}: {error}{_notes(error)}")
             raise
-        self._stats.add(**batch.times, retries=batch.retries)
+        self._stats.read(batch.times, batch.retries)
         self._read_step = batch.step + 1
         if agreement is None:
             self._exchange.judge_alone(batch)

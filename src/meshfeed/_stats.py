@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -48,11 +49,13 @@ class StatsRecorder:
         self._first_next: float | None = None
         self._last_delivery: float | None = None
 
-    def add(self, **amounts: float) -> None:
-        """Adds to the named figures."""
+    def read(self, times: Mapping[str, float], retries: int) -> None:
+        """A host batch was read: seconds by figure, and reads that were tried again."""
+        sums = self._sums
         with self._lock:
-            for name, amount in amounts.items():
-                self._sums[name] += amount
+            for name, seconds in times.items():
+                sums[name] += seconds
+            sums["retries"] += retries
 
     def entered_next(self, now: float) -> None:
         """The caller asked for a batch at ``now`` (``time.perf_counter()``)."""
