@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -142,9 +143,10 @@ def restore_leaves(
             if group[0].large(limit):
                 large = group[0]
                 results[large.index] = restore_in_blocks(large, reader, agreement, large.block_bytes(limit))
-                continue
-            agreement.attempt(lambda group=group: read_group(group, reader))
-            _finish_group(group, results)
+            else:
+                agreement.attempt(lambda group=group: read_group(group, reader))
+                _finish_group(group, results)
+            gc.collect(0)  # JAX lets go of host memory that it used without a copy only then
         if packed:
             _exchange_packed(requests, packed, loads, results, reader, agreement, limit)
         progress.finish(reader.bytes_read, sum(_result_bytes(result) for result in results))

@@ -19,8 +19,8 @@ class RestoreOptions:
       replica_axis: mesh axis along which ``single_replica`` takes one index; None: the one that
         leaves least to read.
       primary_replica: that index.
-      memory_limit_bytes: limit on the extra memory of a process while restoring, beside the arrays themselves and one
-        shard; None: none.
+      memory_limit_bytes: limit on the memory in use by a process while restoring, beside the arrays themselves and one
+        shard; a stored chunk for each device that reads, where that is more; None: none.
       verify: check digests.
       timeout_seconds: how long hosts wait for one another's reads.
     """
