@@ -91,6 +91,19 @@ def test_verify_passes_what_is_whole_and_finds_a_flipped_bit(folder: pathlib.Pat
     assert run("verify", damaged, "--step", 1).exit_code == 0
 
 
+def test_a_step_that_is_absent_is_not_called_damaged(folder: pathlib.Path) -> None:
+    result = run("verify", folder, "--step", 7)
+    assert result.exit_code == 1
+    assert "DAMAGED" not in result.output
+    assert result.output.startswith(f"Error: step 7 is not in {folder}; there: ")
+
+
+def test_diff_of_whole_folders_says_what_to_give(folder: pathlib.Path) -> None:
+    result = run("diff", folder, folder)
+    assert result.exit_code == 1
+    assert f"Give one of its steps, such as {folder}/" in result.output
+
+
 def test_diff_names_what_differs(folder: pathlib.Path) -> None:
     same = run("diff", folder / "1", folder / "1")
     assert (same.exit_code, same.output) == (0, "the same\n")

@@ -120,3 +120,5 @@ def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
     assert "no state of a feed there" in result.output
     (tmp_path / "x.json").write_text('{"meshfeed": 1, ')
     assert "not JSON" in run(tmp_path / "x.json").output
+    assert "no state of a feed there. Give" in run(tmp_path / "none").output
+    assert "folders and gs://, not from memory://" in run("memory://run").output

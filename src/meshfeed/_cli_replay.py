@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from meshfeed import _order, _state, _state_files, _timeline
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
@@ -24,7 +24,7 @@ def load_state(path: str) -> _state.FeedState:
     Raises:
       CheckpointError: none is there. StateMismatchError: it is damaged, or from a newer version.
     """
-    place = pathlib.Path(path)
+    place = _state_files.readable_path(path)
     if place.is_file():
         try:
             value = json.loads(place.read_text())
@@ -41,7 +41,7 @@ def load_state(path: str) -> _state.FeedState:
     return _state.parse_state(_state_files.read_state(max(holding, key=lambda folder: _step_of(folder, place))))
 
 
-def _step_of(folder: pathlib.Path, root: pathlib.Path) -> int:
+def _step_of(folder: epath.Path, root: epath.Path) -> int:
     return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)
 
 

@@ -55,6 +55,21 @@ def file_name(state: Mapping[str, Any], process: int) -> str:
     return STATE_FILE if whole else f"{_PART_PREFIX}{process}.json"
 
 
+def readable_path(directory: Any) -> epath.Path:
+    """The path of a checkpoint or of a saved state, to read from.
+
+    Raises:
+      CheckpointError: it is a URL of a kind that nothing here reads.
+    """
+    scheme, is_url, _ = str(directory).partition("://")
+    if is_url and scheme not in ("gs", "s3"):
+        raise CheckpointError(
+            f"{directory}: checkpoints are read from folders and gs://, not from {scheme}://. Give the path of a folder, "
+            "or copy the checkpoint into one."
+        )
+    return epath.Path(directory)
+
+
 def write_json(path: epath.Path, value: Any) -> None:
     """Writes JSON so that a reader, or a kill, sees the whole file or none."""
     text = json.dumps(value, separators=(",", ":"))

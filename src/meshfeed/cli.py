@@ -196,7 +196,7 @@ def demo(steps: int, directory: str | None, how: str | None) -> None:
 
 
 @main.command(epilog=_example("replay checkpoints/ --step 812 --array-record 'data/*.array_record'"))
-@click.argument("state", type=click.Path(exists=True))
+@click.argument("state", type=click.Path())
 @click.option(
     "--step", type=click.IntRange(min=0), default=None, help="Index of the batch; default: the last delivered."
 )

@@ -314,6 +314,15 @@ def test_wrong_settings_are_named(tmp_path, setting, value):
         Checkpointer(tmp_path, **{setting: value})
 
 
+def test_the_first_save_makes_a_folder_that_is_not_there(tmp_path, mesh):
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        assert ckpt.restore(small_state(mesh, 0))[0] == 0
+        (tmp_path / "c").rmdir()  # as in an object store, which has no folder before its first file
+        assert ckpt.save(1, small_state(mesh, 1))
+        ckpt.wait()
+        assert ckpt.steps() == [1]
+
+
 def test_readers_leave_unfinished_steps_alone_and_writers_remove_them(tmp_path, mesh):
     save_steps(tmp_path / "c", mesh, 1)
     unfinished = tmp_path / "c/2.orbax-checkpoint-tmp"

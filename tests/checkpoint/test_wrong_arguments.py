@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from checkpoint_trees import abstract, assert_same, make_mesh, place
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._errors import CheckpointError, SettingsError
-from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore
+from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, _cli, restore_once
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +256,10 @@ def test_arrays_that_are_gone_or_not_yet_there(tmp_path):
         ({"directory": 3}, "directory=3: is no path"),
         ({"directory": "file"}, "file is a file. Give the path of a folder"),
         ({"directory": "file/deep/down"}, "file is a file"),
+        ({"directory": "s3://bucket/run"}, "folders and to gs:// only, not to s3://. Give the path of a folder"),
+        ({"directory": pathlib.Path("gs://bucket/run")}, "'gs:/bucket/run': is a URL that has lost a slash"),
+        ({"directory": "memory://run"}, "folders and to gs:// only, not to memory://"),
+        ({"directory": "az://bucket/run"}, "folders and to gs:// only, not to az://"),
         ({"timeout_seconds": "soon"}, "timeout_seconds='soon': takes a positive number of seconds"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
         ({"replica_axis": 1.5}, "replica_axis=1.5: takes the name or number"),
@@ -272,6 +277,17 @@ def test_settings(tmp_path, settings, message):
         Checkpointer(**settings)
     assert caught.value.setting is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_folder_that_cannot_be_made_is_named():
+    with pytest.raises(CheckpointError, match=r"/proc/none/c: cannot be opened: .*Check that this host may make"):
+        Checkpointer("/proc/none/c")
+
+
+def test_a_url_from_which_nothing_is_read_is_named(state):
+    for call in (restore_once, lambda url, _: _cli.verify(url), lambda url, _: _cli.inspect(url), _cli.diff):
+        with pytest.raises(CheckpointError, match=r"memory://run/1.* folders and gs://, not from memory://"):
+            call("memory://run/1", state)
 
 
 def test_closed(saved, state):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from etils import epath
 
-from meshfeed._errors import SettingsError
+from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
 
 SAVE_ORDER = "The order is save(step, train_state, feed)."
 RESTORE_ORDER = "The order is restore(train_state, feed, step)."
+
+_WRITTEN = ("gs",)  # Orbax takes every other URL for a relative path, at the first save
 
 
 def _short(value: Any) -> str:
@@ -70,16 +73,29 @@ def as_directory(directory: Any) -> epath.Path:
     """The absolute path of the folder of checkpoints.
 
     Raises:
-      SettingsError: it is no path, or a file is there.
+      SettingsError: it is no path, a file is there, or it is a URL that lost a slash or to which Orbax cannot write.
     """
     remedy = "Give the path of a folder, which is made if absent."
+    scheme, is_url, _ = str(directory).partition("://")
+    if is_url and scheme not in _WRITTEN:
+        raise SettingsError(
+            f"directory={str(directory)!r}: Orbax writes checkpoints to folders and to gs:// only, not to {scheme}://. "
+            "Give the path of a folder; another object store has to be mounted as one.",
+            setting="directory",
+        )
+    if re.match(r"(gs|s3):/[^/]", str(directory)):  # else a folder "gs:" would be made where the program runs
+        raise SettingsError(
+            f"directory={str(directory)!r}: is a URL that has lost a slash, as pathlib.Path does. Give it as text, or as an "
+            "etils.epath.Path.",
+            setting="directory",
+        )
     try:
         path = epath.Path(directory)
     except TypeError:
         path = None
     if path is None or not str(directory):
         raise SettingsError(f"directory={_short(directory)}: is no path. {remedy}", setting="directory")
-    if "://" in str(directory):
+    if is_url:
         return path
     path = path.expanduser().absolute()
     # What a file's path holds cannot be a folder either.
@@ -89,6 +105,24 @@ def as_directory(directory: Any) -> epath.Path:
                 raise SettingsError(f"directory={str(directory)!r}: {part} is a file. {remedy}", setting="directory")
             break
     return path
+
+
+@contextlib.contextmanager
+def opening(directory: epath.Path) -> Iterator[None]:
+    """Names the folder that Orbax, or the library of an object store, could not make or list.
+
+    Raises:
+      CheckpointError: for their errors.
+    """
+    try:
+        yield
+    except MeshfeedError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory}: cannot be opened: {type(error).__name__}: {error}. Check that this host may make and write "
+            "the folder; for an object store also the bucket's name and the credentials."
+        ) from error
 
 
 def check_settings(timeout_seconds: Any, **mappings: Any) -> None:

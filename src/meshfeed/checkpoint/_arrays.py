@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as orbax_future
 
+from meshfeed import _state_files
 from meshfeed._process import process_index
 from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._agreement import Agreement
@@ -201,7 +202,7 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
 
 def find_item(directory: Any) -> epath.Path:
     """The folder of arrays: the one given, or the only one in it."""
-    directory = epath.Path(directory)
+    directory = _state_files.readable_path(directory)
     if (directory / "_METADATA").exists() or (directory / _manifest.FOLDER).exists() or not directory.exists():
         return directory
     found = [path for path in directory.iterdir() if path.is_dir() and (path / "_METADATA").exists()]

@@ -21,6 +21,7 @@ from meshfeed.checkpoint._arguments import (
     check_settings,
     check_train_state,
     naming,
+    opening,
 )
 from meshfeed.checkpoint._arrays import ArraysHandler, ArraysSave
 from meshfeed.checkpoint._errors import DamagedCheckpointError
@@ -51,8 +52,8 @@ class Checkpointer:
     Every process of the job makes one, with the same settings, and calls its methods in the same order.
 
     Args:
-      directory: folder of the checkpoints, local or remote, the same on every host; made if absent. A step lies in
-        ``<directory>/<step>/``, as the Orbax item ``arrays`` and, beside it, ``iterator``.
+      directory: folder of the checkpoints, a path or ``gs://…``, the same on every host; made if absent. A step lies
+        in ``<directory>/<step>/``, as the Orbax item ``arrays`` and, beside it, ``iterator``.
       max_to_keep: how many of the newest steps are kept; None: all.
       save_interval_steps: :meth:`save` skips other steps.
       restore: "once": each stored byte is read by one host, then sent over the accelerators' network;
@@ -67,6 +68,7 @@ class Checkpointer:
 
     Raises:
       SettingsError: a setting has a value that it cannot take.
+      CheckpointError: the folder cannot be made or listed.
     """
 
     def __init__(
@@ -109,9 +111,10 @@ class Checkpointer:
             )
         agreement = Agreement("starting a checkpointer", timeout_seconds)
         self._directory = agreement.attempt(lambda: as_directory(directory))
-        self._manager = ocp.CheckpointManager(
-            self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
-        )
+        with opening(self._directory):
+            self._manager = ocp.CheckpointManager(
+                self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
+            )
         # One random word for the job and a count tell saves apart, without talking at each save.
         self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._saves = 0
@@ -312,6 +315,8 @@ class Checkpointer:
             return
 
         def remove() -> list[str]:
+            if not self._directory.exists():  # an object store has no folder before its first file
+                return []
             left = [path for path in self._directory.iterdir() if _UNFINISHED in path.name and path.is_dir()]
             for path in left:
                 path.rmtree()

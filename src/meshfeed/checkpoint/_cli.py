@@ -43,7 +43,7 @@ def inspect(directory: Any, step: int | None = None) -> dict[str, Any]:
 
 
 def _folder(directory: Any) -> epath.Path:
-    path = epath.Path(directory)
+    path = _state_files.readable_path(directory)
     if path.is_file():
         raise CheckpointError(f"{path} is a file. Give the folder that was given to Checkpointer, or one of its steps.")
     return path
@@ -148,7 +148,7 @@ def diff(first: Any, second: Any) -> dict[str, Any]:
 
 
 def _load(path: Any) -> dict[str, Any]:
-    path = epath.Path(path)
+    path = _state_files.readable_path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: not there. Give a step's folder, an iterator's folder, or a JSON state.")
     if not path.is_dir():
@@ -159,7 +159,9 @@ def _load(path: Any) -> dict[str, Any]:
     arrays = path / ARRAYS if (path / ARRAYS).exists() else path
     manifest = read_manifest(arrays)
     if not state and manifest is None:
-        raise CheckpointError(f"{path}: neither a step that a Checkpointer wrote nor a saved state.")
+        steps = find_steps(path)
+        remedy = f"Give one of its steps, such as {path / str(steps[-1])}." if steps else "Give a step's folder."
+        raise CheckpointError(f"{path}: neither a step that a Checkpointer wrote nor a saved state. {remedy}")
     leaves = {} if manifest is None else {name: _summary(manifest, name) for name in manifest.leaves}
     return {"state": flatten(state), "leaves": leaves}
 

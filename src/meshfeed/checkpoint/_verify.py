@@ -55,10 +55,14 @@ def verify(directory: Any, step: int | None = None) -> list[Finding]:
     Raises:
       CheckpointError: nothing is there.
     """
-    directory = epath.Path(directory)
+    directory = _state_files.readable_path(directory)
     if not directory.exists():
-        raise CheckpointError(f"{directory}: no such folder.")
+        raise CheckpointError(
+            f"{directory}: no such folder. Give the folder that was given to Checkpointer, or a step's."
+        )
     steps = find_steps(directory)
+    if step is not None and step not in steps:
+        read_step(directory, step)  # absent is not damaged: raises, naming the steps that are there
     if step is not None or steps:
         return [_verify_step(directory, number) for number in ([step] if step is not None else steps)]
     if directory.name.isdecimal() and (directory / ARRAYS).exists():
