@@ -89,6 +89,24 @@ def test_a_wrong_setting_names_the_keyword_and_what_it_takes(setting: str, value
     assert isinstance(info.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "takes"),
+    [
+        ("load", "twice", "a list of distinct process indices that read for all"),
+        ("retry", None, r"Retry\(attempts=1\) never tries again"),
+        ("timeout_seconds", float("inf"), "a finite number of seconds above 0"),
+    ],
+)
+def test_the_message_has_every_way_out(setting: str, value: Any, takes: str) -> None:
+    with pytest.raises(meshfeed.SettingsError, match=takes):
+        make_feed(**{setting: value})
+
+
+def test_a_bare_array_is_not_called_a_leaf_without_a_name() -> None:
+    with pytest.raises(meshfeed.SourceError, match="Memory's array has dtype object"):
+        meshfeed.sources.Memory(np.array(["a", None], object))
+
+
 def test_an_unknown_keyword_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="batch_size"):
         make_feed(batch_size=3)

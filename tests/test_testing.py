@@ -196,3 +196,8 @@ def test_wrong_sizes_are_refused() -> None:
         testing.HostPool(0)
     with pytest.raises(SettingsError, match="devices_per_host=True"):
         testing.HostPool(1, True)
+
+
+def test_arguments_in_another_order_start_no_process() -> None:
+    with pytest.raises(SettingsError, match=r"function=3: takes a callable.* number of hosts is num_hosts="):
+        testing.run_hosts(3, print)  # type: ignore[arg-type]

@@ -185,10 +185,10 @@ def _instance(setting: str, value: Any, kind: type, what: str) -> Any:
 
 
 def _load(value: Any) -> Any:
-    if isinstance(value, str):
-        return _choice("load", value, ("sharded", "once"))
+    if isinstance(value, str) and value in ("sharded", "once"):
+        return value
     what = "'sharded', 'once', or a list of distinct process indices that read for all"
-    if isinstance(value, bool | numbers.Number) or not isinstance(value, Sequence | set | frozenset) or not value:
+    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset) or not value:
         raise SettingsError(f"load={value!r}; it takes {what}.", setting="load")
     hosts = [_integer("load", host, 0, what) for host in value]
     if len(set(hosts)) != len(hosts):
@@ -266,10 +266,12 @@ def check_settings(
         prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
         num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),
         num_threads=num_threads,
-        retry=_instance("retry", retry, Retry, "a meshfeed.Retry"),
+        retry=_instance("retry", retry, Retry, "a meshfeed.Retry; meshfeed.Retry(attempts=1) never tries again"),
         bad_records=bad_records,
         check_replicas=_flag("check_replicas", check_replicas),
-        timeout_seconds=_number("timeout_seconds", timeout_seconds, 0, "a number of seconds above 0", strict=True),
+        timeout_seconds=_number(
+            "timeout_seconds", timeout_seconds, 0, "a finite number of seconds above 0", strict=True
+        ),
         name=name,
     )
 

@@ -98,7 +98,16 @@ class HostPool:
           function: a callable, or ``"module:function"``. Callables of modules outside the installed packages (tests,
             scripts, notebooks) travel by value, closures and helpers of the same module included.
           *args: pickled too; the same for all hosts, which tell themselves apart by ``jax.process_index()``.
+
+        Raises:
+          SettingsError: ``function`` is none.
         """
+        if not callable(function) and not isinstance(function, str):
+            raise SettingsError(
+                f"function={function!r}: takes a callable, or 'module:function'. The order is (function, *args), and the "
+                "number of hosts is num_hosts=.",
+                setting="function",
+            )
         payload = dump_task(function, args)
         if self._dirty or any(host.process.poll() is not None for host in self._hosts):
             self._kill()

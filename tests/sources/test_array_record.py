@@ -177,6 +177,12 @@ def test_a_url_needs_a_cache() -> None:
         ArrayRecord("memory://bucket/*.y")
 
 
+def test_a_folder_is_no_cache() -> None:
+    with pytest.raises(SettingsError, match=r"cache='/tmp/cache'. Expected a meshfeed.ShardCache") as error:
+        ArrayRecord("memory://bucket/*", cache="/tmp/cache")  # type: ignore[arg-type]
+    assert error.value.setting == "cache"
+
+
 def test_damaged_files_are_refused_by_name(tmp_path) -> None:
     whole = pathlib.Path(write(tmp_path / "whole", some_records(3000))).read_bytes()
     noise = np.random.default_rng(0).bytes(2 << 16)

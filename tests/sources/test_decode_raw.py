@@ -48,6 +48,9 @@ def test_records_of_no_size_are_refused() -> None:
     for dtype, shape in ((np.int32, (0,)), (object, (2,))):
         with pytest.raises(meshfeed.SettingsError, match="at least one number of a fixed size"):
             DecodeRaw(dtype, shape)
+    for dtype, shape in (("int23", 4), (np.int32, 4.0), (np.int32, "4")):
+        with pytest.raises(meshfeed.SettingsError, match="It takes a dtype, and a shape as an int or a tuple of ints"):
+            DecodeRaw(dtype, shape)  # type: ignore[arg-type]
     assert repr(DecodeRaw(np.int32, 4, key="x")) == "DecodeRaw('int32', (4,), key='x')"
 
 

@@ -100,6 +100,15 @@ def test_what_is_no_iterable_is_refused():
         Stream([1, 2])
 
 
+def test_what_open_raises_says_where():
+    def open_lane(lane_index, num_lanes):
+        raise KeyError("no such shard")
+
+    with pytest.raises(KeyError) as error:
+        Stream(open_lane).open(1, 2, epoch=3)
+    assert error.value.__notes__ == ["while opening lane 1 of 2, epoch 3"]
+
+
 def test_fingerprint():
     assert Stream(lambda *_: []).fingerprint() == {"kind": "stream"}
     assert Stream(lambda *_: [], fingerprint=["a", 1]).fingerprint() == {"kind": "stream", "given": ["a", 1]}

@@ -66,6 +66,11 @@ class ArrayRecord:
                 )
         self.decode = decode
         self.decode_batch = decode_batch
+        if cache is not None and not callable(getattr(cache, "identify", None)):
+            raise SettingsError(
+                f"ArrayRecord got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).",
+                setting="cache",
+            )
         self._cache = cache
         names = _files.expand_paths(paths, source="ArrayRecord")
         remote = [name for name in names if _files.is_url(name)]

@@ -29,12 +29,18 @@ class DecodeRaw:
       key: records become ``{key: array}`` if it is given.
 
     Raises:
-      SettingsError: records of no bytes, or a dtype of Python objects.
+      SettingsError: records of no bytes, a dtype of Python objects, or no dtype or shape at all.
     """
 
     def __init__(self, dtype: Any, shape: int | Sequence[int] = (), *, key: str | None = None) -> None:
-        self.dtype = np.dtype(dtype)
-        self.shape = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+        try:
+            self.dtype = np.dtype(dtype)
+            self.shape = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+        except TypeError as error:
+            raise SettingsError(
+                f"DecodeRaw({dtype!r}, {shape!r}): {error}. It takes a dtype, and a shape as an int or a tuple of ints.",
+                setting="decode_batch",
+            ) from error
         self.key = key
         self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
         if self.num_bytes <= 0 or self.dtype.hasobject:

@@ -51,9 +51,9 @@ class Memory:
             )
         self._length = len(self._arrays[0])
         if not self._length:
+            where = f"leaf {self._paths[0]}" if self._paths[0] else "the array"
             raise SourceError(
-                f"Memory got 0 records: leaf {self._paths[0]!r} has shape {self._arrays[0].shape}. "
-                "Expected at least one row."
+                f"Memory got 0 records: {where} has shape {self._arrays[0].shape}. Expected at least one row."
             )
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class Memory:
 
 def _check_leaf(path: str, leaf: Any) -> np.ndarray:
     """``leaf`` as a plain ndarray view, if its rows can become rows of a device array."""
-    where = f"Memory's leaf {path!r}"
+    where = f"Memory's leaf {path}" if path else "Memory's array"
     if not isinstance(leaf, np.ndarray) and not hasattr(leaf, "__array__"):
         raise SourceError(
             f"{where} is a {type(leaf).__name__}. Expected a numpy array [records, ...]. Convert it with numpy.asarray."

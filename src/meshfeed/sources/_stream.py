@@ -71,7 +71,11 @@ class Stream:
           SourceError: what the user's function returned is not iterable, or is an iterator that it returned before.
         """
         more = {"epoch": epoch} if self._takes_epoch else {}
-        records = self._open(lane_index, num_lanes, **more)
+        try:
+            records = self._open(lane_index, num_lanes, **more)
+        except Exception as error:
+            error.add_note(f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}")
+            raise
         try:
             iterator = iter(records)
         except TypeError:

@@ -67,7 +67,12 @@ def TFDS(  # reads as the class of a source, and is one of two
 
 
 def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
-    import tensorflow_datasets as tfds
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise SourceError(
+            f"TFDS needs tensorflow_datasets, which cannot be imported: {error}. Install meshfeed with its extra 'tfds'."
+        ) from error
 
     if isinstance(name_or_builder, tfds.core.DatasetBuilder):
         return name_or_builder
