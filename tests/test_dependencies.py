@@ -46,6 +46,11 @@ def test_every_imported_library_is_asked_for() -> None:
     assert not missing, f"add to pyproject.toml, and run `uv lock`: {missing}"
 
 
+def test_no_requirement_is_listed_twice() -> None:
+    for requirements in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()):
+        assert len(requirements) == len(_names(requirements))
+
+
 def test_every_requirement_has_a_lower_bound() -> None:
     extras = PROJECT["optional-dependencies"].values()
     requirements = [*PROJECT["dependencies"], *(requirement for extra in extras for requirement in extra)]

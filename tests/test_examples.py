@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pathlib
@@ -41,6 +42,21 @@ def test_the_first_lines() -> None:
 def test_the_readme_shows_them_as_they_are() -> None:
     first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     assert first == (EXAMPLES / "quickstart.py").read_text()
+
+
+def _calls(page: pathlib.Path, name: str) -> list[ast.Call]:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+
+
+def test_pages_give_a_cache_to_files_behind_urls() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    calls = [call for page in pages for call in _calls(page, "ArrayRecord") if "://" in ast.unparse(call)]
+    assert len(calls) >= 2
+    for call in calls:
+        assert "cache" in [keyword.arg for keyword in call.keywords], ast.unparse(call)
 
 
 def test_streams() -> None:
