@@ -74,29 +74,6 @@ def test_no_more_than_the_depth_is_made_ahead(start: Callable[..., ReadAhead[Any
     assert made == [0, 1, 2, 3]
 
 
-def test_a_quick_item_is_not_held_back_by_a_slow_one_after_it(start: Callable[..., ReadAhead[Any]]) -> None:
-    go_on, numbers = threading.Event(), itertools.count()
-    begin = threading.Event()
-
-    def produce() -> int:
-        begin.wait(30)
-        number = next(numbers)
-        if number == 2:
-            go_on.wait(30)
-        return number
-
-    ahead = start(produce)
-    threading.Timer(0.05, begin.set).start()
-    assert ahead.peek() == 0
-    ahead.pop()
-    asked = time.monotonic()
-    assert ahead.peek() == 1
-    ahead.pop()
-    assert time.monotonic() - asked < 0.4, "it was there, and came only with the tick of half a second"
-    threading.Timer(0.05, go_on.set).start()
-    assert ahead.peek() == 2
-
-
 def test_bytes_bound_what_is_ready_but_for_one_item(start: Callable[..., ReadAhead[Any]]) -> None:
     numbers = itertools.count(1)
     made: list[int] = []

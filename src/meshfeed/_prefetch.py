@@ -14,8 +14,6 @@ from meshfeed._errors import MeshfeedError
 
 _log = logging.getLogger("meshfeed.prefetch")
 _TICK_SECONDS = 0.5
-_QUICK_SECONDS = 0.002  # to make an item
-_COALESCED_SECONDS = 0.005  # the longest that a quick item waits for the next one, should that turn out slow
 _JOIN_SECONDS = 10.0
 T = TypeVar("T")
 
@@ -69,10 +67,9 @@ class ReadAhead(Generic[T]):
     def _run(self) -> None:
         while True:
             while not self._closed and not self._has_room():
-                self._room.wait(lambda: self._closed or self._has_room(), _TICK_SECONDS)
+                self._room.wait(lambda: self._closed or self._has_room())
             if self._closed:
                 return
-            start = time.perf_counter()
             try:
                 item = self._produce()
             except BaseException as error:
@@ -83,9 +80,7 @@ class ReadAhead(Generic[T]):
                 self._bytes_made += self._size_of(item)
             self._items.append(item)
             del item  # taken off, it must not live on here
-            # Waking a thread costs both of them as much as a tenth of a quick item, so those are announced in pairs.
-            if time.perf_counter() - start > _QUICK_SECONDS or len(self._items) >= min(2, self._depth()):
-                self._arrived.ring()
+            self._arrived.ring()
 
     @property
     def ready(self) -> bool:
@@ -114,12 +109,11 @@ class ReadAhead(Generic[T]):
             if error is not None:
                 raise error
             self._room.ring()  # should an interrupt have come between taking an item off and saying so
-            waited = time.monotonic() - start if start else 0.0
-            if tick is not None and waited >= _TICK_SECONDS:
-                tick(waited)
-            patience = _TICK_SECONDS if start else _COALESCED_SECONDS
-            start = start or time.monotonic()
-            self._arrived.wait(lambda: self._items or self._error or self._closed, patience)
+            if not start:
+                start = time.monotonic()
+            elif tick is not None:
+                tick(time.monotonic() - start)
+            self._arrived.wait(lambda: self._items or self._error or self._closed)
 
     def pop(self) -> None:
         """Takes off the item that :meth:`peek` gave."""
@@ -166,12 +160,12 @@ class _Bell:
             self._waiting = False
             self._rings.put(None)
 
-    def wait(self, until: Callable[[], object], seconds: float) -> None:
-        """Until somebody rings, at most ``seconds``; at once where ``until()`` holds. May return early: look again."""
+    def wait(self, until: Callable[[], object]) -> None:
+        """Until somebody rings, at most half a second; at once where ``until()`` holds. May return early: look again."""
         self._waiting = True
         if not until():  # asked after the flag was set: whoever changes the answer from now on rings
             try:
-                self._rings.get(timeout=seconds)
+                self._rings.get(timeout=_TICK_SECONDS)
             except queue.Empty:
                 pass
         self._waiting = False
