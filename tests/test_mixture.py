@@ -245,6 +245,16 @@ def test_components_with_unlike_records_are_named():
         rows(feed(Mixture({"web": memory("web"), "code": other}, {"web": 1, "code": 1}, block=30)), 2)
 
 
+@pytest.mark.parametrize("wide", [0, 1])
+def test_components_of_unlike_width_are_never_cut_to_one_another(wide):
+    widths = {"web": 3 if wide == 0 else 2, "code": 3 if wide == 1 else 2}
+    components = {name: Memory({"x": np.ones((50, width), np.float32)}) for name, width in widths.items()}
+    with pytest.raises(
+        SourceError, match=r"'code' and 'web' have unlike records: \['x'\] float32\[\d\].*float32\[\d\]"
+    ):
+        rows(feed(Mixture(components, {"web": 1, "code": 1}, block=30)), 2)
+
+
 class Raw:
     """A source of bytes with a decoder that draws random numbers, and some bad records."""
 

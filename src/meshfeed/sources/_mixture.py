@@ -16,7 +16,7 @@ from meshfeed._read import file_of, read_records, wants_rng
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
 from meshfeed.sources._host_batches import HostBatches
 from meshfeed.sources._mixture_lanes import StreamMixture
-from meshfeed.sources._mixture_parts import Joiner, compact_identity
+from meshfeed.sources._mixture_parts import Joiner, check_shapes, compact_identity
 from meshfeed.sources._recognize import as_source
 
 
@@ -110,6 +110,8 @@ class RandomMixture:
         self._rng_components = [wants_rng(source) for source in self._sources]
         self.wants_rng = any(self._rng_components)
         self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
+        if self.reads_columns:  # the columns to read are worked out from the first component: a wider one would be cut
+            check_shapes({name: source.element_shapes() for name, source in components.items()})
         self._joiner = Joiner()
         self._identities: dict[str, JsonValue] | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,25 @@ def compact_identity(source: Any) -> JsonValue:
         return value if small else digest_of(value)[:8]
 
     return {key: short(value) for key, value in source_identity(source).items()}
+
+
+def check_shapes(shapes: Mapping[str, PyTree]) -> None:
+    """Compares components before anything is read.
+
+    Args:
+      shapes: component → pytree of ``jax.ShapeDtypeStruct`` of one record.
+
+    Raises:
+      SourceError: components whose records differ in structure, shape or dtype; names both and the leaf.
+    """
+    (first, wanted), *others = shapes.items()
+    for name, found in others:
+        if jax.tree.flatten(found) != jax.tree.flatten(wanted):  # nodes of the user's own may not compare
+            raise SourceError(_difference(name, _no_rows(found), first, _no_rows(wanted)))
+
+
+def _no_rows(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), shapes)
 
 
 class Joiner:
