@@ -107,6 +107,11 @@ def test_a_bare_array_is_not_called_a_leaf_without_a_name() -> None:
         meshfeed.sources.Memory(np.array(["a", None], object))
 
 
+def test_an_iterator_of_records_is_told_from_one_of_batches() -> None:
+    with pytest.raises(meshfeed.SourceError, match=r"with rows first\. If these are single records, pass the dataset"):
+        next(make_feed(iter([{"x": np.int32(1)}] * 16)))
+
+
 def test_an_unknown_keyword_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="batch_size"):
         make_feed(batch_size=3)

@@ -30,7 +30,10 @@ def rows_of(batch: PyTree) -> int:
     leaves = jax.tree.leaves(batch)
     if leaves and getattr(leaves[0], "ndim", 0):
         return int(leaves[0].shape[0])
-    expected = "a host batch is a pytree of arrays with rows first."
+    expected = (
+        "a host batch is a pytree of arrays with rows first. If these are single records, pass the dataset that they come "
+        "from in place of its iterator, or meshfeed.sources.Stream(open)."
+    )
     if not leaves:
         raise SourceError(f"a host batch has no leaves: {batch!r}; {expected}")
     path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(batch)[0][0][0])
