@@ -78,7 +78,7 @@ def _format(value: Any) -> str:
 
 
 def take_turns(ways: Mapping[str, Way], *, rounds: int, seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Units a second by wall clock and a second of CPU time of all threads, for each way one figure a round."""
+    """Units a second by wall clock and a second of CPU time (:func:`cpu_seconds`), for each way one figure a round."""
     names = list(ways)
     found = {name: {"wall": [], "cpu": []} for name in names}
     for name in names:
@@ -88,14 +88,30 @@ def take_turns(ways: Mapping[str, Way], *, rounds: int, seconds: float) -> dict[
             way, drained = ways[name], 0
             while drained < way.drain:
                 drained += way.run()
-            done, wall, cpu = 0, time.perf_counter(), time.process_time()
+            done, cpu, wall = 0, cpu_seconds(), time.perf_counter()
             while time.perf_counter() - wall < seconds or not done:
                 done += way.run()
             found[name]["wall"].append(done / (time.perf_counter() - wall))
-            found[name]["cpu"].append(done / max(time.process_time() - cpu, 1e-9))
+            found[name]["cpu"].append(done / max(cpu_seconds() - cpu, 1e-9))
     for way in ways.values():
         way.close()
     return found
+
+
+def cpu_seconds() -> float:
+    """CPU time of all threads of this process and of its worker processes, as far as psutil is there to tell."""
+    total = time.process_time()
+    try:
+        import psutil
+    except ImportError:
+        return total
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.Error:  # it has just ended
+            continue
+        total += times.user + times.system
+    return total
 
 
 def spread(values: Sequence[float]) -> str:
