@@ -117,7 +117,10 @@ class ReadAhead(Generic[T]):
 
     def pop(self) -> None:
         """Takes off the item that :meth:`peek` gave."""
-        item = self._items.popleft()
+        try:
+            item = self._items.popleft()
+        except IndexError:  # closed by another thread since
+            return
         if self._size_of is not None:
             self._bytes_taken += self._size_of(item)
         self._room.ring()
