@@ -268,20 +268,15 @@ class EpochOrder:
         """
         epoch, offset = divmod(start, self.num_records)
         count = stop - start
-        if (
-            self._block_records == 0
-            and start >= 0 < count <= self.num_records - offset
-            and (self.total is None or stop <= self.total)
-            and stop <= _MAX_POSITION
-        ):
-            return np.arange(offset, offset + count, dtype=np.int64), np.full(count, epoch, np.int64)
         chunk_index, first = divmod(offset, _TABLE_RECORDS)
-        if (
-            self._block_records is None
-            and start >= 0 < count <= min(self.num_records - offset, _TABLE_RECORDS - first)
+        in_one_epoch = (
+            start >= 0 < count <= self.num_records - offset
             and (self.total is None or stop <= self.total)
             and stop <= _MAX_POSITION
-        ):
+        )
+        if in_one_epoch and self._block_records == 0:
+            return np.arange(offset, offset + count, dtype=np.int64), np.full(count, epoch, np.int64)
+        if in_one_epoch and self._block_records is None and count <= _TABLE_RECORDS - first:
             ids = _chunk(self, epoch, chunk_index)[first : first + count]
             return ids.copy(), np.full(count, epoch, np.int64)  # the chunk is cached, and ids go to the caller
         return self.ids_at(np.arange(start, stop, dtype=np.int64))

@@ -88,7 +88,8 @@ class Work:
         """This process's buffers, one for each different box; shared by devices until they are placed.
 
         Called again for other rows it gives the same buffers, as fresh pages cost more than to write over old ones. The
-        arrays that took them over as they were are gone by then.
+        arrays that took them over as they were are gone by then, and every value is written again: pieces are read in
+        parts only where the leaf is of the stored shape and parts are whole units (``rows_in_flight``).
         """
         here = process_index()
         shared: dict[Box, np.ndarray[Any, Any]] = {}
