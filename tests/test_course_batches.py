@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -150,6 +151,31 @@ def test_a_short_batch_ends_an_epoch_and_is_an_error_before_its_end() -> None:
     for wrong in (make_feed(iter(batches_of(8, 4, 8))), make_feed(iter(batches_of(8, 8, 8)), global_batch_size=16)):
         with wrong, pytest.raises(meshfeed.SourceError, match="and others follow"):
             list(wrong)
+
+
+def test_a_reader_at_the_end_of_an_epoch_takes_nothing_from_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_the_end, may_go_on = threading.Event(), threading.Event()
+
+    class Restored(Resumable):
+        def set_state(self, state: dict[str, int]) -> None:
+            super().set_state(state)
+            may_go_on.set()  # the reader goes on once the restore has let go of this iterator
+
+    def close_late(iterator: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            at_the_end.set()
+            assert may_go_on.wait(30)
+
+    monkeypatch.setattr(type(meshfeed.sources.HostBatches([]).iterator()), "close", close_late)
+    with make_feed(Restored(4), num_epochs=2) as feed:
+        assert take(feed, 1) == [0]
+        state = feed.get_state()
+        assert take(feed, 1) == [1]
+        assert not at_the_end.is_set()
+        assert take(feed, 1) == [2]
+        assert at_the_end.wait(30)
+        feed.set_state(state)
+        assert take(feed, 7) == [1, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("end", ["drop", "pad"])

@@ -125,7 +125,7 @@ class BatchesFeeder:
                 if epochs is not None and self._epoch >= epochs:
                     return None
                 self._iterator.close()
-                self._iterator = self._course.source.iterator()
+                self._iterator = self._iterator.next_pass()
                 first = next(self._iterator, None)
                 if first is None:
                     raise SourceError(

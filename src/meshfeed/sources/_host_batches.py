@@ -187,6 +187,19 @@ class HostBatchIterator:
         self._delivered += 1
         return jax.tree_util.tree_map(_own, batch)
 
+    def next_pass(self) -> HostBatchIterator:
+        """The batches from the beginning once more, for whoever has read this one to its end.
+
+        Asking :class:`HostBatches` itself would take a one-shot away from a reader who has opened it since.
+
+        Raises:
+          SourceError: a generator, or one that was opened again elsewhere.
+        """
+        if self._restartable:
+            return self._batches.iterator()
+        with self._batches._turn_of(self):
+            return self._batches.iterator()
+
     def get_state(self) -> JsonValue:
         """State after the last batch that was returned."""
         if self._restartable:
