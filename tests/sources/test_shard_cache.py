@@ -19,6 +19,7 @@ import xxhash
 
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._settings import Retry
+from meshfeed.sources import _shard_cache as shard_cache
 from meshfeed.sources._shard_cache import ShardCache
 
 fsspec = pytest.importorskip("fsspec")
@@ -398,6 +399,37 @@ def test_array_record_over_the_cache(store: Store, tmp_path, ranges: bool) -> No
     store.put("d/1.array_record", bytes(content[:-1]))
     with pytest.raises(CorruptDataError, match=r"http://.*1\.array_record"):
         ArrayRecord(urls, cache=ShardCache(tmp_path / "cache3", retry=QUICK))
+
+
+def test_a_file_that_arrives_while_the_room_is_counted_is_counted(store: Store, tmp_path, monkeypatch) -> None:
+    """Its part had gone when it was looked at, and its own name was not yet there when the folder was listed."""
+    cache = ShardCache(tmp_path / "cache", max_bytes=150_000, retry=QUICK)
+    first, second = store.put("first", os.urandom(100_000)), store.put("second", os.urandom(100_000))
+    checked, listed = threading.Event(), threading.Event()
+    check, iterdir = shard_cache._check, pathlib.Path.iterdir
+
+    def check_and_wait(entry, part) -> None:
+        check(entry, part)
+        if entry.url == first:
+            checked.set()
+            listed.wait(20)
+
+    def list_and_wait(folder):
+        found = list(iterdir(folder))
+        if folder == cache.directory and checked.is_set() and not listed.is_set():
+            listed.set()
+            time.sleep(0.3)  # the first file gets its name now, if nothing hinders it
+        return iter(found)
+
+    monkeypatch.setattr(shard_cache, "_check", check_and_wait)
+    monkeypatch.setattr(pathlib.Path, "iterdir", list_and_wait)
+    thread = threading.Thread(target=read, args=(cache, first))
+    thread.start()
+    assert checked.wait(20)
+    assert read(cache, second) == store.files["second"]
+    thread.join(20)
+    assert listed.is_set()
+    assert cache.num_bytes() <= 150_000
 
 
 def test_a_real_s3_server(tmp_path, monkeypatch) -> None:

@@ -109,7 +109,7 @@ class ShardCache:
         self._entries: dict[str, _Entry] = {}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with _locked(self.directory / "room.lock"):
+            with _locked(self._room_lock):
                 pass
         except OSError as error:
             raise SettingsError(
@@ -174,6 +174,10 @@ class ShardCache:
             self._entries[url] = entry
         return entry
 
+    @property
+    def _room_lock(self) -> pathlib.Path:
+        return self.directory / "room.lock"
+
     def _fetch_once(self, entry: _Entry) -> None:
         """Fetches, unless another process does so and gets on with it: then waits for it."""
         with contextlib.ExitStack() as stack:
@@ -214,7 +218,8 @@ class ShardCache:
             with remote_errors(entry.url, "ShardCache"):
                 file_system.get_file(inner, str(part))
             _check(entry, part)
-            os.replace(part, entry.path)
+            with _locked(self._room_lock):  # who counts what is here would see it under neither name
+                os.replace(part, entry.path)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -230,7 +235,7 @@ class ShardCache:
             )
         deadline = time.monotonic() + self._stall_seconds
         while True:
-            with _locked(self.directory / "room.lock"):
+            with _locked(self._room_lock):
                 missing = self._make_room(entry.num_bytes)
                 if missing <= 0:
                     part = self.directory / f"{entry.key}.{entry.num_bytes}.{secrets.token_hex(8)}.part"
