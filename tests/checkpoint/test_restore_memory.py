@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
+import types
 import weakref
 from typing import Any
 
@@ -16,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed import _aligned
 from meshfeed._reshard import bits_dtype
-from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once
+from meshfeed.checkpoint import ArraysHandler, ArraysSave, _engine, restore_once
 from meshfeed.checkpoint._blocks import BlockGather, _block_updater
 from meshfeed.checkpoint._gather import piece_sharding
 from meshfeed.checkpoint._load_plan import LoadPlan, replica_plan
@@ -31,6 +34,7 @@ class Buffers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
+        self._lock = threading.RLock()  # a collection within it may run a finalizer on the same thread
         for name in ("empty", "zeros", "copy"):
             monkeypatch.setattr(_aligned, name, self._counted(getattr(_aligned, name)))
 
@@ -46,8 +50,16 @@ class Buffers:
         return counted
 
     def _add(self, count: int) -> None:
-        self.now += count
-        self.most = max(self.most, self.now)
+        with self._lock:
+            self.now += count
+            self.most = max(self.most, self.now)
+
+    def settled(self) -> int:
+        """Bytes that are still there when XLA's threads have let go: they may hold an input after its result is ready."""
+        deadline = time.monotonic() + 20
+        while gc.collect() >= 0 and self.now and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.now
 
 
 def live_bytes() -> int:
@@ -88,7 +100,7 @@ def test_a_limited_restore_holds_a_chunk_for_each_device_that_reads(saved, monke
     assert_same(state, restored)
     assert sorted(in_place) == [(name, True) for name in ("bf16", "f32") for _ in range(8)]  # each chunk, once
     assert own.most <= readers * (1 << 20) + LIMIT // 8  # devices that receive have a few rows of zeros
-    assert own.now == 0
+    assert own.settled() == 0
 
 
 def test_buffers_of_one_group_are_gone_before_those_of_the_next(tmp_path, monkeypatch):
@@ -97,10 +109,12 @@ def test_buffers_of_one_group_are_gone_before_those_of_the_next(tmp_path, monkey
     state = {f"w{number}": place(np.roll(values, number), mesh, None, "model") for number in range(12)}
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
     own = Buffers(monkeypatch)
+    # Where the engine lets go of a group's buffers, XLA's threads are given the time to do so, too.
+    monkeypatch.setattr(_engine, "gc", types.SimpleNamespace(collect=lambda _: own.settled()))
     restored = restore_once(tmp_path / "a", abstract(state), memory_limit_bytes=32 << 20, restore="single_replica")
     assert_same(state, restored)
     assert own.most == 16 << 20  # four leaves: 1 MiB on each of four replicas, and as much for the result
-    assert own.now == 0
+    assert own.settled() == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
