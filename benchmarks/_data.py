@@ -32,6 +32,9 @@ def write_array_record(path: str, records: Any, options: str = "group_size:1,unc
             writer.write(record if isinstance(record, bytes) else record.tobytes())
         writer.close()
         os.replace(f"{path}.part", path)
+    with open(path, "rb") as file:  # one kept from an earlier run need not be in the page cache
+        while file.read(1 << 24):
+            pass
     return path
 
 

@@ -54,7 +54,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: pathlib.Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert modules <= set(names)
-    assert {"meshfeed/py.typed", "meshfeed/_examples/train_lm.py"} <= set(names)
+    assert {"meshfeed/py.typed", "meshfeed/_examples/train_lm.py", "meshfeed/sources/_riegeli.ll"} <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"meshfeed"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

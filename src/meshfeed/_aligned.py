@@ -51,13 +51,17 @@ def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
 
 
 def _placed(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return np.ndarray(shape, dtype, raw, start)
+    return np.ndarray(shape, dtype, raw, -address(raw) % ALIGNMENT)
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Where the first byte lies."""
+    return array.__array_interface__["data"][0]
 
 
 def is_aligned(array: np.ndarray[Any, Any]) -> bool:
     """Whether the first byte lies on a multiple of 64."""
-    return not array.__array_interface__["data"][0] % ALIGNMENT
+    return not address(array) % ALIGNMENT
 
 
 def copy(array: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[Any, Any]:

@@ -60,6 +60,24 @@ def reads_columns(source: Any) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def _has_both(kind: type, method: str, shortcut: str) -> bool:
+    """Whether ``shortcut`` is of the class that ``method`` is of: who overrides only the latter means something else."""
+    for base in kind.__mro__:
+        if method in vars(base):
+            return shortcut in vars(base)
+    return False
+
+
+def takes_rows(source: Any) -> bool:
+    """Whether records can go from the source to its decoder as one array, ``read_rows`` to ``from_rows``."""
+    return (
+        _has_both(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
+        and _has_both(type(source), "read_raw", "read_rows")
+        and "read_raw" not in getattr(source, "__dict__", ())
+    )
+
+
 def file_of(source: Any, record_id: int) -> str | None:
     """The file that holds a record, where the source knows it."""
     locate = getattr(source, "file_of", None)
@@ -100,11 +118,12 @@ def read_records(
     try:
         if hasattr(source, "read_raw"):
             with _trace("meshfeed.read"):
-                raw = source.read_raw(record_ids)
+                rows = source.read_rows(record_ids) if rngs is None and takes_rows(source) else None
+                raw = source.read_raw(record_ids) if rows is None else ()
             times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
             start = time.perf_counter()
             with _trace("meshfeed.decode"):
-                batch = _decode(source, raw, record_ids, rngs)
+                batch = _decode(source, raw, rows, record_ids, rngs)
             times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
             return batch
         if hasattr(source, "read_batch"):
@@ -159,19 +178,22 @@ def _get_item(source: Any, record_id: int) -> Any:
         raise
 
 
-def _decode(source: Any, raw: Sequence[Any], record_ids: RecordIds, rngs: Rngs | None) -> PyTree:
+def _decode(
+    source: Any, raw: Sequence[Any], rows: np.ndarray | None, record_ids: RecordIds, rngs: Rngs | None
+) -> PyTree:
     decode, decode_batch = getattr(source, "decode", None), getattr(source, "decode_batch", None)
     if decode_batch is not None:
+        number = len(raw) if rows is None else len(rows)
         extra = {"rng": list(rngs)} if rngs is not None and accepts_keyword(decode_batch, "rng") else {}
         try:
-            batch = decode_batch(list(raw), **extra)
+            batch = decode_batch(list(raw), **extra) if rows is None else decode_batch.from_rows(rows)
         except SourceError:
             raise
         except Exception as error:
-            error.add_note(f"while decoding {len(raw)} records (first: {_name_record(source, int(record_ids[0]))})")
+            error.add_note(f"while decoding {number} records (first: {_name_record(source, int(record_ids[0]))})")
             raise
-        if not is_plain_batch(batch, len(raw)):
-            spec_of_batch(batch, len(raw), what="decode_batch")
+        if not is_plain_batch(batch, number):
+            spec_of_batch(batch, number, what="decode_batch")
         return batch
     if decode is None:
         return stack_records(list(raw), record_ids=record_ids)[0]  # raises: bytes are no arrays, and says what to give

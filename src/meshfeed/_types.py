@@ -31,6 +31,8 @@ class RandomAccessSource(Protocol):
 
     * ``read_raw(record_ids: int64[n]) -> Sequence[bytes]`` with the attributes ``decode`` and ``decode_batch``
       (either may be None): undecoded records. The feed calls the decoder and gives it ``rng=`` if it accepts it.
+      Beside it, ``read_rows(record_ids: int64[n]) -> uint8[n, bytes] | None`` is used where the class of ``decode_batch``
+      has ``from_rows(rows) -> pytree`` beside its ``__call__``, and where it gives None ``read_raw`` is.
     * ``read_batch(record_ids: int64[n]) -> pytree`` of arrays ``[n, ...]``: records already stacked. A source whose
       ``reads_columns`` is true is called as ``read_batch(record_ids, columns=ColumnSlices)`` and may be asked
       ``element_shapes() -> pytree of jax.ShapeDtypeStruct`` (of one record) before.

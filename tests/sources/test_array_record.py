@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("array_record")
 
-from array_record_files import some_records, write
+from array_record_files import TimedLibrary, some_records, write
 
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed.sources import _array_record_readers as readers
@@ -90,16 +90,12 @@ def test_the_faster_way_is_learned_and_learned_anew(monkeypatch) -> None:
     monkeypatch.setattr(rows_module.time, "perf_counter", lambda: clock[0])
     taken: list[str] = []
 
-    class Reader:
-        def read(self, *rows):
-            taken.append("single" if len(rows) == 2 else "list")
-            clock[0] += cost[taken[-1]]
-            return [b""] * (1 if len(rows) == 2 else len(rows[0]))
+    opened = readers.OpenFile("x", os.stat(__file__), TimedLibrary(clock, cost, taken), None, 0)
 
     def read_batches(number: int) -> dict[str, int]:
         taken.clear()
         for _ in range(number):
-            assert len(row_reader.read(Reader(), file_of_records(100_000), np.arange(0, 6400, 100), 0)) == 64
+            assert len(row_reader.read(opened, file_of_records(100_000), np.arange(0, 6400, 100), 0)) == 64
         return {"single": taken.count("single") // 64, "list": taken.count("list")}
 
     row_reader = RowReader()
@@ -240,6 +236,20 @@ def test_a_file_that_changes_or_goes_is_noticed_when_it_is_opened(tmp_path) -> N
         source[0]
 
 
+@pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:1,zstd"])
+def test_a_file_that_is_cut_short_while_it_is_open_gives_no_empty_records(tmp_path, options: str) -> None:
+    """As the library does, without a word."""
+    records = [np.random.default_rng(i).bytes(500) for i in range(300)]
+    source = ArrayRecord(write(tmp_path / "x", [b"", *records], options))
+    assert source.read_raw([0, 1, 2]) == [b"", *records[:2]]
+    os.truncate(tmp_path / "x", 70_000)
+    for as_list in (True, False):
+        prefer(source, as_list)
+        for ids in ([290, 3, 299], np.arange(290, 300), [299]):
+            with pytest.raises(SourceError, match=r"has changed since .* 70,000 now"):
+                source.read_raw(ids)
+
+
 def test_fingerprint(three_files, tmp_path) -> None:
     paths, records = three_files
     found = ArrayRecord(paths).fingerprint()
@@ -268,7 +278,7 @@ def test_open_readers_are_bounded(tmp_path) -> None:
     source.close()
     assert len(pool) == 0
     assert source[17] == some_records(1, 9)[0]
-    few_chunks = readers.ReaderPool(max_chunks=5)
+    few_chunks = readers.ReaderPool(max_entries=15)  # 4 to 7 a file of two records
     source._readers = few_chunks
     source.read_raw(np.arange(18))
     assert len(few_chunks) == 2

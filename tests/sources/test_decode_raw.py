@@ -44,6 +44,14 @@ def test_a_record_of_another_size_is_a_bad_record(tmp_path: pathlib.Path) -> Non
     assert set(range(40)) - {17} <= set(rows[:, 0].tolist())
 
 
+def test_numbers_of_several_parts_are_dimensions() -> None:
+    decode = DecodeRaw(np.dtype((np.int32, (2,))), 3)
+    rows = np.arange(24, dtype=np.int32)
+    found = decode([rows[:6].tobytes(), rows[6:12].tobytes()])
+    assert (found == rows[:12].reshape(2, 3, 2)).all()
+    assert (decode.from_rows(rows[:12].view(np.uint8).reshape(2, 24)) == found).all()
+
+
 def test_records_of_no_size_are_refused() -> None:
     for dtype, shape in ((np.int32, (0,)), (object, (2,))):
         with pytest.raises(meshfeed.SettingsError, match="at least one number of a fixed size"):

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import xxhash
 
+from meshfeed import _aligned
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
-from meshfeed.sources import _files
+from meshfeed.sources import _files, _riegeli
 from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, shared_readers
-from meshfeed.sources._array_record_rows import RowReader
+from meshfeed.sources._array_record_rows import RowReader, steps
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
@@ -88,6 +89,7 @@ class ArrayRecord:
                 f"ArrayRecord got {len(names):,} file(s) with 0 records in all, the first {names[0]}. Expected at "
                 "least one record. Check what wrote them."
             )
+        self._one_record_a_chunk = all(file.group_size == 1 for file in self._files)
         self._rows = RowReader()
         self._readers: ReaderPool = shared_readers
 
@@ -132,33 +134,82 @@ class ArrayRecord:
           SourceError: a file is gone or has changed since the source was made.
           OSError: a file cannot be read.
         """
-        ids = np.asarray(record_ids, np.int64)
+        ids = self._checked(record_ids)
         if not ids.size:
             return []
-        low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))  # what min() and max() end in
-        if low < 0 or high >= self._ends[-1]:
-            raise IndexError(
-                f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
-            )
         if len(self._files) == 1:
             return self._read_file(0, ids)
+        records = [b""] * len(ids)
+        for file_index, rows, places in self._by_file(ids):
+            if places is None:
+                return self._read_file(file_index, rows)
+            for place, record in zip(places.tolist(), self._read_file(file_index, rows), strict=True):
+                records[place] = record
+        return records
+
+    def read_rows(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray | None:
+        """Undecoded records of one size, read into one array by a call that needs no interpreter's lock a file.
+
+        For local files of one record a chunk, uncompressed or by zstd, with ``meshfeed[fast]``.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+
+        Returns:
+          uint8 ``[n, bytes of a record]``, fresh and aligned to 64 bytes; or None where a file has more than one record a
+          chunk, or where records are of different sizes, cannot be read so, or are damaged: :meth:`read_raw` reads them,
+          or says what is wrong.
+
+        Raises:
+          IndexError, SourceError: as :meth:`read_raw`.
+        """
+        if not self._one_record_a_chunk or _riegeli.load() is None:  # read_raw is next: do nothing twice
+            return None
+        ids = self._checked(record_ids)
+        if not ids.size:
+            return None
+        parts = [(0, ids, None)] if len(self._files) == 1 else self._by_file(ids)
+        try:
+            opened = [self._readers.get(self._files[file_index], self._cache) for file_index, _, _ in parts]
+        except CorruptDataError:  # maybe of a copy only: read_raw knows what to do
+            return None
+        width = 0 if opened[0].direct is None else opened[0].direct.width
+        if not width or any(file.direct is None or file.direct.width != width for file in opened):
+            return None
+        rows = _aligned.empty((len(ids), width), np.uint8)
+        for (file_index, of_file, places), file in zip(parts, opened, strict=True):
+            at = steps(len(ids), width) if places is None else places * width
+            if not self._rows.read_into(file, self._files[file_index], np.ascontiguousarray(of_file), at, rows, width):
+                return None
+        return rows
+
+    def _checked(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray:
+        ids = np.asarray(record_ids, np.int64)
+        if ids.size:
+            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))  # what min() and max() end in
+            if low < 0 or high >= self._ends[-1]:
+                raise IndexError(
+                    f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
+                )
+        return ids
+
+    def _by_file(self, ids: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray | None]]:
+        """File, rows in it, and their places in ``ids`` (None: all), of each file that has any."""
         which = np.searchsorted(self._ends, ids, side="right")
         rows = ids - self._starts[which]
         if which[0] == which[-1] and bool((which == which[0]).all()):
-            return self._read_file(int(which[0]), rows)
-        records = [b""] * len(ids)
-        by_file = np.argsort(which, kind="stable")
-        which, rows, places = which[by_file], rows[by_file], by_file.tolist()
-        bounds = [0, *(np.flatnonzero(np.diff(which)) + 1).tolist(), len(places)]
+            return [(int(which[0]), rows, None)]
+        places = np.argsort(which, kind="stable")
+        which, rows = which[places], rows[places]
+        bounds = [0, *(np.flatnonzero(np.diff(which)) + 1).tolist(), len(ids)]
         touched = which[bounds[:-1]].tolist()
         if self._cache is not None:  # what has to be fetched is fetched side by side
             closed = [self._files[i] for i in touched if not self._readers.has(self._files[i])]
             _files.in_threads(lambda file: self._readers.get(file, self._cache), closed)
-        for file_index, start, stop in zip(touched, bounds, bounds[1:], strict=False):
-            found = self._read_file(file_index, rows[start:stop])
-            for place, record in zip(places[start:stop], found, strict=True):
-                records[place] = record
-        return records
+        return [
+            (file_index, rows[start:stop], places[start:stop])
+            for file_index, start, stop in zip(touched, bounds, bounds[1:], strict=False)
+        ]
 
     def _inspect(self, name: str) -> ShardFile:
         if self._cache is None or not _files.is_url(name):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import os
 import re
 import resource
@@ -16,11 +17,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._errors import CorruptDataError, SourceError
+from meshfeed.sources._array_record_direct import DirectFile, open_direct
 from meshfeed.sources._files import is_url
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
 
+_logger = logging.getLogger("meshfeed")
 # With a read-ahead of 0, a run of records costs a walk through all chunks and a hand-over to other threads: 17 instead
 # of 0.8 µs a record of 1 KB in runs of 64. Single records and lists cost the same either way.
 _READING = "readahead_buffer_size:1M,max_parallelism:0"
@@ -29,7 +32,7 @@ _COUNTING = _READING + ",footer_prefetch_bytes:0,index_storage_option:offloaded"
 # The library's 1 MiB buffer is filled anew at every jump: 30 instead of 7 µs for a record of 8 KB.
 _BUFFER_BYTES = 8192
 _MAX_OPEN_READERS = 512
-_MAX_OPEN_CHUNKS = 1 << 26  # 8 bytes each in an open reader
+_MAX_OPEN_ENTRIES = 1 << 26  # of 8 bytes: the library's one a chunk, and one or two for reading directly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +56,31 @@ class ShardFile:
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", f"{self.path}\n{self.version}\n{self.num_bytes}")
+        object.__setattr__(self, "key", f"{self.path}\n{self.version}\n{self.num_bytes}\n{self.num_records}")
 
     @property
     def num_chunks(self) -> int:
         """Chunks in the file, the unit that the library reads, checks and decompresses."""
         return -(-self.num_records // self.group_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenFile:
+    """An open ArrayRecord file.
+
+    Attributes:
+      path: local path: of a file behind a URL, that of its copy.
+      status: of the file when it was opened.
+      library: the array_record library's reader.
+      direct: the way past the library, for files that have it.
+      num_entries: numbers of 8 bytes that both hold in memory.
+    """
+
+    path: str
+    status: os.stat_result
+    library: Any
+    direct: DirectFile | None
+    num_entries: int
 
 
 def inspect_file(path: str) -> ShardFile:
@@ -113,16 +135,16 @@ def _describe_unreadable(path: str, reader: Any) -> str:
 
 
 class ReaderPool:
-    """Open readers of local files, the least recently used dropped first. Thread-safe.
+    """Open local files, the least recently used dropped first. Thread-safe.
 
-    A reader is dropped, never closed: it closes when the last thread that reads from it is done.
+    A file is dropped, never closed: it closes when the last thread that reads from it is done.
     """
 
-    def __init__(self, max_readers: int | None = None, max_chunks: int = _MAX_OPEN_CHUNKS) -> None:
+    def __init__(self, max_readers: int | None = None, max_entries: int = _MAX_OPEN_ENTRIES) -> None:
         self._max_readers = max_readers
-        self._max_chunks = max_chunks
-        self._readers: collections.OrderedDict[str, tuple[ShardFile, Any]] = collections.OrderedDict()
-        self._num_chunks = 0
+        self._max_entries = max_entries
+        self._readers: collections.OrderedDict[str, tuple[ShardFile, OpenFile]] = collections.OrderedDict()
+        self._num_entries = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -132,7 +154,7 @@ class ReaderPool:
         """Whether a reader of ``file`` is open now."""
         return file.key in self._readers
 
-    def get(self, file: ShardFile, cache: ShardCache | None = None) -> Any:
+    def get(self, file: ShardFile, cache: ShardCache | None = None) -> OpenFile:
         """An open reader of ``file``, whose copy ``cache`` holds if its path is a URL.
 
         Raises:
@@ -144,19 +166,18 @@ class ReaderPool:
             if found is not None:
                 self._readers.move_to_end(file.key)
                 return found[1]
-        reader = _open_unchanged(file, cache)  # outside the lock: other threads go on reading
+        opened = _open_unchanged(file, cache)  # outside the lock: other threads go on reading
         with self._lock:
             if file.key in self._readers:
                 return self._readers[file.key][1]
-            self._readers[file.key] = file, reader
-            self._num_chunks += file.num_chunks
+            self._readers[file.key] = file, opened
+            self._num_entries += opened.num_entries
             limit = self._max_readers or _reader_limit()
-            while len(self._readers) > 1 and (len(self._readers) > limit or self._num_chunks > self._max_chunks):
-                _, (dropped, _) = self._readers.popitem(last=False)
-                self._num_chunks -= dropped.num_chunks
+            while len(self._readers) > 1 and (len(self._readers) > limit or self._num_entries > self._max_entries):
+                self._num_entries -= self._readers.popitem(last=False)[1][1].num_entries
             if cache is not None and cache.max_bytes is not None:
                 self._drop_copies(file, cache.max_bytes // 4)
-        return reader
+        return opened
 
     def _drop_copies(self, newest: ShardFile, max_bytes: int) -> None:
         """Closes copies of remote files beyond ``max_bytes``: one that is evicted while open still takes its room."""
@@ -165,16 +186,16 @@ class ReaderPool:
         for file in copies:
             if excess <= 0 or file.key == newest.key:
                 break
-            del self._readers[file.key]
-            self._num_chunks -= file.num_chunks
+            self._num_entries -= self._readers.pop(file.key)[1].num_entries
             excess -= file.num_bytes
 
     def drop(self, files: Sequence[ShardFile]) -> None:
         """Forgets the readers of ``files``."""
         with self._lock:
             for file in files:
-                if self._readers.pop(file.key, None) is not None:
-                    self._num_chunks -= file.num_chunks
+                dropped = self._readers.pop(file.key, None)
+                if dropped is not None:
+                    self._num_entries -= dropped[1].num_entries
 
 
 # One for the process, because what it bounds, open files and memory, is the process's: a mixture of 35 sources with 512
@@ -183,19 +204,19 @@ shared_readers = ReaderPool()
 
 
 def _reader_limit() -> int:
-    """At most a quarter of the files that the process may open."""
+    """At most a quarter of the files that the process may open; the library and a direct reader open one each."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_OPEN_READERS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_READERS, soft // 4))
+    return _MAX_OPEN_READERS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_READERS, soft // 8))
 
 
-def _open_unchanged(file: ShardFile, cache: ShardCache | None) -> Any:
+def _open_unchanged(file: ShardFile, cache: ShardCache | None) -> OpenFile:
     if cache is not None and is_url(file.path):
         with cache.open(file.path) as path:
             return _open_checked(file, str(path), cache.identify(file.path)[1])
     return _open_checked(file, file.path, None)
 
 
-def _open_checked(file: ShardFile, path: str, version: str | None) -> Any:
+def _open_checked(file: ShardFile, path: str, version: str | None) -> OpenFile:
     try:
         status = os.stat(path)
         reader = _open(path, _READING)
@@ -211,4 +232,7 @@ def _open_checked(file: ShardFile, path: str, version: str | None) -> Any:
             f"{file.num_bytes:,} bytes then, {reader.num_records():,} in {status.st_size:,} now. Build the source "
             "again."
         )
-    return reader
+    plain = file.group_size == 1 and "transpose:true" not in (reader.writer_options_string() or "")
+    direct = open_direct(path, status, file.num_records) if plain else None
+    _logger.debug("%s is read %s", file.path, "directly" if direct else "by the array_record library")
+    return OpenFile(path, status, reader, direct, file.num_chunks + (0 if direct is None else direct.num_entries))

@@ -41,6 +41,9 @@ class DecodeRaw:
                 f"DecodeRaw({dtype!r}, {shape!r}): {error}. It takes a dtype, and a shape as an int or a tuple of ints.",
                 setting="decode_batch",
             ) from error
+        if self.dtype.subdtype is not None:  # numbers of several parts: dimensions of their own
+            self.dtype, parts = self.dtype.subdtype
+            self.shape += parts
         self.key = key
         self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
         if self.num_bytes <= 0 or self.dtype.hasobject:
@@ -64,15 +67,29 @@ class DecodeRaw:
         """
         if set(map(len, records)) - {self.num_bytes}:
             row = next(row for row, record in enumerate(records) if len(record) != self.num_bytes)
-            raise ValueError(
-                f"record {row} of {len(records)} has {len(records[row])} bytes; {self.dtype}{list(self.shape)} takes "
-                f"{self.num_bytes}. Give DecodeRaw the dtype and shape that were written."
-            )
+            raise self._wrong_size(row, len(records), len(records[row]))
         rows = _aligned.empty((len(records), *self.shape), self.dtype)
         if len(records):
             # One call copies all of them: twice as fast as as many assignments.
-            _packer(self.num_bytes, len(records)).pack_into(rows.reshape(-1).view(np.uint8).data, 0, *records)
+            packer(self.num_bytes, len(records)).pack_into(rows.reshape(-1).view(np.uint8).data, 0, *records)
         return rows if self.key is None else {self.key: rows}
+
+    def from_rows(self, rows: np.ndarray) -> Any:
+        """As a call, for records that a source has read into one array: no copy is made.
+
+        Args:
+          rows: uint8 ``[n, bytes of a record]``, C-contiguous, fresh.
+        """
+        if rows.shape[1] != self.num_bytes:
+            raise self._wrong_size(0, len(rows), rows.shape[1])
+        array = rows.view(self.dtype).reshape(len(rows), *self.shape)
+        return array if self.key is None else {self.key: array}
+
+    def _wrong_size(self, row: int, num_records: int, num_bytes: int) -> ValueError:
+        return ValueError(
+            f"record {row} of {num_records} has {num_bytes} bytes; {self.dtype}{list(self.shape)} takes "
+            f"{self.num_bytes}. Give DecodeRaw the dtype and shape that were written."
+        )
 
     def __repr__(self) -> str:
         key = "" if self.key is None else f", key={self.key!r}"
@@ -80,5 +97,6 @@ class DecodeRaw:
 
 
 @functools.lru_cache(maxsize=16)
-def _packer(num_bytes: int, count: int) -> struct.Struct:
+def packer(num_bytes: int, count: int) -> struct.Struct:
+    """``count`` fields of ``num_bytes`` bytes each, so that one call copies all of them."""
     return struct.Struct(f"{num_bytes}s" * count)

@@ -1,0 +1,471 @@
+"""Reading ArrayRecord files past the library gives its bytes, or leaves the work to it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from array_record_files import TimedLibrary, some_records, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshfeed import CorruptDataError, SourceError
+from meshfeed._aligned import is_aligned
+from meshfeed._read import read_records
+from meshfeed.sources import ArrayRecord, DecodeRaw, _array_record_readers, _riegeli, _zstd
+from meshfeed.sources import _array_record_rows as rows_module
+from meshfeed.sources._array_record_direct import DirectFile, open_direct
+from meshfeed.sources._array_record_readers import OpenFile, ReaderPool, ShardFile
+from meshfeed.sources._array_record_rows import RowReader
+
+llvm = pytest.importorskip("llvmlite.binding", reason="comes with meshfeed[fast]")
+
+PLAIN = "group_size:1,uncompressed"
+ZSTD = "group_size:1,zstd:3"
+needs_zstd = pytest.mark.skipif(_zstd.load() is None, reason="this system has no libzstd")
+both = pytest.mark.parametrize("options", [PLAIN, pytest.param(ZSTD, marks=needs_zstd)], ids=["plain", "zstd"])
+
+
+def random_bytes(sizes: list[int], seed: int = 0, *, values: int = 256) -> list[bytes]:
+    """Fewer values than 256 can be compressed."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, values, size, np.uint8).tobytes() for size in sizes]
+
+
+def direct_file(path: str, num_records: int) -> DirectFile | None:
+    return open_direct(path, os.stat(path), num_records)
+
+
+def read_directly(path: str, number: int, rows: list[int] | np.ndarray) -> list[bytes] | None:
+    """Rows without any help of the library; None where they cannot be read so."""
+    file = direct_file(path, number)
+    assert file is not None
+    rows = np.asarray(rows, np.int64)
+    sizes = file.sizes(rows)
+    ends = np.cumsum(sizes)
+    guard = 7  # bytes on both sides that nobody may touch
+    out = np.full(int(ends[-1]) + 2 * guard, 0xA5, np.uint8)
+    done = file.read(rows, ends - sizes + guard, out)
+    assert (out[:guard] == 0xA5).all()
+    assert (out[len(out) - guard :] == 0xA5).all()
+    return [out[e - s + guard : e + guard].tobytes() for s, e in zip(sizes, ends, strict=True)] if done else None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("direct")
+
+
+SIZES = st.one_of(st.integers(0, 300), st.integers(60_000, 70_000), st.integers(130_000, 132_000))
+
+
+@both
+@given(sizes=st.lists(SIZES, max_size=40), values=st.sampled_from([2, 16, 256]))
+@settings(max_examples=40, deadline=None)
+def test_records_of_all_sizes_are_those_that_were_written(
+    folder: pathlib.Path, options: str, sizes: list[int], values: int
+) -> None:
+    records = random_bytes([*sizes, 5], values=values)
+    path = write(folder / "sizes", records, options)
+    assert read_directly(path, len(records), np.arange(len(records))) == records
+    order = np.random.default_rng(1).integers(0, len(records), 30)
+    assert read_directly(path, len(records), order) == [records[i] for i in order]
+    assert ArrayRecord(path).read_raw(order) == [records[i] for i in order]
+
+
+@pytest.mark.parametrize("cpu", ["here", "x86-64", "generic"])
+def test_every_length_has_the_hash_that_the_library_stores(folder: pathlib.Path, monkeypatch, cpu: str) -> None:
+    """0 to 200 bytes go through each branch of the hash; a plain processor has none of this one's vectors."""
+    if cpu != "here":
+        monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: cpu if _is_x86() else "generic")
+        monkeypatch.setattr(llvm, "get_host_cpu_features", NoFeatures)
+    machine = _riegeli._compile(llvm)
+    assert machine.hash_bytes(_riegeli.SIGNATURE[8:24]) == int.from_bytes(_riegeli.SIGNATURE[:8], "little")
+    monkeypatch.setattr(_riegeli, "load", lambda: machine)
+    records = random_bytes(list(range(200)))
+    path = write(folder / f"lengths-{cpu}", records, PLAIN)
+    assert read_directly(path, 200, np.arange(200)) == records
+
+
+def _is_x86() -> bool:
+    return os.uname().machine in ("x86_64", "AMD64")
+
+
+class NoFeatures(dict):
+    def flatten(self) -> str:
+        return ""
+
+
+def test_the_hash_of_known_bytes() -> None:
+    machine = _riegeli.load()
+    assert machine is not None
+    stored = np.frombuffer(_riegeli.SIGNATURE, "<u8").tolist()
+    assert machine.hash_bytes(_riegeli.SIGNATURE[8:24]) == stored[0]
+    assert machine.hash_bytes(_riegeli.SIGNATURE[32:]) == stored[3]
+    assert machine.hash_bytes(b"") == stored[5]
+    assert machine.hash_bytes(b"\0") != stored[5]
+
+
+def test_chunks_begin_at_every_place_before_the_edge_of_a_block(folder: pathlib.Path) -> None:
+    """So that the header of the next block falls into each byte of a chunk's own header, and of what follows it."""
+    records = random_bytes([65_466] * 240)  # chunks of a block less one byte: each begins one byte before the last
+    path = write(folder / "edges", records, PLAIN)
+    before = -direct_file(path, 240)._offsets % 65_536
+    assert set(range(1, 100)) <= set(before.tolist())
+    assert read_directly(path, 240, np.arange(240)) == records
+
+
+@both
+def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) -> None:
+    records = random_bytes([40, 41, 300, 3], values=20)
+    path = pathlib.Path(write(folder / "flips", records, options))
+    whole = path.read_bytes()
+    used = np.flatnonzero(np.frombuffer(whole, np.uint8))
+    rng = np.random.default_rng(0)
+    refused = direct = 0
+    for place in used.tolist():
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        file = direct_file(str(path), 4)
+        if file is not None:
+            direct += 1
+            for row in range(4):
+                size = int(file.sizes(np.array([row]))[0])
+                out = np.zeros(max(size, 1), np.uint8)
+                if file.read(np.array([row]), np.array([0]), out):
+                    assert out[:size].tobytes() == records[row]
+                else:
+                    refused += 1
+        try:
+            found = ArrayRecord(str(path)).read_raw(np.arange(4))
+        except CorruptDataError:
+            continue
+        assert found == records
+    assert len(used) > 400
+    assert direct > 300
+    assert refused > 300
+
+
+def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.Path) -> None:
+    """As a footer would have them that was made to do harm: hashes are no seal."""
+    records = random_bytes([int(size) for size in np.random.default_rng(0).integers(0, 3000, 300)], values=20)
+    machine, rng, sound = _riegeli.load(), np.random.default_rng(1), 0
+    for options, zstd in ((PLAIN, None), (ZSTD, _zstd.load())):
+        path = write(folder / "harm", records, options)
+        right, num_bytes = direct_file(path, 300)._offsets, os.path.getsize(path)
+        for trial in range(600):
+            offsets = np.sort(rng.integers(0, num_bytes, 41))
+            if trial % 2:  # real places, other sizes
+                first = int(rng.integers(0, 250))
+                offsets = right[first : first + 41].copy()
+            offsets[1:] += np.maximum.accumulate(offsets)[:-1] == offsets[1:]
+            if (np.diff(offsets) <= 0).any():
+                continue
+            sizes = rng.integers(0, 5000, 40)
+            file = DirectFile(machine, zstd, os.open(path, os.O_RDONLY), offsets, sizes)
+            for row in range(40):
+                out = np.full(int(sizes[row]) + 64, 0xA5, np.uint8)
+                sound += file.read(np.array([row]), np.array([32]), out)
+                assert (out[:32] == 0xA5).all()
+                assert (out[len(out) - 32 :] == 0xA5).all()
+            out = np.full(int(sizes.sum()) + 64, 0xA5, np.uint8)
+            sound += file.read(np.arange(40), np.cumsum(sizes) - sizes + 32, out)
+            assert (out[:32] == 0xA5).all()
+            assert (out[len(out) - 32 :] == 0xA5).all()
+    assert sound < 100
+
+
+@both
+def test_a_damaged_record_is_named_and_the_others_still_read(folder: pathlib.Path, options: str) -> None:
+    records = random_bytes([64] * 100)
+    path = pathlib.Path(write(folder / "damaged", records, options))
+    content = bytearray(path.read_bytes())
+    content[content.index(records[23])] ^= 1  # what is random is stored as it is by zstd, too
+    path.write_bytes(content)
+    source = ArrayRecord(str(path), decode_batch=DecodeRaw(np.uint8, 64))
+    for _ in range(10):  # damage is no reason to leave the direct way
+        with pytest.raises(CorruptDataError, match=r"damaged: record 23 \(row 23 of the file\) is damaged"):
+            read_records(source, np.arange(40))
+    assert source.read_rows(np.arange(40)) is None
+    rows = source.read_rows(np.arange(24, 100))
+    assert [row.tobytes() for row in rows] == records[24:]
+
+
+@needs_zstd
+def test_rows_of_several_files_lie_in_the_order_asked_for(folder: pathlib.Path) -> None:
+    records = random_bytes([96] * 300, values=9)
+    paths = [
+        write(folder / f"several-{i}", records[100 * i : 100 * i + 100], options)
+        for i, options in enumerate((PLAIN, ZSTD, ""))  # zstd:3 is the library's own choice
+    ]
+    source = ArrayRecord(paths)
+    rng = np.random.default_rng(3)
+    for ids in (rng.integers(0, 300, 64), np.arange(300), np.arange(300)[::-3], np.array([299]), np.arange(120, 150)):
+        rows = source.read_rows(ids)
+        assert is_aligned(rows)
+        assert rows.shape == (len(ids), 96)
+        assert rows.tobytes() == b"".join(records[i] for i in ids)
+        assert source.read_raw(ids) == [records[i] for i in ids]
+    assert source.read_rows(np.array([], np.int64)) is None
+    with pytest.raises(IndexError, match="record id 300 is out of range"):
+        source.read_rows([300])
+
+
+def test_what_cannot_be_read_so_is_left_to_the_library(folder: pathlib.Path, caplog) -> None:
+    caplog.set_level("DEBUG", logger="meshfeed")
+    records = random_bytes([80] * 20)
+    for name, options, stored in (
+        ("brotli", "group_size:1,brotli:2", records),
+        ("snappy", "group_size:1,snappy", records),
+        ("groups", "group_size:4,uncompressed", records),
+        ("transposed", "group_size:1,transpose,uncompressed", records),
+        ("unlike", PLAIN, [*records[:-1], b"short"]),
+    ):
+        source = ArrayRecord(write(folder / f"left-{name}", stored, options))
+        assert source.read_rows(np.arange(20)) is None, name
+        assert source.read_raw(np.arange(20)) == stored, name
+        how = "directly" if name == "unlike" else "by the array_record library"
+        assert f"left-{name} is read {how}" in caplog.text
+    mixed = ArrayRecord([write(folder / "one", records, PLAIN), write(folder / "two", random_bytes([81] * 5), PLAIN)])
+    assert mixed.read_rows(np.arange(20)) is not None
+    assert mixed.read_rows(np.array([3, 22])) is None
+
+
+@both
+def test_padded_files_are_read_right(folder: pathlib.Path, options: str) -> None:
+    records = random_bytes([1000] * 50)
+    path = write(folder / "padded", records, f"{options},pad_to_block_boundary:true")
+    assert read_directly(path, 50, np.arange(50)) == records
+    assert read_directly(path, 50, [49, 0, 7]) == [records[i] for i in (49, 0, 7)]
+    assert ArrayRecord(path).read_raw(np.arange(50)) == records
+
+
+def test_without_llvmlite_everything_is_as_before(folder: pathlib.Path, monkeypatch) -> None:
+    monkeypatch.setattr(_riegeli, "load", lambda: None)
+    records = random_bytes([8] * 30)
+    source = ArrayRecord(write(folder / "without", records, PLAIN), decode_batch=DecodeRaw(np.int64))
+    source._readers = ReaderPool()
+    assert source.read_rows(np.arange(30)) is None
+    assert read_records(source, np.arange(30)).tobytes() == b"".join(records)
+
+
+def test_without_libzstd_compressed_files_are_left_to_the_library(folder: pathlib.Path, monkeypatch) -> None:
+    records = random_bytes([8] * 30)
+    path = write(folder / "no-libzstd", records, ZSTD)
+    monkeypatch.setattr(_zstd, "_NAMES", ("libnowhere.so.1", "libc.so.6"))
+    assert _zstd.load.__wrapped__() is None
+    monkeypatch.setattr(_zstd, "load", _zstd.load.__wrapped__)
+    assert direct_file(path, 30) is None
+    assert ArrayRecord(path).read_raw(np.arange(30)) == records
+
+
+def test_code_that_does_not_run_right_is_not_used(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_riegeli, "_MUL0", _riegeli._MUL0 + 1)
+    assert _riegeli.load.__wrapped__() is None
+    assert "does not work here" in caplog.text
+    assert "without llvmlite this message goes" in caplog.text
+    monkeypatch.setattr(llvm, "create_mcjit_compiler", lambda *_: 1 / 0)  # a kernel that forbids new code, say
+    assert _riegeli.load.__wrapped__() is None
+
+
+def test_a_file_that_it_cannot_read_is_left_alone_after_a_few_tries(folder: pathlib.Path, monkeypatch) -> None:
+    records = some_records(50)
+    source = ArrayRecord(write(folder / "mistaken", records, PLAIN))
+    source._readers = ReaderPool()
+    tries = []
+    monkeypatch.setattr(DirectFile, "read", lambda *_, **__: tries.append(1) and False)
+    for _ in range(20):
+        assert source.read_raw(np.arange(0, 50, 2)) == records[::2]
+    assert len(tries) == 4
+
+
+def test_a_file_that_changes_under_it_gives_no_wrong_bytes(folder: pathlib.Path) -> None:
+    records = random_bytes([500] * 400)
+    path = write(folder / "cut", records, PLAIN)
+    source = ArrayRecord(path)
+    assert source.read_raw(np.arange(3)) == records[:3]
+    os.truncate(path, 70_000)
+    assert source.read_raw(np.arange(3)) == records[:3]
+    for ids in ([390, 3, 395], np.arange(390, 400), [399]):
+        with pytest.raises(SourceError, match=r"cut has changed .* 70,000 now"):
+            source.read_raw(ids)
+
+
+def test_who_overrides_read_raw_means_other_bytes(folder: pathlib.Path) -> None:
+    class Inverted(ArrayRecord):
+        def read_raw(self, record_ids):
+            return [bytes(255 - byte for byte in record) for record in super().read_raw(record_ids)]
+
+    records = random_bytes([16] * 5)
+    path = write(folder / "inverted", records, PLAIN)
+    decode = DecodeRaw(np.uint8, 16)
+    plain = read_records(ArrayRecord(path, decode_batch=decode), np.arange(5))
+    assert (read_records(Inverted(path, decode_batch=decode), np.arange(5)) == 255 - plain).all()
+    patched = ArrayRecord(path, decode_batch=decode)
+    patched.read_raw = lambda ids: [bytes(16)] * len(ids)
+    assert not read_records(patched, np.arange(5)).any()
+
+
+def test_who_overrides_the_decoder_is_called(folder: pathlib.Path) -> None:
+    class Shifted(DecodeRaw):
+        def __call__(self, records):
+            return super().__call__(records) + 100
+
+    class Delegating:
+        def __init__(self, decode):
+            self._decode = decode
+
+        def __call__(self, records):
+            return self._decode(records) + 100
+
+        def __getattr__(self, name):
+            return getattr(self._decode, name)
+
+    path = write(folder / "shifted", random_bytes([16] * 5), PLAIN)
+    decode = DecodeRaw(np.int32, 4)
+    plain = read_records(ArrayRecord(path, decode_batch=decode), np.arange(5))
+    for other in (Shifted(np.int32, 4), Delegating(decode)):
+        assert (read_records(ArrayRecord(path, decode_batch=other), np.arange(5)) == plain + 100).all()
+
+
+def test_rows_that_the_file_has_not_are_refused(folder: pathlib.Path) -> None:
+    path = write(folder / "few", random_bytes([24] * 10), PLAIN)
+    file, out = direct_file(path, 10), np.zeros(240, np.uint8)
+    places = np.arange(10) * 24
+    assert file.read(np.arange(10), places, out)
+    for rows in ([10], [9, 10], [0, 1, 2, 1 << 40], [-1], [3, 1 << 62]):
+        rows = np.array(rows, np.int64)
+        assert not file.read(rows, places[: len(rows)], out)
+    few = write(folder / "same-name", random_bytes([24] * 10), PLAIN)
+    os.utime(few, ns=(0, 0))
+    small = ArrayRecord(few)
+    assert len(small.read_raw(np.arange(10))) == 10
+    write(folder / "same-name", random_bytes([24] * 300), PLAIN)  # as many bytes: files end at the edge of a block
+    os.utime(few, ns=(0, 0))
+    large = ArrayRecord(few)
+    assert large.read_raw(np.arange(300)) == random_bytes([24] * 300)
+
+
+@pytest.mark.parametrize("options", ["group_size:4,uncompressed", "group_size:1,brotli:2", PLAIN])
+def test_empty_records_of_a_file_that_is_gone_are_read_while_it_is_open(folder: pathlib.Path, options: str) -> None:
+    records = [b"", b"one", b"", b"three", b"four"]
+    path = write(folder / "gone", records, options)
+    source = ArrayRecord(path)
+    assert source.read_raw(np.arange(5)) == records
+    os.unlink(path)
+    assert source.read_raw(np.arange(5)) == records
+    write(folder / "gone", random_bytes([70_000] * 3), options)  # another file of that name
+    assert source.read_raw(np.arange(5)) == records
+
+
+EXITING = """
+import sys, threading, time
+import numpy as np
+from meshfeed.sources import ArrayRecord
+
+source = ArrayRecord(sys.argv[1])
+source.read_raw([0, 1])
+
+def read():
+    while True:
+        source.read_rows(np.arange(6))
+
+for _ in range(2):
+    threading.Thread(target=read, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+@both
+def test_a_program_may_end_while_its_threads_read(folder: pathlib.Path, options: str) -> None:
+    """What a thread has of its own goes before the thread does."""
+    path = write(folder / "exiting", random_bytes([1 << 20] * 6, values=20), options)
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", EXITING, path], capture_output=True, text=True, timeout=100)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_system_that_forbids_new_code_is_no_crash() -> None:
+    program = """
+import ctypes, sys
+from meshfeed.sources import _riegeli
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN
+    sys.exit("no such call")
+print(_riegeli.load())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    if "no such call" in ended.stderr:
+        pytest.skip("this kernel cannot forbid it")
+    assert (ended.returncode, ended.stdout) == (0, "None\n")
+    assert "on a system that lets programs make code" in ended.stderr
+
+
+def test_records_of_another_size_than_decode_raw_takes(folder: pathlib.Path) -> None:
+    path = write(folder / "size", random_bytes([24] * 8), PLAIN)
+    with pytest.raises(ValueError, match=r"record 0 of 3 has 24 bytes; int32\[5\] takes 20") as caught:
+        read_records(ArrayRecord(path, decode_batch=DecodeRaw(np.int32, 5)), np.arange(3))
+    assert any("while decoding 3 records" in note for note in caught.value.__notes__)
+
+
+def test_slow_storage_is_left_to_the_library_until_it_is_fast_again(monkeypatch) -> None:
+    clock, cost = [0.0], {"direct": 4e-6, "single": 7e-6, "list": 400e-6}
+    monkeypatch.setattr(rows_module.time, "perf_counter", lambda: clock[0])
+    taken: list[str] = []
+
+    class Direct:
+        width, works = 8, True
+
+        def expected_microseconds(self, num_rows: int) -> float:
+            return 3.6 * num_rows
+
+        def read(self, rows, places, out, width=0):
+            taken.append("direct")
+            clock[0] += cost["direct"] * len(rows)
+            return True
+
+    def read_batches(number: int, rows: np.ndarray) -> dict[str, int]:
+        taken.clear()
+        for _ in range(number):
+            assert len(reader.read(opened, file, rows, 0)) == 64
+        return {way: taken.count(way) // (64 if way == "single" else 1) for way in cost}
+
+    file, opened, reader = (
+        ShardFile("x", 8 * 10**8, "", 100_000, 1),
+        OpenFile("x", os.stat(__file__), TimedLibrary(clock, cost, taken), Direct(), 0),
+        RowReader(),
+    )
+    scattered, run = np.arange(0, 6400, 100), np.arange(64)
+    assert read_batches(300, scattered) == {"direct": 300, "single": 0, "list": 0}
+    cost |= {"direct": 300e-6, "single": 310e-6, "list": 3000e-6}  # a disk that answers several at a time
+    assert read_batches(400, scattered)["list"] > 350
+    assert read_batches(50, run)["direct"] == 50  # what comes in order, the system reads ahead
+    cost |= {"direct": 4e-6, "single": 7e-6}
+    assert read_batches(600, scattered)["direct"] > 400
+
+
+def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:
+    def open_files() -> int:
+        links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return sum(os.path.exists(link) and "closing-" in os.readlink(link) for link in links)
+
+    paths = [write(folder / f"closing-{i}", some_records(5), PLAIN) for i in range(6)]
+    source = ArrayRecord(paths)
+    source._readers = pool = ReaderPool(max_readers=4)
+    source.read_raw(np.arange(30))
+    gc.collect()
+    assert (len(pool), open_files()) == (4, 8)  # the library's and ours
+    assert pool._num_entries == 4 * (5 + 6 + 5)  # chunks in the library; offsets and sizes in ours
+    source.close()
+    gc.collect()
+    assert (len(pool), open_files(), pool._num_entries) == (0, 0, 0)
+
+
+def test_half_of_the_files_that_a_process_may_open_are_left_to_others(monkeypatch) -> None:
+    monkeypatch.setattr(_array_record_readers.resource, "getrlimit", lambda _: (1024, 1024))
+    assert _array_record_readers._reader_limit() == 128
