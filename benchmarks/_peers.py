@@ -97,7 +97,7 @@ def _reader(path: str) -> Any:
 def limit_ways(make_read: Callable[[], Read], batch: int, num_tokens: int, sharding: Any) -> dict[str, Way]:
     """What no feed in Python can beat: the floor and JAX's private call, here and from a thread, and nothing else."""
     import jax
-    from jax._src.interpreters import pxla
+    from jaxlib import xla_client
 
     import meshfeed
 
@@ -111,7 +111,7 @@ def limit_ways(make_read: Callable[[], Read], batch: int, num_tokens: int, shard
 
         def make() -> Any:
             host = decode(read())
-            return pxla.batched_device_put(aval, sharding, [host[part] for part in rows], devices)
+            return xla_client.batched_device_put(aval, sharding, [host[part] for part in rows], devices)
 
         return make
 

@@ -43,8 +43,8 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     """Milliseconds of each way, one figure a round."""
     import jax
     import numpy as np
-    from jax._src.interpreters import pxla
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    from jaxlib import xla_client
 
     from meshfeed import _aligned
     from meshfeed._global import Assembler
@@ -66,7 +66,7 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
 
     def raw() -> dict[str, Any]:
         return {
-            key: pxla.batched_device_put(aval, sharding, [leaf[part] for part in slices], devices)
+            key: xla_client.batched_device_put(aval, sharding, [leaf[part] for part in slices], devices)
             for key, leaf in batch.items()
         }
 

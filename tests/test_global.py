@@ -139,11 +139,15 @@ def test_the_private_call_is_given_up_for_good_with_one_line(caplog: pytest.LogC
 
 
 def test_a_changed_signature_is_found_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jax._src.interpreters import pxla
+    from jaxlib import xla_client
 
-    monkeypatch.setattr(pxla, "batched_device_put", lambda aval, sharding, xs: None)
-    assert probe_fast_call() is None
-    monkeypatch.delattr(pxla, "batched_device_put")
+    def changed(*arguments: Any) -> None:
+        """batched_device_put(aval: object, xs: collections.abc.Sequence[object], enable_x64: bool | None) -> object"""
+
+    for other in (changed, lambda aval, sharding, xs: None):
+        monkeypatch.setattr(xla_client, "batched_device_put", other)
+        assert probe_fast_call() is None
+    monkeypatch.delattr(xla_client, "batched_device_put")
     assert probe_fast_call() is None
 
 

@@ -56,7 +56,7 @@ def _placed(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: np.dtype[Any
 
 def address(array: np.ndarray[Any, Any]) -> int:
     """Where the first byte lies."""
-    return array.__array_interface__["data"][0]
+    return array.ctypes.data
 
 
 def is_aligned(array: np.ndarray[Any, Any]) -> bool:
