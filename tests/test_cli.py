@@ -123,3 +123,16 @@ def test_a_file_in_place_of_a_folder_is_refused_in_words(command: str, tmp_path:
     result = run(f"{command} {tmp_path}/state.json")
     assert result.exit_code == 1
     assert "is a file. Give the folder" in result.output
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_bucket_that_cannot_be_read_is_one_message(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    result = run(f"{command} s3://meshfeed-no-such-bucket/run")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: s3://meshfeed-no-such-bucket/run: s3:// cannot be read here: ")
+    assert "copy the checkpoint into a folder" in result.output

@@ -59,7 +59,7 @@ def readable_path(directory: Any) -> epath.Path:
     """The path of a checkpoint or of a saved state, to read from.
 
     Raises:
-      CheckpointError: it is a URL of a kind that nothing here reads.
+      CheckpointError: it is a URL of a kind that nothing here reads, or of a bucket that cannot be reached.
     """
     scheme, is_url, _ = str(directory).partition("://")
     if is_url and scheme not in ("gs", "s3"):
@@ -67,7 +67,16 @@ def readable_path(directory: Any) -> epath.Path:
             f"{directory}: checkpoints are read from folders and gs://, not from {scheme}://. Give the path of a folder, "
             "or copy the checkpoint into one."
         )
-    return epath.Path(directory)
+    path = epath.Path(directory)
+    if is_url:
+        try:
+            path.exists()
+        except Exception as error:  # each library of a file system has exceptions of its own
+            raise CheckpointError(
+                f"{directory}: {scheme}:// cannot be read here: {type(error).__name__}: {error}. Look at credentials and "
+                "network, or copy the checkpoint into a folder."
+            ) from error
+    return path
 
 
 def write_json(path: epath.Path, value: Any) -> None:
