@@ -39,3 +39,21 @@ def test_large_zeros_take_memory_only_while_they_are_there_and_written():
     assert resident() - before > size * 3 // 4
     del array
     assert resident() - before < size // 4
+
+
+def test_is_aligned_says_what_the_address_says() -> None:
+    whole = _aligned.empty((8, 24), np.int16)
+    views = [
+        whole,
+        whole[1:],
+        whole[4:],
+        whole[::-1],
+        whole[:, 1:],
+        whole.T,
+        whole.reshape(-1)[32:],
+        whole.view(np.uint8),
+    ]
+    views += [view.copy() for view in views]
+    found = [_aligned.is_aligned(view) for view in views]
+    assert found == [view.ctypes.data % 64 == 0 for view in views]
+    assert found[:8] == [True, False, True, False, False, True, True, True]

@@ -21,9 +21,6 @@ from meshfeed._types import PyTree
 _MAX_CACHED_BATCH_KINDS = 64  # a batch schedule or ragged widths make several; more means something is wrong
 
 
-_PathPutter = tuple[str, LeafPutter]
-
-
 class Assembler:
     """Makes global arrays of the batches of one feed.
 
@@ -40,8 +37,8 @@ class Assembler:
         self._prefix = prefix
         self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         self._x64 = self._putter.x64
-        self._kinds: dict[Any, list[_PathPutter]] = {}
-        self._last: tuple[Any, list[_PathPutter]] = (None, [])
+        self._kinds: dict[Any, list[LeafPutter]] = {}
+        self._last: tuple[Any, list[LeafPutter]] = (None, [])
 
     @property
     def x64(self) -> bool:
@@ -67,16 +64,15 @@ class Assembler:
             does not take; names the leaf's path.
           PlanError: a leaf's columns cannot be divided over the axes of its sharding.
         """
-        arrays, treedef = jax.tree.flatten(host_tree)
+        arrays, treedef = jax.tree_util.default_registry.flatten(host_tree)
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
         shapes = None if record_shapes is None else tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
         kind = (plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         putters = self._last[1] if kind == self._last[0] else self._putters_of(kind, host_tree, leaves)
-        parts = zip(putters, leaves, strict=True)
-        with self._putter.transfers(), jax.profiler.TraceAnnotation("meshfeed.transfer"):
-            return treedef.unflatten([put(narrow(leaf, path, self._x64)) for (path, put), leaf in parts])
+        with self._putter.transfer():
+            return treedef.unflatten([put(leaf) for put, leaf in zip(putters, leaves, strict=True)])
 
-    def _putters_of(self, kind: Any, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]) -> list[_PathPutter]:
+    def _putters_of(self, kind: Any, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]) -> list[LeafPutter]:
         putters = self._kinds.get(kind)
         if putters is None:
             putters = self._putters(host_tree, leaves, kind[0], kind[2])
@@ -88,7 +84,7 @@ class Assembler:
 
     def _putters(
         self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]], plan: HostPlan, widths: Any
-    ) -> list[_PathPutter]:
+    ) -> list[LeafPutter]:
         shardings = broadcast_shardings(self._prefix, host_tree)
         paths = leaf_paths(host_tree)
         widths = [leaf.shape[1:] for leaf in leaves] if widths is None else widths
@@ -106,7 +102,7 @@ class Assembler:
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
             local = _local_indices(leaf, leaf_plan, path)
             dtype = narrowed_dtype(leaf.dtype, self._x64)
-            putters.append((path, LeafPutter(self._putter, leaf_plan, leaf.shape, dtype, local)))
+            putters.append(LeafPutter(self._putter, leaf_plan, leaf.shape, dtype, local, path))
         return putters
 
     def columns(self, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:

@@ -193,7 +193,7 @@ class LoadPlan:
         if kind not in self._kinds:
             self._kinds[kind] = self._plan_leaves(host_tree, leaves)
         specs, putters = self._kinds[kind]
-        with self._putter.transfers(), jax.profiler.TraceAnnotation("meshfeed.transfer"):
+        with self._putter.transfer():
             return LoadedBatch([put(leaf) for put, leaf in zip(putters, leaves, strict=True)], treedef, specs)
 
     def _plan_leaves(
@@ -247,7 +247,7 @@ class LoadPlan:
         mover = self._movers.get(key)
         if mover is None:
             mover = self._movers[key] = make_mover(deal.sharding, deal.ranks, deal.chunk_rows, specs)
-        with x64_types(self._putter.x64), self._putter.transfers(), without_ambient_mesh():
+        with x64_types(self._putter.x64), self._putter.allowed(), without_ambient_mesh():
             return mover(arrays)
 
 

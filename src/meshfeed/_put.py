@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshfeed import _aligned
+from meshfeed._narrow import narrow
 from meshfeed._plan import LeafPlan
 
 _log = logging.getLogger("meshfeed.put")
@@ -28,7 +29,6 @@ _log = logging.getLogger("meshfeed.put")
 FastCall = Callable[..., jax.Array]
 
 _GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")  # those named *_explicit mean these transfers too
-_NO_GUARD = contextlib.nullcontext()
 
 
 def probe_fast_call() -> FastCall | None:
@@ -69,11 +69,14 @@ class Putter:
                 error,
             )
 
-    def transfers(self) -> contextlib.AbstractContextManager[Any]:
+    def transfer(self) -> contextlib.AbstractContextManager[Any]:
+        """To transfer in: :meth:`allowed`, and a profiler shows it."""
+        annotation = jax.profiler.TraceAnnotation("meshfeed.transfer")
+        return _both(self.allowed(), annotation) if _is_guarded() else annotation
+
+    def allowed(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which a guard against implicit transfers lets these through: they are asked for."""
-        if jax.config.jax_transfer_guard_host_to_device in _GUARDS_OF_IMPLICIT_TRANSFERS:  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
-            return jax.transfer_guard_host_to_device("allow")
-        return _NO_GUARD
+        return jax.transfer_guard_host_to_device("allow") if _is_guarded() else contextlib.nullcontext()
 
     def public_call(
         self, global_shape: tuple[int, ...], sharding: Any, dtype: Any, block_of: Callable[[Any], Any]
@@ -86,6 +89,18 @@ class Putter:
         """The array of a host without a device in the sharding: shape and type, no addressable shards."""
         with x64_types(self.x64):  # make_array_from_callback asks such a host for a block if all are the same
             return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
+
+
+def _is_guarded() -> bool:
+    return jax.config.jax_transfer_guard_host_to_device in _GUARDS_OF_IMPLICIT_TRANSFERS  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+
+
+@contextlib.contextmanager
+def _both(
+    first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 @contextlib.contextmanager
@@ -158,8 +173,9 @@ class LeafPutter:
       putter: shared by the leaves.
       plan: where the blocks go.
       host_shape: of the host arrays.
-      dtype: of the host arrays, already as JAX takes it.
+      dtype: of the arrays, as JAX takes it; host arrays of other dtypes are narrowed to it.
       local: for each block of the plan, where it lies in the host array.
+      path: the leaf's path, for messages.
     """
 
     def __init__(
@@ -169,7 +185,9 @@ class LeafPutter:
         host_shape: tuple[int, ...],
         dtype: Any,
         local: Sequence[tuple[slice, ...]],
+        path: str,
     ) -> None:
+        self._putter, self._path, self._dtype = putter, path, np.dtype(dtype)
         devices = [block.device for block in plan.blocks]
         indices = [block.index for block in plan.blocks]
         self._put = BlockPutter(putter, plan.global_shape, plan.sharding, dtype, devices, indices)
@@ -192,7 +210,12 @@ class LeafPutter:
         Args:
           host: the rows and columns of this host. It and the arrays made from it share memory on CPU: never write to
             it again.
+
+        Raises:
+          SourceError: an integer that does not fit in the dtype.
         """
+        if host.dtype != self._dtype:
+            host = narrow(host, self._path, self._putter.x64)
         if self._rows is not None and host.flags.c_contiguous:
             if self._align and not _aligned.is_aligned(host):
                 # JAX would copy each block by itself: up to twice as slow as one copy here, which it then takes as it is.
