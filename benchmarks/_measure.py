@@ -86,6 +86,7 @@ def take_turns(ways: Mapping[str, Way], *, rounds: int, seconds: float) -> dict[
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             way, drained = ways[name], 0
+            _rest()
             while drained < way.drain:
                 drained += way.run()
             done, cpu, wall = 0, cpu_seconds(), time.perf_counter()
@@ -96,6 +97,16 @@ def take_turns(ways: Mapping[str, Way], *, rounds: int, seconds: float) -> dict[
     for way in ways.values():
         way.close()
     return found
+
+
+def _rest(seconds: float = 15.0) -> None:
+    """Waits until the threads of other ways have filled their read-ahead, which would take the cores in this one's turn."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        before = cpu_seconds()
+        time.sleep(0.05)
+        if cpu_seconds() - before < 0.01:
+            return
 
 
 def cpu_seconds() -> float:
