@@ -97,7 +97,7 @@ def _reader(path: str) -> Any:
 def limit_ways(make_read: Callable[[], Read], batch: int, num_tokens: int, sharding: Any) -> dict[str, Way]:
     """What no feed in Python can beat: the floor and JAX's private call, here and from a thread, and nothing else."""
     import jax
-    from jaxlib import xla_client
+    from jax._src.lib import xla_client
 
     import meshfeed
 

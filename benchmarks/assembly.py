@@ -43,8 +43,8 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     """Milliseconds of each way, one figure a round."""
     import jax
     import numpy as np
+    from jax._src.lib import xla_client
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
-    from jaxlib import xla_client
 
     from meshfeed import _aligned
     from meshfeed._global import Assembler

@@ -139,7 +139,7 @@ def test_the_private_call_is_given_up_for_good_with_one_line(caplog: pytest.LogC
 
 
 def test_a_changed_signature_is_found_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxlib import xla_client
+    from jax._src.lib import xla_client
 
     def changed(*arguments: Any) -> None:
         """batched_device_put(aval: object, xs: collections.abc.Sequence[object], enable_x64: bool | None) -> object"""

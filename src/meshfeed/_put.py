@@ -1,6 +1,6 @@
 """One leaf's host array to one global ``jax.Array``.
 
-The fast way is a call that JAX itself ends in, ``jaxlib.xla_client.batched_device_put``: 1.5 to 5 times as
+The fast way is a call that JAX itself ends in, ``jax._src.lib.xla_client.batched_device_put``: 1.5 to 5 times as
 fast as the public ways because nothing is worked out again for each batch. It is private, so it is probed before use
 and given up for good, with one log line, when it turns out to be another than expected. The public way
 (``jax.make_array_from_callback``) gives the same array, and also makes the first of each kind: the abstract value that
@@ -34,7 +34,7 @@ _GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")  # those named *_explicit me
 def probe_fast_call() -> FastCall | None:
     """The private call, or None where this JAX has no such function or its parameters are others."""
     try:
-        from jaxlib import xla_client
+        from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
         call = xla_client.batched_device_put
     except (ImportError, AttributeError):
