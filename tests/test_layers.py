@@ -13,7 +13,6 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
-MAX_LINES = 400
 
 FLOORS: dict[str, str] = {
     "0": "_errors _types",
@@ -147,12 +146,6 @@ def test_the_import_reader_sees_every_form(tmp_path: pathlib.Path) -> None:
     )
     modules = dict.fromkeys(("x", "_a", "_b", "sources", "sources.c", "_d", "__init__"), path)
     assert _imports("x", modules) == {"__init__", "_a", "_b", "sources.c", "_d"}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_files_hold_one_idea(module: str) -> None:
-    lines = len(MODULES[module].read_text().splitlines())
-    assert lines <= MAX_LINES, f"{MODULES[module].name} has {lines} lines: split it by idea"
 
 
 def test_only_one_module_asks_jax_about_processes() -> None:
