@@ -31,13 +31,13 @@ class BatchesCourse:
     Args:
       source: the host's batches (``meshfeed.sources.HostBatches``).
       settings: the feed's settings.
-      derive_size: rows of this host's batch → global batch size, where the setting is left out.
+      layout: gives the global batch size if the setting is left out.
     """
 
     kind = "host_batches"
     opens_at_restore = True
 
-    def __init__(self, source: Any, settings: FeedSettings, derive_size: Any) -> None:
+    def __init__(self, source: Any, settings: FeedSettings, layout: Any) -> None:
         for setting, (only, remedy) in _UNSUPPORTED.items():
             value = getattr(settings, setting)
             if value != only or isinstance(value, bool) != isinstance(only, bool):
@@ -57,7 +57,8 @@ class BatchesCourse:
             )
         self.source = source
         self._settings = settings
-        self._derive_size = derive_size
+        self._derive_size = layout.global_batch_size_of
+        self._smallest_size = layout.smallest_batch_size
         self._schedule = settings.schedule
         self._sizes: dict[int, int] = {}
         self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
@@ -92,6 +93,15 @@ class BatchesCourse:
                 self._sizes[host_rows] = self._derive_size(host_rows)
             return self._sizes[host_rows]
         return self._schedule.sizes[0]
+
+    def size_of_padding(self) -> tuple[int, bool]:
+        """Size of a global batch to which this host gives only padding, and whether that size is final.
+
+        It is not if the other hosts' batches determine it: then it is the smallest size that is possible.
+        """
+        if self._schedule is None or getattr(self.source.iterable, "rows_may_vary", False):
+            return self._smallest_size(), False
+        return self._schedule.sizes[0], True
 
     def _peek(self) -> tuple[Any, PyTree]:
         if self._first is None:
@@ -197,7 +207,7 @@ class BatchesCourse:
         del num_skipped
         timeline = place.timeline
         if place.step == 0 and not place.entries:  # now the size is known
-            timeline = _timeline.Timeline(self.schedule())
+            timeline = _timeline.Timeline(self._schedule or BatchSchedule([(0, batch.global_batch_size)]))
         size = batch.global_batch_size
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
         return Place(timeline, batch.step + 1, place.position + size - padding, entries=batch.entries)
