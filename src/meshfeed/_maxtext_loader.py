@@ -23,7 +23,7 @@ from meshfeed._types import PyTree
 from meshfeed.sources._host_batches import HostBatches
 
 _PREFETCH = 2
-_NO_DATA = "no host has a single batch, so that not even padding can be made. Check the dataset's path and split."
+_NO_DATA = "no host has a single batch, so the shape of padding is unknown. Check the dataset's path and split."
 _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline, and the other hosts then for it
 
 
@@ -32,19 +32,19 @@ class MultiHostDataLoadIterator:
 
     The rows of all hosts' batches make one global batch, dimension 0 over all axes of the mesh. ``iter()`` resets: the
     loader is started again, except one that can be read only once, which goes on after the last delivered batch.
-    Without padding all hosts stop at the first step that some host cannot fill; with padding all hosts give batches of
-    zeros from that step on, for ever.
+    Without padding all hosts stop at the first step that some host cannot fill. With padding a host whose data has ended
+    gives rows of zeros while others still have data, and all hosts give batches of zeros for ever once all have ended.
 
     Args:
       dataloader: a tf.data.Dataset or an iterable of pytrees of arrays ``[host_rows, ...]``; each host gives as many
         rows for each of its devices. With a factor 1/n it may be a list of n of them, which take turns.
       global_mesh: the mesh.
-      generate_padding_batch: go on with zeros after the end.
+      generate_padding_batch: continue with zeros after the end.
       expansion_loading_factor_for_grain: more than 1: join that many of the loader's batches to one. It may be another
         on each host. Whole floats are taken too.
 
     Attributes:
-      out_of_data: whether padding has begun.
+      out_of_data: whether this host's rows of the last delivered batch were padding.
 
     Raises:
       SettingsError: (a ValueError) ``dataloader`` is no iterable, or the factor cannot be used.
@@ -69,14 +69,16 @@ class MultiHostDataLoadIterator:
         self._feed = Feed(
             HostBatches(self._local),
             global_mesh,
+            end="pad" if generate_padding_batch else "drop",
             prefetch=_PREFETCH,
             retry=Retry(attempts=1),  # the loader is retried below, as MaxText does
             timeout_seconds=_TIMEOUT_SECONDS,
             name=f"maxtext-{number}",
         )
-        self._like: PyTree | None = None  # what a batch of zeros looks like
+        self._like: PyTree | None = None  # with padding: the last delivered batch, and what one of zeros looks like
+        self._ended = False  # whether the data of all hosts has
+        self._no_data = False  # whether no host could show the shape of padding
         self._padding_rounds = 0
-        self._under_way = False  # whether a batch was delivered, or a state was set, which may be that of the end
         self._view = LocalIteratorView(self, self._local)
 
     # ------------------------------------------------------------------ iteration
@@ -91,24 +93,25 @@ class MultiHostDataLoadIterator:
         Raises:
           StopIteration: the end, on all hosts at the same step; never with padding.
           PlanError: (a ValueError) rows that this host's devices cannot share equally; names the leaf's path.
-          ValueError: no host has a single batch.
+          ValueError: with padding, no host has a batch that shows its shape.
+          StalledError: the loader, or another host, has given nothing for 600 s.
           LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
         """
-        if not self.out_of_data:
+        if not self._ended:
             try:
                 batch = self._next_of_feed()
             except StopIteration:
                 if not self.generate_padding_batch:
                     raise
-                if self._like is None:
-                    self._like = self._shape_of_padding()
-                self.out_of_data = True
+                self._ended = True
             else:
-                self._local.tape.delivered()
-                self._under_way = True
+                self.out_of_data = not self._local.tape.delivered()
                 if self.generate_padding_batch:
                     self._like = jax.tree.map(_spec_of, batch)
                 return batch
+        if self._like is None:
+            self._like = self._shape_of_padding()
+        self.out_of_data = True
         return jax.tree.map(_zeros, self._like)
 
     def _next_of_feed(self) -> PyTree:
@@ -117,15 +120,16 @@ class MultiHostDataLoadIterator:
         except SourceError as error:
             if str(error) != EMPTY_BATCHES:
                 raise
-            if not self._under_way:
-                raise ValueError(_NO_DATA) from error
-        raise StopIteration  # the loader began at its end
+        raise StopIteration
 
     def reset(self) -> None:
         """From the beginning; a loader that can be read only once goes on after the last delivered batch."""
         self._feed.reset()
         self._local.reset()
-        self.out_of_data = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.out_of_data = self._ended = self._no_data = False
 
     @property
     def local_iterator(self) -> LocalIteratorView:
@@ -134,13 +138,20 @@ class MultiHostDataLoadIterator:
 
     @property
     def last_local_data(self) -> PyTree | None:
-        """The host-local batch that was delivered last."""
-        return self._local.tape.last
+        """The host-local batch that was delivered last, or its padding; None before the first one."""
+        if not self.out_of_data:
+            return self._local.tape.last
+        return jax.tree.map(lambda leaf: np.zeros(self._local_shape_of(leaf.shape), leaf.dtype), self._like)
+
+    def _local_shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // self.global_mesh.size * self._local_devices, *shape[1:])
 
     # ------------------------------------------------------------------ padding
 
     def _shape_of_padding(self) -> PyTree:
-        """From a batch that some host has read, where none was delivered yet."""
+        """From a batch of some host, if none was delivered yet."""
+        if self._no_data:
+            raise ValueError(_NO_DATA)
         self._padding_rounds += 1
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
         result = _process.reduce_json(
@@ -153,6 +164,7 @@ class MultiHostDataLoadIterator:
             doing="finding the shape of a padding batch",
         )
         if result is None:
+            self._no_data = True
             raise ValueError(_NO_DATA)
         return self._global_spec(cloudpickle.loads(base64.b64decode(result)))
 
@@ -169,7 +181,7 @@ class MultiHostDataLoadIterator:
         )
 
     def _local_shape(self) -> str | None:
-        batch = self._local.tape.ahead()
+        batch = self._local.sample()
         return None if batch is None else base64.b64encode(cloudpickle.dumps(self._one_device(batch))).decode()
 
     def _one_device(self, batch: PyTree) -> PyTree:
@@ -215,7 +227,7 @@ class MultiHostDataLoadIterator:
             self._feed.reset()
             self._local.rewind()
         self._feed.set_state(state)
-        self.out_of_data = False
+        self._begin_anew()
 
     async def save(self, directory: Any) -> Any:
         """Orbax v1's StatefulCheckpointable."""
@@ -243,8 +255,7 @@ class MultiHostDataLoadIterator:
         """Drops the read-ahead and brings the loaders to a state of ``local_iterator``."""
         self._feed.reset()
         self._local.tape.restore(local_state)
-        self._under_way = True
-        self.out_of_data = False
+        self._begin_anew()
 
     def close(self) -> None:
         """Ends threads and closes the loader."""
@@ -279,7 +290,7 @@ class LocalIteratorView:
     def __next__(self) -> PyTree:
         """The host-local batch of the next global one, which counts as delivered."""
         next(self._owner)
-        return self._local.tape.last
+        return self._owner.last_local_data
 
     def get_state(self) -> Any:
         """The loader's own state after the last delivered batch; a list where several loaders take turns.

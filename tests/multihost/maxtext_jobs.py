@@ -58,6 +58,84 @@ def uneven(counts: list[int], padding: bool, steps: int) -> dict[str, Any]:
     return {"seen": seen, "sums": sums, "error": error}
 
 
+def padded(counts: list[int], steps: int, last_rows: int = HOST_ROWS) -> dict[str, Any]:
+    """Every step with padding as this host sees it, then ``iter()`` and the first two steps again.
+
+    ``last_rows``: of the last of all batches.
+    """
+    host = jax.process_index()
+    made = batches(counts[host], host)
+    if counts[host] == max(counts):
+        made[-1] = {key: leaf[:last_rows] for key, leaf in made[-1].items()}
+    loader = maxtext.MultiHostDataLoadIterator(made, mesh(), True)
+    seen = [_look(loader) for _ in range(steps)]
+    before = loader.position
+    again = iter(loader)
+    fresh = (again.out_of_data, again.last_local_data)
+    again = [_look(loader)["rows"] for _ in range(2)]
+    loader.close()
+    return {"seen": seen, "position": before, "fresh": fresh, "again": again}
+
+
+def _look(loader: Any) -> dict[str, Any]:
+    batch = next(loader)
+    total = int(jax.jit(lambda x: x.sum())(batch["x"]))  # of all hosts: each of them runs it, or all would hang
+    return {
+        "rows": local_rows(batch),
+        "sum": total,
+        "out": loader.out_of_data,
+        "last": np.asarray((loader.last_local_data or {"x": ()})["x"]).tolist(),
+        "shapes": (batch["x"].shape, batch["y"].shape, str(batch["y"].dtype)),
+    }
+
+
+def padded_from_states(counts: list[int], at: int, steps: int) -> dict[str, Any]:
+    """Rows after ``at`` steps: of the loader itself, and of fresh ones that get either kind of state, one after another."""
+    host = jax.process_index()
+
+    def make() -> Any:
+        return maxtext.MultiHostDataLoadIterator(Loader(batches(counts[host], host)), mesh(), True)
+
+    loader = make()
+    for _ in range(at):
+        next(loader)
+    local_state, state = loader.local_iterator.get_state(), loader.get_state()
+    found = {"rest": [_look(loader)["rows"] for _ in range(steps)]}
+    loader.local_iterator.set_state(local_state)
+    found["same"] = [_look(loader)["rows"] for _ in range(steps)]
+    loader.close()
+    loader = make()
+    loader.local_iterator.set_state(local_state)
+    found["local"] = [_look(loader)["rows"] for _ in range(steps)]
+    loader.close()
+    found["own"] = []
+    for _ in range(steps):  # a state of a resumed loader is as good as the first one
+        loader = make()
+        loader.set_state(state)
+        found["own"].append(_look(loader)["rows"])
+        state = loader.get_state()
+        found["position"] = loader.position
+        loader.close()
+    return found
+
+
+def padded_factors() -> list[dict[str, Any]]:
+    """Two hosts load for the others: by joining two batches, and by taking two loaders in turns. Unlike lengths."""
+    host = jax.process_index()
+    half = batches(7, 0, rows=HOST_ROWS // 2)
+    nothing = {"x": np.full(HOST_ROWS, -1, np.int32), "y": np.zeros((HOST_ROWS, 3), np.float32)}
+    loaders: list[tuple[Any, float]] = [
+        (half, 2),
+        ([batches(2, 1), batches(2, 1)], 0.5),
+        (iter([nothing] * 5), -1),  # read once, as MaxText's placeholder
+        ([nothing], -1),
+    ]
+    loader = maxtext.MultiHostDataLoadIterator(loaders[host][0], mesh(), True, loaders[host][1])
+    seen = [_look(loader) for _ in range(7)]
+    loader.close()
+    return seen
+
+
 def reset_on_all() -> list[list[int]]:
     """One host's loader starts again, the other's is read once (as MaxText's placeholder); each reset on both."""
     host = jax.process_index()
@@ -161,6 +239,7 @@ class LoaderIterator:
 
     def set_state(self, state: Any) -> None:
         assert state["host"] == jax.process_index()
+        assert state["at"] <= len(self.made)
         self.at = state["at"]
 
 
@@ -183,6 +262,22 @@ def remote_iterator(folder: str) -> dict[str, Any]:
         "first": first,
         "files": sorted(os.listdir(f"{folder}/2/iter")),
     }
+
+
+def remote_ends(counts: list[int]) -> list[list[int]]:
+    """A remote iterator on hosts with unlike numbers of batches, to its end and after a reset."""
+    host = jax.process_index()
+    dummy = jax.device_put(np.zeros(mesh().size, np.float32), NamedSharding(mesh(), P(("data", "model"))))
+    remote = maxtext.RemoteIterator(lambda **_: counts[host], lambda dataset: Loader(batches(dataset, host)), None, "")
+    seen = []
+    for _ in range(2):
+        try:
+            while True:
+                seen.append(local_rows(remote.get_next(dummy)))
+        except StopIteration:
+            remote.reset()
+    remote.close()
+    return seen
 
 
 def make_memory() -> Any:
