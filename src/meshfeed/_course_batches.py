@@ -143,7 +143,7 @@ class BatchesCourse:
             "elastic": False,
             "processes": _process.process_count(),
             "num_epochs": self._settings.num_epochs,
-            "end": self._settings.end,
+            "end": "drop" if getattr(self.source.iterable, "ends_may_differ", False) else self._settings.end,
         }
 
     def start(self, like: Place | None = None) -> Place:

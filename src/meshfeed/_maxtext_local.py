@@ -36,6 +36,7 @@ class LocalBatches:
     """
 
     rows_may_vary = True
+    ends_may_differ = True  # MaxText's placeholder loaders, which never end, are made without padding
 
     def __init__(self, dataloader: Any, factor: float, local_devices: int) -> None:
         self._dataloader = dataloader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -120,18 +121,29 @@ def padded_from_states(counts: list[int], at: int, steps: int) -> dict[str, Any]
 
 
 def padded_factors() -> list[dict[str, Any]]:
-    """Two hosts load for the others: by joining two batches, and by taking two loaders in turns. Unlike lengths."""
+    """Two hosts load: by joining two batches, and by taking two loaders in turns. The others have MaxText's placeholders,
+    which are made without padding and never end.
+    """
     host = jax.process_index()
     half = batches(7, 0, rows=HOST_ROWS // 2)
     nothing = {"x": np.full(HOST_ROWS, -1, np.int32), "y": np.zeros((HOST_ROWS, 3), np.float32)}
     loaders: list[tuple[Any, float]] = [
         (half, 2),
         ([batches(2, 1), batches(2, 1)], 0.5),
-        (iter([nothing] * 5), -1),  # read once, as MaxText's placeholder
-        ([nothing], -1),
+        (itertools.repeat(nothing), -1),
+        (itertools.repeat(nothing), -1),
     ]
-    loader = maxtext.MultiHostDataLoadIterator(loaders[host][0], mesh(), True, loaders[host][1])
+    loader = maxtext.MultiHostDataLoadIterator(loaders[host][0], mesh(), host < 2, loaders[host][1])
     seen = [_look(loader) for _ in range(7)]
+    loader.close()
+    return seen
+
+
+def padding_on_one_host(counts: list[int]) -> list[list[int]]:
+    """Only host 0 pads; up to 7 steps without a collective, which a host that has stopped would not enter."""
+    host = jax.process_index()
+    loader = maxtext.MultiHostDataLoadIterator(batches(counts[host], host), mesh(), host == 0)
+    seen = [local_rows(batch) for batch in itertools.islice(loader, 7)]
     loader.close()
     return seen
 

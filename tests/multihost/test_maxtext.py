@@ -90,9 +90,18 @@ def test_padding_where_two_hosts_load_and_the_others_give_placeholders(four: Any
     joined = [[10_000 + 100 * n + row for n in (2 * step, 2 * step + 1) for row in range(half)] for step in range(3)]
     turns = [rows_of(1, number) for number in (0, 0, 1, 1)]
     placeholder = [-1] * HOST_ROWS
-    for value, real in zip(results, [joined, turns, [placeholder] * 5, [placeholder]], strict=True):
+    for value, real in zip(results, [joined, turns, [placeholder] * 7, [placeholder] * 7], strict=True):
         assert [look["rows"] for look in value] == real + [ZEROS] * (7 - len(real))
         assert [look["out"] for look in value] == [step >= len(real) for step in range(7)]
+
+
+def test_a_host_without_padding_that_ends_stops_the_others(pool: Any) -> None:
+    first, second = values(pool.run(maxtext_jobs.padding_on_one_host, [1, 3]))
+    assert first == [rows_of(0, 0)] + [ZEROS] * 6
+    assert second == [rows_of(1, number) for number in range(3)]
+    first, second = values(pool.run(maxtext_jobs.padding_on_one_host, [5, 3]))
+    assert first == [rows_of(0, number) for number in range(3)] + [ZEROS] * 4
+    assert second == [rows_of(1, number) for number in range(3)]
 
 
 def test_without_padding_hosts_with_unlike_data_stop_at_the_same_step(four: Any) -> None:
