@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -213,6 +215,37 @@ def failing(kind: str) -> dict[str, Any]:
     finally:
         loader.close()
     return {"steps": steps, "type": None, "text": "", "waited": 0.0}
+
+
+def hanging() -> dict[str, Any]:
+    """The loader of host 1 hangs before batch 3; steps, error and state of this host, all before the loader goes on."""
+    host = jax.process_index()
+    released = threading.Event()
+
+    def read() -> Any:
+        for number, batch in enumerate(batches(9, host)):
+            if (host, number) == (1, 3):
+                released.wait(60)
+            yield batch
+
+    with (
+        mock.patch("meshfeed._maxtext_loader._TIMEOUT_SECONDS", 8.0),
+        mock.patch("meshfeed._prefetch._JOIN_SECONDS", 0.1),
+    ):
+        loader = maxtext.MultiHostDataLoadIterator(read(), mesh())
+        start = time.monotonic()
+        steps, error = 0, ""
+        try:
+            while True:
+                next(loader)
+                steps += 1
+        except (meshfeed.StalledError, meshfeed.PeerError) as stalled:  # this host's deadline, or the other's
+            error = str(stalled)
+        state = loader.local_iterator.get_state()
+        loader.close()
+        seconds = time.monotonic() - start
+    released.set()
+    return {"steps": steps, "error": error, "state": state, "seconds": seconds}
 
 
 def get_ds(dataloading_host_index: int, dataloading_host_count: int) -> Any:

@@ -160,6 +160,15 @@ def test_a_loader_that_fails_on_one_host_stops_all(pool: Any, kind: str) -> None
         assert second["type"] == ("RuntimeError" if kind == "raises" else "PlanError")
 
 
+def test_a_loader_that_hangs_on_one_host_stalls_all_at_the_deadline(pool: Any) -> None:
+    first, second = pool.run(maxtext_jobs.hanging)
+    for value in (first.value, second.value):
+        assert value["state"] == {"batches": value["steps"]}
+        assert value["steps"] == 3  # the windows of steps that all hosts have read
+        assert "host 1" in value["error"]
+        assert value["seconds"] < 40  # the loader hangs for 60
+
+
 def test_remote_iterator_on_every_host(pool: Any, tmp_path: Path) -> None:
     for host, value in enumerate(values(pool.run(maxtext_jobs.remote_iterator, str(tmp_path)))):
         assert value["before"] == [rows_of(host, 0), rows_of(host, 1)]
