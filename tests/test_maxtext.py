@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import math
 import sys
 import threading
@@ -143,6 +144,18 @@ def test_a_state_of_the_end_goes_on_with_zero_batches(mesh: Mesh, source: Any) -
         assert fresh.local_iterator.get_state() == local_state  # the look at the shape has moved nothing
         set_it(fresh)
         assert fresh.get_state()["position"] in (0, 32)
+
+
+def test_a_state_of_another_kind_changes_nothing(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(WithState(6), mesh)
+    assert numbers([next(loader), next(loader)]) == [0, 1]
+    with meshfeed.MultiHostDataLoadIterator({"x": np.arange(64)}, mesh, global_batch_size=8) as feed:
+        other = feed.get_state()
+    for state in (other, {**loader.get_state(), "hosts": {}}, {}):
+        with pytest.raises(meshfeed.StateMismatchError):
+            loader.set_state(state)
+    assert (loader.step, loader.local_iterator.get_state()["at"]) == (2, 2)
+    assert numbers([next(loader)]) == [2]
 
 
 def test_a_state_behind_the_end_of_a_loader_is_refused(mesh: Mesh) -> None:
@@ -409,6 +422,49 @@ def test_a_generator_that_raised_raises_again_after_a_reset(mesh: Mesh) -> None:
         with pytest.raises(OSError, match="gone"):  # asked again it says that the data has ended
             next(loader)
         loader.reset()
+
+
+# ---------------------------------------------------------------------- interrupts
+
+
+def interrupted_next(loader: Any, line: int) -> bool:
+    """Calls ``next`` and interrupts it at a line of the loader's own modules; False if it has not so many."""
+    left = line
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        if "meshfeed/_maxtext" not in frame.f_code.co_filename:
+            return None
+        # not where a lock is released, nor after the assignments before the return: no real signal is handled there
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not source.startswith(("with ", "return batch")):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        next(loader)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_an_interrupt_in_next_loses_no_batch(mesh: Mesh, padding: bool) -> None:
+    loader = MultiHostDataLoadIterator(WithState(64), mesh, padding)
+    at = line = 0
+    while interrupted_next(loader, line):
+        assert loader.local_iterator.get_state()["at"] == at, line
+        assert numbers([next(loader)]) == [at], line
+        at, line = at + 1, line + 1
+        assert loader.local_iterator.get_state()["at"] == at
+        assert numbers([loader.last_local_data]) == [at - 1]
+    assert line > 10
 
 
 # ---------------------------------------------------------------------- loaders that hang

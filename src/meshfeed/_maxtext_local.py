@@ -7,7 +7,6 @@ loader that can be read only once gives again what was read ahead and dropped.
 
 from __future__ import annotations
 
-import collections
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -144,7 +143,7 @@ class Tape:
         self._local_devices = local_devices
         self._reopen = reopen
         self._lock = threading.Lock()  # never held while a loader is called, which may hang
-        self._items: collections.deque[tuple[PyTree, dict[str, Any]]] = collections.deque()
+        self._items: list[tuple[PyTree, dict[str, Any]]] = []
         self._first = 0  # number of the batch at the head of items
         self._version = 0
         self._checked: list[tuple[int, ...]] = []  # shapes of the last batch that was found right
@@ -200,14 +199,17 @@ class Tape:
             self._find(version, number)
         return item
 
-    def delivered(self) -> bool:
-        """The batch at the head has reached the caller; False if there is none, so that this host gave padding."""
+    def delivered_before(self, number: int) -> bool:
+        """Counts the batches before ``number`` as delivered; False if there are fewer, so that this host gave padding.
+
+        A call that was interrupted can be made again: each batch is counted by assignments alone, without a call between
+        them at which Python would handle a signal.
+        """
         with self._lock:
-            if not self._items:
-                return False
-            self.last, self.state = self._items.popleft()
-            self._first += 1
-            return True
+            while self._items and self._first < number:
+                (last, state), *rest = self._items
+                self._items, self._first, self.last, self.state = rest, self._first + 1, last, state
+            return self._first >= number
 
     def peek(self) -> PyTree | None:
         """The batch that is next to be delivered, read now if it was not; None at the end."""
@@ -266,8 +268,7 @@ class Tape:
         with self._lock:
             self._loaders, self.state = loaders, state
             self._version += 1
-            self._first = batches
-            self._items.clear()
+            self._first, self._items = batches, []
 
     def _go_on_here(self, batches: int) -> None:
         with self._lock:
