@@ -208,6 +208,17 @@ def test_a_shorter_last_batch_that_devices_can_share_is_delivered(mesh: Mesh) ->
     assert loader.position == 24
 
 
+def test_a_state_after_batches_of_several_sizes_is_taken_again(mesh: Mesh) -> None:
+    sizes = [8, 16, 16, 8]
+    loader = MultiHostDataLoadIterator([batch_of(n, rows) for n, rows in enumerate(sizes)], mesh)
+    assert numbers([next(loader) for _ in range(3)]) == [0, 1, 2]
+    again = MultiHostDataLoadIterator([batch_of(n, rows) for n, rows in enumerate(sizes)], mesh)
+    again.set_state(loader.get_state())
+    assert (again.step, again.position) == (3, 40)
+    assert numbers([next(again)]) == [3]
+    assert again.position == 48
+
+
 def test_64_bit_integers_are_narrowed_or_refused(mesh: Mesh) -> None:
     rows = np.arange(8, dtype=np.int64)
     assert next(MultiHostDataLoadIterator([{"x": rows}], mesh))["x"].dtype == np.int32

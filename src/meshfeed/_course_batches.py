@@ -184,9 +184,12 @@ class BatchesCourse:
         nominal = (
             segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
         )
-        even = self._settings.end == "drop" and not getattr(self.source.iterable, "rows_may_vary", False)
-        short = even and state.position < nominal
-        if state.position > nominal or short or (bool(segments) != bool(state.step)):
+        varies = getattr(
+            self.source.iterable, "rows_may_vary", False
+        )  # then only the rows of the first batch are known
+        long = state.position > nominal and not varies
+        short = state.position < nominal and not varies and self._settings.end == "drop"
+        if long or short or (bool(segments) != bool(state.step)):
             raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
         timeline = _timeline.Timeline(schedule, past=segments, step=state.step, position=nominal)
         return Place(timeline, state.step, state.position, entries=entries)
