@@ -184,9 +184,8 @@ class BatchesCourse:
         nominal = (
             segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
         )
-        varies = getattr(
-            self.source.iterable, "rows_may_vary", False
-        )  # then only the rows of the first batch are known
+        # nominal takes every batch to be as large as the first one
+        varies = getattr(self.source.iterable, "rows_may_vary", False)
         long = state.position > nominal and not varies
         short = state.position < nominal and not varies and self._settings.end == "drop"
         if long or short or (bool(segments) != bool(state.step)):
