@@ -314,14 +314,33 @@ def test_a_host_that_leaves_after_the_end_says_nothing() -> None:
 
 def test_a_read_that_failed_is_named_rather_than_a_host_that_closed() -> None:
     parts = {0: Part(8), 1: Part(5, 5, "OSError: no disk"), 2: Part(4, 4, closed_error("closed its feed at step 2"))}
-    upto, stop = decide({0: parts[0], 1: parts[1]}, (0, 1), 4, 8, pad=False)
+    upto, stop = decide({0: parts[0], 1: parts[1]}, (0, 1), 4, 8)
     assert (upto, stop) == (5, Stop(5, {1: "OSError: no disk"}))
-    upto, stop = decide(parts, (0, 1, 2), 4, 8, pad=False)
+    upto, stop = decide(parts, (0, 1, 2), 4, 8)
     assert stop is not None
     assert closed_message(stop.errors[2]) == "closed its feed at step 2"
 
 
 # ---------------------------------------------------------------------- verdicts and bad records
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({0: (5, True), 1: (7, True)}, 7),  # each host pads until the last one has ended
+        ({0: (5, True), 1: (None, True)}, None),
+        ({0: (5, True), 1: (None, False)}, None),  # a host that does not pad still has data
+        ({0: (5, True), 1: (6, False)}, 6),
+        ({0: (7, True), 1: (6, False)}, 6),
+        ({0: (5, False), 1: (7, False)}, 5),
+    ],
+)
+def test_the_end_is_where_the_first_host_cannot_go_on_or_the_last_one_has_ended(
+    ends: Any, expected: int | None
+) -> None:
+    parts = {host: Part(8, final, pads=pads) for host, (final, pads) in ends.items()}
+    upto, stop = decide(parts, (0, 1), 4, 8)
+    assert (upto, stop) == ((8, None) if expected is None else (expected, Stop(expected, {})))
 
 
 def test_a_verdict_stops_before_the_end_of_the_data_or_not_at_all() -> None:

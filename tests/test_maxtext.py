@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import linecache
 import math
 import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import meshfeed
 from meshfeed import maxtext
+from meshfeed._threads import Threads
 from meshfeed.maxtext import MultiHostDataLoadIterator, RemoteIterator, RemoteIteratorWrapper
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -107,22 +111,73 @@ def test_zero_batches_for_ever_after_the_end(mesh: Mesh) -> None:
     loader = MultiHostDataLoadIterator(Restartable(2), mesh, generate_padding_batch=True)
     real = [next(loader), next(loader)]
     assert not loader.out_of_data
+    assert numbers([loader.last_local_data]) == [1]
     for _ in range(3):
         zeros = next(loader)
         assert loader.out_of_data
+        jax.tree.map(np.testing.assert_array_equal, loader.last_local_data, jax.tree.map(np.zeros_like, batch_of(1)))
         assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), zeros) == jax.tree.map(
             lambda a: (a.shape, a.dtype, a.sharding), real[1]
         )
         assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(zeros))
         jax.tree.map(lambda leaf: leaf.delete(), zeros)  # as a donating step does
     loader.reset()
+    assert (loader.out_of_data, loader.last_local_data) == (False, None)
     assert numbers([next(loader), next(loader), next(loader)]) == [0, 1, 0]
 
 
-@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("source", [WithState, Restartable])
+def test_a_state_of_the_end_goes_on_with_zero_batches(mesh: Mesh, source: Any) -> None:
+    loader = MultiHostDataLoadIterator(source(2), mesh, generate_padding_batch=True)
+    real = [next(loader), next(loader)]
+    next(loader)
+    local_state, state = loader.local_iterator.get_state(), loader.get_state()
+    for set_it in (lambda new: new.local_iterator.set_state(local_state), lambda new: new.set_state(state)):
+        fresh = MultiHostDataLoadIterator(source(2), mesh, generate_padding_batch=True)
+        set_it(fresh)
+        for _ in range(2):
+            zeros = next(fresh)
+            assert jax.tree.map(lambda a: (a.shape, a.dtype), zeros) == jax.tree.map(
+                lambda a: (a.shape, a.dtype), real[1]
+            )
+            assert not np.asarray(zeros["x"]).any()
+        assert fresh.local_iterator.get_state() == local_state  # the look at the shape has moved nothing
+        set_it(fresh)
+        assert fresh.get_state()["position"] in (0, 32)
+
+
+def test_a_state_of_another_kind_changes_nothing(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(WithState(6), mesh)
+    assert numbers([next(loader), next(loader)]) == [0, 1]
+    with meshfeed.MultiHostDataLoadIterator({"x": np.arange(64)}, mesh, global_batch_size=8) as feed:
+        other = feed.get_state()
+    for state in (other, {**loader.get_state(), "hosts": {}}, {}):
+        with pytest.raises(meshfeed.StateMismatchError):
+            loader.set_state(state)
+    assert (loader.step, loader.local_iterator.get_state()["at"]) == (2, 2)
+    assert numbers([next(loader)]) == [2]
+
+
+def test_a_state_behind_the_end_of_a_loader_is_refused(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(Restartable(2), mesh)
+    with pytest.raises(meshfeed.StateMismatchError, match="ends earlier"):
+        loader.local_iterator.set_state({"batches": 3})
+    assert numbers([next(loader)]) == [0]
+
+
+def test_a_state_that_one_of_several_loaders_refuses_changes_none(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator([WithState(3), WithState(3)], mesh, False, 0.5)
+    next(loader)
+    with pytest.raises(KeyError, match="at"):
+        loader.local_iterator.set_state({"batches": 4, "iterators": [{"at": 2, "pair": ()}, {"pair": ()}]})
+    assert numbers(loader) == [0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("loader", [[], iter([])], ids=["list", "iterator"])
-def test_no_data_on_any_host_is_a_value_error(mesh: Mesh, loader: Any, padding: bool) -> None:
-    with MultiHostDataLoadIterator(loader, mesh, generate_padding_batch=padding) as batches:
+def test_no_data_is_the_end_or_with_padding_a_value_error(mesh: Mesh, loader: Any) -> None:
+    with MultiHostDataLoadIterator(loader, mesh) as batches:
+        assert [list(batches), list(batches)] == [[], []]
+    with MultiHostDataLoadIterator(loader, mesh, generate_padding_batch=True) as batches:
         for _ in range(2):
             with pytest.raises(ValueError, match="no host has a single batch"):
                 next(batches)
@@ -151,6 +206,17 @@ def test_a_shorter_last_batch_that_devices_can_share_is_delivered(mesh: Mesh) ->
     loader = MultiHostDataLoadIterator([batch_of(0), batch_of(1, rows=8)], mesh)
     assert [batch["x"].shape for batch in loader] == [(16, 3), (8, 3)]
     assert loader.position == 24
+
+
+def test_a_state_after_batches_of_several_sizes_is_taken_again(mesh: Mesh) -> None:
+    sizes = [8, 16, 16, 8]
+    loader = MultiHostDataLoadIterator([batch_of(n, rows) for n, rows in enumerate(sizes)], mesh)
+    assert numbers([next(loader) for _ in range(3)]) == [0, 1, 2]
+    again = MultiHostDataLoadIterator([batch_of(n, rows) for n, rows in enumerate(sizes)], mesh)
+    again.set_state(loader.get_state())
+    assert (again.step, again.position) == (3, 40)
+    assert numbers([next(again)]) == [3]
+    assert again.position == 48
 
 
 def test_64_bit_integers_are_narrowed_or_refused(mesh: Mesh) -> None:
@@ -354,6 +420,168 @@ def test_other_errors_are_not_retried_and_come_after_the_good_batches(mesh: Mesh
         with pytest.raises(OSError, match="gone"):
             next(loader)
     assert not tensorflow
+
+
+def test_a_generator_that_raised_raises_again_after_a_reset(mesh: Mesh) -> None:
+    def read() -> Iterator[Any]:
+        yield batch_of(0)
+        raise OSError("gone")
+
+    loader = MultiHostDataLoadIterator(read(), mesh, generate_padding_batch=True)
+    assert numbers([next(loader)]) == [0]
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):  # asked again it says that the data has ended
+            next(loader)
+        loader.reset()
+
+
+# ---------------------------------------------------------------------- interrupts
+
+
+def interrupted_next(loader: Any, line: int) -> bool:
+    """Calls ``next`` and interrupts it at a line of the loader's own modules; False if it has not so many."""
+    left = line
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        if "meshfeed/_maxtext" not in frame.f_code.co_filename:
+            return None
+        # not where a lock is released, nor after the assignments before the return: no real signal is handled there
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not source.startswith(("with ", "return batch")):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        next(loader)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_an_interrupt_in_next_loses_no_batch(mesh: Mesh, padding: bool) -> None:
+    loader = MultiHostDataLoadIterator(WithState(64), mesh, padding)
+    at = line = 0
+    while interrupted_next(loader, line):
+        assert loader.local_iterator.get_state()["at"] == at, line
+        assert numbers([next(loader)]) == [at], line
+        at, line = at + 1, line + 1
+        assert loader.local_iterator.get_state()["at"] == at
+        assert numbers([loader.last_local_data]) == [at - 1]
+    assert line > 10
+
+
+# ---------------------------------------------------------------------- loaders that hang
+
+
+class Hanging(WithState):
+    """Hangs once before batch 2, until it is released. ``iter()`` starts again, unless it is ``read_once``."""
+
+    def __init__(self, *, read_once: bool = False, hangs: Hanging | None = None) -> None:
+        super().__init__(6)
+        self.read_once = read_once
+        self.entered = threading.Event() if hangs is None else hangs.entered
+        self.released = threading.Event() if hangs is None else hangs.released
+        self.closed: list[Hanging] = [] if hangs is None else hangs.closed
+
+    def __iter__(self) -> Hanging:
+        return self if self.read_once else Hanging(read_once=True, hangs=self)
+
+    def __next__(self) -> Any:
+        if self.at == 2 and not self.entered.is_set():
+            self.entered.set()
+            assert self.released.wait(100)
+        return super().__next__()
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+@pytest.fixture
+def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    monkeypatch.setattr("meshfeed._prefetch._JOIN_SECONDS", 0.1)
+    made = Hanging(read_once=getattr(request, "param", False))
+    yield made
+    made.released.set()
+
+
+def promptly(function: Any, *args: Any) -> Any:
+    """What ``function`` gives or raises, in the time in which it must come although the loader hangs."""
+    result = Threads(1, "caller").submit(function, *args)
+    return result.result(timeout=20)
+
+
+def test_what_is_ready_is_delivered_while_the_loader_hangs(mesh: Mesh, hanging: Hanging) -> None:
+    loader = MultiHostDataLoadIterator(hanging, mesh)
+    assert numbers([promptly(next, loader)]) == [0]
+    assert hanging.entered.wait(60)  # in the read of batch 2
+    assert numbers([promptly(next, loader)]) == [1]
+    assert promptly(loader.local_iterator.get_state) == {"at": 2, "pair": (2, "x")}
+    hanging.released.set()
+    assert numbers([next(loader) for _ in range(4)]) == [2, 3, 4, 5]
+
+
+def test_a_loader_that_hangs_longer_than_the_deadline_is_a_stalled_error(
+    mesh: Mesh, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshfeed._maxtext_loader._TIMEOUT_SECONDS", 1.0)
+    loader = MultiHostDataLoadIterator(hanging, mesh)
+    assert numbers([promptly(next, loader), promptly(next, loader)]) == [0, 1]
+    with pytest.raises(meshfeed.StalledError, match="waiting for host batch 2"):
+        promptly(next, loader)
+    promptly(loader.close)
+
+
+@pytest.mark.parametrize("go_back", ["set_state", "reset"])
+def test_a_loader_that_starts_again_is_set_and_reset_while_it_hangs(mesh: Mesh, hanging: Hanging, go_back: str) -> None:
+    loader = MultiHostDataLoadIterator(hanging, mesh)
+    start = loader.local_iterator.get_state()
+    assert numbers([promptly(next, loader)]) == [0]
+    assert hanging.entered.wait(60)
+    if go_back == "reset":
+        promptly(loader.reset)
+    else:
+        promptly(loader.local_iterator.set_state, start)
+    assert numbers([promptly(next, loader) for _ in range(6)]) == [0, 1, 2, 3, 4, 5]
+    hanging.released.set()
+
+
+@pytest.mark.parametrize("hanging", [True], indirect=True)
+def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
+    mesh: Mesh, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshfeed._maxtext_open_loaders._TURN_SECONDS", 0.2)
+    loader = MultiHostDataLoadIterator(hanging, mesh)
+    start = loader.local_iterator.get_state()
+    assert numbers([promptly(next, loader)]) == [0]
+    assert hanging.entered.wait(60)
+    with pytest.raises(meshfeed.StalledError, match="another thread has been in next"):
+        promptly(loader.local_iterator.set_state, start)
+    hanging.released.set()
+    monkeypatch.setattr("meshfeed._maxtext_open_loaders._TURN_SECONDS", 60)
+    assert numbers([promptly(next, loader)]) == [1]  # refused, so nothing has changed
+    loader.local_iterator.set_state(start)
+    assert numbers([promptly(next, loader) for _ in range(6)]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_close_does_not_wait_for_a_loader_that_hangs(mesh: Mesh, hanging: Hanging) -> None:
+    loader = MultiHostDataLoadIterator(hanging, mesh)
+    iterator = loader._local.tape.iterators[0]
+    assert numbers([promptly(next, loader)]) == [0]
+    assert hanging.entered.wait(60)
+    promptly(loader.close)
+    assert not hanging.closed  # not while another thread is in it
+    hanging.released.set()
+    while not hanging.closed:
+        time.sleep(0.01)
+    assert hanging.closed == [iterator]
 
 
 # ---------------------------------------------------------------------- remote iterators

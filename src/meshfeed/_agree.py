@@ -46,7 +46,7 @@ class WindowAgreement:
       participants: process indices that read or hold rows.
       host: this process.
       first_step: the next step to be delivered.
-      pad: see :func:`decide`.
+      pad: see :attr:`Part.pads`.
       byte_limit: bytes that the host-side read-ahead may take.
       timeout_seconds: longest wait for an announcement.
       describe: what this host's reader is doing, for the others' logs.
@@ -135,6 +135,7 @@ class WindowAgreement:
             "final": part.final,
             "error": None if part.error is None else part.error[:_MAX_MESSAGE],
             "info": dict(part.info),
+            "pads": self._pad,
             "seen": self._announced,
         }
         self._store.set(f"{self._prefix}/w/{self._published}/{self._host}", json.dumps(message), overwrite=True)
@@ -236,7 +237,7 @@ class WindowAgreement:
                 if not sizes:
                     largest = max((int(part.info.get("bytes", 0)) for part in parts.values()), default=0)
                     sizes.append(full_window(len(self._participants), largest, self._byte_limit))
-                upto, stop = decide(parts, self._participants, first, end, pad=self._pad)
+                upto, stop = decide(parts, self._participants, first, end)
                 if len(parts) == len(self._participants):
                     info, verdict = self._judge(parts, first, end)
                     upto, stop = overrule(upto, stop, verdict, first)
@@ -286,7 +287,7 @@ class WindowAgreement:
         if self._closed.is_set() and len(values) < len(self._participants):
             return None, []
         messages = {host: json.loads(text) for host, text in values.items()}
-        parts = {host: Part(m["n"], m["final"], m["error"], m["info"]) for host, m in messages.items()}
+        parts = {host: Part(m["n"], m["final"], m["error"], m["info"], m["pads"]) for host, m in messages.items()}
         return parts, [m["seen"] for m in messages.values()]
 
     # ------------------------------------------------------------------ the end

@@ -44,12 +44,14 @@ class Part:
       final: the first step that it cannot make of itself, or None.
       error: message of the exception that made ``final``, or None for the end of its data.
       info: further JSON for the reducer: bytes a batch, lengths of lanes that ended, counts of bad records, digests.
+      pads: whether this host continues with padding after ``final``, until the data of all hosts has ended.
     """
 
     count: int
     final: int | None = None
     error: str | None = None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pads: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +67,7 @@ class Stop:
     errors: Mapping[int, str]
 
 
-def decide(
-    parts: Mapping[int, Part], participants: Sequence[int], first: int, end: int, *, pad: bool
-) -> tuple[int, Stop | None]:
+def decide(parts: Mapping[int, Part], participants: Sequence[int], first: int, end: int) -> tuple[int, Stop | None]:
     """The reducer's rule: how far all hosts can go in the window ``[first, end)``.
 
     Args:
@@ -75,7 +75,6 @@ def decide(
       participants: all hosts.
       first: first step of the window; nobody has delivered it.
       end: one past the window's last step.
-      pad: hosts whose data ended go on with padding until all have ended.
 
     Returns:
       The step up to which all may deliver (exclusive), and why they stop there, or None.
@@ -84,11 +83,10 @@ def decide(
     if len(parts) < len(participants):  # a failure, and some host too slow to wait for
         return first, Stop(first, {host: str(part.error) for host, part in errors.items()})
     failed = min((part.final for part in errors.values() if part.final is not None), default=None)
-    ends = [part.final for part in parts.values() if part.final is not None and part.error is None]
-    if pad:
-        ended = max(ends) if len(ends) == len(participants) else None
-    else:
-        ended = min(ends, default=None)
+    ends = [(part.final, part.pads) for part in parts.values() if part.final is not None and part.error is None]
+    ended = min((final for final, pads in ends if not pads), default=None)
+    if ended is None and len(ends) == len(participants):
+        ended = max(final for final, _ in ends)
     if failed is not None and (ended is None or failed <= ended) and failed <= end:
         step = max(first, failed)
         return step, Stop(step, {host: str(part.error) for host, part in errors.items() if part.final == failed})

@@ -31,13 +31,13 @@ class BatchesCourse:
     Args:
       source: the host's batches (``meshfeed.sources.HostBatches``).
       settings: the feed's settings.
-      derive_size: rows of this host's batch → global batch size, where the setting is left out.
+      layout: gives the global batch size if the setting is left out.
     """
 
     kind = "host_batches"
     opens_at_restore = True
 
-    def __init__(self, source: Any, settings: FeedSettings, derive_size: Any) -> None:
+    def __init__(self, source: Any, settings: FeedSettings, layout: Any) -> None:
         for setting, (only, remedy) in _UNSUPPORTED.items():
             value = getattr(settings, setting)
             if value != only or isinstance(value, bool) != isinstance(only, bool):
@@ -57,7 +57,8 @@ class BatchesCourse:
             )
         self.source = source
         self._settings = settings
-        self._derive_size = derive_size
+        self._derive_size = layout.global_batch_size_of
+        self._smallest_size = layout.smallest_batch_size
         self._schedule = settings.schedule
         self._sizes: dict[int, int] = {}
         self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
@@ -92,6 +93,15 @@ class BatchesCourse:
                 self._sizes[host_rows] = self._derive_size(host_rows)
             return self._sizes[host_rows]
         return self._schedule.sizes[0]
+
+    def size_of_padding(self) -> tuple[int, bool]:
+        """Size of a global batch to which this host gives only padding, and whether that size is final.
+
+        It is not if the other hosts' batches determine it: then it is the smallest size that is possible.
+        """
+        if self._schedule is None or getattr(self.source.iterable, "rows_may_vary", False):
+            return self._smallest_size(), False
+        return self._schedule.sizes[0], True
 
     def _peek(self) -> tuple[Any, PyTree]:
         if self._first is None:
@@ -133,7 +143,7 @@ class BatchesCourse:
             "elastic": False,
             "processes": _process.process_count(),
             "num_epochs": self._settings.num_epochs,
-            "end": self._settings.end,
+            "end": "drop" if getattr(self.source.iterable, "ends_may_differ", False) else self._settings.end,
         }
 
     def start(self, like: Place | None = None) -> Place:
@@ -174,9 +184,11 @@ class BatchesCourse:
         nominal = (
             segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
         )
-        even = self._settings.end == "drop" and not getattr(self.source.iterable, "rows_may_vary", False)
-        short = even and state.position < nominal
-        if state.position > nominal or short or (bool(segments) != bool(state.step)):
+        # nominal takes every batch to be as large as the first one
+        varies = getattr(self.source.iterable, "rows_may_vary", False)
+        long = state.position > nominal and not varies
+        short = state.position < nominal and not varies and self._settings.end == "drop"
+        if long or short or (bool(segments) != bool(state.step)):
             raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
         timeline = _timeline.Timeline(schedule, past=segments, step=state.step, position=nominal)
         return Place(timeline, state.step, state.position, entries=entries)
@@ -197,7 +209,7 @@ class BatchesCourse:
         del num_skipped
         timeline = place.timeline
         if place.step == 0 and not place.entries:  # now the size is known
-            timeline = _timeline.Timeline(self.schedule())
+            timeline = _timeline.Timeline(self._schedule or BatchSchedule([(0, batch.global_batch_size)]))
         size = batch.global_batch_size
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
         return Place(timeline, batch.step + 1, place.position + size - padding, entries=batch.entries)

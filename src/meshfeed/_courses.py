@@ -22,7 +22,7 @@ def make_course(source: Any, settings: FeedSettings, layout: Layout) -> RandomCo
     """
     recognized = as_source(source)
     if isinstance(recognized, HostBatches):
-        return BatchesCourse(recognized, settings, layout.global_batch_size_of)
+        return BatchesCourse(recognized, settings, layout)
     if hasattr(recognized, "open") and not hasattr(recognized, "__getitem__"):
         return LanesCourse(recognized, settings)
     return RandomCourse(recognized, settings)

@@ -69,6 +69,7 @@ class Exchange:
         self._compare_records = compare_records
         self._element: PyTree | None = None  # zero rows, with the structure of a batch
         self._ended: Mapping[int, int] = {}  # as announced
+        self._sizes: dict[int, int] = {}  # step → global batch size, for steps in which some host has only padding
         self._own_ended: dict[int, int] = {}
         self._judged_ended: dict[int, int] = {}
         self._lock = threading.Lock()  # without other hosts the reader learns what it has read itself
@@ -79,16 +80,21 @@ class Exchange:
         """What this host publishes of the batches of a window, JSON."""
         info: dict[str, Any] = {}
         ended: dict[int, int] = {}
+        unsized: dict[int, int] = {}
         for batch in batches:
             _log_bad(batch)
-            ended.update(batch.ended)
+            (unsized if batch.size_from_others else ended).update(batch.ended)
+        if unsized:
+            info["unsized"] = {"size": batches[-1].global_batch_size, "ended": unsized}
         if ended:
             info["ended"] = {str(lane): length for lane, length in ended.items()}
         if not self._compare_sizes:
             self._own_ended.update(ended)
         info.update(self._bad.part(batches, self._own_ended))
         if self._compare_sizes:
-            info["sizes"] = {str(batch.step): batch.global_batch_size for batch in batches}
+            info["sizes"] = {
+                str(batch.step): batch.global_batch_size for batch in batches if not batch.size_from_others
+            }
         if batches and batches[0].step == self._first_step and batches[0].tree is not None:
             tree = batches[0].tree
             size = batches[0].global_batch_size
@@ -135,6 +141,10 @@ class Exchange:
             ended.update((int(lane), length) for lane, length in part.info.get("ended", {}).items())
             if "element" not in info and "element" in part.info:
                 info["element"] = part.info["element"]
+        sizes, padding = _size_padding(parts)
+        ended.update(padding)
+        if sizes:
+            info["sizes"] = sizes
         if ended:
             ended = self._by_step(ended)
             info["ended"] = {str(lane): length for lane, length in ended.items()}
@@ -207,6 +217,7 @@ class Exchange:
         """Takes in the JSON of an announcement."""
         if "ended" in info:
             self._ended = {**self._ended, **{int(lane): length for lane, length in info["ended"].items()}}
+        self._sizes.update((int(step), size) for step, size in info.get("sizes", {}).items())
         self._bad.learn(info)
         if "element" in info and self._element is None:
             self._element = cloudpickle.loads(base64.b64decode(info["element"]))
@@ -216,20 +227,39 @@ class Exchange:
         if self._compare_sizes and self._ended:
             with self._lock:  # padding of delivered steps is in the position
                 self._ended = {key: missing for key, missing in self._ended.items() if key >> 32 > step}
+            self._sizes = {at: size for at, size in self._sizes.items() if at > step}
         return self._ended, self._bad.up_to(step)
 
     def materialize(self, batch: HostBatch) -> PyTree:
-        """The batch's tree; rows of zeros for a host that has no record and took the structure from the others.
+        """The batch's tree; rows of zeros for a host that has no record and takes size and structure from the others.
 
         Raises:
           SourceError: no host has a record.
         """
         if batch.tree is not None:
             return batch.tree
+        if batch.size_from_others:
+            batch.global_batch_size = self._sizes.get(batch.step, batch.global_batch_size)
         if self._element is None:
             raise SourceError("no host has a single record, so that not even padding can be made; check the source.")
         rows = self._num_rows(batch.global_batch_size)
         return jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), self._element)
+
+
+def _size_padding(parts: Mapping[int, Part]) -> tuple[dict[int, int], dict[int, int]]:
+    """Sizes of the steps in which hosts have only padding and do not know the size, and what they pad, as in ``ended``."""
+    known = {int(step): size for part in parts.values() for step, size in part.info.get("sizes", {}).items()}
+    sizes: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    for part in parts.values():
+        unsized = part.info.get("unsized", {"size": 1, "ended": {}})
+        for key, count in unsized["ended"].items():
+            end, first_row = int(key) >> 32, int(key) & 0xFFFFFFFF
+            if end - 1 in known:  # the others have ended before the step, so that it is not delivered
+                sizes[end - 1] = known[end - 1]
+                times = known[end - 1] // unsized["size"]
+                ended[end << 32 | first_row * times] = count * times
+    return sizes, ended
 
 
 def _log_bad(batch: HostBatch) -> None:

@@ -31,6 +31,8 @@ class HostBatch:
       times: ``read_seconds``, ``decode_seconds``.
       retries: reads that were tried again.
       record_ids: ids of the host's real rows, for the debug log (random access).
+      size_from_others: this host has only padding and does not know the size of the batch. Until the other hosts have
+        given it, ``global_batch_size`` is the smallest possible size, and ``ended`` counts the padding of that.
     """
 
     step: int
@@ -43,6 +45,7 @@ class HostBatch:
     times: Mapping[str, float] = dataclasses.field(default_factory=dict)
     retries: int = 0
     record_ids: RecordIds | None = None
+    size_from_others: bool = False
 
 
 class Feeder(Protocol):

@@ -85,7 +85,7 @@ class BatchesFeeder:
         self._hosts_agree = hosts_agree
         self._go_on = hosts_agree and settings.end == "pad"
         self._final: int | None = None
-        self._entry: dict[str, Any] = {}
+        self._entry: dict[str, Any] = place.entries.get(str(self._host), {})  # after the last batch that this host had
         self._spec: RecordSpec | None = None
         self._checked: Any = None  # structure, shapes and dtypes of the last batch that was found right
         self._since = time.monotonic()
@@ -165,38 +165,55 @@ class BatchesFeeder:
             with self._taking:
                 batch = self._take_to_deliver()
         seconds = time.perf_counter() - start
+        made = self._padding() if batch is None else self._filled(batch)
+        made.times = {"read_seconds": seconds}
+        self._step += 1
+        return made
+
+    def _filled(self, batch: PyTree) -> HostBatch:
+        """``batch``, padded to the rows of this host."""
         step = self._step
-        if batch is None:
-            if self.empty and not self._hosts_agree:
-                raise SourceError(EMPTY_BATCHES)
-            if not self._go_on:
-                raise StopIteration
-            self._final = step if self._final is None else self._final
-        else:
-            self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator.get_state()}
-        size = self._course.schedule().sizes[0] if batch is None else self._course.size_for(rows_of(batch))
+        self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator.get_state()}
+        real = rows_of(batch)
+        size = self._course.size_for(real)
         rows = self._host_rows.rows(size)
-        num_rows = len(rows)
-        tree, real = None, 0
-        if batch is not None:
-            real = rows_of(batch)
-            tree = self._check(batch, real, num_rows, step)
-        elif self._spec is not None:
-            tree = self._spec.zeros(num_rows)
-        if tree is not None and self._settings.mask_key is not None:
-            tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < real)
-        self._step = step + 1
-        padded = np.asarray(rows[real:])
+        tree = self._check(batch, real, len(rows), step)
+        return self._made(size, self._with_mask(tree, len(rows), real), rows[real:])
+
+    def _padding(self) -> HostBatch:
+        """Rows of zeros, while other hosts still have data."""
+        if self.empty and not self._hosts_agree:
+            raise SourceError(EMPTY_BATCHES)
+        if not self._go_on:
+            raise StopIteration
+        if self._final is None:
+            self._final = self._step
+        if not self._entry:  # the state of a host that never has a batch has an entry too
+            self._entry = {"epoch": 0, "step": self._step, "iterator": self._iterator.get_state()}
+        size, size_known = self._course.size_of_padding()
+        rows = self._host_rows.rows(size)
+        tree = None
+        if size_known and self._spec is not None:
+            tree = self._with_mask(self._spec.zeros(len(rows)), len(rows), 0)
+        return self._made(size, tree, rows, size_from_others=not size_known)
+
+    def _with_mask(self, tree: PyTree, num_rows: int, real: int) -> PyTree:
+        if self._settings.mask_key is None:
+            return tree
+        return add_mask(tree, self._settings.mask_key, np.arange(num_rows) < real)
+
+    def _made(self, size: int, tree: PyTree, padded: Any, *, size_from_others: bool = False) -> HostBatch:
+        padded = np.asarray(padded)
         runs = np.split(padded, np.flatnonzero(np.diff(padded) != 1) + 1) if padded.size else []
         return HostBatch(
-            step=step,
+            step=self._step,
             global_batch_size=size,
             tree=tree,
             num_bytes=0 if tree is None else num_bytes(tree),
-            entries={str(self._host): self._entry} if self._entry else {},
+            entries={str(self._host): self._entry},
             # lengths keyed by step and first row: each host counts the same padding, and rows that several hold once
-            ended={(step + 1) << 32 | int(run[0]): run.size for run in runs},
-            times={"read_seconds": seconds},
+            ended={(self._step + 1) << 32 | int(run[0]): run.size for run in runs},
+            size_from_others=size_from_others,
         )
 
     def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree:

@@ -36,6 +36,10 @@ class Layout(Protocol):
         """The global batch of which this host holds ``host_rows`` rows."""
         ...
 
+    def smallest_batch_size(self) -> int:
+        """The smallest global batch size that can be split over the row shards; all others are multiples of it."""
+        ...
+
     def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
         """Starts the transfer; any thread."""
         ...
@@ -117,7 +121,7 @@ class ShardedLayout:
         Raises:
           PlanError: this host's rows cannot be spread evenly over its devices.
         """
-        shards = math.lcm(*(_row_shards(sharding) for sharding in sharding_leaves(self.prefix)))
+        shards = self.smallest_batch_size()
         mine = self.plan(shards).num_rows
         if not mine or host_rows % mine:
             raise PlanError(
@@ -125,6 +129,10 @@ class ShardedLayout:
                 f"the mesh; give a multiple of {mine} rows."
             )
         return host_rows // mine * shards
+
+    def smallest_batch_size(self) -> int:
+        """See :class:`Layout`."""
+        return math.lcm(*(_row_shards(sharding) for sharding in sharding_leaves(self.prefix)))
 
     def _record_shapes(self, tree: PyTree) -> PyTree | None:
         if self._shapes is None or not isinstance(tree, Mapping) or not isinstance(self._shapes, Mapping):
@@ -189,6 +197,10 @@ class LoadedLayout:
     def global_batch_size_of(self, host_rows: int) -> int:
         """Not for host batches, which refuse ``load=``."""
         raise PlanError(f"a host batch of {host_rows} rows needs load='sharded'.")
+
+    def smallest_batch_size(self) -> int:
+        """Not for host batches, which refuse ``load=``."""
+        raise PlanError("host batches need load='sharded'.")
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
         """See :class:`Layout`."""

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshfeed import _process, _state_files
-from meshfeed._errors import PlanError, SourceError
+from meshfeed import _process, _state, _state_files
+from meshfeed._course_batches import BatchesCourse
+from meshfeed._errors import PlanError, SourceError, StateMismatchError
 from meshfeed._feeder import EMPTY_BATCHES
 from meshfeed._iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._maxtext_local import LocalBatches
@@ -23,7 +24,7 @@ from meshfeed._types import PyTree
 from meshfeed.sources._host_batches import HostBatches
 
 _PREFETCH = 2
-_NO_DATA = "no host has a single batch, so that not even padding can be made. Check the dataset's path and split."
+_NO_DATA = "no host has a single batch, so the shape of padding is unknown. Check the dataset's path and split."
 _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline, and the other hosts then for it
 
 
@@ -32,19 +33,16 @@ class MultiHostDataLoadIterator:
 
     The rows of all hosts' batches make one global batch, dimension 0 over all axes of the mesh. ``iter()`` resets: the
     loader is started again, except one that can be read only once, which goes on after the last delivered batch.
-    Without padding all hosts stop at the first step that some host cannot fill; with padding all hosts give batches of
-    zeros from that step on, for ever.
+    Without padding all hosts stop at the first step that some host cannot fill. With padding a host whose data has ended
+    gives rows of zeros while others still have data, and all hosts give batches of zeros for ever once all have ended.
 
     Args:
       dataloader: a tf.data.Dataset or an iterable of pytrees of arrays ``[host_rows, ...]``; each host gives as many
         rows for each of its devices. With a factor 1/n it may be a list of n of them, which take turns.
       global_mesh: the mesh.
-      generate_padding_batch: go on with zeros after the end.
+      generate_padding_batch: continue with zeros after the end.
       expansion_loading_factor_for_grain: more than 1: join that many of the loader's batches to one. It may be another
         on each host. Whole floats are taken too.
-
-    Attributes:
-      out_of_data: whether padding has begun.
 
     Raises:
       SettingsError: (a ValueError) ``dataloader`` is no iterable, or the factor cannot be used.
@@ -61,7 +59,6 @@ class MultiHostDataLoadIterator:
         self.dataloader = dataloader
         self.generate_padding_batch = generate_padding_batch
         self.expansion_loading_factor_for_grain = expansion_loading_factor_for_grain
-        self.out_of_data = False
         number = _process.next_use("maxtext")
         here = _process.process_index()
         self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
@@ -69,14 +66,18 @@ class MultiHostDataLoadIterator:
         self._feed = Feed(
             HostBatches(self._local),
             global_mesh,
+            end="pad" if generate_padding_batch else "drop",
             prefetch=_PREFETCH,
             retry=Retry(attempts=1),  # the loader is retried below, as MaxText does
             timeout_seconds=_TIMEOUT_SECONDS,
             name=f"maxtext-{number}",
         )
-        self._like: PyTree | None = None  # what a batch of zeros looks like
+        self._like: PyTree | None = None  # with padding: the last delivered batch, and what one of zeros looks like
         self._padding_rounds = 0
-        self._under_way = False  # whether a batch was delivered, or a state was set, which may be that of the end
+        self._held: PyTree | None = None  # what next() returns, from the feed's return to its own
+        self._ended = False  # whether the data of all hosts has
+        self._no_data = False  # whether no host could show the shape of padding
+        self._first_number = 0  # number in the tape of the batch of step 0
         self._view = LocalIteratorView(self, self._local)
 
     # ------------------------------------------------------------------ iteration
@@ -91,41 +92,55 @@ class MultiHostDataLoadIterator:
         Raises:
           StopIteration: the end, on all hosts at the same step; never with padding.
           PlanError: (a ValueError) rows that this host's devices cannot share equally; names the leaf's path.
-          ValueError: no host has a single batch.
+          ValueError: with padding, no host has a batch that shows its shape.
+          StalledError: the loader, or another host, has given nothing for 600 s.
           LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
         """
-        if not self.out_of_data:
-            try:
-                batch = self._next_of_feed()
-            except StopIteration:
-                if not self.generate_padding_batch:
-                    raise
-                if self._like is None:
-                    self._like = self._shape_of_padding()
-                self.out_of_data = True
-            else:
-                self._local.tape.delivered()
-                self._under_way = True
-                if self.generate_padding_batch:
-                    self._like = jax.tree.map(_spec_of, batch)
-                return batch
-        return jax.tree.map(_zeros, self._like)
+        self._settle()
+        if self._held is None and not self._ended:
+            self._hold_next()
+        if self._ended:
+            return self._padding()
+        if self.generate_padding_batch:
+            self._like = jax.tree.map(_spec_of, self._held)
+        batch, self._held = self._held, None
+        return batch
 
-    def _next_of_feed(self) -> PyTree:
+    def _hold_next(self) -> None:
+        feed = self._feed
         try:
-            return next(self._feed)
+            self._held = feed.__next__()  # next() is a call into C: an interrupt after it would lose the batch
+        except StopIteration:
+            if not self.generate_padding_batch:
+                raise
+            self._ended = True
         except SourceError as error:
             if str(error) != EMPTY_BATCHES:
                 raise
-            if not self._under_way:
-                raise ValueError(_NO_DATA) from error
-        raise StopIteration  # the loader began at its end
+            if not self.generate_padding_batch:
+                raise StopIteration from None
+            self._ended = True
+
+    def _settle(self) -> bool:
+        """Counts the batches that :meth:`__next__` has returned; False if this host gave padding in the last of them."""
+        returned = self._feed.step - (self._held is not None)
+        return self._local.tape.delivered_before(self._first_number + returned)
 
     def reset(self) -> None:
         """From the beginning; a loader that can be read only once goes on after the last delivered batch."""
+        self._settle()
         self._feed.reset()
         self._local.reset()
-        self.out_of_data = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._held, self._ended, self._no_data = None, False, False
+        self._first_number = self._local.tape.begin()[1] - self._feed.step
+
+    @property
+    def out_of_data(self) -> bool:
+        """Whether this host gave padding in the last batch."""
+        return self._ended or not self._settle()
 
     @property
     def local_iterator(self) -> LocalIteratorView:
@@ -134,13 +149,27 @@ class MultiHostDataLoadIterator:
 
     @property
     def last_local_data(self) -> PyTree | None:
-        """The host-local batch that was delivered last."""
-        return self._local.tape.last
+        """The host-local batch that was delivered last, or its padding; None before the first one."""
+        if not self.out_of_data:
+            return self._local.tape.last
+        if self._like is None:  # nothing was delivered before the end
+            return None
+        return jax.tree.map(lambda leaf: np.zeros(self._local_shape_of(leaf.shape), leaf.dtype), self._like)
+
+    def _local_shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // self.global_mesh.size * self._local_devices, *shape[1:])
 
     # ------------------------------------------------------------------ padding
 
+    def _padding(self) -> PyTree:
+        if self._like is None:
+            self._like = self._shape_of_padding()
+        return jax.tree.map(_zeros, self._like)
+
     def _shape_of_padding(self) -> PyTree:
-        """From a batch that some host has read, where none was delivered yet."""
+        """From a batch of some host, if none was delivered yet."""
+        if self._no_data:
+            raise ValueError(_NO_DATA)
         self._padding_rounds += 1
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
         result = _process.reduce_json(
@@ -153,6 +182,7 @@ class MultiHostDataLoadIterator:
             doing="finding the shape of a padding batch",
         )
         if result is None:
+            self._no_data = True
             raise ValueError(_NO_DATA)
         return self._global_spec(cloudpickle.loads(base64.b64decode(result)))
 
@@ -169,7 +199,7 @@ class MultiHostDataLoadIterator:
         )
 
     def _local_shape(self) -> str | None:
-        batch = self._local.tape.ahead()
+        batch = self._local.sample()
         return None if batch is None else base64.b64encode(cloudpickle.dumps(self._one_device(batch))).decode()
 
     def _one_device(self, batch: PyTree) -> PyTree:
@@ -196,6 +226,7 @@ class MultiHostDataLoadIterator:
 
     def peek_spec(self) -> PyTree | None:
         """What the next batch looks like, from this host's batch; None where it has none. Nothing is lost by it."""
+        self._settle()
         batch = self._local.tape.peek()
         return None if batch is None else self._global_spec(self._one_device(batch))
 
@@ -211,11 +242,13 @@ class MultiHostDataLoadIterator:
         Raises:
           StateMismatchError: the state is damaged, or of another kind.
         """
-        if isinstance(state, Mapping) and not state.get("hosts"):
+        self._settle()
+        if _is_of_the_beginning(state):
             self._feed.reset()
             self._local.rewind()
+            self._begin_anew()
         self._feed.set_state(state)
-        self.out_of_data = False
+        self._begin_anew()
 
     async def save(self, directory: Any) -> Any:
         """Orbax v1's StatefulCheckpointable."""
@@ -239,12 +272,17 @@ class MultiHostDataLoadIterator:
         """What this host has done so far."""
         return self._feed.stats()
 
+    def local_state(self) -> dict[str, Any]:
+        """The loaders' state after the last delivered batch."""
+        self._settle()
+        return self._local.tape.state
+
     def restart_from(self, local_state: Any) -> None:
         """Drops the read-ahead and brings the loaders to a state of ``local_iterator``."""
+        self._settle()
         self._feed.reset()
         self._local.tape.restore(local_state)
-        self._under_way = True
-        self.out_of_data = False
+        self._begin_anew()
 
     def close(self) -> None:
         """Ends threads and closes the loader."""
@@ -279,14 +317,14 @@ class LocalIteratorView:
     def __next__(self) -> PyTree:
         """The host-local batch of the next global one, which counts as delivered."""
         next(self._owner)
-        return self._local.tape.last
+        return self._owner.last_local_data
 
     def get_state(self) -> Any:
         """The loader's own state after the last delivered batch; a list where several loaders take turns.
 
         A loader without states gives the number of batches, and is resumed by reading and dropping.
         """
-        state = self._local.tape.state
+        state = self._owner.local_state()
         if "iterators" not in state:
             return {"batches": state["batches"]}
         if len(state["iterators"]) == 1:
@@ -313,6 +351,15 @@ class LocalIteratorView:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._local.tape.iterators[0], name)
+
+
+def _is_of_the_beginning(state: Any) -> bool:
+    """Whether it is a state before the first batch, which has none of the loaders."""
+    try:
+        parsed = _state.parse_state(state)
+    except StateMismatchError:
+        return False  # the feed refuses it
+    return parsed.kind == BatchesCourse.kind and not parsed.step and not parsed.hosts
 
 
 def _spec_of(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -7,9 +7,7 @@ loader that can be read only once gives again what was read ahead and dropped.
 
 from __future__ import annotations
 
-import collections
-import inspect
-import sys
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,21 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed import _aligned
-from meshfeed._errors import MeshfeedError, PlanError, SettingsError, StateMismatchError
-from meshfeed._retry import call_with_retry
-from meshfeed._settings import Retry
+from meshfeed._errors import PlanError, SettingsError, StateMismatchError
+from meshfeed._maxtext_open_loaders import OpenLoaders
 from meshfeed._types import PyTree
 
-MAX_ATTEMPTS = 30
-SLEEP_SECONDS = 10.0
-
-
-class LoaderNotReadyError(MeshfeedError, TimeoutError):
-    """TensorFlow's FailedPreconditionError came at every try."""
-
-
-_RETRY = Retry(MAX_ATTEMPTS, SLEEP_SECONDS, SLEEP_SECONDS, on=(LoaderNotReadyError,))
+_log = logging.getLogger("meshfeed.maxtext")
 
 
 class LocalBatches:
@@ -47,6 +35,7 @@ class LocalBatches:
     """
 
     rows_may_vary = True
+    ends_may_differ = True  # MaxText's placeholder loaders, which never end, are made without padding
 
     def __init__(self, dataloader: Any, factor: float, local_devices: int) -> None:
         self._dataloader = dataloader
@@ -60,13 +49,12 @@ class LocalBatches:
         return list(self._dataloader) if self._in_turns else [self._dataloader]
 
     def _open(self) -> Tape:
-        iterators = [_start(loader) for loader in self._loaders()]
-        tape = Tape(iterators, self._joined, self._local_devices, reopen=None if self.one_shot else self._reopen)
+        tape = Tape(self._reopen(), self._local_devices, reopen=None if self.one_shot else self._reopen)
         tape.rows = self._rows
         return tape
 
-    def _reopen(self) -> list[Any]:
-        return [_start(loader) for loader in self._loaders()]
+    def _reopen(self) -> OpenLoaders:
+        return OpenLoaders([_start(loader) for loader in self._loaders()], self._joined)
 
     def expect_rows(self, rows: int) -> None:
         """Refuses batches of another number of host-local rows from now on."""
@@ -75,7 +63,9 @@ class LocalBatches:
 
     def reset(self) -> None:
         """From the beginning; a loader that can be read once goes on after the last delivered batch."""
-        if not self.one_shot:
+        if self.one_shot:
+            self.tape.last = None
+        else:
             self.tape.close()
             self.tape = self._open()
 
@@ -85,6 +75,23 @@ class LocalBatches:
             self.tape.restore(self.tape.beginning)
         else:
             self.reset()
+
+    def sample(self) -> PyTree | None:
+        """The first batch of the data, whatever was read or restored since; None if it cannot be read. Nothing moves."""
+        try:
+            if self.one_shot:
+                return self.tape.sample()
+            fresh = self._reopen()
+            try:
+                with fresh.turn():
+                    return fresh.take()
+            finally:
+                fresh.close()
+        except StopIteration:
+            return None
+        except Exception as error:
+            _log.warning("cannot read a batch to see the shape of padding: %s: %s", type(error).__name__, error)
+            return None
 
     def __iter__(self) -> LocalPass:
         return LocalPass(self.tape)
@@ -121,10 +128,9 @@ class Tape:
     """What was read of the loaders and not delivered, each batch with their state after it.
 
     Args:
-      iterators: of the loaders; they take turns, a batch each.
-      joined: batches of a loader that make one batch here.
+      loaders: just opened.
       local_devices: rows must be a multiple of it.
-      reopen: new iterators from the beginning, or None where they can be read once.
+      reopen: opens the loaders again from the beginning, or None if they can be read once.
 
     Attributes:
       state: of the loaders after the last delivered batch.
@@ -132,28 +138,24 @@ class Tape:
       last: the last delivered batch, host-local.
     """
 
-    def __init__(
-        self, iterators: list[Any], joined: int, local_devices: int, reopen: Callable[[], list[Any]] | None
-    ) -> None:
-        self._iterators = iterators
-        self._joined = joined
+    def __init__(self, loaders: OpenLoaders, local_devices: int, reopen: Callable[[], OpenLoaders] | None) -> None:
+        self._loaders = loaders
         self._local_devices = local_devices
         self._reopen = reopen
-        self._lock = threading.Lock()
-        self._items: collections.deque[tuple[PyTree, dict[str, Any]]] = collections.deque()
+        self._lock = threading.Lock()  # never held while a loader is called, which may hang
+        self._items: list[tuple[PyTree, dict[str, Any]]] = []
         self._first = 0  # number of the batch at the head of items
         self._version = 0
-        self._taken = 0
         self._checked: list[tuple[int, ...]] = []  # shapes of the last batch that was found right
         self.rows: int | None = None  # that each batch must have
         self.last: PyTree | None = None
-        self.state = self._state_now()
+        self.state = loaders.state()
         self.beginning = self.state
 
     @property
     def iterators(self) -> list[Any]:
         """The loaders' own iterators."""
-        return self._iterators
+        return self._loaders.iterators
 
     def expect_rows(self, rows: int) -> None:
         """Refuses batches of another number of rows from now on."""
@@ -171,22 +173,43 @@ class Tape:
           PlanError: (a ValueError) rows that cannot be split over this host's devices; names the leaf.
         """
         with self._lock:
-            if version != self._version:
-                raise StopIteration
-            if number - self._first == len(self._items):
-                self._items.append((self._take(), self._state_now()))
-            return self._items[number - self._first]
+            item, loaders = self._find(version, number), self._loaders
+        if item is None:
+            with loaders.turn():
+                item = self._read_on(loaders, version, number)
+        return item
 
-    def delivered(self) -> None:
-        """The batch at the head has reached the caller."""
-        with self._lock:
-            self.last, self.state = self._items.popleft()
-            self._first += 1
+    def _find(self, version: int, number: int) -> tuple[PyTree, dict[str, Any]] | None:
+        if version != self._version:
+            raise StopIteration
+        place = number - self._first
+        return self._items[place] if place < len(self._items) else None
 
-    def ahead(self) -> PyTree | None:
-        """The first batch that was read and not delivered."""
+    def _read_on(self, loaders: OpenLoaders, version: int, number: int) -> tuple[PyTree, dict[str, Any]]:
         with self._lock:
-            return self._items[0][0] if self._items else None
+            item = self._find(version, number)  # another thread may have read it meanwhile
+        if item is not None:
+            return item
+        batch = loaders.take()
+        self._check_rows(batch)
+        item = batch, loaders.state()
+        with self._lock:
+            if loaders is self._loaders:  # then the batch is the next one, also for readers that have begun since
+                self._items.append(item)
+            self._find(version, number)
+        return item
+
+    def delivered_before(self, number: int) -> bool:
+        """Counts the batches before ``number`` as delivered; False if there are fewer, so that this host gave padding.
+
+        A call that was interrupted can be made again: each batch is counted by assignments alone, without a call between
+        them at which Python would handle a signal.
+        """
+        with self._lock:
+            while self._items and self._first < number:
+                (last, state), *rest = self._items
+                self._items, self._first, self.last, self.state = rest, self._first + 1, last, state
+            return self._first >= number
 
     def peek(self) -> PyTree | None:
         """The batch that is next to be delivered, read now if it was not; None at the end."""
@@ -194,14 +217,6 @@ class Tape:
             return self.read(*self.begin())[0]
         except StopIteration:
             return None
-
-    def _take(self) -> PyTree:
-        iterator = self._iterators[self._taken % len(self._iterators)]
-        batches = [_next_of(iterator) for _ in range(self._joined)]
-        self._taken += 1
-        batch = batches.pop() if self._joined == 1 else jax.tree.map(_join, *batches)
-        self._check_rows(batch)
-        return batch
 
     def _check_rows(self, batch: PyTree) -> None:
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
@@ -221,60 +236,63 @@ class Tape:
                 )
         self._checked = shapes
 
-    def _state_now(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"batches": self._taken}
-        if all(has_state(iterator) for iterator in self._iterators):
-            state["iterators"] = [iterator.get_state() for iterator in self._iterators]
-        return state
-
     def restore(self, state: Any) -> None:
         """Brings the loaders to ``state`` and drops what was read ahead.
 
         Raises:
           StateMismatchError: the loaders have no such state. What a loader's own ``set_state`` raises.
         """
-        here = {"batches": self._taken, "loaders": len(self._iterators)}
+        here = {"batches": self._loaders.taken, "loaders": len(self.iterators)}
         if not isinstance(state, Mapping) or not isinstance(state.get("batches"), int):
             raise StateMismatchError("batches", state, here, "The state is damaged; use another.")
+        saved = state.get("iterators")
+        if (saved is not None) != self._loaders.stateful or (saved is not None and len(saved) != len(self.iterators)):
+            remedy = "Pass the loaders, and the expansion_loading_factor_for_grain, that it was saved with."
+            raise StateMismatchError("iterators", saved, here, remedy)
+        if self._reopen is not None:
+            fresh = self._reopen()
+            with fresh.turn():
+                self._go_on_with(fresh, saved, state["batches"])
+        elif saved is not None:
+            with self._loaders.turn():
+                self._go_on_with(self._loaders, saved, state["batches"])
+        else:
+            self._go_on_here(state["batches"])
+
+    def _go_on_with(self, loaders: OpenLoaders, saved: list[Any] | None, batches: int) -> None:
+        if saved is None:
+            loaders.skip(batches)
+        else:
+            loaders.set_states(saved, batches)
+        state = loaders.state()
         with self._lock:
-            saved = state.get("iterators")
-            stateful = all(has_state(iterator) for iterator in self._iterators)
-            if (saved is not None) != stateful or (saved is not None and len(saved) != len(self._iterators)):
-                remedy = "Pass the loaders, and the expansion_loading_factor_for_grain, that it was saved with."
-                raise StateMismatchError("iterators", saved, here, remedy)
-            if saved is not None:
-                fresh = self._reopen() if self._reopen is not None else self._iterators
-                for iterator, value in zip(fresh, saved, strict=True):
-                    iterator.set_state(value)
-            elif self._reopen is None:
-                if state["batches"] == self._first:
-                    self._version += 1
-                    return
-                remedy = "It can be read once: pass an iterable that starts again, or one with get_state and set_state."
-                raise StateMismatchError("batches", state["batches"], self._first, remedy)
-            else:
-                fresh = self._reopen()
-                for number in range(state["batches"]):
-                    for _ in range(self._joined):
-                        next(fresh[number % len(fresh)])
-            self._iterators = fresh
-            self._taken = state["batches"]
+            self._loaders, self.state = loaders, state
             self._version += 1
-            self._first = self._taken
-            self._items.clear()
-            self.state = self._state_now()
+            self._first, self._items = batches, []
+
+    def _go_on_here(self, batches: int) -> None:
+        with self._lock:
+            if batches != self._first:
+                remedy = "It can be read once: pass an iterable that starts again, or one with get_state and set_state."
+                raise StateMismatchError("batches", batches, self._first, remedy)
+            self._version += 1
+
+    def sample(self) -> PyTree | None:
+        """The first batch of loaders that can be read once but have states, which stay where they are; else None."""
+        loaders = self._loaders
+        if not loaders.stateful:
+            return None
+        with loaders.turn():
+            here = loaders.state()
+            try:
+                loaders.set_states(self.beginning["iterators"], 0)
+                return loaders.take()
+            finally:
+                loaders.set_states(here["iterators"], here["batches"])
 
     def close(self) -> None:
         """Closes iterators that can be closed."""
-        for iterator in self._iterators:
-            close = getattr(iterator, "close", None)
-            if callable(close):
-                close()
-
-
-def has_state(iterator: Any) -> bool:
-    """Whether an iterator can be saved and restored."""
-    return callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
+        self._loaders.close()
 
 
 def _parts(dataloader: Any, factor: Any) -> tuple[int, bool]:
@@ -317,36 +335,3 @@ def _is_one_shot(loader: Any) -> bool:
 def _start(loader: Any) -> Any:
     as_numpy = getattr(loader, "as_numpy_iterator", None)
     return as_numpy() if callable(as_numpy) else iter(loader)
-
-
-def _next_of(iterator: Any) -> PyTree:
-    """The next batch; TensorFlow's FailedPreconditionError is waited out, 30 times for up to 10 s."""
-
-    def attempt() -> PyTree:
-        try:
-            return next(iterator)
-        except StopIteration:
-            raise
-        except Exception as error:
-            if not _not_ready(error) or (inspect.isgenerator(iterator) and iterator.gi_frame is None):
-                raise  # a generator that raised has ended: asked again it would look like the end of the data
-            raise LoaderNotReadyError(f"Failed to load data after {MAX_ATTEMPTS} retry attempts: {error}") from error
-
-    return call_with_retry(attempt, _RETRY, doing="taking the next host batch")
-
-
-def _not_ready(error: Exception) -> bool:
-    errors = getattr(sys.modules.get("tensorflow"), "errors", None)
-    kind = getattr(errors, "FailedPreconditionError", None)
-    return isinstance(kind, type) and isinstance(error, kind)
-
-
-def _join(*leaves: Any) -> np.ndarray[Any, Any]:
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    whole = _aligned.empty((sum(len(array) for array in arrays), *arrays[0].shape[1:]), np.result_type(*arrays))
-    np.concatenate(arrays, axis=0, out=whole)
-    base: Any = whole
-    while isinstance(base, np.ndarray):  # nobody writes to it again, so that it need not be copied
-        base.flags.writeable = False
-        base = base.base
-    return whole

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import threading
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -56,6 +59,95 @@ def uneven(counts: list[int], padding: bool, steps: int) -> dict[str, Any]:
         error = f"ValueError: {failure}"
     loader.close()
     return {"seen": seen, "sums": sums, "error": error}
+
+
+def padded(counts: list[int], steps: int, last_rows: int = HOST_ROWS) -> dict[str, Any]:
+    """Every step with padding as this host sees it, then ``iter()`` and the first two steps again.
+
+    ``last_rows``: of the last of all batches.
+    """
+    host = jax.process_index()
+    made = batches(counts[host], host)
+    if counts[host] == max(counts):
+        made[-1] = {key: leaf[:last_rows] for key, leaf in made[-1].items()}
+    loader = maxtext.MultiHostDataLoadIterator(made, mesh(), True)
+    seen = [_look(loader) for _ in range(steps)]
+    before = loader.position
+    again = iter(loader)
+    fresh = (again.out_of_data, again.last_local_data)
+    again = [_look(loader)["rows"] for _ in range(2)]
+    loader.close()
+    return {"seen": seen, "position": before, "fresh": fresh, "again": again}
+
+
+def _look(loader: Any) -> dict[str, Any]:
+    batch = next(loader)
+    total = int(jax.jit(lambda x: x.sum())(batch["x"]))  # of all hosts: each of them runs it, or all would hang
+    return {
+        "rows": local_rows(batch),
+        "sum": total,
+        "out": loader.out_of_data,
+        "last": np.asarray((loader.last_local_data or {"x": ()})["x"]).tolist(),
+        "shapes": (batch["x"].shape, batch["y"].shape, str(batch["y"].dtype)),
+    }
+
+
+def padded_from_states(counts: list[int], at: int, steps: int) -> dict[str, Any]:
+    """Rows after ``at`` steps: of the loader itself, and of fresh ones that get either kind of state, one after another."""
+    host = jax.process_index()
+
+    def make() -> Any:
+        return maxtext.MultiHostDataLoadIterator(Loader(batches(counts[host], host)), mesh(), True)
+
+    loader = make()
+    for _ in range(at):
+        next(loader)
+    local_state, state = loader.local_iterator.get_state(), loader.get_state()
+    found = {"rest": [_look(loader)["rows"] for _ in range(steps)]}
+    loader.local_iterator.set_state(local_state)
+    found["same"] = [_look(loader)["rows"] for _ in range(steps)]
+    loader.close()
+    loader = make()
+    loader.local_iterator.set_state(local_state)
+    found["local"] = [_look(loader)["rows"] for _ in range(steps)]
+    loader.close()
+    found["own"] = []
+    for _ in range(steps):  # a state of a resumed loader is as good as the first one
+        loader = make()
+        loader.set_state(state)
+        found["own"].append(_look(loader)["rows"])
+        state = loader.get_state()
+        found["position"] = loader.position
+        loader.close()
+    return found
+
+
+def padded_factors() -> list[dict[str, Any]]:
+    """Two hosts load: by joining two batches, and by taking two loaders in turns. The others have MaxText's placeholders,
+    which are made without padding and never end.
+    """
+    host = jax.process_index()
+    half = batches(7, 0, rows=HOST_ROWS // 2)
+    nothing = {"x": np.full(HOST_ROWS, -1, np.int32), "y": np.zeros((HOST_ROWS, 3), np.float32)}
+    loaders: list[tuple[Any, float]] = [
+        (half, 2),
+        ([batches(2, 1), batches(2, 1)], 0.5),
+        (itertools.repeat(nothing), -1),
+        (itertools.repeat(nothing), -1),
+    ]
+    loader = maxtext.MultiHostDataLoadIterator(loaders[host][0], mesh(), host < 2, loaders[host][1])
+    seen = [_look(loader) for _ in range(7)]
+    loader.close()
+    return seen
+
+
+def padding_on_one_host(counts: list[int]) -> list[list[int]]:
+    """Only host 0 pads; up to 7 steps without a collective, which a host that has stopped would not enter."""
+    host = jax.process_index()
+    loader = maxtext.MultiHostDataLoadIterator(batches(counts[host], host), mesh(), host == 0)
+    seen = [local_rows(batch) for batch in itertools.islice(loader, 7)]
+    loader.close()
+    return seen
 
 
 def reset_on_all() -> list[list[int]]:
@@ -125,6 +217,37 @@ def failing(kind: str) -> dict[str, Any]:
     return {"steps": steps, "type": None, "text": "", "waited": 0.0}
 
 
+def hanging() -> dict[str, Any]:
+    """The loader of host 1 hangs before batch 3; steps, error and state of this host, all before the loader goes on."""
+    host = jax.process_index()
+    released = threading.Event()
+
+    def read() -> Any:
+        for number, batch in enumerate(batches(9, host)):
+            if (host, number) == (1, 3):
+                released.wait(60)
+            yield batch
+
+    with (
+        mock.patch("meshfeed._maxtext_loader._TIMEOUT_SECONDS", 8.0),
+        mock.patch("meshfeed._prefetch._JOIN_SECONDS", 0.1),
+    ):
+        loader = maxtext.MultiHostDataLoadIterator(read(), mesh())
+        start = time.monotonic()
+        steps, error = 0, ""
+        try:
+            while True:
+                next(loader)
+                steps += 1
+        except (meshfeed.StalledError, meshfeed.PeerError) as stalled:  # this host's deadline, or the other's
+            error = str(stalled)
+        state = loader.local_iterator.get_state()
+        loader.close()
+        seconds = time.monotonic() - start
+    released.set()
+    return {"steps": steps, "error": error, "state": state, "seconds": seconds}
+
+
 def get_ds(dataloading_host_index: int, dataloading_host_count: int) -> Any:
     """The host's batches."""
     del dataloading_host_count
@@ -161,6 +284,7 @@ class LoaderIterator:
 
     def set_state(self, state: Any) -> None:
         assert state["host"] == jax.process_index()
+        assert state["at"] <= len(self.made)
         self.at = state["at"]
 
 
@@ -183,6 +307,22 @@ def remote_iterator(folder: str) -> dict[str, Any]:
         "first": first,
         "files": sorted(os.listdir(f"{folder}/2/iter")),
     }
+
+
+def remote_ends(counts: list[int]) -> list[list[int]]:
+    """A remote iterator on hosts with unlike numbers of batches, to its end and after a reset."""
+    host = jax.process_index()
+    dummy = jax.device_put(np.zeros(mesh().size, np.float32), NamedSharding(mesh(), P(("data", "model"))))
+    remote = maxtext.RemoteIterator(lambda **_: counts[host], lambda dataset: Loader(batches(dataset, host)), None, "")
+    seen = []
+    for _ in range(2):
+        try:
+            while True:
+                seen.append(local_rows(remote.get_next(dummy)))
+        except StopIteration:
+            remote.reset()
+    remote.close()
+    return seen
 
 
 def make_memory() -> Any:

@@ -181,6 +181,33 @@ def host_batches(counts: list[int], end: str, short: dict[int, int], prefetch: i
         return feed.step, feed.position, seen
 
 
+def host_batches_resumed(counts: list[int], global_batch_size: int | None) -> tuple[int, list[int]]:
+    """Uneven hosts that pad, in a new feed for each step; (position, real rows seen here a step)."""
+    here = jax.process_index()
+    batches = [{"x": np.full((4, 2), number + 1, np.float32)} for number in range(counts[here])]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    state, seen, position = None, [], 0
+    while True:
+        with meshfeed.MultiHostDataLoadIterator(
+            meshfeed.sources.HostBatches(batches),
+            mesh,
+            global_batch_size=global_batch_size,
+            end="pad",
+            mask_key="mask",
+            timeout_seconds=60,
+        ) as feed:
+            if state is not None:
+                feed.set_state(state)
+            batch = next(feed, None)
+            if batch is None:
+                return position, seen
+            real = sum(int(np.asarray(shard.data).sum()) for shard in batch["mask"].addressable_shards)
+            rows = np.concatenate([np.asarray(shard.data) for shard in batch["x"].addressable_shards])
+            assert sorted(rows[:, 0].tolist()) == [0.0] * (4 - real) + [float(feed.step)] * real
+            seen.append(real)
+            state, position = feed.get_state(), feed.position
+
+
 def host_batches_that_others_hold_too() -> tuple[int, int]:
     """Hosts that bring the same rows, for a mesh whose model axis spans them; the last batch is short by 3 rows."""
     batches = ({"x": np.full((8 if number < 4 else 5, 2), number, np.float32)} for number in range(5))

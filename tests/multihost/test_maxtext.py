@@ -39,17 +39,85 @@ def test_without_padding_all_hosts_stop_at_the_same_step(pool: Any, counts: list
         assert value["seen"] == [rows_of(host, number) for number in range(min(counts))]
 
 
-@pytest.mark.parametrize("counts", [[5, 9], [9, 0]])
-def test_with_padding_zero_batches_come_for_ever_from_the_same_step(pool: Any, counts: list[int]) -> None:
-    for host, value in enumerate(values(pool.run(maxtext_jobs.uneven, counts, True, 12))):
-        assert value["error"] is None
-        real = min(counts)
-        assert value["seen"][:real] == [rows_of(host, number) for number in range(real)]
-        assert value["seen"][real:] == [[0] * HOST_ROWS] * (12 - real)
-        assert value["sums"][real:] == [0] * (12 - real)
+@pytest.fixture(scope="module")
+def four() -> Any:
+    with HostPool(4, 2, timeout_seconds=180) as made:
+        yield made
 
 
-def test_no_data_on_any_host_is_a_value_error_on_all(pool: Any) -> None:
+UNLIKE = [5, 3, 0, 7]
+ZEROS = [0] * HOST_ROWS
+
+
+def given(host: int, step: int, counts: list[int] = UNLIKE) -> list[int]:
+    """The rows of a host with padding."""
+    return rows_of(host, step) if step < counts[host] else ZEROS
+
+
+def test_with_padding_each_host_gives_all_its_batches_and_zeros_after_them(four: Any) -> None:
+    results = values(four.run(maxtext_jobs.padded, UNLIKE, 9))
+    for host, value in enumerate(results):
+        assert [look["rows"] for look in value["seen"]] == [given(host, step) for step in range(9)]
+        assert [look["out"] for look in value["seen"]] == [step >= UNLIKE[host] for step in range(9)]
+        assert [look["last"] for look in value["seen"]] == [given(host, step) for step in range(9)]
+        sums = [sum(sum(given(other, step)) for other in range(4)) for step in range(9)]
+        assert [look["sum"] for look in value["seen"]] == sums
+        assert {look["shapes"] for look in value["seen"]} == {((4 * HOST_ROWS,), (4 * HOST_ROWS, 3), "float32")}
+        assert value["position"] == sum(UNLIKE) * HOST_ROWS
+        assert value["fresh"] == (False, None)
+        assert value["again"] == [given(host, step) for step in range(2)]
+
+
+def test_a_shorter_last_batch_is_padded_by_hosts_whose_data_has_ended(four: Any) -> None:
+    counts, short = [3, 1, 3, 0], HOST_ROWS // 2
+    for host, value in enumerate(values(four.run(maxtext_jobs.padded, counts, 4, short))):
+        rows = [given(host, step, counts)[: short if step >= 2 else None] for step in range(4)]
+        assert [look["rows"] for look in value["seen"]] == [look["last"] for look in value["seen"]] == rows
+        assert value["position"] == 5 * HOST_ROWS + 2 * short
+
+
+@pytest.mark.parametrize("at", [2, 4, 8])
+def test_states_in_the_middle_and_at_the_end_of_padding(four: Any, at: int) -> None:
+    for host, value in enumerate(values(four.run(maxtext_jobs.padded_from_states, UNLIKE, at, 4))):
+        rest = [given(host, step) for step in range(at, at + 4)]
+        assert value["rest"] == value["same"] == value["local"] == value["own"] == rest
+        assert value["position"] == sum(min(count, at + 4) for count in UNLIKE) * HOST_ROWS
+
+
+def test_padding_where_two_hosts_load_and_the_others_give_placeholders(four: Any) -> None:
+    results = values(four.run(maxtext_jobs.padded_factors))
+    half = HOST_ROWS // 2
+    joined = [[10_000 + 100 * n + row for n in (2 * step, 2 * step + 1) for row in range(half)] for step in range(3)]
+    turns = [rows_of(1, number) for number in (0, 0, 1, 1)]
+    placeholder = [-1] * HOST_ROWS
+    for value, real in zip(results, [joined, turns, [placeholder] * 7, [placeholder] * 7], strict=True):
+        assert [look["rows"] for look in value] == real + [ZEROS] * (7 - len(real))
+        assert [look["out"] for look in value] == [step >= len(real) for step in range(7)]
+
+
+def test_a_host_without_padding_that_ends_stops_the_others(pool: Any) -> None:
+    first, second = values(pool.run(maxtext_jobs.padding_on_one_host, [1, 3]))
+    assert first == [rows_of(0, 0)] + [ZEROS] * 6
+    assert second == [rows_of(1, number) for number in range(3)]
+    first, second = values(pool.run(maxtext_jobs.padding_on_one_host, [5, 3]))
+    assert first == [rows_of(0, number) for number in range(3)] + [ZEROS] * 4
+    assert second == [rows_of(1, number) for number in range(3)]
+
+
+def test_without_padding_hosts_with_unlike_data_stop_at_the_same_step(four: Any) -> None:
+    for counts in (UNLIKE, [5, 3, 2, 7], [0, 0, 0, 0]):
+        for host, value in enumerate(values(four.run(maxtext_jobs.uneven, counts, False, 9))):
+            assert value["error"] == "StopIteration"
+            assert value["seen"] == [rows_of(host, number) for number in range(min(counts))]
+
+
+def test_remote_iterators_with_unlike_data_stop_at_the_same_step(four: Any) -> None:
+    for counts in (UNLIKE, [5, 3, 2, 7], [0, 0, 0, 0]):
+        for host, value in enumerate(values(four.run(maxtext_jobs.remote_ends, counts))):
+            assert value == [rows_of(host, number) for number in range(min(counts))] * 2
+
+
+def test_with_padding_and_no_data_on_any_host_is_a_value_error_on_all(pool: Any) -> None:
     for value in values(pool.run(maxtext_jobs.uneven, [0, 0], True, 3)):
         assert value["error"].startswith("ValueError: no host has a single batch")
 
@@ -90,6 +158,15 @@ def test_a_loader_that_fails_on_one_host_stops_all(pool: Any, kind: str) -> None
         assert "host 1" in first["text"]
         assert ("bucket is gone" if kind == "raises" else "['x']") in first["text"]
         assert second["type"] == ("RuntimeError" if kind == "raises" else "PlanError")
+
+
+def test_a_loader_that_hangs_on_one_host_stalls_all_at_the_deadline(pool: Any) -> None:
+    first, second = pool.run(maxtext_jobs.hanging)
+    for value in (first.value, second.value):
+        assert value["state"] == {"batches": value["steps"]}
+        assert value["steps"] == 3  # the windows of steps that all hosts have read
+        assert "host 1" in value["error"]
+        assert value["seconds"] < 40  # the loader hangs for 60
 
 
 def test_remote_iterator_on_every_host(pool: Any, tmp_path: Path) -> None:

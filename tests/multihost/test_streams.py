@@ -88,6 +88,14 @@ def test_hosts_that_bring_their_own_batches_stop_at_the_same_step(pools: Any, to
         assert value[:2] == (max(counts[1:]), sum(counts[1:]) * rows)
 
 
+@pytest.mark.parametrize("global_batch_size", [16, None])
+def test_hosts_without_a_batch_pad_before_and_after_a_resume(pools: Any, global_batch_size: int | None) -> None:
+    counts = [3, 1, 0, 5]
+    results = pools[(4, 2)].run(stream_jobs.host_batches_resumed, counts, global_batch_size)
+    for count, result in zip(counts, results, strict=True):
+        assert result.value == (sum(counts) * 4, [4] * count + [0] * (5 - count))
+
+
 def test_padded_rows_that_several_hosts_hold_count_once(pools: Any) -> None:
     for result in pools[(2, 4)].run(stream_jobs.host_batches_that_others_hold_too):
         assert result.value == (5, 4 * 8 + 5)
