@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,6 +17,7 @@ from meshfeed._maxtext_local import LocalBatches
 from meshfeed._narrow import narrowed_dtype
 from meshfeed._settings import Retry
 from meshfeed._stats import FeedStats
+from meshfeed._tree_json import tree_from_json, tree_to_json
 from meshfeed._types import PyTree
 from meshfeed.sources._host_batches import HostBatches
 
@@ -92,6 +91,8 @@ class MultiHostDataLoadIterator:
           StopIteration: the end, on all hosts at the same step; never with padding.
           PlanError: (a ValueError) rows that this host's devices cannot share equally; names the leaf's path.
           ValueError: no host has a single batch.
+          SourceError: zeros are needed before any batch was delivered, for batches of other nodes than dicts, lists,
+            tuples and None.
           LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
         """
         if not self.out_of_data:
@@ -154,7 +155,7 @@ class MultiHostDataLoadIterator:
         )
         if result is None:
             raise ValueError(_NO_DATA)
-        return self._global_spec(cloudpickle.loads(base64.b64decode(result)))
+        return self._global_spec(tree_from_json(result))
 
     def _global_spec(self, one_device: PyTree) -> PyTree:
         sharding = NamedSharding(self.global_mesh, PartitionSpec(self.global_mesh.axis_names))
@@ -168,9 +169,9 @@ class MultiHostDataLoadIterator:
             one_device,
         )
 
-    def _local_shape(self) -> str | None:
+    def _local_shape(self) -> dict[str, Any] | None:
         batch = self._local.tape.ahead()
-        return None if batch is None else base64.b64encode(cloudpickle.dumps(self._one_device(batch))).decode()
+        return None if batch is None else tree_to_json(self._one_device(batch))
 
     def _one_device(self, batch: PyTree) -> PyTree:
         return jax.tree.map(
