@@ -11,6 +11,7 @@ from etils import epath
 
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._fork import Owner
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -117,6 +118,7 @@ class Checkpointer:
             )
         # One random word for the job and a count tell saves apart, without talking at each save.
         self._job_id = agreement.publish(lambda: secrets.token_hex(8))
+        self._owner = Owner()
         self._saves = 0
         self._damaged: set[int] = set()
         self._warned = False
@@ -307,6 +309,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self._directory}: this Checkpointer is closed. Make another one.")
+        self._owner.check("this Checkpointer")
 
     def _begin_to_write(self) -> None:
         # What a kill left unfinished is in the way of the same step. Not before this job saves: one that only reads,
@@ -347,10 +350,12 @@ class Checkpointer:
         self._manager.reload()
 
     def close(self) -> None:
-        """Waits for what was saved, and releases threads; a second time does nothing."""
+        """Waits for what was saved, and releases threads; a second time, or in a forked child, does nothing."""
         if self._closed:
             return
         self._closed = True
+        if not self._owner.is_here:
+            return
         try:
             self.wait()
         finally:
