@@ -18,6 +18,7 @@ from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import spec_with_mask
 from meshfeed._feeder import Feeder, Place
 from meshfeed._fork import Owner, finalize
+from meshfeed._launcher import warn_if_forgotten
 from meshfeed._layout import make_layout
 from meshfeed._pipeline import Pipeline
 from meshfeed._read import reads_columns
@@ -104,6 +105,7 @@ class MultiHostDataLoadIterator:
         try:
             if self._hosts_agree:
                 _process.require_store()
+            warn_if_forgotten()
             self._make(
                 source,
                 sharding,

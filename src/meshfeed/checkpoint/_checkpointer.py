@@ -12,6 +12,7 @@ from etils import epath
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._fork import Owner
+from meshfeed._launcher import forgotten_processes
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -69,7 +70,9 @@ class Checkpointer:
 
     Raises:
       SettingsError: a setting has a value that it cannot take.
-      CheckpointError: the folder cannot be made or listed.
+      CheckpointError: the folder cannot be made or listed; or the launcher (Slurm, MPI, Kubernetes, a TPU pod) started
+        several processes and ``jax.distributed`` is not initialized, so that all would save into one folder. For jobs
+        that are meant to be independent, each with its own folder, set ``MESHFEED_INDEPENDENT_PROCESSES=1``.
     """
 
     def __init__(
@@ -110,6 +113,8 @@ class Checkpointer:
                     **(orbax_options or {}),
                 }
             )
+        if (forgotten := forgotten_processes()) is not None:
+            raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
         agreement = Agreement("starting a checkpointer", timeout_seconds)
         self._directory = agreement.attempt(lambda: as_directory(directory))
         with opening(self._directory):
