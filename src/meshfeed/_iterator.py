@@ -132,6 +132,8 @@ class MultiHostDataLoadIterator:
             self._rounds.fail(error)
             self._rounds.leave()
             raise
+        if self._hosts_agree:
+            finalize(self, self._rounds.leave)  # of a feed that is dropped; runs after the pipeline's, which is younger
 
     def _make(self, source: Any, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
@@ -205,8 +207,8 @@ class MultiHostDataLoadIterator:
             scope=f"{self._scope}/{self._rounds.round}" if self._hosts_agree else None,
         )
         self._opened = None
-        # a feed that is dropped without close, or at exit, must not leave threads and keys behind
-        self._finalizer = finalize(self, _dropped, self._pipeline, self._rounds)
+        # a feed that is dropped without close, or at exit, must not leave threads behind
+        self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
         return self._pipeline
 
     # ------------------------------------------------------------------ state
@@ -386,8 +388,3 @@ def _participants(sharding: PyTree) -> Sequence[int]:
         return participants(normalize_sharding(sharding))
     except Exception:  # the layout raises it again
         return range(_process.process_count())
-
-
-def _dropped(pipeline: Pipeline, rounds: _agree_settings.Rounds) -> None:
-    pipeline.close("dropped its feed")
-    rounds.leave()

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshfeed import _process, _state_files
 from meshfeed._errors import PlanError, SourceError
 from meshfeed._feeder import EMPTY_BATCHES
+from meshfeed._fork import Owner
 from meshfeed._iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._maxtext_local import LocalBatches
 from meshfeed._narrow import narrowed_dtype
@@ -61,6 +62,7 @@ class MultiHostDataLoadIterator:
         self.generate_padding_batch = generate_padding_batch
         self.expansion_loading_factor_for_grain = expansion_loading_factor_for_grain
         self.out_of_data = False
+        self._owner = Owner()
         number = _process.next_use("maxtext")
         here = _process.process_index()
         self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
@@ -248,9 +250,10 @@ class MultiHostDataLoadIterator:
         self.out_of_data = False
 
     def close(self) -> None:
-        """Ends threads and closes the loader."""
+        """Ends threads and closes the loader; does nothing in a forked child."""
         self._feed.close()
-        self._local.tape.close()
+        if self._owner.is_here:
+            self._local.tape.close()
 
     def __enter__(self) -> MultiHostDataLoadIterator:
         return self

@@ -22,10 +22,9 @@ def tree_to_json(tree: PyTree) -> dict[str, Any]:
     numbered = jax.tree.unflatten(structure, range(len(leaves)))
     try:
         containers = encode_value(numbered)
-        exact = jax.tree.structure(decode_value(containers)) == structure
     except TypeError:
-        exact = False
-    if not exact:
+        containers = None
+    if jax.tree.structure(decode_value(containers)) != structure:  # a namedtuple would become a tuple
         return {
             "unsupported": f"records of the structure {structure} cannot be described to other hosts: only dicts, lists, "
             "tuples and None can. Convert them to dicts, in decode= or in the source."

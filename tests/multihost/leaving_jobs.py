@@ -51,6 +51,13 @@ def _dropped() -> None:
     del feed
 
 
+def _dropped_after_a_reset() -> None:
+    feed = make_feed()
+    next(feed)
+    feed.reset()
+    del feed
+
+
 def _one_leaves_early() -> None:
     feed = make_feed(num_epochs=None)
     with contextlib.suppress(meshfeed.PeerError):
@@ -114,6 +121,7 @@ def keys_after(directory: str) -> dict[str, list[str]]:
         "resets and states": _with_resets,
         "never started": _never_started,
         "dropped": _dropped,
+        "dropped after a reset": _dropped_after_a_reset,
         "one leaves early": _one_leaves_early,
         "one cannot lay it out": lambda: _one_cannot_make_it({"global_batch_size": 2 * jax.device_count() + 1}),
         "one has a wrong setting": lambda: _one_cannot_make_it({"prefetch": -1}),
