@@ -147,7 +147,7 @@ def require_store() -> KeyValueStore:
         )
     raise MeshfeedError(
         f"meshfeed cannot find the key-value store of JAX {jax.__version__}, through which hosts report failures to each "
-        "other. Upgrade meshfeed, or install a version of JAX that this meshfeed supports (0.10 to 0.12)."
+        "other. Upgrade meshfeed, or install an older version of JAX."
     )
 
 

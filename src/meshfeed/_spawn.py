@@ -105,7 +105,7 @@ class HostPool:
           *args: pickled too; the same for all hosts, which tell themselves apart by ``jax.process_index()``.
 
         Raises:
-          SettingsError: ``function`` is none.
+          SettingsError: ``function`` is none. MeshfeedError: this is a forked child of the process that made the pool.
         """
         if not callable(function) and not isinstance(function, str):
             raise SettingsError(
@@ -113,6 +113,7 @@ class HostPool:
                 "number of hosts is num_hosts=.",
                 setting="function",
             )
+        self._owner.check("this HostPool")
         payload = dump_task(function, args)
         if self._dirty or any(host.process.poll() is not None for host in self._hosts):
             self._kill()

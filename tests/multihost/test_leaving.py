@@ -30,7 +30,7 @@ def test_several_processes_without_a_key_value_store_are_refused(pool: Any, tmp_
     for result in pool.run(leaving_jobs.without_a_store, str(tmp_path)):
         for said in result.value:
             assert said.startswith("meshfeed cannot find the key-value store of JAX "), result.value
-            assert "Upgrade meshfeed, or install a version of JAX" in said
+            assert "Upgrade meshfeed, or install an older version of JAX" in said
 
 
 @pytest.mark.parametrize(("how", "host"), [("close", 1), ("exit", 1), ("exit", 0)])
