@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshfeed
+from meshfeed._remote_client import RemoteClient
 from meshfeed._remote_endpoint import Endpoint
 from meshfeed._remote_target import make_feed_payload
 from meshfeed._remote_wire import END, ERROR, OK, Header, decode_answer, encode_answer, encode_error, rows_of, to_rows
@@ -274,6 +275,30 @@ def test_headers_hold_64_bit_numbers_on_every_device(mesh: Mesh) -> None:
     header = Header(END, 2**40, 2**41, 2**50 + 1, 2**33, 4095)
     array = to_rows(header.to_row(), NamedSharding(mesh, P(("data", "model"))), 8)
     assert [Header.from_row(row) for row in rows_of(array)] == [header] * 8
+
+
+@pytest.mark.parametrize("answers", [["same"] * 3, ["same", "same", "a longer one"], ["one", "same", "same"]])
+def test_hosts_that_answer_alike_are_told_apart(
+    mesh: Mesh, answers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One controller that sees the devices of all hosts under its own process index."""
+
+    class Hosts:
+        def fetch(self, buffer: jax.Array) -> jax.Array:
+            rows = []
+            for device in range(buffer.shape[0]):
+                host = min(device // 3, 2)
+                monkeypatch.setattr("meshfeed._process.process_index", lambda host=host: host)
+                endpoint = Endpoint(b"")
+                endpoint._answer = encode_answer(answers[host])
+                rows.append(rows_of(endpoint.fetch(buffer))[device])
+            return jax.device_put(np.stack(rows), buffer.sharding)
+
+    client = object.__new__(RemoteClient)
+    client._near, client._num_near = NamedSharding(mesh, P(("data", "model"))), 8
+    client._held = {"endpoint": Hosts()}
+    headers = {host: Header(OK, len(encode_answer(answer)), host=host) for host, answer in enumerate(answers)}
+    assert client._fetch(headers) == dict(enumerate(answers))
 
 
 def test_nothing_raised_leaves_an_endpoint_and_the_end_is_a_flag(mesh: Mesh) -> None:

@@ -29,7 +29,6 @@ from meshfeed._errors import StalledError
 _log = logging.getLogger("meshfeed.agree")
 _ANNOUNCING_SECONDS = 2.0  # a reducer that has all parts announces within one slice of its waiting
 _ERROR_GRACE_SECONDS = 4.0
-_FAREWELL_SECONDS = 2.0
 _MAX_MESSAGE = 2000
 
 
@@ -293,7 +292,7 @@ class WindowAgreement:
     # ------------------------------------------------------------------ the end
 
     def close(self, farewell: str | None = None) -> None:
-        """Ends the reducer's thread; keys of this host are left to the coordination service.
+        """Ends the reducer's thread. The keys stay for hosts that go on; the feed deletes them once all have left.
 
         Args:
           farewell: what this host does and at which step, for hosts that go on; None to leave without a word.
@@ -310,16 +309,7 @@ class WindowAgreement:
 
     def _say_farewell(self) -> None:
         def say() -> None:
-            try:
-                with self._publishing:
-                    self._put(Part(self._count, self._count, self._farewell))
-            except Exception as error:  # the job is being torn down
-                _log.debug("cannot tell other hosts that this one leaves: %s", error)
+            with self._publishing:
+                self._put(Part(self._count, self._count, self._farewell))
 
-        try:  # not in this thread: a coordinator that is gone may not answer, and close must not wait for it
-            thread = threading.Thread(target=say, name="meshfeed-farewell", daemon=True)
-            thread.start()
-        except RuntimeError:  # the interpreter is shutting down and starts no thread
-            say()
-        else:
-            thread.join(_FAREWELL_SECONDS)
+        _process.call_briefly(say, name="meshfeed-farewell", at_exit=True)

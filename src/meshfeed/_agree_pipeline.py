@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from meshfeed import _process
@@ -14,8 +13,6 @@ from meshfeed._read import reads_columns
 from meshfeed._replicas import blocks_of
 from meshfeed._settings import FeedSettings
 from meshfeed._stats import StatsRecorder
-
-_log = logging.getLogger("meshfeed.feed")
 
 
 def start_pipeline(
@@ -57,10 +54,9 @@ def start_pipeline(
         largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
     )
     agreement = None
-    store = _process.key_value_store() if scope is not None else None
-    if scope is not None and store is not None:
+    if scope is not None:
         agreement = WindowAgreement(
-            store,
+            _process.require_store(),
             scope=scope,
             participants=layout.participants,
             host=_process.process_index(),
@@ -71,8 +67,6 @@ def start_pipeline(
             describe=feeder.describe,
             judge=exchange.judge,
         )
-    elif scope is not None:
-        _log.warning("this JAX has no key-value store: hosts cannot tell each other of failures and ends of streams")
     return Pipeline(
         feeder,
         layout.put,

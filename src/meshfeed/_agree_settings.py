@@ -55,12 +55,12 @@ class Rounds:
     def __init__(self, scope: str, participants: Sequence[int]) -> None:
         self._feed = f"meshfeed/{scope}"
         self._base = f"{self._feed}/settings"
-        self._scope = f"{scope}/settings"
         # The name is there because hosts that build other feeds, or in another order, wait for each other under other names.
         self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
         self.participants = tuple(sorted(participants))
         self.round = 0
         self._refused = False
+        self._left = False
         self._generation: int | None = None
 
     @property
@@ -69,14 +69,14 @@ class Rounds:
         return len(self.participants) > 1 and _process.process_index() in self.participants
 
     def fail(self, error: BaseException, *, refused: bool = False) -> None:
-        """Tells the hosts that come to this round that this one cannot.
+        """Publishes, for the hosts that come to this round, that this one cannot.
 
         Args:
           error: why.
           refused: this host refuses a state and has changed nothing, so that it may still come; else it will come to
             the next round at best.
         """
-        store = _process.key_value_store() if self.needed else None
+        store = self._store()
         if store is not None:
             message = {"failed": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]}
             try:
@@ -88,10 +88,20 @@ class Rounds:
 
     def withdraw(self) -> None:
         """A state was refused before, and now one was taken."""
-        store = _process.key_value_store() if self._refused and self.needed else None
+        store = self._store() if self._refused else None
         if store is not None:
             store.delete(self._key("in", _process.process_index()))
         self._refused = False
+
+    def leave(self) -> None:
+        """This host is done with the feed, and writes and reads no key of it from here on."""
+        store, self._left = self._store(), True
+        if store is not None:
+            _process.leave(store, self._feed, len(self.participants))
+
+    def _store(self) -> _process.KeyValueStore | None:
+        """For what can be left undone; None if nobody is there to read it."""
+        return _process.key_value_store() if self.needed and not self._left else None
 
     def agree(self, settings: Mapping[str, Any], timeout_seconds: float) -> None:
         """Compares settings between hosts.
@@ -104,6 +114,7 @@ class Rounds:
           AgreementError: on every participant, naming the first fields that differ and the hosts.
           PeerError: a host could not make its feed, open its data, or take its state.
           StalledError: some host did not come.
+          MeshfeedError: there is no key-value store.
         """
         try:
             if self.needed:
@@ -117,7 +128,7 @@ class Rounds:
             raise
         self._refused = False
         self.round += 1
-        store = _process.key_value_store() if self.needed else None
+        store = self._store()
         if store is not None and _process.process_index() == self.participants[0] and self._generation is not None:
             store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so nobody reads its windows
         self._generation = self.round
@@ -128,18 +139,8 @@ class Rounds:
         return "/".join(str(part) for part in (self._base, self.round, *parts))
 
     def _exchange(self, settings: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        store = _process.key_value_store()
+        store = _process.require_store()
         message = {"settings": dict(settings), "refused": self._refused}
-        if store is None:
-            return _process.reduce_json(
-                self._scope,
-                self.round,
-                message,
-                _compare,
-                participants=self.participants,
-                timeout_seconds=timeout_seconds,
-                doing=self._doing,
-            )
         here, reducer = _process.process_index(), self.participants[0]
         start = time.monotonic()
         deadline = start + timeout_seconds

@@ -6,13 +6,11 @@ counts of bad records, and digests of replicated rows.
 
 from __future__ import annotations
 
-import base64
 import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import cloudpickle
 import jax
 import numpy as np
 import xxhash
@@ -24,6 +22,7 @@ from meshfeed._feeder import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._process import format_hosts
 from meshfeed._settings import SkipBad
+from meshfeed._tree_json import tree_from_json, tree_to_json
 from meshfeed._types import PyTree
 
 _log = logging.getLogger("meshfeed.exchange")
@@ -67,7 +66,7 @@ class Exchange:
         self._blocks_of = blocks_of
         self._num_rows = num_rows
         self._compare_records = compare_records
-        self._element: PyTree | None = None  # zero rows, with the structure of a batch
+        self._element: dict[str, Any] | None = None  # structure, shapes and dtypes of a batch, as announced
         self._ended: Mapping[int, int] = {}  # as announced
         self._sizes: dict[int, int] = {}  # step → global batch size, for steps in which some host has only padding
         self._own_ended: dict[int, int] = {}
@@ -102,8 +101,9 @@ class Exchange:
             if self._compare_records and jax.tree.leaves(tree)[0].shape[0]:
                 spec = spec_of_batch(tree, jax.tree.leaves(tree)[0].shape[0], what="the source")
                 info["records_are"] = ", ".join(leaf.describe() for leaf in spec.leaves)
-                element = jax.tree.map(lambda leaf: leaf[:0], tree)
-                info["element"] = base64.b64encode(cloudpickle.dumps(element)).decode()
+                info["element"] = tree_to_json(jax.tree.map(lambda leaf: leaf[:0], tree))
+        if any(batch.tree is None for batch in batches):
+            info["needs_element"] = True
         if self._blocks_of is not None:
             digests = {}
             for batch in batches:
@@ -158,6 +158,8 @@ class Exchange:
                 return info, Verdict(message)
         if all(part.info.get("empty") for part in parts.values()):
             return info, Verdict(f"source|{EMPTY_BATCHES if self._compare_sizes else EMPTY_STREAM}")
+        if any("needs_element" in part.info for part in parts.values()) and "unsupported" in info.get("element", {}):
+            return info, Verdict(f"source|a host has no record of its own, and {info['element']['unsupported']}")
         differ = self._judge_records(parts) or self._judge_sizes(parts) or self._judge_replicas(parts)
         return info, too_many if differ is None else Verdict(differ)
 
@@ -220,7 +222,7 @@ class Exchange:
         self._sizes.update((int(step), size) for step, size in info.get("sizes", {}).items())
         self._bad.learn(info)
         if "element" in info and self._element is None:
-            self._element = cloudpickle.loads(base64.b64decode(info["element"]))
+            self._element = info["element"]
 
     def known_at(self, step: int) -> tuple[Mapping[int, int], int]:
         """Lanes that ended (or padding by step), and bad records up to ``step``; steps are asked for in order."""
@@ -243,7 +245,7 @@ class Exchange:
         if self._element is None:
             raise SourceError("no host has a single record, so that not even padding can be made; check the source.")
         rows = self._num_rows(batch.global_batch_size)
-        return jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), self._element)
+        return jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), tree_from_json(self._element))
 
 
 def _size_padding(parts: Mapping[int, Part]) -> tuple[dict[int, int], dict[int, int]]:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,11 +17,14 @@ from meshfeed._courses import make_course
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import spec_with_mask
 from meshfeed._feeder import Feeder, Place
+from meshfeed._fork import Owner, finalize
+from meshfeed._launcher import warn_if_forgotten
 from meshfeed._layout import make_layout
 from meshfeed._pipeline import Pipeline
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
+from meshfeed._shardings import normalize_sharding, participants
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step, logs_steps
 from meshfeed._types import PyTree, RecordIds
@@ -94,11 +96,16 @@ class MultiHostDataLoadIterator:
         self._failed: BaseException | None = None
         self._stats = StatsRecorder()
         self._host = _process.process_index()
+        self._owner = Owner()
         self.name = name if isinstance(name, str) else f"feed-{_process.next_use('feeds')}"
         self._scope = f"feed/{self.name}/{_process.next_use(f'feed {self.name}')}"
-        # until the sharding is known, a failure is told to whoever may be waiting
-        self._rounds = _agree_settings.Rounds(self._scope, range(_process.process_count()))
+        self._participants = _participants(sharding)
+        self._rounds = _agree_settings.Rounds(self._scope, self._participants)
+        self._hosts_agree = self._rounds.needed
         try:
+            if self._hosts_agree:
+                _process.require_store()
+            warn_if_forgotten()
             self._make(
                 source,
                 sharding,
@@ -123,14 +130,14 @@ class MultiHostDataLoadIterator:
             )
         except BaseException as error:
             self._rounds.fail(error)
+            self._rounds.leave()
             raise
+        if self._hosts_agree:
+            finalize(self, self._rounds.leave)  # of a feed that is dropped; runs after the pipeline's, which is younger
 
     def _make(self, source: Any, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._layout = make_layout(sharding, settings)
-        self._participants = self._layout.participants
-        self._rounds = _agree_settings.Rounds(self._scope, self._participants)
-        self._hosts_agree = self._rounds.needed
         self._course = make_course(source, settings, self._layout)
         self._place = self._course.start()
         in_columns = reads_columns(getattr(self._course, "source", None))
@@ -201,7 +208,7 @@ class MultiHostDataLoadIterator:
         )
         self._opened = None
         # a feed that is dropped without close, or at exit, must not leave threads behind
-        self._finalizer = weakref.finalize(self, self._pipeline.close, "dropped its feed")
+        self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
         return self._pipeline
 
     # ------------------------------------------------------------------ state
@@ -359,7 +366,10 @@ class MultiHostDataLoadIterator:
         if self._closed:
             return
         self._closed, failed = True, self._failed
+        if not self._owner.is_here:  # a copy in a forked child: everything that is open belongs to the parent
+            return
         self._drop("closed its feed", failed or _because)
+        self._rounds.leave()
         if failed is None:
             with contextlib.suppress(Exception):
                 self._course.fingerprint(self._place)  # get_state wants it, and may have to read the source for it
@@ -370,3 +380,11 @@ class MultiHostDataLoadIterator:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(_because=error)
+
+
+def _participants(sharding: PyTree) -> Sequence[int]:
+    """Hosts with a device in the sharding; all, if it is not a sharding, so that the error reaches whoever waits."""
+    try:
+        return participants(normalize_sharding(sharding))
+    except Exception:  # the layout raises it again
+        return range(_process.process_count())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -15,11 +13,13 @@ from meshfeed import _process, _state, _state_files
 from meshfeed._course_batches import BatchesCourse
 from meshfeed._errors import PlanError, SourceError, StateMismatchError
 from meshfeed._feeder import EMPTY_BATCHES
+from meshfeed._fork import Owner
 from meshfeed._iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._maxtext_local import LocalBatches
 from meshfeed._narrow import narrowed_dtype
 from meshfeed._settings import Retry
 from meshfeed._stats import FeedStats
+from meshfeed._tree_json import tree_from_json, tree_to_json
 from meshfeed._types import PyTree
 from meshfeed.sources._host_batches import HostBatches
 
@@ -59,6 +59,7 @@ class MultiHostDataLoadIterator:
         self.dataloader = dataloader
         self.generate_padding_batch = generate_padding_batch
         self.expansion_loading_factor_for_grain = expansion_loading_factor_for_grain
+        self._owner = Owner()
         number = _process.next_use("maxtext")
         here = _process.process_index()
         self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
@@ -94,6 +95,8 @@ class MultiHostDataLoadIterator:
           PlanError: (a ValueError) rows that this host's devices cannot share equally; names the leaf's path.
           ValueError: with padding, no host has a batch that shows its shape.
           StalledError: the loader, or another host, has given nothing for 600 s.
+          SourceError: zeros are needed before any batch was delivered, for batches of other nodes than dicts, lists,
+            tuples and None.
           LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
         """
         self._settle()
@@ -184,7 +187,7 @@ class MultiHostDataLoadIterator:
         if result is None:
             self._no_data = True
             raise ValueError(_NO_DATA)
-        return self._global_spec(cloudpickle.loads(base64.b64decode(result)))
+        return self._global_spec(tree_from_json(result))
 
     def _global_spec(self, one_device: PyTree) -> PyTree:
         sharding = NamedSharding(self.global_mesh, PartitionSpec(self.global_mesh.axis_names))
@@ -198,9 +201,9 @@ class MultiHostDataLoadIterator:
             one_device,
         )
 
-    def _local_shape(self) -> str | None:
+    def _local_shape(self) -> dict[str, Any] | None:
         batch = self._local.sample()
-        return None if batch is None else base64.b64encode(cloudpickle.dumps(self._one_device(batch))).decode()
+        return None if batch is None else tree_to_json(self._one_device(batch))
 
     def _one_device(self, batch: PyTree) -> PyTree:
         return jax.tree.map(
@@ -285,9 +288,10 @@ class MultiHostDataLoadIterator:
         self._begin_anew()
 
     def close(self) -> None:
-        """Ends threads and closes the loader."""
+        """Ends threads and closes the loader; does nothing in a forked child."""
         self._feed.close()
-        self._local.tape.close()
+        if self._owner.is_here:
+            self._local.tape.close()
 
     def __enter__(self) -> MultiHostDataLoadIterator:
         return self

@@ -155,7 +155,8 @@ class RemoteIteratorWrapper:
     """Runs a :class:`RemoteIterator` on each host beside the mesh and puts its batches on the accelerators.
 
     Args:
-      get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic: of the RemoteIterator.
+      get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic: of the RemoteIterator. The functions travel to
+        the hosts as pickles, which run code there: the network between the controller and the hosts must be trusted.
       global_mesh: of the accelerators.
 
     Attributes:
@@ -223,7 +224,7 @@ class RemoteIteratorWrapper:
 
     def close(self) -> None:
         """Ends threads on the hosts."""
-        self._client.call("close")
+        self._client.close()
 
 
 class _RemoteMethods:

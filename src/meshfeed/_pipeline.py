@@ -22,6 +22,7 @@ from meshfeed._agree_rules import ALL_HOSTS, Part, Stop, closed_message
 from meshfeed._errors import PeerError, StalledError
 from meshfeed._exchange import Exchange
 from meshfeed._feeder import Feeder, HostBatch
+from meshfeed._fork import Owner
 from meshfeed._prefetch import ReadAhead
 from meshfeed._process import format_hosts
 from meshfeed._stats import StatsRecorder
@@ -80,6 +81,7 @@ class Pipeline:
         name: str,
         host: int,
     ) -> None:
+        self._owner = Owner()
         self._feeder = feeder
         self._rewind = getattr(feeder, "rewind", None) or (lambda step: None)
         self._put = put
@@ -235,6 +237,7 @@ class Pipeline:
           StopIteration: the end of the data.
           MeshfeedError, or what the source raised.
         """
+        self._owner.check("this feed")
         stage = self._device_stage
         if stage is not None:
             if stage.ready:
@@ -259,12 +262,14 @@ class Pipeline:
         self._delivered += 1
 
     def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
-        """Ends threads and processes; batches read ahead are dropped.
+        """Ends threads and processes; batches read ahead are dropped. In a forked child, does nothing.
 
         Args:
           leaving: what this host does, such as "closed its feed", for hosts that go on; None to leave without a word.
           because: of what.
         """
+        if not self._owner.is_here:
+            return
         farewell = None
         if leaving is not None:
             farewell = f"{leaving} at step {self._delivered}"

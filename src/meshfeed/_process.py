@@ -1,15 +1,17 @@
 """The only module that knows process indices, the coordination service's key-value store, and barriers.
 
-JAX has no public key-value interface. The client is reached through ``jax._src.distributed.global_state``, which is
-probed once; where it is missing (or the job has one process) :func:`key_value_store` returns None and the callers
-fall back: one process needs no talk, several processes talk through ``jax.experimental.multihost_utils`` on the
-caller's thread (:func:`reduce_json`).
+JAX has no public key-value interface, so the client is reached through ``jax._src.distributed.global_state``. A job of
+one process needs no client. A job of several processes without one is refused (:func:`require_store`): its hosts could
+not report failures to each other, and would hang in the next collective.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import json
+import logging
+import os
 import threading
 import time
 import weakref
@@ -18,7 +20,7 @@ from typing import Any
 
 import jax
 
-from meshfeed._errors import StalledError
+from meshfeed._errors import MeshfeedError, StalledError
 
 _MIN_SLICE_SECONDS = 0.5  # a blocking get is cut into slices so that Ctrl-C, close and deadlines are noticed …
 _MAX_SLICE_SECONDS = 2.0  # … which grow, so that thousands of hosts in a long wait do not flood the coordinator
@@ -28,6 +30,8 @@ _MAX_PAUSE_SECONDS = 0.1
 _FIRST_NOTE_SECONDS = 0.2
 _NOTE_SECONDS = 1.0
 _NAMED_HOSTS = 8
+_BRIEFLY_SECONDS = 2.0
+_log = logging.getLogger("meshfeed.process")
 
 
 def process_index() -> int:
@@ -38,6 +42,11 @@ def process_index() -> int:
 def process_count() -> int:
     """Number of processes in the job."""
     return jax.process_count()
+
+
+def is_distributed() -> bool:
+    """Whether ``jax.distributed.initialize()`` was called."""
+    return jax.distributed.is_initialized()
 
 
 class KeyValueStore:
@@ -76,25 +85,91 @@ class KeyValueStore:
         prefix = prefix.rstrip("/") + "/"
         return {key.removeprefix(prefix): value for key, value in self._client.key_value_dir_get(prefix)}
 
+    def increment(self, key: str) -> int:
+        """Adds one to the number under ``key``, which starts at 0, and returns it; atomic over all hosts."""
+        return self._client.key_value_increment(key, 1)
+
     def delete(self, key: str) -> None:
         """Removes ``key`` and everything below it; absent keys are no error."""
         self._client.key_value_delete(key)
 
 
-def _client() -> Any | None:
+_CLIENT_METHODS = (
+    "key_value_set",
+    "blocking_key_value_get",
+    "key_value_try_get",
+    "key_value_dir_get",
+    "key_value_increment",
+    "key_value_delete",
+)
+
+
+def _global_state() -> Any | None:
     try:
         from jax._src import distributed
-    except ImportError:  # a later JAX that moved it: callers use the public fall-back
+    except ImportError:  # a later JAX that moved it
         return None
-    client = getattr(getattr(distributed, "global_state", None), "client", None)
-    wanted = ("key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_dir_get", "key_value_delete")
-    return client if client is not None and all(hasattr(client, name) for name in wanted) else None
+    return getattr(distributed, "global_state", None)
+
+
+def _client() -> Any | None:
+    client = getattr(_global_state(), "client", None)
+    return client if client is not None and all(hasattr(client, name) for name in _CLIENT_METHODS) else None
 
 
 def key_value_store() -> KeyValueStore | None:
     """The job's key-value store, or None without ``jax.distributed``."""
     client = _client()
-    return None if client is None else KeyValueStore(client)
+    if client is None:
+        return None
+    _disown_in_children()
+    return KeyValueStore(client)
+
+
+def require_store() -> KeyValueStore:
+    """The job's key-value store, which several processes cannot do without.
+
+    Raises:
+      MeshfeedError: there is none.
+    """
+    store = key_value_store()
+    if store is not None:
+        return store
+    if _inherited:
+        raise MeshfeedError(
+            f"process {os.getpid()} is a forked child and has no connection of its own to the other hosts. Use feeds and "
+            "checkpoints that span hosts in the parent only."
+        )
+    if not is_distributed():
+        raise MeshfeedError(
+            f"JAX reports {process_count()} processes, but jax.distributed is not initialized, so hosts cannot report "
+            "failures to each other. Call jax.distributed.initialize() before anything else."
+        )
+    raise MeshfeedError(
+        f"meshfeed cannot find the key-value store of JAX {jax.__version__}, through which hosts report failures to each "
+        "other. Upgrade meshfeed, or install an older version of JAX."
+    )
+
+
+_inherited: list[Any] = []  # in a forked child: the parent's connections, kept so that no destructor closes them
+
+
+@functools.cache
+def _disown_in_children() -> None:
+    os.register_at_fork(after_in_child=_disown_client)
+
+
+def _disown_client() -> None:
+    """Puts the parent's connection to the coordination service out of reach of a forked child.
+
+    The child shares its socket: a single request from the child, which JAX's own exit function makes, breaks the
+    connection of the parent, and the child then waits for an answer that never comes.
+    """
+    state = _global_state()
+    for name in ("client", "service", "preemption_sync_manager"):
+        if getattr(state, name, None) is not None:
+            _inherited.append(getattr(state, name))
+            setattr(state, name, None)
 
 
 class _Counters:
@@ -233,6 +308,46 @@ def format_hosts(hosts: Sequence[int], limit: int = 8) -> str:
     return f"hosts {shown}" if len(hosts) <= limit else f"hosts {shown}, … ({len(hosts):,} in all)"
 
 
+def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> None:
+    """Calls a function that talks to the coordination service, and waits at most two seconds for it.
+
+    A coordinator that is gone may never answer, and closing must not wait for that.
+
+    Args:
+      function: what it raises is logged at DEBUG.
+      name: of the thread.
+      at_exit: call it also if the interpreter is shutting down and starts no thread.
+    """
+
+    def call() -> None:
+        try:
+            function()
+        except Exception as error:  # the job is being torn down
+            _log.debug("%s: %s", name, error)
+
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        if at_exit:
+            call()
+    else:
+        thread.join(_BRIEFLY_SECONDS)
+
+
+def leave(store: KeyValueStore, prefix: str, num_hosts: int) -> None:
+    """Each of ``num_hosts`` hosts calls this once it is done with the keys below ``prefix``; the last one deletes them.
+
+    An error is only logged, and at exit nothing is done: keys that stay do no harm, and end with the job.
+    """
+
+    def count() -> None:
+        if store.increment(f"{prefix}/left") == num_hosts:
+            store.delete(prefix)
+
+    call_briefly(count, name="meshfeed-leave", at_exit=False)
+
+
 def reduce_json(
     scope: str,
     round_number: int,
@@ -245,12 +360,12 @@ def reduce_json(
 ) -> Any:
     """Every participant gives a JSON value, one of them reduces, all receive the JSON result.
 
-    The lowest participant reduces, so that the coordination service sees one put and one get a host. Call it with the
-    same ``scope`` and the round numbers 0, 1, 2, … on every participant.
+    The lowest participant reduces, so that the coordination service sees few requests per host. No key is left behind
+    once all participants have the result.
 
     Args:
       scope: names the exchange; unique among exchanges under way at the same time.
-      round_number: counts the calls with this scope.
+      round_number: counts the calls with this scope: 0, 1, 2, … on every participant.
       value: this host's part, JSON.
       reduce: host → value of all participants, to the result; runs on the lowest participant only. What it raises is
         raised there, and the others time out, so return errors as values.
@@ -260,16 +375,14 @@ def reduce_json(
 
     Raises:
       StalledError: some participants did not arrive; it names them.
+      MeshfeedError: there is no key-value store.
     """
     here = process_index()
     participants = sorted(participants)
     if participants == [here]:
         return json.loads(json.dumps(reduce({here: json.loads(json.dumps(value))})))
-    store = key_value_store()
-    if store is None:
-        return _reduce_by_allgather(value, reduce, participants)
-    base = f"meshfeed/{scope}"
-    prefix = f"{base}/{round_number}"
+    store = require_store()
+    prefix = f"meshfeed/{scope}/{round_number}"
     start = time.monotonic()
     deadline = start + timeout_seconds
     store.set(f"{prefix}/in/{here}", json.dumps(value), overwrite=True)
@@ -277,15 +390,16 @@ def reduce_json(
         values = wait_for_hosts(store, f"{prefix}/in", participants, deadline, note=f"{prefix}/late")
         if len(values) == len(participants):
             result = reduce({host: json.loads(text) for host, text in sorted(values.items())})
-            store.set(f"{prefix}/out", json.dumps(result), overwrite=True)
-            if round_number:  # everybody has come to this round, so everybody has read the last one's result
-                store.delete(f"{base}/{round_number - 1}")
-            return json.loads(json.dumps(result))
+            text = json.dumps(result)
+            store.set(f"{prefix}/out", text, overwrite=True)
+            leave(store, prefix, len(participants))
+            return json.loads(text)
         missing = [host for host in participants if host not in values]
         count = len(missing)
     else:
         text = wait_for_key(store, f"{prefix}/out", deadline, num_waiting=len(participants))
         if text is not None:
+            leave(store, prefix, len(participants))
             return json.loads(text)
         missing, count = missing_hosts(store, f"{prefix}/in", f"{prefix}/late", participants[0])
         missing, count = (missing, count) if missing else ([participants[0]], 1)
@@ -297,17 +411,3 @@ def reduce_json(
         hosts=tuple(missing),
         waited_seconds=waited,
     )
-
-
-def _reduce_by_allgather(value: Any, reduce: Callable[[dict[int, Any]], Any], participants: Sequence[int]) -> Any:
-    """Public fall-back over ``process_allgather``: all processes of the job must call it, with no deadline."""
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([text.size], np.int32)).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: text.size] = text
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    values = {host: json.loads(bytes(rows[host, : sizes[host]]).decode()) for host in participants}
-    return json.loads(json.dumps(reduce(values)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import jax
@@ -10,16 +9,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._errors import MeshfeedError, PeerError, SettingsError
+from meshfeed._fork import Owner, finalize
 from meshfeed._remote_endpoint import Endpoint
 from meshfeed._remote_wire import (
     END,
     ERROR,
     Header,
+    addressed_length,
     decode_answer,
     encode_call,
     padded,
     padded_length,
     rows_of,
+    take_address,
     to_rows,
 )
 from meshfeed._types import PyTree
@@ -78,7 +80,8 @@ class RemoteClient:
         held = {"endpoint": make(payload)}
         self._held = held
         # at exit too: JAX's own deletion of such an object fails once its modules are being torn down
-        self._finalizer = weakref.finalize(self, held.clear)
+        self._finalizer = finalize(self, held.clear)
+        self._owner = Owner()
         self._requests: dict[int, jax.Array] = {}
         self._ordinals: dict[int, int] = {}
         self._spec_known = False
@@ -97,26 +100,20 @@ class RemoteClient:
         """The answer of each host that this process controls, by process index.
 
         Raises:
-          What the call raised on a host.
+          What the call raised on a host. MeshfeedError: this is a forked child.
         """
+        self._owner.check("this remote feed")
         data = encode_call(name, args)
         row = padded(data, padded_length(len(data)))
         headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
         return [answers for _, answers in sorted(self._fetch(headers).items())]
 
     def _fetch(self, headers: dict[int, Header]) -> dict[int, Any]:
-        length = padded_length(max(header.length for header in headers.values()))
+        length = padded_length(addressed_length(max(header.length for header in headers.values())))
         buffer = to_rows(padded(b"", length), self._near, self._num_near)
-        shards = self._held["endpoint"].fetch(buffer).addressable_shards
-        by_host = {shard.device.process_index: np.asarray(shard.data).reshape(-1) for shard in shards}
-        if set(by_host) != set(headers):  # a controller may see all devices under one index: the rows differ then
-            rows = [np.asarray(shard.data).reshape(-1) for shard in shards]
-            by_host = dict(zip(headers, {row.tobytes(): row for row in rows}.values(), strict=False))
-        return {
-            host: decode_answer(by_host[host].tobytes()[: header.length])
-            for host, header in headers.items()
-            if host in by_host
-        }
+        # not by the devices' process index: a controller may see all devices under one
+        answers = dict(map(take_address, rows_of(self._held["endpoint"].fetch(buffer))))
+        return {host: decode_answer(answers[host][: header.length]) for host, header in headers.items()}
 
     def _check(self, array: jax.Array) -> dict[int, Header]:
         """Headers by host.
@@ -142,6 +139,11 @@ class RemoteClient:
             )
         return headers
 
+    def close(self) -> None:
+        """Ends threads and processes on the hosts; does nothing in a forked child."""
+        if self._owner.is_here:
+            self.call("close")
+
     # ------------------------------------------------------------------ batches
 
     def know_spec(self) -> None:
@@ -150,6 +152,7 @@ class RemoteClient:
 
     def take(self) -> PyTree:
         """The next batch, global arrays over the CPU mesh; raises StopIteration and what a host raised."""
+        self._owner.check("this remote feed")
         ordinal = 0
         if self._spec_known:
             ordinal = self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1)

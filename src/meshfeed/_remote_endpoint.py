@@ -18,6 +18,7 @@ from meshfeed._remote_wire import (
     ERROR,
     OK,
     Header,
+    address,
     decode_call,
     encode_answer,
     encode_error,
@@ -103,8 +104,9 @@ class Endpoint:
         return _header(self, request, flag)
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
-        """The answer, as long as ``buffer``."""
-        return to_rows(padded(self._answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
+        """The answer and the host that it comes from, as long as ``buffer``."""
+        answer = address(self._answer, _process.process_index())
+        return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 
 
 def _header(endpoint: Any, request: jax.Array, flag: int) -> jax.Array:

@@ -13,16 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._iterator import MultiHostDataLoadIterator
 from meshfeed._remote_wire import make_payload
+from meshfeed._tree_json import tree_to_json
 from meshfeed._types import PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class SpecLeaf:
-    """One leaf of ``element_spec`` without its devices."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,5 +115,7 @@ class FeedTarget:
     def _replay(self, step: int, state: Mapping[str, Any] | None) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.copy(), self._feed.replay(step, state=state))
 
-    def _element_spec(self) -> PyTree:
-        return jax.tree.map(lambda leaf: SpecLeaf(leaf.shape, leaf.dtype, leaf.sharding.spec), self._feed.element_spec)
+    def _element_spec(self) -> dict[str, Any]:
+        """Without the devices: structure, shapes and dtypes, and the entries of the leaves' PartitionSpecs."""
+        tree = self._feed.element_spec
+        return {"tree": tree_to_json(tree), "specs": [tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(tree)]}

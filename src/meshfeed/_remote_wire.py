@@ -3,6 +3,9 @@
 Colocated Python carries ``jax.Array`` and nothing else, and an exception does not cross to another host. So a call is
 JSON in a uint8 array, its answer is bytes in a uint8 array, and an error is an answer of its own kind. Each device has
 a row of its own, because every host fills the rows of its devices.
+
+Answers are JSON, or JSON followed by the bytes of arrays. Only the user's functions travel as a pickle, from the
+controller to the hosts (:func:`make_payload`).
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +23,16 @@ import jax
 import numpy as np
 
 from meshfeed._errors import MeshfeedError, SettingsError
+from meshfeed._state import decode_value, encode_value
+from meshfeed._tree_json import tree_from_json, tree_to_json
+from meshfeed._types import PyTree
 
 OK, END, ERROR = 0, 1, 2
 _FIELDS = 8
 HEADER_BYTES = 8 * _FIELDS
-_JSON, _PICKLE, _FAILURE = b"J", b"P", b"E"
+_JSON, _ARRAYS, _FAILURE = b"J", b"A", b"E"
+_LENGTH = struct.Struct("<Q")
+_HOST = struct.Struct("<q")
 _PAD = b" "
 
 
@@ -90,14 +100,45 @@ def decode_call(row: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
 
 
 def encode_answer(value: Any) -> bytes:
-    """JSON where that gives the value back, else a pickle: numpy arrays and pytrees of shapes, never a state."""
-    try:
-        text = json.dumps(value)
-        if json.loads(text) == value:
-            return _JSON + text.encode()
-    except (TypeError, ValueError):
-        pass
-    return _PICKLE + cloudpickle.dumps(value)
+    """A pytree of numpy arrays, or any value that :func:`meshfeed._state.encode_value` takes."""
+    leaves = jax.tree.leaves(value)
+    if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return _ARRAYS + _encode_arrays(value)
+    return _JSON + json.dumps(encode_value(value)).encode()
+
+
+def _encode_arrays(tree: PyTree) -> bytes:
+    spec = json.dumps(tree_to_json(tree)).encode()
+    data = [np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).tobytes() for leaf in jax.tree.leaves(tree)]
+    return b"".join((_LENGTH.pack(len(spec)), spec, *data))
+
+
+def _decode_arrays(data: bytes) -> PyTree:
+    """Raises SourceError if the structure could not be described."""
+    (length,) = _LENGTH.unpack_from(data)
+    start = _LENGTH.size + length
+    leaves, structure = jax.tree.flatten(tree_from_json(json.loads(data[_LENGTH.size : start])))
+    arrays = []
+    for leaf in leaves:
+        arrays.append(np.frombuffer(data, leaf.dtype, math.prod(leaf.shape), start).reshape(leaf.shape).copy())
+        start += arrays[-1].nbytes
+    return jax.tree.unflatten(structure, arrays)
+
+
+def address(answer: bytes, process_index: int) -> bytes:
+    """An answer with the host that it comes from."""
+    return _HOST.pack(process_index) + answer
+
+
+def addressed_length(length: int) -> int:
+    """Bytes of an answer of ``length`` bytes with its host."""
+    return _HOST.size + length
+
+
+def take_address(row: np.ndarray[Any, Any]) -> tuple[int, bytes]:
+    """The host and the answer, which may be followed by padding."""
+    data = row.tobytes()
+    return _HOST.unpack_from(data)[0], data[_HOST.size :]
 
 
 def encode_error(error: BaseException) -> bytes:
@@ -122,7 +163,7 @@ def decode_answer(data: bytes) -> Any:
     kind, body = data[:1], data[1:]
     if kind == _FAILURE:
         return _rebuild(json.loads(body))
-    return json.loads(body) if kind == _JSON else cloudpickle.loads(body)
+    return _decode_arrays(body) if kind == _ARRAYS else decode_value(json.loads(body))
 
 
 def _is_json(value: Any) -> bool:

@@ -11,16 +11,19 @@ import os
 import pathlib
 import pickle
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from meshfeed._errors import SettingsError
+from meshfeed._fork import Owner, finalize
 from meshfeed._spawn_host import LOG_TAIL_BYTES, Host, HostResult, HostRunError, dump_task, free_port
 
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use")
@@ -75,7 +78,9 @@ class HostPool:
         self._start_timeout_seconds = start_timeout_seconds
         self._hosts: list[Host] = []
         self._dirty = False
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._owner = Owner()
+        self._remove_logs: weakref.finalize[..., Any] | None = None
+        self._directory = pathlib.Path()
 
     # --- running functions
 
@@ -100,7 +105,7 @@ class HostPool:
           *args: pickled too; the same for all hosts, which tell themselves apart by ``jax.process_index()``.
 
         Raises:
-          SettingsError: ``function`` is none.
+          SettingsError: ``function`` is none. MeshfeedError: this is a forked child of the process that made the pool.
         """
         if not callable(function) and not isinstance(function, str):
             raise SettingsError(
@@ -108,6 +113,7 @@ class HostPool:
                 "number of hosts is num_hosts=.",
                 setting="function",
             )
+        self._owner.check("this HostPool")
         payload = dump_task(function, args)
         if self._dirty or any(host.process.poll() is not None for host in self._hosts):
             self._kill()
@@ -178,7 +184,9 @@ class HostPool:
     # --- life
 
     def close(self) -> None:
-        """Lets the hosts leave the job in order, and kills those that do not end by themselves."""
+        """Lets the hosts leave the job in order, and kills those that do not end; in a forked child, does nothing."""
+        if not self._owner.is_here:
+            return
         alive = [host for host in self._hosts if host.process.poll() is None]
         if alive and not self._dirty and len(alive) == len(self._hosts) and all(host.ready for host in alive):
             for host in alive:
@@ -197,9 +205,9 @@ class HostPool:
                         stacklevel=2,
                     )
         self._kill()
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
+        if self._remove_logs is not None:
+            self._remove_logs()
+            self._remove_logs = None
 
     def __enter__(self) -> Self:
         return self
@@ -216,11 +224,12 @@ class HostPool:
         self._dirty = False
 
     def _start(self) -> None:
-        if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="meshfeed-hosts-")
+        if self._remove_logs is None:  # not a TemporaryDirectory, which a forked child removes at its exit
+            self._directory = pathlib.Path(tempfile.mkdtemp(prefix="meshfeed-hosts-"))
+            self._remove_logs = finalize(self, shutil.rmtree, self._directory, True)
         failed: list[HostResult] = []
         for attempt in range(_START_ATTEMPTS):
-            failed = self._start_once(pathlib.Path(self._directory.name), attempt)
+            failed = self._start_once(self._directory, attempt)
             if not failed:
                 return
             self._kill()

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshfeed._errors import MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._fork import finalize
 from meshfeed._worker_main import ERROR, READY, REQUEST, SETUP
 from meshfeed._worker_wire import Inbox, pack_request
 
@@ -86,7 +86,7 @@ class WorkerPool:
         self.num_workers = num_workers
         self._workers: list[_Worker] = []
         # Also at exit, and when the pool is forgotten. The list is filled below, so a failure half-way is cleaned up.
-        self._finalizer = weakref.finalize(self, _close_workers, self._workers, os.getpid())
+        self._finalizer = finalize(self, _close_workers, self._workers)
         try:
             for worker_index in range(num_workers):
                 label = f"worker {worker_index} of {num_workers} of {name}"
@@ -288,9 +288,7 @@ class _Worker:
             self.process.wait()
 
 
-def _close_workers(workers: Sequence[_Worker], owner: int) -> None:
-    if os.getpid() != owner:  # a copy of the pool in a forked child
-        return
+def _close_workers(workers: Sequence[_Worker]) -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
     for worker in workers:
         worker.begin_close()

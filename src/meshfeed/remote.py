@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed import _state, _state_files
 from meshfeed._errors import MeshfeedError, SettingsError
@@ -28,6 +28,7 @@ from meshfeed._remote_target import make_feed_payload
 from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._shardings import normalize_sharding, sharding_leaves
 from meshfeed._stats import FeedStats
+from meshfeed._tree_json import tree_from_json
 from meshfeed._types import PyTree, RecordIds
 
 __all__ = ["RemoteFeed"]
@@ -40,7 +41,8 @@ class RemoteFeed:
 
     Args:
       make_source: ``make_source() -> source``, called on each host; importable there, or picklable with all that it
-        refers to.
+        refers to. It travels to the hosts as a pickle, which runs code there: the network between the controller and
+        the hosts must be trusted. Nothing else that hosts send each other is a pickle.
       sharding: as for the feed; all leaves on one mesh.
       **: every other keyword as for the feed.
 
@@ -167,12 +169,15 @@ class RemoteFeed:
     @property
     def element_spec(self) -> PyTree:
         """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
-        mesh = self._client.mesh
+        mesh, spec = self._client.mesh, self._client.call("element_spec")[0]
+        tree = tree_from_json(spec["tree"])
+        specs = jax.tree.unflatten(jax.tree.structure(tree), [PartitionSpec(*entries) for entries in spec["specs"]])
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.spec, memory_kind=self._memory_kind)
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=self._memory_kind)
             ),
-            self._client.call("element_spec")[0],
+            tree,
+            specs,
         )
 
     def record_ids(self, step: int) -> RecordIds:
@@ -208,7 +213,7 @@ class RemoteFeed:
         """Ends threads and processes on the hosts; ``get_state`` still works, a second close does nothing."""
         if not self._closed:
             self._closed = True
-            self._client.call("close")
+            self._client.close()
 
     def __enter__(self) -> RemoteFeed:
         return self

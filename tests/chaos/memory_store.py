@@ -32,6 +32,12 @@ class MemoryStore:
         with self._changed:
             return {key[len(prefix) :]: value for key, value in self._values.items() if key.startswith(prefix)}
 
+    def increment(self, key: str) -> int:
+        with self._changed:
+            number = int(self._values.get(key, "0")) + 1
+            self._values[key] = str(number)
+            return number
+
     def delete(self, key: str) -> None:
         with self._changed:
             for name in [n for n in self._values if n == key or n.startswith(key + "/")]:

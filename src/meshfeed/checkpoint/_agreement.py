@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshfeed._errors import MeshfeedError
-from meshfeed._process import next_use, process_count, process_index, reduce_json
+from meshfeed._process import next_use, process_count, process_index, reduce_json, require_store
 from meshfeed.checkpoint._errors import DamagedCheckpointError, as_checkpoint_error
 
 
@@ -27,6 +27,9 @@ class Agreement:
     Args:
       doing: the operation, for messages.
       timeout_seconds: how long to wait for the slowest host.
+
+    Raises:
+      MeshfeedError: there are several processes and no key-value store.
     """
 
     def __init__(self, doing: str, timeout_seconds: float) -> None:
@@ -35,6 +38,8 @@ class Agreement:
         self._scope = f"checkpoint/{next_use('checkpoint')}"
         self._round = 0
         self._participants = list(range(process_count()))
+        if len(self._participants) > 1:
+            require_store()
 
     def _reduce(self, value: Any, reduce: Callable[[dict[int, Any]], Any]) -> Any:
         number, self._round = self._round, self._round + 1

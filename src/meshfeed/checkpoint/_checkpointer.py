@@ -11,6 +11,8 @@ from etils import epath
 
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._fork import Owner
+from meshfeed._launcher import forgotten_processes
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -68,7 +70,9 @@ class Checkpointer:
 
     Raises:
       SettingsError: a setting has a value that it cannot take.
-      CheckpointError: the folder cannot be made or listed.
+      CheckpointError: the folder cannot be made or listed; or the launcher (Slurm, MPI, Kubernetes, a TPU pod) started
+        several processes and ``jax.distributed`` is not initialized, so that all would save into one folder. For jobs
+        that are meant to be independent, each with its own folder, set ``MESHFEED_INDEPENDENT_PROCESSES=1``.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class Checkpointer:
                     **(orbax_options or {}),
                 }
             )
+        if (forgotten := forgotten_processes()) is not None:
+            raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
         agreement = Agreement("starting a checkpointer", timeout_seconds)
         self._directory = agreement.attempt(lambda: as_directory(directory))
         with opening(self._directory):
@@ -117,6 +123,7 @@ class Checkpointer:
             )
         # One random word for the job and a count tell saves apart, without talking at each save.
         self._job_id = agreement.publish(lambda: secrets.token_hex(8))
+        self._owner = Owner()
         self._saves = 0
         self._damaged: set[int] = set()
         self._warned = False
@@ -307,6 +314,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"{self._directory}: this Checkpointer is closed. Make another one.")
+        self._owner.check("this Checkpointer")
 
     def _begin_to_write(self) -> None:
         # What a kill left unfinished is in the way of the same step. Not before this job saves: one that only reads,
@@ -347,10 +355,12 @@ class Checkpointer:
         self._manager.reload()
 
     def close(self) -> None:
-        """Waits for what was saved, and releases threads; a second time does nothing."""
+        """Waits for what was saved, and releases threads; a second time, or in a forked child, does nothing."""
         if self._closed:
             return
         self._closed = True
+        if not self._owner.is_here:
+            return
         try:
             self.wait()
         finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from meshfeed._errors import MeshfeedError, StateMismatchError
+from meshfeed._fork import finalize
 from meshfeed._types import JsonValue, Record
 from meshfeed.sources import _grain_cut, _grain_fingerprint, _grain_tree
 from meshfeed.sources._grain_pool import POOL
@@ -69,7 +69,7 @@ class GrainLane:
         self._lane_index = lane_index
         self._ended = False
         POOL.acquire()
-        self._release = weakref.finalize(self, POOL.release)
+        self._release = finalize(self, POOL.release)
 
     def __iter__(self) -> Iterator[Record]:
         return self
