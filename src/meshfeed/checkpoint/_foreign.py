@@ -23,7 +23,8 @@ from typing import Any
 from etils import epath
 
 from meshfeed._errors import CheckpointError
-from meshfeed._state import encode_value, seal
+from meshfeed._exact_json import encode_value
+from meshfeed._state import seal
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
 _ELASTIC = "global_next_index"
