@@ -30,7 +30,17 @@ class _Mistyped(click.ClickException):
     exit_code = 2
 
 
+_MOVED = {"convert": "import-position"}
+
+
 class _Commands(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in _MOVED and self.get_command(ctx, args[0]) is None:
+            raise _Mistyped(f"meshfeed {args[0]} is now meshfeed {_MOVED[args[0]]}.")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
