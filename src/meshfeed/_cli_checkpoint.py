@@ -17,7 +17,7 @@ _SHOWN = 100
 @_step
 @_as_json
 def inspect(directory: str, step: int | None, as_json: bool) -> None:
-    """Show the steps of a checkpoint's folder, or every leaf of one step.
+    """Show a checkpoint folder's steps, or every leaf of one.
 
     DIRECTORY is the folder given to Checkpointer, or one of its steps. No values are read.
     """
