@@ -13,14 +13,15 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 _TUPLE = "__tuple__"
 _BYTES = "__bytes__"
 _PAIRS = "__pairs__"
 _ARRAY = "__array__"
-_OTHER = "__meshfeed__"
-_RESERVED = frozenset((_TUPLE, _BYTES, _PAIRS, _ARRAY, _OTHER))
+OTHER = "__meshfeed__"
+_RESERVED = frozenset((_TUPLE, _BYTES, _PAIRS, _ARRAY, OTHER))
 _DECIMAL_BITS = 4096  # Python refuses to convert integers of more than 4,300 digits
 _SHOWN_CHARACTERS = 80
 ALLOWED = (
@@ -73,7 +74,7 @@ def _refused(value: Any) -> TypeError:
 
 
 def _other(kind: str, *arguments: Any) -> dict[str, Any]:
-    return {_OTHER: [kind, *arguments]}
+    return {OTHER: [kind, *arguments]}
 
 
 def _same(value: Any) -> Any:
@@ -99,22 +100,16 @@ def _encode_dict(value: dict[Any, Any]) -> Any:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """A name from which :func:`_dtype_of` gives the dtype, byte order included; None if there is none."""
-    import ml_dtypes
-
+    """A name from which ``jnp.dtype`` gives the dtype, byte order included; None if there is none."""
     if dtype.kind in "biufcMmSU":
-        has_exact_bytes = (
-            dtype.itemsize > 0 and dtype.char not in "gG"
-        )  # a long double is padded, and differs by machine
-        return dtype.str if has_exact_bytes else None
-    known = getattr(ml_dtypes, dtype.name, None)
-    return dtype.name if known is not None and np.dtype(known) == dtype else None
-
-
-def _dtype_of(name: str) -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))
+        is_long_double = dtype.char in "gG"  # padded, and different on each kind of machine
+        return None if is_long_double or not dtype.itemsize else dtype.str
+    if dtype.kind != "V" or dtype.type is np.void:  # objects and structured arrays
+        return None
+    try:
+        return dtype.name if jnp.dtype(dtype.name) == dtype else None  # bfloat16, float8_e4m3fn, int4, ...
+    except TypeError:
+        return None
 
 
 def _encode_array(value: np.ndarray[Any, Any]) -> Any:
@@ -137,7 +132,7 @@ def _encode_scalar(value: np.generic) -> Any:
 
 def _decode_array(inner: Any) -> np.ndarray[Any, Any]:
     name, shape, data = inner
-    return np.ndarray(shape, _dtype_of(name), bytes.fromhex(data)).copy()
+    return np.ndarray(shape, jnp.dtype(name), bytes.fromhex(data)).copy()
 
 
 def _decode_other(inner: Any) -> Any:
@@ -166,7 +161,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     _BYTES: bytes.fromhex,
     _PAIRS: lambda inner: {decode_value(key): decode_value(item) for key, item in inner},
     _ARRAY: _decode_array,
-    _OTHER: _decode_other,
+    OTHER: _decode_other,
 }
 _OTHERS: dict[str, Callable[..., Any]] = {
     "int": lambda text: int(text, 16),

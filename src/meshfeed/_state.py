@@ -1,8 +1,8 @@
 """The state of a feed: a small JSON value from which its stream continues, and what must be equal for that.
 
-Layout, version 2::
+Layout::
 
-    {"meshfeed": 2, "kind": "random_access", "position": 6400, "segments": [[0, 0, 64]], "fingerprint": {…}}
+    {"meshfeed": 1, "kind": "random_access", "position": 6400, "segments": [[0, 0, 64]], "fingerprint": {…}}
 
 ``kind`` is ``random_access``, ``lanes`` or ``host_batches``. The last two also have ``step``; lanes have ``num_lanes`` and
 ``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. Once a bad record was replaced there
@@ -10,8 +10,9 @@ are ``skipped`` {process index: ledger} and ``num_skipped``, the count over all 
 count} is there once a ledger is full. Every lane and host entry carries a digest of itself, so that an entry changed by
 hand is refused.
 
-Version 1 had no ``num_unlisted``, and lane and host entries without the key ``__meshfeed__``: see
-:mod:`meshfeed._exact_json`. It is still read.
+``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
+``__meshfeed__`` (see :mod:`meshfeed._exact_json`); a state without them is still written as version 1, so that an older
+meshfeed can read it after a roll-back.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshfeed._errors import StateMismatchError
+from meshfeed._exact_json import OTHER
 
 VERSION = 2
+_OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
 _MAX_NUMBER = 1 << 62
 KINDS = ("random_access", "lanes", "host_batches")
 
@@ -90,7 +93,7 @@ class FeedState:
     def to_json(self) -> dict[str, Any]:
         """The state as a fresh JSON value."""
         value: dict[str, Any] = {
-            "meshfeed": VERSION,
+            "meshfeed": 1,
             "kind": self.kind,
             "position": self.position,
             "segments": self.segments,
@@ -99,7 +102,13 @@ class FeedState:
         for name in ("step", "num_lanes", "lanes", "hosts", "skipped", "num_skipped", "num_unlisted"):
             if getattr(self, name) is not None:
                 value[name] = getattr(self, name)
-        return json.loads(json.dumps(value))
+        text = json.dumps(value)
+        return {**json.loads(text), "meshfeed": _needed_version(text)}
+
+
+def _needed_version(text: str) -> int:
+    """The lowest version that can read a state with this JSON text."""
+    return 2 if any(mark in text for mark in _OF_VERSION_2) else 1
 
 
 def parse_state(state: Any) -> FeedState:
@@ -159,7 +168,10 @@ def parse_state(state: Any) -> FeedState:
                 raise StateMismatchError(f"{name}.{key}", _shorten(entry), "a number of records", remedy)
     if state["kind"] not in KINDS:
         raise StateMismatchError("kind", state["kind"], " or ".join(KINDS), remedy)
-    return FeedState(**json.loads(json.dumps(state)))
+    text = json.dumps(state)
+    if version > (needed := _needed_version(text)):
+        raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
+    return FeedState(**json.loads(text))
 
 
 def _is_ledger(entries: Any) -> bool:

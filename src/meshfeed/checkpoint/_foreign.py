@@ -25,7 +25,7 @@ from etils import epath
 
 from meshfeed._errors import CheckpointError
 from meshfeed._exact_json import decode_value, encode_value
-from meshfeed._state import seal
+from meshfeed._state import parse_state, seal
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
 _ELASTIC = "global_next_index"
@@ -101,7 +101,7 @@ def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuff
         )
     if template["kind"] == "random_access":
         position = _position(directory, template, states, count, size, step, unshuffled)
-        return {**template, "position": position, "segments": [[0, 0, size]] if position else []}
+        return _stamped({**template, "position": position, "segments": [[0, 0, size]] if position else []})
     if count is None or step is None:
         raise CheckpointError(
             f"{directory}: an elastic state counts records of a MapDataset; pass that MapDataset itself as the source."
@@ -114,8 +114,13 @@ def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuff
     moved = {"position": step * size, "step": step, "segments": [[0, 0, size]] if step else []}
     saved = {host: encode_value(_as_grain_gave_it(state)) for host, state in states.items()}
     if template["kind"] == "lanes":
-        return {**template, **moved, "lanes": _lanes(directory, template, saved, size, step)}
-    return {**template, **moved, "hosts": _hosts(directory, template, saved, step)}
+        return _stamped({**template, **moved, "lanes": _lanes(directory, template, saved, size, step)})
+    return _stamped({**template, **moved, "hosts": _hosts(directory, template, saved, step)})
+
+
+def _stamped(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the version that reads what it holds now."""
+    return parse_state({**state, "meshfeed": 1}).to_json()
 
 
 def _batch_size(feed: Any) -> int:
