@@ -279,6 +279,24 @@ def test_other_states_of_workers_are_refused_in_words(tmp_path, state, message):
         convert_state(tmp_path, CountingFeed(batch=8), step=8)
 
 
+def test_packing_behind_a_worker_continues_as_lanes(tmp_path):
+    """MaxText's defaults: packing, a batch, and mp_prefetch with one worker; the lane has the packing alone."""
+    rows = [{"x": np.arange(number % 7 + 1, dtype=np.int32) + 100 * number} for number in range(200)]
+
+    def packed():
+        dataset = grain.MapDataset.source(rows).to_iter_dataset()
+        return grain.experimental.FirstFitPackIterDataset(dataset, length_struct={"x": 8}, num_packing_bins=4)
+
+    old = after(5, packed().batch(4))
+    (tmp_path / "process_0-of-1.json").write_text(json.dumps(worker_state(old.get_state())))
+    source = meshfeed.sources.Stream(lambda lane, lanes: iter(packed()))
+    with feed_over(source, four_devices(), 4, num_lanes=1) as feed:
+        feed.set_state(convert_state(tmp_path, feed, step=5))
+        for _ in range(3):
+            new, want = next(feed), next(old)
+            assert all(map(np.array_equal, jax.tree.leaves(new), jax.tree.leaves(want)))
+
+
 def test_tuples_that_json_made_lists_are_tuples_again(tmp_path, mesh):
     """ConcatThenSplit's state has (-1, -1) at this step, and continues wrongly from [-1, -1]."""
     rows = [{"x": np.arange(number % 13 + 1, dtype=np.int32) + 100 * number} for number in range(100)]

@@ -6,7 +6,7 @@ Grain and MaxText write ``process_<i>-of-<n>.json`` for each host (MaxText also 
 * **Random access**: a feed over the ``MapDataset`` without its batch and its slice for one host. Hosts that read every n-th
   record and have read equally many have consumed the first records of the dataset's order. Each batch then has the same
   records as before, its rows in our order.
-* **Lanes**, as many as there were hosts, each the same pipeline as one host had, without its ``batch``.
+* **Lanes**, as many as there were hosts, each the same pipeline as one host had, without its ``batch`` and ``mp_prefetch``.
 * **Host batches**: the same iterators on the same number of hosts.
 
 The files hold an index and do not say what it counts, nor how the records were ordered. The caller states both: the number
@@ -112,6 +112,8 @@ def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuff
             "files do not say in which epoch each host was. Repeat inside the stream, as before, and pass num_epochs=1."
         )
     moved = {"position": step * size, "step": step, "segments": [[0, 0, size]] if step else []}
+    if template["kind"] == "lanes":
+        states = {host: _only_worker(directory, host, state) for host, state in states.items()}
     saved = {host: encode_value(_as_grain_gave_it(state)) for host, state in states.items()}
     if template["kind"] == "lanes":
         return _stamped({**template, **moved, "lanes": _lanes(directory, template, saved, size, step)})
