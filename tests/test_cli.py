@@ -112,6 +112,21 @@ def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
     assert "plan" in ended.stdout
 
 
+@pytest.mark.parametrize("command", [None, *cli.main.commands])
+def test_help_fits_80_columns_and_cuts_nothing_off(command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(f"{command or ''} --help").output.splitlines()
+    assert len(lines) >= 8
+    assert [line for line in lines if len(line) > 80] == []
+    assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
+
+
+@pytest.mark.parametrize("command", cli.main.commands.values(), ids=str)
+def test_every_option_has_a_help_text(command: click.Command) -> None:
+    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    assert [option.name for option in options if not option.help] == []
+
+
 def test_the_version_is_that_of_the_package_that_runs() -> None:
     result = run("--version")
     assert (result.exit_code, result.output) == (0, f"meshfeed, version {meshfeed.__version__}\n")

@@ -30,7 +30,8 @@ def test_figures_of_own_files(tmp_path: pathlib.Path) -> None:
     assert not any(pathlib.Path(path).exists() for path in paths)
     assert (figures["records"], figures["record_bytes"], figures["global_batch_size"]) == (200, 64, 16)
     assert figures["bytes_per_second"] == figures["records_per_second"] * 64
-    assert 0 < figures["records_per_second"] < 16 / 0.001  # the pretended step is waited for
+    assert 0 < figures["records_per_second"] < figures["paced_records_per_second"] == 16 / 0.001
+    assert (figures["step_seconds"], figures["share_of_bare"]) == (0.001, None)
     assert 0 <= figures["stall_fraction"] <= 1
     assert set(figures["seconds_per_batch"]) == {"read", "decode", "transfer", "wait"}
 
@@ -40,6 +41,21 @@ def test_the_report_in_words() -> None:
         result = CliRunner().invoke(cli.main, ["bench", *paths, "--steps", "2", "--global-batch-size", "8"])
     assert result.output.startswith("64 records of 32 bytes, batches of 8 to 8 cpu devices\n")
     assert "the loop waits" not in result.output
+    assert "paced" not in result.output
+
+
+def test_the_report_says_what_the_simulated_step_paced() -> None:
+    with _cli_bench.example_files(64, 32) as paths:
+        arguments = ["bench", *paths, "--steps", "2", "--global-batch-size", "8", "--step-ms", "2"]
+        lines = CliRunner().invoke(cli.main, arguments).output.splitlines()
+    assert lines[1] == (
+        "the feed is paced by simulated steps of 2 ms, so it is asked for at most 4,000 records/s; without --step-ms it "
+        "runs freely"
+    )
+    assert lines[2].startswith("feed ")
+    assert lines[2].endswith("(paced)")
+    assert lines[3].endswith("(reading and decoding alone, not paced)")
+    assert lines[-1].startswith("the loop waits for data ")
 
 
 def test_wrong_values_are_refused(tmp_path: pathlib.Path) -> None:

@@ -1,10 +1,11 @@
-"""meshfeed inspect, verify, diff and convert over checkpoints that a Checkpointer really wrote."""
+"""meshfeed inspect, verify and diff over checkpoints that a Checkpointer really wrote, and import-position."""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed import cli
+from meshfeed.checkpoint import IteratorHandler, IteratorRestore
 
-pytest.importorskip("orbax.checkpoint")
+ocp = pytest.importorskip("orbax.checkpoint")
 
 
 def run(*arguments: object) -> Result:
@@ -125,27 +127,77 @@ def test_diff_of_two_states(folder: pathlib.Path, tmp_path: pathlib.Path) -> Non
     assert run("diff", tmp_path / "a.json", tmp_path / "none").exit_code == 1
 
 
-def test_convert_continues_what_grain_saved(tmp_path: pathlib.Path) -> None:
+def make_feed(**settings: Any) -> meshfeed.MultiHostDataLoadIterator:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    source = {"x": np.arange(40, dtype=np.int32)}
+    return meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=4, prefetch=0, **settings)
 
-    def make_feed() -> meshfeed.MultiHostDataLoadIterator:
-        return meshfeed.MultiHostDataLoadIterator(
-            {"x": np.arange(40, dtype=np.int32)}, mesh, global_batch_size=4, prefetch=0
-        )
 
+@pytest.fixture
+def position(tmp_path: pathlib.Path) -> list[Any]:
+    """The arguments for what two hosts wrote after 3 batches."""
     (tmp_path / "iter").mkdir()
     for host in range(2):
         (tmp_path / "iter" / f"process_{host}-of-2.json").write_text(json.dumps({"next_index": 6}))
     with make_feed() as feed:
         (tmp_path / "template.json").write_text(json.dumps(feed.get_state()))
-    arguments = ["convert", tmp_path / "iter", tmp_path / "template.json", tmp_path / "out", "--global-batch-size", 4]
-    result = run(*arguments)
+    return [tmp_path / "iter", tmp_path / "template.json", tmp_path / "out", "--global-batch-size", 4]
+
+
+def test_import_position_prints_what_reads_its_output(position: list[Any], tmp_path: pathlib.Path) -> None:
+    result = run("import-position", *position, "--step", 3)
     assert result.exit_code == 0, result.output
-    assert result.output == f"{tmp_path / 'out'}: a state of 'random_access' at position 12\n"
+    first, _, line = result.output.splitlines()
+    assert first == f"{tmp_path / 'out'}: after step 3, position 12 (random_access)"
     with make_feed() as feed:
-        feed.set_state(meshfeed._state_files.read_state(tmp_path / "out"))
+        exec(line.strip(), {"feed": feed, "json": json})
+        assert (feed.step, feed.position) == (3, 12)
         assert np.asarray(next(feed)["x"]).tolist() == [12, 13, 14, 15]
+    with make_feed() as feed:
+        ocp.Checkpointer(IteratorHandler()).restore(tmp_path / "out", args=IteratorRestore(feed))
+        assert np.asarray(next(feed)["x"]).tolist() == [12, 13, 14, 15]
+    written = " ".join(run("import-position", "--help").output.split())
+    assert 'feed.set_state(json.load(open("OUTPUT/state.json"))["state"])' in written
+    assert "IteratorRestore(feed)" in written
+
+
+def test_import_position_asks_for_what_the_files_do_not_say(position: list[Any], tmp_path: pathlib.Path) -> None:
+    result = run("import-position", *position)
+    assert result.exit_code == 1
+    assert "whether it counts records or batches" in result.output
+    assert "--step" in result.output
+    with make_feed(num_epochs=2) as feed:
+        (tmp_path / "template.json").write_text(json.dumps(feed.get_state()))
+    result = run("import-position", *position, "--step", 3)
+    assert result.exit_code == 1
+    assert "--unshuffled" in result.output
+    assert not (tmp_path / "out").exists()
+    assert run("import-position", *position, "--step", 3, "--unshuffled").exit_code == 0
     (tmp_path / "iter" / "process_1-of-2.json").unlink()
-    refused = run(*arguments)
-    assert refused.exit_code == 1
-    assert "Traceback" not in refused.output
+    result = run("import-position", *position, "--step", 3)
+    assert result.exit_code == 1
+    assert "hosts [1] of 2 are missing" in result.output
+
+
+@pytest.mark.parametrize("text", ["{}", "", "[1, 2]", '{"next_index": 6}', '{"meshfeed": 1, "position": 4}', "\udcff"])
+def test_a_template_that_is_none_is_refused_with_what_one_is(position: list[Any], text: str) -> None:
+    position[1].write_bytes(text.encode(errors="surrogateescape"))
+    result = run("import-position", *position, "--step", 3)
+    assert result.exit_code == 1
+    assert "template.json is not a template: " in result.output
+    assert "json.dump(feed.get_state(), file)" in result.output
+
+
+def test_a_template_after_its_first_batch_is_refused(position: list[Any]) -> None:
+    with make_feed() as feed:
+        next(feed)
+        position[1].write_text(json.dumps(feed.get_state()))
+    result = run("import-position", *position, "--step", 3)
+    assert result.exit_code == 1
+    assert "the feed has delivered batches" in result.output
+
+
+def test_the_name_that_it_had_before_says_the_new_one(position: list[Any]) -> None:
+    result = run("convert", *position)
+    assert result.exit_code == 2
+    assert result.output == "Error: meshfeed convert is now meshfeed import-position.\n"

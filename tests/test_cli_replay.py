@@ -41,18 +41,24 @@ def test_it_says_what_the_feed_says(saved: tuple[pathlib.Path, list[list[int]]])
     path, ids = saved
     assert len(ids) == 8
     for step, expected in enumerate(ids):
-        found = json.loads(run(path, "--step", step, "--json").output)
+        found = json.loads(run(path, "--batch-index", step, "--json").output)
         assert found["record_ids"] == expected
+        assert (found["batch_index"], found["first_position"]) == (step, step * 4)
         assert found["delivered"] == (step < 6)
-        assert found["position"] == step * 4
+        assert (found["feed_step"], found["position"]) == (6, 24)
     last = json.loads(run(path, "--json").output)
-    assert (last["step"], last["epochs"]) == (5, [1, 2])
+    assert (last["batch_index"], last["epochs"]) == (5, [1, 2])
 
 
 def test_the_text_names_rows_epochs_and_ids(saved: tuple[pathlib.Path, list[list[int]]]) -> None:
     path, ids = saved
-    lines = run(path, "--step", 2).output.splitlines()
-    assert lines == ["step 2 (delivered): rows 8..11", "4 records of epoch 0 to 1", " ".join(map(str, ids[2]))]
+    assert run(path, "--batch-index", 2).output.splitlines() == [
+        "state: feed step 6, position 24",
+        "batch index 2, delivered: positions 8..11",
+        "4 records of epoch 0 to 1",
+        " ".join(map(str, ids[2])),
+    ]
+    assert run(path, "--step", 2).output == run(path, "--batch-index", 2).output
 
 
 def test_another_batch_size_holds_from_the_state_on(saved: tuple[pathlib.Path, list[list[int]]]) -> None:
@@ -69,8 +75,23 @@ def test_it_finds_the_newest_step_of_a_checkpoint(tmp_path: pathlib.Path) -> Non
             folder = tmp_path / str(step) / "iterator"
             folder.mkdir(parents=True)
             _state_files.write_state(folder, feed.get_state())
-    assert json.loads(run(tmp_path, "--json").output)["step"] == 1
-    assert json.loads(run(tmp_path / "9", "--json").output)["step"] == 0
+    assert json.loads(run(tmp_path, "--json").output)["batch_index"] == 1
+    assert json.loads(run(tmp_path / "9", "--json").output)["batch_index"] == 0
+
+
+def test_inspect_and_replay_have_the_same_numbers_for_a_state(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    with make_feed({"x": np.arange(11)}) as feed, meshfeed.checkpoint.Checkpointer(tmp_path / "run") as checkpoints:
+        for _ in range(3):
+            next(feed)
+        checkpoints.save(70, {"w": np.zeros(2)}, feed, force=True)  # the caller counts otherwise
+    inspected = CliRunner().invoke(cli.main, ["inspect", str(tmp_path / "run"), "--json"])
+    (step,) = json.loads(inspected.output)["steps"]
+    replayed = json.loads(run(tmp_path / "run", "--json").output)
+    assert (step["step"], step["feed_step"], step["position"]) == (70, 3, 12)
+    assert {name: replayed[name] for name in ("feed_step", "position")} == {"feed_step": 3, "position": 12}
+    assert replayed["batch_index"] == 2, "the last one delivered"
+    assert "step" not in replayed, "what inspect calls a step is the number given to save"
 
 
 def test_it_shows_the_records_of_the_same_files_only(tmp_path: pathlib.Path) -> None:
@@ -96,9 +117,9 @@ def test_it_shows_the_records_of_the_same_files_only(tmp_path: pathlib.Path) -> 
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({}, ["--step", 8], "step 8 is not in this stream, which has 8 steps"),
+        ({}, ["--step", 8], "batch index 8 is beyond this stream, which has 8 batches"),
         ({"segments": [], "position": 0}, [], "Give --global-batch-size"),
-        ({"kind": "lanes", "step": 6, "num_lanes": 2, "lanes": {}}, [], "ask feed.record_ids(step)"),
+        ({"kind": "lanes", "step": 6, "num_lanes": 2, "lanes": {}}, [], "call feed.record_ids(step)"),
         ({"meshfeed": 99}, [], "A newer version of meshfeed wrote this state"),
         ({"position": 7}, [], "state mismatch in 'position'"),
     ],

@@ -21,7 +21,7 @@ pytest.importorskip("optax")
 from rich.console import Console
 
 from meshfeed import MeshfeedError, SourceError, cli
-from meshfeed._demo import BREAKS, JOURNEY, Demo, Leg, Plan, broken
+from meshfeed._demo import BREAKS, JOURNEY, QUICK, Demo, Leg, Plan, broken
 from meshfeed._demo_corpus import build_corpus, read_records
 from meshfeed._demo_job import Job, Topology, example_script
 from meshfeed._demo_proof import JobLog, Step, effective, prove, read_job
@@ -189,6 +189,78 @@ def test_the_wheel_brings_the_training_script() -> None:
     assert example_script().read_text().startswith('"""Trains a small byte-level language model')
     project = (pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert '"examples/train_lm.py" = "meshfeed/_examples/train_lm.py"' in project
+
+
+def test_lines_wrap_at_the_width_of_the_terminal(tmp_path: pathlib.Path) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=60)
+    one = job(0, 5)
+    checks = prove(one, [one], RECORDS, NUM_STEPS)
+    Demo(Plan(), tmp_path, console)._show_proof(one, [one], checks)
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert " ".join(text.getvalue().split()).count("10 different records among the first 10 delivered") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "hosts", "duration"),
+    [
+        ([], 160, [2, 1, 4], "2 minutes"),
+        (["--steps", "600"], 600, [2, 1, 4], "5 minutes"),
+        (["--quick"], 24, [2, 1], "30 seconds"),
+        (["--quick", "--steps", "40"], 40, [2, 1], "30 seconds"),
+    ],
+)
+def test_how_long_it_takes_is_said_first(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    arguments: list[str],
+    steps: int,
+    hosts: list[int],
+    duration: str,
+) -> None:
+    legs = []
+
+    def run_leg(demo: Demo, leg: Leg, *_: object) -> JobLog:
+        legs.append(leg)
+        return job(0, 5)
+
+    monkeypatch.setattr(Demo, "_run_leg", run_leg)
+    result = CliRunner().invoke(cli.main, ["demo", "--directory", str(tmp_path / "d"), *arguments])
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:5] == ["Time", "about", *duration.split(), "on"]
+    assert ("--quick is shorter" in lines[0]) == ("--quick" not in arguments)
+    assert f"{steps} steps of" in result.output
+    assert [leg.topology.hosts for leg in legs] == [1, *hosts]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_short_demo_kills_and_crosses_an_epoch_as_the_long_one_does() -> None:
+    for plan in (Plan(), QUICK):
+        assert plan.num_steps * plan.batch // 2 < plan.num_records < plan.num_steps * plan.batch
+        assert plan.num_records % plan.batch
+        kills = [leg.kill_at for leg in plan.legs]
+        assert all(kills[:-1])
+        assert kills[-1] is None
+
+
+def test_what_an_installer_prints_is_shown(tmp_path: pathlib.Path) -> None:
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "uv"):
+        (programs / name).write_text('#!/bin/sh\n[ "$1" = -c ] || [ "$3" = --quiet ] || echo "$0 $*"\n')
+        (programs / name).chmod(0o755)
+    root = pathlib.Path(__file__).parent.parent
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "scripts" / "environment").write_text((root / "scripts" / "environment").read_text())
+    script = f"source {tmp_path}/scripts/environment; meshfeed_environment demo"
+    environment = {**os.environ, "MESHFEED_VENV": "venv"}
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert "uv pip install --python venv/bin/python -e .[demo]" in result.stderr
+    assert "this can take some minutes" in result.stderr
+    again = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert again.stderr == ""
 
 
 # ---------------------------------------------------------------------------------------------------- all of it

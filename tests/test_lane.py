@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,3 +97,60 @@ def test_what_a_lane_raises_says_which_lane_and_where() -> None:
         with pytest.raises(KeyError) as info:
             next(feed)
     assert info.value.__notes__ == ["while reading lane 3, after record 5"]
+
+
+class WithState:
+    """Counts, and has whatever state it is given besides."""
+
+    def __init__(self, extra: Any) -> None:
+        self.number, self.extra = 0, extra
+        self.restored: list[Any] = []
+
+    def open(self, lane_index: int, num_lanes: int) -> WithState:
+        opened = WithState(self.extra)
+        opened.restored = self.restored
+        return opened
+
+    def __iter__(self) -> WithState:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.number += 1
+        return {"x": np.int32(self.number)}
+
+    def get_state(self) -> Any:
+        return {"number": self.number, "extra": self.extra}
+
+    def set_state(self, state: Any) -> None:
+        self.number = state["number"]
+        self.restored.append(state["extra"])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"__array__": "a key of the source's own"},
+        {"__array__": ["<i4", [1], "01000000"]},
+        np.int32(3),
+        np.bool_(True),
+        np.float64(0.5),
+        (np.float16(1), [b"\0", {3: float("inf")}]),
+    ],
+)
+def test_a_lane_gets_its_state_back_exactly(extra: Any) -> None:
+    with make_feed(WithState(extra)) as feed:
+        next(feed)
+        state = json.loads(json.dumps(feed.get_state(), allow_nan=False))
+    kept_by_version_1 = isinstance(extra, dict)
+    assert state["meshfeed"] == (1 if kept_by_version_1 else 2), "the lowest that reads it"
+    source = WithState(None)
+    with make_feed(source) as feed:
+        feed.set_state(state)
+        next(feed)
+    assert [(type(found), repr(found)) for found in source.restored] == [(type(extra), repr(extra))]
+
+
+def test_a_state_of_a_lane_without_an_exact_form_is_refused_by_its_type() -> None:
+    with make_feed(WithState({1, 2})) as feed:
+        with pytest.raises(meshfeed.SourceError, match=r"lane 0 cannot be saved exactly: a set has no exact JSON form"):
+            next(feed)

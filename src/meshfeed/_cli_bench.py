@@ -59,13 +59,15 @@ def bench(
     Args:
       paths: ArrayRecord files.
       steps: batches a round.
-      step_seconds: pretended length of a training step; the feed's threads work meanwhile.
+      step_seconds: simulated time of a training step; the feed's threads work meanwhile.
       record_bytes: width of a row; None: that of the first record.
       **settings: of the feed.
 
     Returns:
       Medians over the rounds: ``records_per_second`` and ``bytes_per_second`` of the feed, ``bare_records_per_second``
-      of the loop, ``share_of_bare``, and of the last round ``stall_fraction`` and the seconds a batch of each stage.
+      of the loop, ``share_of_bare``, and of the last round ``stall_fraction`` and the seconds per batch of each stage.
+      With a simulated step time, ``step_seconds`` is that time and ``paced_records_per_second`` the rate that it limits
+      the feed to, and ``share_of_bare`` is None; without one, those two are None.
     """
     import jax
 
@@ -110,7 +112,9 @@ def bench(
         "records_per_second": rate,
         "bytes_per_second": rate * width,
         "bare_records_per_second": bare_rate,
-        "share_of_bare": rate / bare_rate,
+        "share_of_bare": None if step_seconds else rate / bare_rate,
+        "step_seconds": step_seconds or None,
+        "paced_records_per_second": size / step_seconds if step_seconds else None,
         "stall_fraction": stats["stall_fraction"],
         "seconds_per_batch": {
             stage: stats[f"{stage}_seconds"] / steps for stage in ("read", "decode", "transfer", "wait")
@@ -123,18 +127,26 @@ def _difference(after: Any, before: Any) -> dict[str, float]:
     return {name: value - old[name] for name, value in dataclasses.asdict(after).items()}
 
 
-def report(result: dict[str, Any], step_seconds: float) -> list[str]:
+def report(result: dict[str, Any]) -> list[str]:
     """The result as lines of text."""
     stages = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in result["seconds_per_batch"].items())
     lines = [
         f"{result['records']:,} records of {result['record_bytes']:,} bytes, batches of "
-        f"{result['global_batch_size']:,} to {result['devices']} {result['platform']} devices",
-        f"feed       {result['records_per_second']:>14,.0f} records/s  {result['bytes_per_second'] / 1e6:>10,.1f} MB/s",
-        f"bare loop  {result['bare_records_per_second']:>14,.0f} records/s  (reading and decoding alone)",
-        f"a batch: {stages}",
+        f"{result['global_batch_size']:,} to {result['devices']} {result['platform']} devices"
     ]
-    if step_seconds:
+    paced = result["paced_records_per_second"]
+    if paced:
         lines.append(
-            f"with steps of {step_seconds * 1e3:g} ms the loop waits {result['stall_fraction']:.1%} of the time"
+            f"the feed is paced by simulated steps of {result['step_seconds'] * 1e3:g} ms, so it is asked for at most "
+            f"{paced:,.0f} records/s; without --step-ms it runs freely"
         )
+    lines += [
+        f"feed       {result['records_per_second']:>14,.0f} records/s  {result['bytes_per_second'] / 1e6:>10,.1f} MB/s"
+        + ("  (paced)" if paced else ""),
+        f"bare loop  {result['bare_records_per_second']:>14,.0f} records/s  (reading and decoding alone"
+        + (", not paced)" if paced else ")"),
+        f"per batch: {stages}",
+    ]
+    if paced:
+        lines.append(f"the loop waits for data {result['stall_fraction']:.1%} of the time")
     return lines

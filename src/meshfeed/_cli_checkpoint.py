@@ -1,4 +1,4 @@
-"""``meshfeed inspect | verify | diff | convert``: what lies in checkpoints, in words or as JSON."""
+"""``meshfeed inspect | verify | diff | import-position``: what lies in checkpoints, in words or as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = 100
 @_step
 @_as_json
 def inspect(directory: str, step: int | None, as_json: bool) -> None:
-    """Show the steps of a checkpoint's folder, or every leaf of one step.
+    """Show a checkpoint folder's steps, or every leaf of one.
 
     DIRECTORY is the folder given to Checkpointer, or one of its steps. No values are read.
     """
@@ -111,23 +111,44 @@ def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> 
     return f"{sum(a != b for a, b in pairs)} of {len(one.get('digests', ()))} chunks differ"
 
 
-@click.command()
+@click.command(
+    "import-position",
+    short_help="Continue from a position that MaxText or Grain saved.",
+    epilog='\b\nIn the new run:\n  feed.set_state(json.load(open("OUTPUT/state.json"))["state"])',
+)
 @click.argument("directory", type=click.Path())
 @click.argument("template", type=click.Path(exists=True, dir_okay=False))
 @click.argument("output", type=click.Path())
 @click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Of the feed.")
-@click.option("--step", type=click.IntRange(min=0), default=None, help="Batches that were delivered.")
-def convert(directory: str, template: str, output: str, global_batch_size: int, step: int | None) -> None:
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Batches delivered by the old run; required for all but elastic files."
+)
+@click.option("--unshuffled", is_flag=True, help="The old run did not shuffle; needed if num_epochs is not 1.")
+def import_position(
+    directory: str, template: str, output: str, global_batch_size: int, step: int | None, unshuffled: bool
+) -> None:
     """Turn an iterator's position that MaxText or Grain saved into the state of a feed.
 
-    DIRECTORY holds process_<i>-of-<n>.json or process_0.json. TEMPLATE is a JSON file with get_state() of a feed over
-    the same data at its beginning. OUTPUT is a folder that IteratorRestore and feed.load read. What cannot be continued
-    exactly is refused.
+    DIRECTORY holds the files process_<i>-of-<n>.json or process_0.json of one step.
+
+    TEMPLATE is a JSON file with feed.get_state() of a new feed over the same records in the same order as the old run,
+    before its first batch. For a Grain MapDataset that is the dataset itself, with its shuffle and repeat and without
+    its batch.
+
+    OUTPUT is a folder to write state.json into. The new run reads it as shown below, or with Orbax's
+    Checkpointer(IteratorHandler()) and IteratorRestore(feed).
+
+    A position from which the feed cannot continue exactly is refused.
     """
     from meshfeed.checkpoint import _cli
 
-    state = _cli.convert(directory, template, output, global_batch_size=global_batch_size, step=step)
-    click.echo(f"{output}: a state of {state['kind']!r} at position {state['position']:,}")
+    state = _cli.import_position(
+        directory, template, output, global_batch_size=global_batch_size, step=step, unshuffled=unshuffled
+    )
+    steps = state["position"] // global_batch_size
+    click.echo(f"{output}: after step {steps:,}, position {state['position']:,} ({state['kind']})")
+    click.echo("It is exact if the old run read the records in the order of the template. In the new run:")
+    click.echo(f"  feed.set_state(json.load(open({f'{output}/state.json'!r}))['state'])")
 
 
 def _number(value: int | None) -> str:
@@ -147,4 +168,4 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
-COMMANDS = (inspect, verify, diff, convert)
+COMMANDS = (inspect, verify, diff, import_position)

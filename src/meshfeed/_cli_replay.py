@@ -1,4 +1,4 @@
-"""``meshfeed replay``: which records a step consumed, worked out from a saved state alone."""
+"""``meshfeed replay``: which records a batch consists of, computed from a saved state alone."""
 
 from __future__ import annotations
 
@@ -45,27 +45,29 @@ def _step_of(folder: epath.Path, root: epath.Path) -> int:
     return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)
 
 
-def replay(state: _state.FeedState, step: int | None, global_batch_size: int | None) -> dict[str, Any]:
-    """What one step of the stream consumed, or will.
+def replay(state: _state.FeedState, batch_index: int | None, global_batch_size: int | None) -> dict[str, Any]:
+    """The records of one batch of the stream, past or future.
 
     Args:
       state: of a random-access source.
-      step: index of the batch; None: the last one delivered.
-      global_batch_size: of steps after the state; None: as the last one delivered.
+      batch_index: which batch, from 0; None: the last one delivered.
+      global_batch_size: of batches after the state; None: as the last one delivered.
 
     Returns:
-      ``step``, ``position``, ``global_batch_size``, ``epochs`` (first and last) and ``record_ids`` int64 ``[rows]``.
+      ``feed_step`` and ``position`` of the state, as ``inspect`` has them; ``batch_index``, ``delivered``,
+      ``first_position``, ``global_batch_size``, ``epochs`` (first and last) and ``record_ids`` int64 ``[rows]`` of the
+      batch.
 
     Raises:
       MeshfeedError: the state does not say it, because records come in the order of a stream or of a mixture.
-      SettingsError: there is no such step, or no batch size is known for it.
+      SettingsError: there is no such batch, or no batch size is known for it.
     """
     fingerprint = state.fingerprint
     if state.kind != "random_access" or "mixture" in fingerprint:
         kind = "a mixture" if "mixture" in fingerprint else f"{state.kind!r}"
         raise MeshfeedError(
             f"This is the state of {kind}, whose records are not known from the state alone. Make the feed, give it "
-            "the state by set_state, and ask feed.record_ids(step)."
+            "the state by set_state, and call feed.record_ids(step)."
         )
     segments = _timeline.parse_segments(state.segments)
     order = _order.EpochOrder(
@@ -85,17 +87,23 @@ def replay(state: _state.FeedState, step: int | None, global_batch_size: int | N
             setting="global_batch_size",
         )
     timeline = _timeline.Timeline(BatchSchedule([(0, size)]), past=segments, step=next_step, position=state.position)
-    step = max(0, next_step - 1) if step is None else step
-    last = None if order.total is None else timeline.num_steps(order.total, pad=pad)
-    if step < 0 or (last is not None and step >= last):
-        raise SettingsError(f"step {step} is not in this stream, which has {last} steps.", setting="step")
-    position, size = timeline.at(step)
+    batch_index = max(0, next_step - 1) if batch_index is None else batch_index
+    count = None if order.total is None else timeline.num_steps(order.total, pad=pad)
+    if count is not None and batch_index >= count:
+        raise SettingsError(
+            f"batch index {batch_index} is beyond this stream, which has {count} batches, counted from 0. Give "
+            f"--batch-index less than {count}.",
+            setting="batch_index",
+        )
+    position, size = timeline.at(batch_index)
     stop = position + size if order.total is None else min(position + size, order.total)
     record_ids, epochs = order.ids_at(np.arange(position, stop, dtype=np.int64))
     return {
-        "step": step,
-        "delivered": step < next_step,
-        "position": position,
+        "feed_step": next_step,
+        "position": state.position,
+        "batch_index": batch_index,
+        "delivered": batch_index < next_step,
+        "first_position": position,
         "global_batch_size": size,
         "epochs": [int(epochs[0]), int(epochs[-1])],
         "record_ids": record_ids,

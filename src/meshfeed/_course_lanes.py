@@ -7,14 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshfeed import _process, _state, _timeline
+from meshfeed import _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
-from meshfeed._feeder import EMPTY_STREAM, HostBatch, HostRows, Place, add_skipped, count_skipped
+from meshfeed._feeder import EMPTY_STREAM, HostBatch, HostRows, Place
 from meshfeed._host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._identity import source_identity
 from meshfeed._lane import Lane, LaneEntry, LaneSettings
 from meshfeed._lane_group import GroupRows, LaneGroup, WorkerLanes
 from meshfeed._lane_place import LaneRun, lane_runs, needed_lanes, place_rows
+from meshfeed._ledger import Ledgers, count_skipped
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._settings import BatchSchedule, FeedSettings
 from meshfeed._types import PyTree, RecordIds
@@ -164,7 +165,7 @@ class LanesCourse:
             state.position,
             entries=entries,
             ended=ended,
-            skipped=state.skipped or {},
+            skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
             num_lanes=num_lanes,
             source=source,
@@ -180,7 +181,7 @@ class LanesCourse:
             fingerprint=self.fingerprint(place),
             num_lanes=place.num_lanes,
             lanes={lane: entry.to_json() for lane, entry in sorted(place.entries.items(), key=lambda i: int(i[0]))},
-            skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
+            **place.skipped.state_fields(),
             num_skipped=place.num_skipped or None,
         )
 
@@ -199,7 +200,7 @@ class LanesCourse:
             position=self.records_after(place, batch.step, ended),
             entries=batch.entries,
             ended={**place.ended, **ended} if ended else place.ended,
-            skipped=add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped,
+            skipped=place.skipped.after(batch.bad, batch.step),
             num_skipped=num_skipped,
         )
 

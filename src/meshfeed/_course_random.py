@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed import _order, _process, _state, _timeline
+from meshfeed import _order, _state, _timeline
 from meshfeed._errors import SettingsError, SourceError, StateMismatchError
-from meshfeed._feeder import HostBatch, HostRows, Place, add_skipped, count_skipped
+from meshfeed._feeder import HostBatch, HostRows, Place
 from meshfeed._host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._identity import source_identity
+from meshfeed._ledger import Ledgers, count_skipped
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._read import ReadRows, RecordReader, file_of
 from meshfeed._retry import call_with_retry
@@ -120,7 +121,12 @@ class RandomCourse:
         step = _timeline.derive_step(segments, state.position, order.total, pad=self._pad)
         timeline = _timeline.Timeline(self._schedule, past=segments, step=step, position=state.position)
         return Place(
-            timeline, step, state.position, skipped=state.skipped or {}, num_skipped=count_skipped(state), order=order
+            timeline,
+            step,
+            state.position,
+            skipped=Ledgers.of_state(state),
+            num_skipped=count_skipped(state),
+            order=order,
         )
 
     def state(self, place: Place) -> _state.FeedState:
@@ -130,19 +136,18 @@ class RandomCourse:
             position=place.position,
             segments=place.timeline.delivered_json(place.step),
             fingerprint=self.fingerprint(place),
-            skipped={host: list(entries) for host, entries in place.skipped.items()} or None,
+            **place.skipped.state_fields(),
             num_skipped=place.num_skipped or None,
         )
 
     def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
         """The place after a delivered batch."""
         position = self.records_after(place, batch.step, ended)
-        skipped = add_skipped(place, _process.process_index(), batch) if batch.bad else place.skipped
         return Place(
             place.timeline,
             batch.step + 1,
             position,
-            skipped=skipped,
+            skipped=place.skipped.after(batch.bad, batch.step),
             num_skipped=num_skipped,
             order=place.order,
             source=place.source,

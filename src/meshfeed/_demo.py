@@ -58,6 +58,8 @@ class Plan:
       record_bytes: of each.
       reference: where the uninterrupted run takes place.
       legs: those of the other run.
+      start_seconds: about how long the processes take to start and compile, on 2 free cores.
+      step_seconds: about how long a step takes, in both runs together.
     """
 
     num_steps: int = 160
@@ -67,7 +69,32 @@ class Plan:
     record_bytes: int = 65
     reference: Topology = ONE_HOST
     legs: tuple[Leg, ...] = JOURNEY
+    start_seconds: float = 60.0
+    step_seconds: float = 0.4
 
+    @property
+    def duration(self) -> str:
+        """About how long it takes, in words."""
+        seconds = self.start_seconds + self.step_seconds * self.num_steps
+        if seconds < 60:
+            return f"{max(10, round(seconds, -1)):.0f} seconds"
+        return f"{seconds / 60:.0f} minute{'s' * (seconds >= 90)}"
+
+
+QUICK = Plan(
+    num_steps=24,
+    save_every=4,
+    batch=16,
+    num_records=331,
+    record_bytes=33,
+    reference=Topology(hosts=1, devices=4, model_axis=2),
+    legs=(
+        Leg(Topology(hosts=2, devices=2, model_axis=2), kill_at=0.4),
+        Leg(Topology(hosts=1, devices=4, model_axis=4)),
+    ),
+    start_seconds=25.0,
+    step_seconds=0.2,
+)
 
 BREAKS = {
     "seed": ("--seed", "1"),  # the feed refuses the state
@@ -105,16 +132,15 @@ class Demo:
         """
         start = time.monotonic()
         plan, show = self._plan, self._console.print
+        shorter = "" if plan.legs == QUICK.legs else "; --quick is shorter"
         corpus = build_corpus(self._directory / "corpus", num_records=plan.num_records, record_bytes=plan.record_bytes)
-        show(
-            f"[bold]Corpus[/]      {corpus.num_records:,} records of {corpus.record_bytes} bytes, from "
-            f"{corpus.num_sources} modules of Python {platform.python_version()}'s standard library, in "
-            f"{len(corpus.paths)} ArrayRecord files"
+        text = (
+            f"{corpus.num_records:,} records of {corpus.record_bytes} bytes, from {corpus.num_sources} modules of Python "
+            f"{platform.python_version()}'s standard library, in {len(corpus.paths)} ArrayRecord files"
         )
-        show(
-            f"[bold]Training[/]    {plan.num_steps} steps of {plan.batch} records, a checkpoint every "
-            f"{plan.save_every} steps"
-        )
+        training = f"{plan.num_steps} steps of {plan.batch} records, a checkpoint every {plan.save_every} steps"
+        duration = f"about {plan.duration} on 2 free cores{shorter}"
+        show(_columns(("[bold]Time[/]", duration), ("[bold]Corpus[/]", text), ("[bold]Training[/]", training)))
         show("\n[bold]One uninterrupted run[/]")
         reference = self._run_leg(Leg(plan.reference), corpus, "uninterrupted")
         show("\n[bold]The same training, all hosts killed, continued on other numbers of hosts[/]")
@@ -192,17 +218,27 @@ class Demo:
             show(f"  sha256 of all {name}, first 40 digits")
             show(f"    uninterrupted         {digest(one)[:40]}", highlight=False)
             show(f"    killed and continued  {digest(other)[:40]}", highlight=False)
-        width = max(len(check.name) for check in checks)
-        for check in checks:
-            mark = "[green]✓[/]" if check.holds else "[bold red]✗[/]"
-            show(f"  {mark} {check.name:<{width}}  {check.detail}", highlight=False)
+        marks = {True: "[green]✓[/]", False: "[bold red]✗[/]"}
+        show(_columns(*((f"  {marks[check.holds]} {check.name}", check.detail) for check in checks)), highlight=False)
         if one and other:
             first, second = (f"{steps[max(steps)].loss:.6f}" for steps in (one, other))
-            show(
-                f"  The last loss is {first} uninterrupted and {second} killed and continued. Sums over another mesh "
-                "round otherwise; data does not.",
-                highlight=False,
+            text = (
+                f"The last loss is {first} uninterrupted, and {second} killed and continued. The loss rounds differently "
+                "on another mesh; the data is identical."
             )
+            show(_columns((" ", text)), highlight=False)
+
+
+def _columns(*rows: tuple[str, str]) -> Any:
+    """Rows of two columns, of which the second wraps at the terminal's width."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _note(line: dict[str, Any]) -> str:

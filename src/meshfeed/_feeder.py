@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from meshfeed._host_batch import RecordSpec
+from meshfeed._ledger import Ledgers
 from meshfeed._state import FeedState
 from meshfeed._timeline import Timeline
 from meshfeed._types import ColumnSlices, PyTree, RecordIds
@@ -86,7 +87,7 @@ class Place:
       position: real records delivered over all hosts.
       entries: see :attr:`HostBatch.entries`.
       ended: see :attr:`HostBatch.ended`, over all hosts as far as known.
-      skipped: process index → ``[record id, epoch, reason, step]`` of replaced records in delivered batches.
+      skipped: replaced records in delivered batches.
       num_skipped: bad records replaced in delivered batches, over all hosts.
       num_lanes: of a stream.
       order: of a random-access source; a mixture's depends on the timeline, because its stages begin at steps.
@@ -98,7 +99,7 @@ class Place:
     position: int
     entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ended: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    skipped: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    skipped: Ledgers = dataclasses.field(default_factory=Ledgers)
     num_skipped: int = 0
     num_lanes: int = 0
     order: Any = None
@@ -172,18 +173,3 @@ class Course(Protocol):
     def close(self) -> None:
         """Releases the source."""
         ...
-
-
-def add_skipped(place: Place, host: int, batch: HostBatch) -> Mapping[str, Sequence[Any]]:
-    """The ledger of replaced records after ``batch``."""
-    if not batch.bad:
-        return place.skipped
-    mine = [*place.skipped.get(str(host), ()), *([*entry, batch.step] for entry in batch.bad)]
-    return {**place.skipped, str(host): mine}
-
-
-def count_skipped(state: FeedState) -> int:
-    """Bad records replaced before a state, over all hosts; from the ledgers where the state has no count."""
-    if state.num_skipped is not None:
-        return state.num_skipped
-    return len({tuple(entry[i] for i in (0, 1, 3)) for entries in (state.skipped or {}).values() for entry in entries})

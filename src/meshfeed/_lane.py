@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed import _state
+from meshfeed import _exact_json, _state
 from meshfeed._errors import SourceError, StateMismatchError
 from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch, stack_records
 from meshfeed._read import accepts_keyword
@@ -156,7 +156,7 @@ class Lane:
                     f"{type(iterator).__name__} has no set_state",
                     "Pass the source that the state was saved with.",
                 )
-            iterator.set_state(_state.decode_value(self._snapshot))
+            iterator.set_state(_exact_json.decode_value(self._snapshot))
         if self._since and not hasattr(iterator, "get_state") and self._since == self._taken and self._taken:
             _log.info(
                 "lane %d has no get_state: it is resumed by reading and dropping %d records",
@@ -331,13 +331,13 @@ class Lane:
 
     def _take_snapshot(self) -> None:
         start = time.monotonic()
+        state = self._iterator.get_state()
         try:
             # encoding copies, so that an iterator may go on changing what it gave
-            self._snapshot = _state.encode_value(self._iterator.get_state())
+            self._snapshot = _exact_json.encode_value(state)
         except TypeError as error:
             raise SourceError(
-                f"the state of lane {self.lane_index} is not JSON: {error}. get_state() of its iterator must give None, "
-                "numbers, strings, bytes, and lists, tuples and dicts of them.",
+                f"the state of lane {self.lane_index} cannot be saved exactly: {error}. {_exact_json.ALLOWED}",
                 lane_index=self.lane_index,
             ) from error
         self._since = 0

@@ -14,10 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed import _process
 from meshfeed._errors import CheckpointError, StateMismatchError
+from meshfeed._exact_json import decode_value, encode_value
 from meshfeed._maxtext_loader import MultiHostDataLoadIterator
 from meshfeed._remote_client import RemoteClient
 from meshfeed._remote_wire import make_payload
-from meshfeed._state import decode_value, encode_value
 from meshfeed._state_files import write_json
 from meshfeed._types import PyTree
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from meshfeed._errors import MeshfeedError, SettingsError
-from meshfeed._state import decode_value, encode_value
+from meshfeed._exact_json import decode_value, encode_value
 from meshfeed._tree_json import tree_from_json, tree_to_json
 from meshfeed._types import PyTree
 
@@ -100,7 +100,7 @@ def decode_call(row: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
 
 
 def encode_answer(value: Any) -> bytes:
-    """A pytree of numpy arrays, or any value that :func:`meshfeed._state.encode_value` takes."""
+    """A pytree of numpy arrays, or any value that :func:`meshfeed._exact_json.encode_value` takes."""
     leaves = jax.tree.leaves(value)
     if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return _ARRAYS + _encode_arrays(value)

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from meshfeed._errors import SettingsError
-from meshfeed._state import decode_value, encode_value
+from meshfeed._exact_json import decode_value, encode_value
 
 _SHORT = 3  # batches compared where only the first ones can tell anything new
 

@@ -1,13 +1,18 @@
 """The state of a feed: a small JSON value from which its stream continues, and what must be equal for that.
 
-Layout, version 1::
+Layout::
 
     {"meshfeed": 1, "kind": "random_access", "position": 6400, "segments": [[0, 0, 64]], "fingerprint": {…}}
 
 ``kind`` is ``random_access``, ``lanes`` or ``host_batches``. The last two also have ``step``; lanes have ``num_lanes`` and
 ``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. Once a bad record was replaced there
-are ``skipped`` {process index: ledger} and ``num_skipped``, the count over all hosts. Every lane and host entry carries a
-digest of itself, so that an entry changed by hand is refused.
+are ``skipped`` {process index: ledger} and ``num_skipped``, the count over all hosts; ``num_unlisted`` {process index:
+count} is there once a ledger is full. Every lane and host entry carries a digest of itself, so that an entry changed by
+hand is refused.
+
+``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
+``__meshfeed__`` (see :mod:`meshfeed._exact_json`); a state without them is still written as version 1, so that an older
+meshfeed can read it after a roll-back.
 """
 
 from __future__ import annotations
@@ -18,13 +23,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshfeed._errors import StateMismatchError
+from meshfeed._exact_json import OTHER
 
-VERSION = 1
+VERSION = 2
+_OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
 _MAX_NUMBER = 1 << 62
 KINDS = ("random_access", "lanes", "host_batches")
-_TUPLE = "__tuple__"
-_BYTES = "__bytes__"
-_PAIRS = "__pairs__"
 
 _REMEDIES = {
     "source": "Pass the source that the state was saved with, or start a new stream without the state.",
@@ -36,57 +40,6 @@ _REMEDIES = {
     "num_lanes": "Pass the saved number, or num_lanes=None to take it from the state.",
     "kind": "The state belongs to another kind of source; pass that source, or start a new stream.",
 }
-
-
-def encode_value(value: Any) -> Any:
-    """A JSON value from which :func:`decode_value` gives ``value`` back, tuples, bytes and integer keys included.
-
-    Raises:
-      TypeError: something in it has no exact JSON form.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        return {_BYTES: value.hex()}
-    if isinstance(value, tuple):
-        return {_TUPLE: [encode_value(item) for item in value]}
-    if isinstance(value, list):
-        return [encode_value(item) for item in value]
-    if isinstance(value, Mapping):
-        plain = all(isinstance(key, str) for key in value) and not {_TUPLE, _BYTES, _PAIRS} & set(value)
-        if plain:
-            return {key: encode_value(item) for key, item in value.items()}
-        return {_PAIRS: [[encode_value(key), encode_value(item)] for key, item in value.items()]}
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        import numpy as np
-
-        if isinstance(value, np.generic):
-            return encode_value(value.item())
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            return {"__array__": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
-    raise TypeError(f"a {type(value).__name__} has no exact JSON form: {value!r}")
-
-
-def decode_value(value: Any) -> Any:
-    """The inverse of :func:`encode_value`."""
-    if isinstance(value, list):
-        return [decode_value(item) for item in value]
-    if isinstance(value, dict):
-        if len(value) == 1:
-            ((key, inner),) = value.items()
-            if key == _TUPLE:
-                return tuple(decode_value(item) for item in inner)
-            if key == _BYTES:
-                return bytes.fromhex(inner)
-            if key == _PAIRS:
-                return {decode_value(k): decode_value(v) for k, v in inner}
-            if key == "__array__":
-                import numpy as np
-
-                dtype, shape, data = inner
-                return np.frombuffer(bytes.fromhex(data), np.dtype(dtype)).reshape(shape).copy()
-        return {key: decode_value(item) for key, item in value.items()}
-    return value
 
 
 def digest_of(value: Any) -> str:
@@ -135,20 +88,27 @@ class FeedState:
     hosts: dict[str, Any] | None = None
     skipped: dict[str, Any] | None = None
     num_skipped: int | None = None
+    num_unlisted: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The state as a fresh JSON value."""
         value: dict[str, Any] = {
-            "meshfeed": VERSION,
+            "meshfeed": 1,
             "kind": self.kind,
             "position": self.position,
             "segments": self.segments,
             "fingerprint": self.fingerprint,
         }
-        for name in ("step", "num_lanes", "lanes", "hosts", "skipped", "num_skipped"):
+        for name in ("step", "num_lanes", "lanes", "hosts", "skipped", "num_skipped", "num_unlisted"):
             if getattr(self, name) is not None:
                 value[name] = getattr(self, name)
-        return json.loads(json.dumps(value))
+        text = json.dumps(value)
+        return {**json.loads(text), "meshfeed": _needed_version(text)}
+
+
+def _needed_version(text: str) -> int:
+    """The lowest version that can read a state with this JSON text."""
+    return 2 if any(mark in text for mark in _OF_VERSION_2) else 1
 
 
 def parse_state(state: Any) -> FeedState:
@@ -182,7 +142,8 @@ def parse_state(state: Any) -> FeedState:
         raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {remedy}")
     required: dict[str, Any] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
     optional: dict[str, Any] = {
-        "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int
+        "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
+        "num_unlisted": dict,
     }  # fmt: skip
     for name, kind in required.items():
         if name not in state:
@@ -195,7 +156,7 @@ def parse_state(state: Any) -> FeedState:
             raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", remedy)
         if kind is int and value >= _MAX_NUMBER:
             raise StateMismatchError(name, value, "a number below 2**62, beyond which no stream goes", remedy)
-    for name in ("lanes", "hosts", "skipped"):
+    for name in ("lanes", "hosts", "skipped", "num_unlisted"):
         for key, entry in state.get(name, {}).items():
             if not isinstance(key, str) or not key.isdecimal():
                 raise StateMismatchError(f"{name}.{key}", key, "a number", remedy)
@@ -203,9 +164,14 @@ def parse_state(state: Any) -> FeedState:
                 raise StateMismatchError(
                     f"{name}.{key}", _shorten(entry), "[[record id, epoch, reason, step], …]", remedy
                 )
+            if name == "num_unlisted" and (type(entry) is not int or entry < 0):
+                raise StateMismatchError(f"{name}.{key}", _shorten(entry), "a number of records", remedy)
     if state["kind"] not in KINDS:
         raise StateMismatchError("kind", state["kind"], " or ".join(KINDS), remedy)
-    return FeedState(**json.loads(json.dumps(state)))
+    text = json.dumps(state)
+    if version > (needed := _needed_version(text)):
+        raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
+    return FeedState(**json.loads(text))
 
 
 def _is_ledger(entries: Any) -> bool:
@@ -269,6 +235,8 @@ def _join_entries(part: str, left: Any, right: Any) -> Any:
         if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in place):
             return min(left, right, key=lambda entry: entry.get("skip", 0))
         return None
+    if part == "num_unlisted":
+        return max(left, right)
     if part == "skipped" and isinstance(left, list) and isinstance(right, list):
         # each host adds to its own ledger only, and carries the others' as they were when it was restored
         longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
@@ -293,7 +261,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")
     first = parsed[0]
     remedy = "Merge states that the hosts took after the same step of one feed."
-    joined: dict[str, dict[str, Any]] = {"lanes": {}, "hosts": {}, "skipped": {}}
+    joined: dict[str, dict[str, Any]] = {"lanes": {}, "hosts": {}, "skipped": {}, "num_unlisted": {}}
     for state in parsed:
         for name in ("kind", "position", "step", "segments", "num_lanes", "num_skipped", "fingerprint"):
             if getattr(state, name) != getattr(first, name):

@@ -154,7 +154,7 @@ def read_document(directory: Any) -> dict[str, Any]:
     if not paths:
         raise CheckpointError(
             f"{directory}: no iterator state there, expected {STATE_FILE}. Restore without a feed, or read files of "
-            "MaxText and Grain with `meshfeed convert`."
+            "MaxText and Grain with `meshfeed import-position`."
         )
     documents = [_read_document(path) for path in paths]
     if len(documents) == 1:

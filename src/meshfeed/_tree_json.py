@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from meshfeed._errors import SourceError
-from meshfeed._state import decode_value, encode_value
+from meshfeed._exact_json import decode_value, encode_value
 from meshfeed._types import PyTree
 
 

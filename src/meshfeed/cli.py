@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshfeed._plan_table import PlanTable
 
 _SHOWN_HOSTS = 16
+_EXAMPLE_WIDTH = 66  # with the command's name and click's margins: 80 columns
 
 
 class _Refused(click.ClickException):
@@ -30,7 +31,17 @@ class _Mistyped(click.ClickException):
     exit_code = 2
 
 
+_MOVED = {"convert": "import-position"}
+
+
 class _Commands(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in _MOVED and self.get_command(ctx, args[0]) is None:
+            raise _Mistyped(f"meshfeed {args[0]} is now meshfeed {_MOVED[args[0]]}.")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -83,7 +94,8 @@ class _Shape(click.ParamType):
 
 
 def _example(arguments: str) -> str:
-    return f"\b\nExample:\n  meshfeed {arguments}"  # click leaves a paragraph after this mark as it is
+    lines = arguments.replace(" --", " \\\n    --") if len(arguments) > _EXAMPLE_WIDTH else arguments
+    return f"\b\nExample:\n  meshfeed {lines}"  # click leaves a paragraph after this mark as it is
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -175,8 +187,11 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
     return lines
 
 
-@main.command(epilog=_example("demo --directory demo-out"))
-@click.option("--steps", type=click.IntRange(min=20), default=160, show_default=True, help="Of the training.")
+@main.command(short_help="Train, kill every host, continue, and compare.", epilog=_example("demo --directory demo-out"))
+@click.option("--quick", is_flag=True, help="A smaller training, on 2 hosts and then on 1: less than a minute.")
+@click.option(
+    "--steps", type=click.IntRange(min=20), default=None, help="Of the training; default: 160, or 24 with --quick."
+)
 @click.option(
     "--directory",
     type=click.Path(),
@@ -184,29 +199,37 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
     help="Keep corpus, checkpoints and logs here; else they are removed.",
 )
 @click.option("--break", "how", type=click.Choice(["seed", "position"]), default=None, hidden=True)
-def demo(steps: int, directory: str | None, how: str | None) -> None:
-    """Train on 2 hosts, kill them, go on with 1 and with 4, and prove that it is one stream.
+def demo(quick: bool, steps: int | None, directory: str | None, how: str | None) -> None:
+    """Train on 2 hosts, kill them, continue on 1 and on 4, and prove that it is one stream.
 
-    All on this machine: hosts are processes, devices are CPU devices. Exit status 1 if anything is not as it should be.
+    Everything runs on this machine: hosts are processes, devices are CPU devices. It takes a few minutes. Exit status 1
+    if any check fails.
     """
     from meshfeed import _demo_main
 
-    if not _demo_main.run_demo(steps, directory, how):
+    if not _demo_main.run_demo(steps, directory, how, quick=quick):
         raise SystemExit(1)
 
 
-@main.command(epilog=_example("replay checkpoints/ --step 812 --array-record 'data/*.array_record'"))
+@main.command(epilog=_example("replay checkpoints/ --batch-index 812 --array-record 'data/*.array_record'"))
 @click.argument("state", type=click.Path())
 @click.option(
-    "--step", type=click.IntRange(min=0), default=None, help="Index of the batch; default: the last delivered."
+    "--batch-index",
+    "--step",
+    "batch_index",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Which batch, counted from 0; default: the last one delivered.",
 )
 @click.option("--global-batch-size", type=click.IntRange(min=1), default=None, help="Of steps after the state.")
 @click.option(
     "--array-record", "paths", multiple=True, help="The files: shows each record's file and first bytes. Repeatable."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, all records.")
-def replay(state: str, step: int | None, global_batch_size: int | None, paths: tuple[str, ...], as_json: bool) -> None:
-    """Show which records a past or coming step consumes.
+def replay(
+    state: str, batch_index: int | None, global_batch_size: int | None, paths: tuple[str, ...], as_json: bool
+) -> None:
+    """Show which records a past or future batch consists of.
 
     STATE is a JSON file with what feed.get_state() gave, or a checkpoint's folder. No data is read, unless
     --array-record says where it is.
@@ -214,7 +237,7 @@ def replay(state: str, step: int | None, global_batch_size: int | None, paths: t
     from meshfeed import _cli_replay
 
     parsed = _cli_replay.load_state(state)
-    found = _cli_replay.replay(parsed, step, global_batch_size)
+    found = _cli_replay.replay(parsed, batch_index, global_batch_size)
     records = _cli_replay.describe_records(parsed, list(paths), found["record_ids"]) if paths else None
     ids = found["record_ids"].tolist()
     if as_json:
@@ -222,7 +245,9 @@ def replay(state: str, step: int | None, global_batch_size: int | None, paths: t
         return
     first, last = found["epochs"]
     when = "delivered" if found["delivered"] else "not yet delivered"
-    click.echo(f"step {found['step']} ({when}): rows {found['position']:,}..{found['position'] + len(ids) - 1:,}")
+    start = found["first_position"]
+    click.echo(f"state: feed step {found['feed_step']:,}, position {found['position']:,}")
+    click.echo(f"batch index {found['batch_index']:,}, {when}: positions {start:,}..{start + len(ids) - 1:,}")
     click.echo(f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else ""))
     if records:
         for record in records:
@@ -231,15 +256,31 @@ def replay(state: str, step: int | None, global_batch_size: int | None, paths: t
         click.echo(" ".join(map(str, ids)))
 
 
-@main.command(epilog=_example("bench 'data/*.array_record' --global-batch-size 256 --step-ms 20"))
+@main.command(
+    short_help="Measure how fast this machine feeds its devices.",
+    epilog=_example("bench 'data/*.array_record' --global-batch-size 256 --step-ms 20"),
+)
 @click.argument("paths", nargs=-1)
-@click.option("--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Batches a round, of three.")
-@click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, help="Pretended length of a training step.")
-@click.option("--shuffle/--no-shuffle", default=True, show_default=True)
-@click.option("--prefetch", type=click.IntRange(min=0), default=2, show_default=True)
-@click.option("--num-threads", type=click.IntRange(min=1), default=None)
-@click.option("--num-workers", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="Records per batch."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Batches in each of three rounds."
+)
+@click.option(
+    "--step-ms",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Simulated step time (ms): the loop sleeps so long after each batch, which limits the feed's rate.",
+)
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Order of the records.")
+@click.option(
+    "--prefetch", type=click.IntRange(min=0), default=2, show_default=True, help="Batches kept ready on the devices."
+)
+@click.option("--num-threads", type=click.IntRange(min=1), default=None, help="Threads that read.")
+@click.option(
+    "--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Processes that read and decode."
+)
 @click.option("--record-bytes", type=click.IntRange(min=1), default=None, help="Width of a row; default: record 0's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
@@ -254,7 +295,7 @@ def bench(
     with contextlib.ExitStack() as stack:
         files = list(paths) or stack.enter_context(_cli_bench.example_files(20_000, record_bytes or 4096))
         result = _cli_bench.bench(files, steps=steps, step_seconds=step_ms / 1e3, record_bytes=record_bytes, **settings)
-    click.echo(json.dumps(result) if as_json else "\n".join(_cli_bench.report(result, step_ms / 1e3)))
+    click.echo(json.dumps(result) if as_json else "\n".join(_cli_bench.report(result)))
 
 
 for _command in _cli_checkpoint.COMMANDS:

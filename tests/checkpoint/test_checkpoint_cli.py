@@ -63,12 +63,12 @@ def test_diff(folder):
         _cli.diff(folder / "1", folder / "7")
 
 
-def test_convert(tmp_path):
+def test_import_position(tmp_path):
     feed = CountingFeed()
     (tmp_path / "template.json").write_text(json.dumps(feed.get_state()))
     (tmp_path / "iter").mkdir()
     for host in range(2):
         (tmp_path / f"iter/process_{host}-of-2.json").write_text('{"next_index": 6}')
-    _cli.convert(tmp_path / "iter", tmp_path / "template.json", tmp_path / "out", global_batch_size=4, step=3)
+    _cli.import_position(tmp_path / "iter", tmp_path / "template.json", tmp_path / "out", global_batch_size=4, step=3)
     IteratorHandler().restore(tmp_path / "out", IteratorRestore(feed))
     assert (feed.step, next(feed)) == (3, [12, 13, 14, 15])

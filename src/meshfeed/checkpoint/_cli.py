@@ -1,4 +1,4 @@
-"""What ``meshfeed inspect | verify | diff | convert`` do, as functions that give JSON values."""
+"""What ``meshfeed inspect | verify | diff | import-position`` do, as functions that give JSON values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from etils import epath
 
 from meshfeed import _state_files
-from meshfeed._errors import CheckpointError
-from meshfeed._state import flatten
+from meshfeed._errors import CheckpointError, StateMismatchError
+from meshfeed._state import flatten, parse_state
 from meshfeed.checkpoint import _foreign, _verify
 from meshfeed.checkpoint._leaves import dtype_of
 from meshfeed.checkpoint._manifest import Manifest, read_manifest
@@ -177,7 +177,7 @@ def _summary(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 class _Template:
-    """Stands for a feed at its beginning, of which only the state and the batch size are known."""
+    """Stands for a feed before its first batch, of which only the state and the batch size are known."""
 
     def __init__(self, state: dict[str, Any], global_batch_size: int) -> None:
         self._state = state
@@ -190,27 +190,45 @@ class _Template:
         return {"global_batch_size": self._global_batch_size}
 
 
-def convert(
-    directory: Any, template: Any, output: Any, *, global_batch_size: int, step: int | None = None
+def import_position(
+    directory: Any,
+    template: Any,
+    output: Any,
+    *,
+    global_batch_size: int,
+    step: int | None = None,
+    unshuffled: bool = False,
 ) -> dict[str, Any]:
-    """Turns files that MaxText or Grain wrote into a state that a feed continues.
+    """Turns files that MaxText or Grain wrote into a state from which a feed continues.
 
     Args:
       directory: of ``process_<i>-of-<n>.json`` or ``process_0.json``.
-      template: JSON file with ``feed.get_state()`` of a feed over the same data, at its beginning.
-      output: folder to write ``state.json`` into; read by ``IteratorHandler``, and by ``feed.load``.
+      template: JSON file with ``feed.get_state()`` of a new feed over the same records in the same order.
+      output: folder to write ``state.json`` into.
       global_batch_size: of the feed.
       step: batches that were delivered.
+      unshuffled: see :func:`meshfeed.checkpoint.convert_state`.
 
     Returns:
       the state.
 
     Raises:
-      CheckpointError: it cannot be continued exactly; says why.
+      CheckpointError: the template is none, or the feed cannot continue exactly; the message says why.
     """
-    state = json.loads(pathlib.Path(template).read_text())
-    converted = _foreign.convert_state(directory, _Template(state, global_batch_size), step=step)
+    state = _read_template(template)
+    imported = _foreign.convert_state(directory, _Template(state, global_batch_size), step=step, unshuffled=unshuffled)
     folder = epath.Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    _state_files.write_state(folder, converted)
-    return converted
+    document = _state_files.make_document(imported, None, 0)  # of all hosts, also for streams
+    _state_files.write_json(folder / _state_files.STATE_FILE, document)
+    return imported
+
+
+def _read_template(path: Any) -> dict[str, Any]:
+    try:
+        return parse_state(pathlib.Path(path).read_bytes()).to_json()
+    except (StateMismatchError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{path} is not a template: {error} A template is the state of a new feed over the same records in the same "
+            "order, before its first batch. Write one with json.dump(feed.get_state(), file)."
+        ) from None

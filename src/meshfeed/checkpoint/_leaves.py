@@ -16,9 +16,9 @@ import numpy as np
 from jax.core import Tracer
 
 from meshfeed._errors import CheckpointError
+from meshfeed._exact_json import decode_value, encode_value
 from meshfeed._process import process_count
 from meshfeed._reshard import bit_width, without_ambient_mesh
-from meshfeed._state import decode_value, encode_value
 
 _AS_THEY_ARE = frozenset({"bfloat16", "float16", "int4"})
 _PYTHON = {"bool": bool, "int": int, "float": float, "complex": complex, "str": str, "bytes": bytes}
@@ -246,13 +246,20 @@ def skeleton_of(tree: Any) -> Any:
     if tree is None:
         return "none"
     if isinstance(tree, dict):
-        return {"dict": [[encode_value(key), skeleton_of(child)] for key, child in tree.items()]}
+        return {"dict": [[encode_value(_plain_key(key)), skeleton_of(child)] for key, child in tree.items()]}
     if isinstance(tree, list) or (isinstance(tree, tuple) and not hasattr(tree, "_fields")):
         return {"list" if isinstance(tree, list) else "tuple": [skeleton_of(child) for child in tree]}
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     if len(children) == 1 and not children[0][0]:
         return "leaf"
     return {"dict": [[str(_key(path[0])), skeleton_of(child)] for path, child in children]}
+
+
+def _plain_key(key: Any) -> Any:
+    """A dict key as the built-in type that it equals: members of enums, for example, are restored as text or int."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    return int(key) if isinstance(key, int) and type(key) is not bool else key
 
 
 def tree_of(skeleton: Any, leaf: Any, path: tuple[str, ...] = ()) -> Any:

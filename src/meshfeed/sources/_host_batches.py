@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed import _aligned, _state
+from meshfeed import _aligned, _exact_json
 from meshfeed._errors import SourceError, StalledError, StateMismatchError
 from meshfeed._types import JsonValue, PyTree
 
@@ -233,7 +233,13 @@ class HostBatchIterator:
     def _take_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"batches": self._delivered}
         if _has_state(self._iterator):
-            state["state"] = _state.encode_value(self._iterator.get_state())
+            of_iterator = self._iterator.get_state()
+            try:
+                state["state"] = _exact_json.encode_value(of_iterator)
+            except TypeError as error:
+                raise SourceError(
+                    f"the state of the host batches cannot be saved exactly: {error}. {_exact_json.ALLOWED}"
+                ) from error
         return state
 
     def _recover(self, failure: BaseException) -> None:
@@ -264,7 +270,7 @@ class HostBatchIterator:
             )
         iterator = _start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
-            iterator.set_state(_state.decode_value(state["state"]))
+            iterator.set_state(_exact_json.decode_value(state["state"]))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise StateMismatchError(
                 f"{_FIELD}.state",

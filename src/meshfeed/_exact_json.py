@@ -1,0 +1,174 @@
+"""Python values as JSON, and back with the same types.
+
+JSON has no tuples, bytes or arrays, and its dicts have string keys only. What JSON lacks becomes a dict with one reserved
+key: ``__tuple__``, ``__bytes__``, ``__array__``, ``__pairs__`` (a dict as a list of pairs), or ``__meshfeed__`` with a
+kind and its arguments. A dict that has a reserved key itself is written as pairs, so nothing a caller stores can be
+mistaken for one of these.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+_TUPLE = "__tuple__"
+_BYTES = "__bytes__"
+_PAIRS = "__pairs__"
+_ARRAY = "__array__"
+OTHER = "__meshfeed__"
+_RESERVED = frozenset((_TUPLE, _BYTES, _PAIRS, _ARRAY, OTHER))
+_DECIMAL_BITS = 4096  # Python refuses to convert integers of more than 4,300 digits
+_SHOWN_CHARACTERS = 80
+ALLOWED = (
+    "get_state() must return None, numbers, strings, bytes, numpy arrays and scalars, and lists, tuples and dicts of "
+    "them, not subclasses such as named tuples."
+)
+
+
+def encode_value(value: Any) -> Any:
+    """A JSON value from which :func:`decode_value` restores ``value`` with the same types.
+
+    Supported are None, bool, int, float, complex, str, bytes, bytearray, numpy scalars and arrays (except structured
+    ones, objects and long doubles), and lists, tuples and dicts of them. Subclasses of these (named tuples, ordered
+    dicts, enums) are refused, because they would come back as the plain type.
+
+    Raises:
+      TypeError: part of the value has no exact JSON form.
+    """
+    encode = _ENCODERS.get(type(value))
+    if encode is not None:
+        return encode(value)
+    if isinstance(value, np.generic):
+        return _encode_scalar(value)
+    raise _refused(value)
+
+
+def decode_value(value: Any) -> Any:
+    """The inverse of :func:`encode_value`.
+
+    Raises:
+      ValueError: it holds a kind of value that a newer version of meshfeed wrote.
+    """
+    if isinstance(value, list):
+        return [decode_value(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        if key in _RESERVED:
+            return _DECODERS[key](inner)
+    return {key: decode_value(item) for key, item in value.items()}
+
+
+def _refused(value: Any) -> TypeError:
+    text = repr(value)
+    text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return TypeError(f"a {name} has no exact JSON form: {text}")
+
+
+def _other(kind: str, *arguments: Any) -> dict[str, Any]:
+    return {OTHER: [kind, *arguments]}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _encode_int(value: int) -> Any:
+    return value if value.bit_length() <= _DECIMAL_BITS else _other("int", hex(value))
+
+
+def _encode_float(value: float) -> Any:  # JSON has no NaN and no infinity
+    return value if math.isfinite(value) else _other("float", struct.pack(">d", value).hex())
+
+
+def _encode_complex(value: complex) -> Any:
+    return _other("complex", _encode_float(value.real), _encode_float(value.imag))
+
+
+def _encode_dict(value: dict[Any, Any]) -> Any:
+    if all(type(key) is str for key in value) and _RESERVED.isdisjoint(value):
+        return {key: encode_value(item) for key, item in value.items()}
+    return {_PAIRS: [[encode_value(key), encode_value(item)] for key, item in value.items()]}
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str | None:
+    """A name from which ``jnp.dtype`` gives the dtype, byte order included; None if there is none."""
+    if dtype.kind in "biufcMmSU":
+        is_long_double = dtype.char in "gG"  # padded, and different on each kind of machine
+        return None if is_long_double or not dtype.itemsize else dtype.str
+    if dtype.kind != "V" or dtype.type is np.void:  # objects and structured arrays
+        return None
+    try:
+        return dtype.name if jnp.dtype(dtype.name) == dtype else None  # bfloat16, float8_e4m3fn, int4, ...
+    except TypeError:
+        return None
+
+
+def _encode_array(value: np.ndarray[Any, Any]) -> Any:
+    name = _dtype_name(value.dtype)
+    if name is None:
+        raise _refused(value)
+    return {_ARRAY: [name, list(value.shape), value.tobytes().hex()]}
+
+
+def _encode_scalar(value: np.generic) -> Any:
+    if type(value) is np.str_:  # an array would drop zeros at the end
+        return _other("str_", str.__str__(value))
+    if type(value) is np.bytes_:
+        return _other("bytes_", bytes(value).hex())
+    name = _dtype_name(value.dtype)
+    if name is None or value.dtype.type is not type(value):
+        raise _refused(value)
+    return _other("scalar", name, value.tobytes().hex())
+
+
+def _decode_array(inner: Any) -> np.ndarray[Any, Any]:
+    name, shape, data = inner
+    return np.ndarray(shape, jnp.dtype(name), bytes.fromhex(data)).copy()
+
+
+def _decode_other(inner: Any) -> Any:
+    kind, *arguments = inner
+    if kind not in _OTHERS:
+        raise ValueError(f"a value of the kind {kind!r}, which this version of meshfeed cannot read. Upgrade meshfeed.")
+    return _OTHERS[kind](*arguments)
+
+
+_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    type(None): _same,
+    bool: _same,
+    str: _same,
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    bytes: lambda value: {_BYTES: value.hex()},
+    bytearray: lambda value: _other("bytearray", value.hex()),
+    list: lambda value: [encode_value(item) for item in value],
+    tuple: lambda value: {_TUPLE: [encode_value(item) for item in value]},
+    dict: _encode_dict,
+    np.ndarray: _encode_array,
+}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    _TUPLE: lambda inner: tuple(decode_value(item) for item in inner),
+    _BYTES: bytes.fromhex,
+    _PAIRS: lambda inner: {decode_value(key): decode_value(item) for key, item in inner},
+    _ARRAY: _decode_array,
+    OTHER: _decode_other,
+}
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "complex": lambda real, imag: complex(decode_value(real), decode_value(imag)),
+    "bytearray": bytearray.fromhex,
+    "str_": np.str_,
+    "bytes_": lambda text: np.bytes_(bytes.fromhex(text)),
+    "scalar": lambda name, data: _decode_array((name, (), data))[()],
+}
