@@ -330,7 +330,11 @@ def test_columns_reach_the_components():
         (lambda: Mixture({"a": memory("web")}, {"a": 1}, block=True), SettingsError, "block=True"),
         (lambda: random_mixture({"web": 1000, "code": 1}), SettingsError, "never get a record"),
         (lambda: random_mixture({"web": 5, "code": 3}), SettingsError, "leaves out the component 'books'"),
-        (lambda: stream_mixture({"code": 1}), SettingsError, "leaves out the component 'web', 'books', .*'web': 1, 'code'"),
+        (
+            lambda: stream_mixture({"code": 1}),
+            SettingsError,
+            "leaves out the component 'web', 'books', .*'web': 1, 'code'",
+        ),
         (lambda: stream_mixture(shuffle=-1), SettingsError, "shuffle=-1"),
         (lambda: feed(random_mixture(on_end="stop"), num_epochs=None), SettingsError, "never stops"),
         (lambda: feed(stream_mixture(on_end="stop"), num_epochs=None), SettingsError, "never stops"),

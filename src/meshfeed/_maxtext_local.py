@@ -19,6 +19,7 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import MeshfeedError, PlanError, SettingsError, StateMismatchError
+from meshfeed._ownership import own, seal
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry
 from meshfeed._types import PyTree
@@ -197,7 +198,7 @@ class Tape:
 
     def _take(self) -> PyTree:
         iterator = self._iterators[self._taken % len(self._iterators)]
-        batches = [_next_of(iterator) for _ in range(self._joined)]
+        batches = [jax.tree.map(_keep, _next_of(iterator)) for _ in range(self._joined)]
         self._taken += 1
         batch = batches.pop() if self._joined == 1 else jax.tree.map(_join, *batches)
         self._check_rows(batch)
@@ -345,8 +346,10 @@ def _join(*leaves: Any) -> np.ndarray[Any, Any]:
     arrays = [np.asarray(leaf) for leaf in leaves]
     whole = _aligned.empty((sum(len(array) for array in arrays), *arrays[0].shape[1:]), np.result_type(*arrays))
     np.concatenate(arrays, axis=0, out=whole)
-    base: Any = whole
-    while isinstance(base, np.ndarray):  # nobody writes to it again, so that it need not be copied
-        base.flags.writeable = False
-        base = base.base
-    return whole
+    return seal(whole)
+
+
+def _keep(leaf: Any) -> Any:
+    """``leaf`` as it is now: it is kept until it is delivered, while the loader may write to its arrays again."""
+    owned = own(leaf)
+    return owned if owned is leaf else seal(owned)

@@ -14,7 +14,16 @@ import numpy as np
 
 from meshfeed import _order
 from meshfeed._errors import CorruptDataError, SourceError
-from meshfeed._host_batch import RecordSpec, check_spec, is_plain_batch, spec_of_batch, stack_records
+from meshfeed._host_batch import (
+    RecordSpec,
+    RecordStack,
+    check_spec,
+    is_plain_batch,
+    join_batches,
+    spec_of_batch,
+    stack_records,
+)
+from meshfeed._ownership import declared_with, own_batch
 from meshfeed._record_random import philox
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry, SkipBad
@@ -60,20 +69,11 @@ def reads_columns(source: Any) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _has_both(kind: type, method: str, shortcut: str) -> bool:
-    """Whether ``shortcut`` is of the class that ``method`` is of: who overrides only the latter means something else."""
-    for base in kind.__mro__:
-        if method in vars(base):
-            return shortcut in vars(base)
-    return False
-
-
 def takes_rows(source: Any) -> bool:
     """Whether records can go from the source to its decoder as one array, ``read_rows`` to ``from_rows``."""
     return (
-        _has_both(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
-        and _has_both(type(source), "read_raw", "read_rows")
+        declared_with(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
+        and declared_with(type(source), "read_raw", "read_rows")
         and "read_raw" not in getattr(source, "__dict__", ())
     )
 
@@ -118,7 +118,9 @@ def read_records(
     try:
         if hasattr(source, "read_raw"):
             with _trace("meshfeed.read"):
-                rows = source.read_rows(record_ids) if rngs is None and takes_rows(source) else None
+                rows = None
+                if rngs is None and takes_rows(source):
+                    rows = own_batch(source.read_rows(record_ids), source, "read_rows")
                 raw = source.read_raw(record_ids) if rows is None else ()
             times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
             start = time.perf_counter()
@@ -133,17 +135,12 @@ def read_records(
             if rngs is not None and accepts_keyword(source.read_batch, "rngs"):
                 extra["rngs"] = rngs
             with _trace("meshfeed.read"):
-                batch = source.read_batch(record_ids, **extra)
+                batch = own_batch(source.read_batch(record_ids, **extra), source, "read_batch")
             times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
             return batch
-        ids = record_ids.tolist()
         with _trace("meshfeed.read"):
-            records = _get_items(source, ids)
+            batch = _read_items(source, record_ids.tolist())
         times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
-        start = time.perf_counter()
-        with _trace("meshfeed.decode"):
-            batch = stack_records(records, record_ids=ids)[0]
-        times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
         return batch
     except StopIteration as error:
         raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
@@ -157,9 +154,17 @@ def _ended(doing: str, record_id: int | None) -> SourceError:
     )
 
 
+def _read_items(source: Any, ids: list[int]) -> PyTree:
+    """Records stacked as they come: what gives them may use the same memory for the next."""
+    several = hasattr(source, "__getitems__")
+    records = _get_items(source, ids) if several else (_get_item(source, record_id) for record_id in ids)
+    stack = RecordStack(len(ids))
+    for record_id, record in zip(ids, records, strict=True):
+        stack.add(record, record_id)
+    return stack.take()[0]
+
+
 def _get_items(source: Any, ids: list[int]) -> Sequence[Any]:
-    if not hasattr(source, "__getitems__"):
-        return [_get_item(source, record_id) for record_id in ids]
     records = source.__getitems__(ids)
     if len(records) != len(ids):
         raise SourceError(f"__getitems__ gave {len(records)} records for {len(ids)} ids; one an id is wanted.")
@@ -192,16 +197,17 @@ def _decode(
         except Exception as error:
             error.add_note(f"while decoding {number} records (first: {_name_record(source, int(record_ids[0]))})")
             raise
+        batch = own_batch(batch, decode_batch, "__call__" if rows is None else "from_rows")
         if not is_plain_batch(batch, number):
             spec_of_batch(batch, number, what="decode_batch")
         return batch
     if decode is None:
         return stack_records(list(raw), record_ids=record_ids)[0]  # raises: bytes are no arrays, and says what to give
     with_rng = rngs is not None and accepts_keyword(decode, "rng")
-    records = []
+    stack = RecordStack(len(raw))
     for row, record in enumerate(raw):
         try:
-            records.append(decode(record, rng=rngs[row]) if with_rng else decode(record))  # type: ignore[index]
+            decoded = decode(record, rng=rngs[row]) if with_rng else decode(record)  # type: ignore[index]
         except SourceError:
             raise
         except StopIteration as error:
@@ -210,7 +216,8 @@ def _decode(
         except Exception as error:
             error.add_note(f"while decoding {_name_record(source, int(record_ids[row]))}")
             raise
-    return stack_records(records, record_ids=record_ids)[0]
+        stack.add(decoded, int(record_ids[row]))
+    return stack.take()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,10 +344,7 @@ class RecordReader:
                     "it; the data is damaged as a whole.",
                     record_id=record_id,
                 )
-        first = spec_of_batch(rows[0], 1, what="the source")
-        for record_id, row in zip(record_ids.tolist(), rows, strict=True):  # joining arrays would promote their dtypes
-            check_spec(first, spec_of_batch(row, 1, what="the source"), what=f"record {record_id} or what replaces it")
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows), tuple(bad)
+        return join_batches(rows, what=lambda row: f"record {record_ids[row]} or what replaces it"), tuple(bad)
 
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
         replace = getattr(self.source, "replacement_id", None)

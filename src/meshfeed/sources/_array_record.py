@@ -44,6 +44,8 @@ class ArrayRecord:
       CorruptDataError: a file that is empty, cut short or of another format; it names the file.
     """
 
+    fresh_arrays = True
+
     def __init__(
         self,
         paths: _files.Paths,

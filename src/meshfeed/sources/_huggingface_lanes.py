@@ -12,8 +12,10 @@ from datasets import Features, IterableDataset
 from datasets.table import cast_table_to_features
 
 from meshfeed._errors import SourceError, StateMismatchError
+from meshfeed._ownership import own
 from meshfeed._types import JsonValue, PyTree
 from meshfeed.sources._huggingface_arrow import table_rows
+from meshfeed.sources._huggingface_cut import walk
 from meshfeed.sources._huggingface_values import record_to_numpy
 
 _BLOCK_BYTES = 4 << 20
@@ -58,6 +60,8 @@ class TableLane(_Lane):
       units: how its files were cut, for the state.
     """
 
+    fresh_arrays = True  # views of tables, or copies where a function of the user's made the tables
+
     def __init__(
         self,
         tree: Any,
@@ -69,6 +73,8 @@ class TableLane(_Lane):
     ) -> None:
         super().__init__(lane_index, epoch, units)
         self._tree = tree
+        # A function of the user's makes tables of whatever memory it likes; those read from files are not written again.
+        self._foreign = any(getattr(node, "function", None) is not None for node in walk(tree))
         self._columns = columns
         self._features = features
         self._typed_as: tuple[Features, pa.Schema] | None = None
@@ -105,6 +111,8 @@ class TableLane(_Lane):
                 raise
             count = min(num_records - size, self._block_stop - self._row)
             part = _rows_of(self._block, start, start + count)
+            if self._foreign:
+                part = jax.tree.map(own, part)
             if parts and not _alike(parts[0], part):
                 break
             parts.append(part)

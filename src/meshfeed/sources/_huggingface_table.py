@@ -31,6 +31,7 @@ class HuggingFaceTable:
 
     decode = None
     decode_batch = None
+    fresh_arrays = True  # or views of Arrow's memory, which is not written once it is a table
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset

@@ -103,6 +103,7 @@ class RandomMixture:
     """
 
     kind = "mixture"
+    fresh_arrays = True  # read_records copies what a component may write to again
 
     def __init__(self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str) -> None:
         self.components = dict(components)
