@@ -22,6 +22,7 @@ _SNAPSHOT_SHARE = 0.01  # of the lane's time that taking its state may cost
 _MAX_SNAPSHOT_SECONDS = 60.0  # of reading that a resume may have to do again
 _EXPENSIVE_SECONDS = 2e-3
 _MAX_BAD_IN_A_ROW = 1000
+_ALL = 1 << 62  # more records than anything asks for at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Lane:
         self._busy_since_snapshot = 0.0
         self._snapshot_cost = 0.0
         self._bad_in_a_row = 0
+        self._most = _ALL  # records to ask the iterator for at once
         self._iterator: Any = None
         self.spec: RecordSpec | None = None
         if not self._ended:
@@ -210,8 +212,9 @@ class Lane:
             more = call_with_retry(
                 read,
                 self._settings.retry,
-                doing=self.describe(),
+                doing=self.describe,
                 on_retry=count_retry,
+                progress=lambda: self._taken,
             )
             if not more:
                 self._next_epoch()
@@ -238,6 +241,7 @@ class Lane:
                 self._since += 1
             return True
         except StopIteration:
+            self._most = _ALL
             return False
         except BaseException as error:
             named = any(f"lane {self.lane_index}" in note for note in getattr(error, "__notes__", ()))
@@ -247,7 +251,10 @@ class Lane:
             raise
 
     def _add_batch(self, iterator: Any, missing: int, chunks: list[PyTree], result: Taken) -> None:
-        batch = own_batch(iterator.next_batch(missing), iterator, "next_batch")
+        # After a failure one record, then 2, 4, …: what was read stays read, and the tries of each record are its own.
+        most, self._most = self._most, 1
+        batch = own_batch(iterator.next_batch(min(most, missing)), iterator, "next_batch")
+        self._most = min(2 * most, _ALL)
         count = num_rows(batch)
         chunks.append(batch)
         self._taken += count

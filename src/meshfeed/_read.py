@@ -287,13 +287,12 @@ class RecordReader:
             nonlocal retries
             retries += 1
 
-        def read() -> PyTree:
-            return self._read_once(record_ids, epochs, columns, times)
+        def read(piece: slice) -> PyTree:
+            return self._read_once(record_ids[piece], epochs[piece], columns, times)
 
-        doing = f"reading {len(record_ids)} records"
         bad: tuple[tuple[int, int, str], ...] = ()
         try:
-            tree = call_with_retry(read, self._retry, doing=doing, on_retry=count)
+            tree = self._read_in_pieces(read, record_ids, count)
         except BAD_RECORD:
             if self._bad_records is None:
                 raise
@@ -305,6 +304,30 @@ class RecordReader:
             else:
                 check_spec(self._spec, found, what=f"records {record_ids[0]} and following")
         return ReadRows(tree, times, retries, bad)
+
+    def _read_in_pieces(
+        self, read: Callable[[slice], PyTree], record_ids: RecordIds, count: Callable[[], None]
+    ) -> PyTree:
+        """All records in one call; after a failure one record, then 2, 4, ….
+
+        So what was read stays read, and the tries of each record are its own.
+        """
+        parts: list[PyTree] = []
+        done, size = 0, len(record_ids)
+
+        def read_rest() -> PyTree:
+            nonlocal done, size
+            while done < len(record_ids):
+                asked, size = size, 1
+                parts.append(read(slice(done, done + asked)))
+                done, size = done + asked, 2 * asked
+            return join_batches(parts, what=lambda _: "the source")
+
+        def doing() -> str:
+            first = f" from record {record_ids[done]} on" if done else ""
+            return f"reading {len(record_ids) - done} records{first}"
+
+        return call_with_retry(read_rest, self._retry, doing=doing, on_retry=count, progress=lambda: done)
 
     def _read_once(
         self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None, times: dict[str, float]
