@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import SourceError
-from meshfeed._types import PyTree, RecordIds
+from meshfeed._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,33 +171,6 @@ class RecordStack:
             arrays = [array[: self.count] for array in arrays]
         self.count, self._outputs = 0, None
         return self._spec.treedef.unflatten(arrays), self._spec
-
-
-def stack_records(
-    records: Sequence[PyTree],
-    spec: RecordSpec | None = None,
-    *,
-    record_ids: Sequence[int] | RecordIds | None = None,
-    lane_index: int | None = None,
-) -> tuple[PyTree, RecordSpec]:
-    """Stacks records into a batch.
-
-    Args:
-      records: at least one record, or none with ``spec`` given.
-      spec: structure that they must have; that of the first record if None.
-      record_ids: their ids, for errors.
-      lane_index: their lane, for errors.
-
-    Returns:
-      See :meth:`RecordStack.take`.
-
-    Raises:
-      SourceError: records that differ in structure, shape or dtype, or that hold no arrays.
-    """
-    stack = RecordStack(len(records), spec, lane_index=lane_index)
-    for row, record in enumerate(records):
-        stack.add(record, None if record_ids is None else int(record_ids[row]))
-    return stack.take()
 
 
 def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, lane_index: int | None) -> None:

@@ -60,7 +60,7 @@ class TableLane(_Lane):
       units: how its files were cut, for the state.
     """
 
-    fresh_arrays = True  # views of tables, or copies where a function of the user's made the tables
+    fresh_arrays = True  # views of tables that were read from files, copies of others
 
     def __init__(
         self,
@@ -73,8 +73,7 @@ class TableLane(_Lane):
     ) -> None:
         super().__init__(lane_index, epoch, units)
         self._tree = tree
-        # A function of the user's makes tables of whatever memory it likes; those read from files are not written again.
-        self._foreign = any(getattr(node, "function", None) is not None for node in walk(tree))
+        self._foreign = any(_makes_tables(node) for node in walk(tree))
         self._columns = columns
         self._features = features
         self._typed_as: tuple[Features, pa.Schema] | None = None
@@ -287,6 +286,12 @@ class ReplayedLane:
     def close(self) -> None:
         """Closes the files."""
         self._lane.close()
+
+
+def _makes_tables(node: Any) -> bool:
+    """Whether a node gives tables in memory that the user may have: those of a function, or of a dataset in memory."""
+    files = getattr(node, "files", None)
+    return getattr(node, "function", None) is not None or (files is not None and files.paths is None)
 
 
 def _rows_of(block: dict[str, PyTree], start: int, stop: int) -> dict[str, PyTree]:
