@@ -291,12 +291,12 @@ class RecordReader:
             nonlocal retries
             retries += 1
 
-        def read(piece: slice) -> PyTree:
-            return self._read_once(record_ids[piece], epochs[piece], columns, times)
+        def read(ids: RecordIds, epoch_ids: RecordIds) -> PyTree:
+            return self._read_once(ids, epoch_ids, columns, times)
 
         bad: tuple[tuple[int, int, str], ...] = ()
         try:
-            tree = self._read_in_pieces(read, record_ids, count)
+            tree = self._read_in_pieces(read, record_ids, epochs, count)
         except BAD_RECORD:
             if self._bad_records is None:
                 raise
@@ -310,7 +310,11 @@ class RecordReader:
         return ReadRows(tree, times, retries, bad)
 
     def _read_in_pieces(
-        self, read: Callable[[slice], PyTree], record_ids: RecordIds, count: Callable[[], None]
+        self,
+        read: Callable[[RecordIds, RecordIds], PyTree],
+        record_ids: RecordIds,
+        epochs: RecordIds,
+        count: Callable[[], None],
     ) -> PyTree:
         """All records in one call; after a failure one record, then 2, 4, ….
 
@@ -321,9 +325,12 @@ class RecordReader:
 
         def read_rest() -> PyTree:
             nonlocal done, size
+            if size == len(record_ids) and not done:  # the usual case costs no more than the call
+                size = 1
+                return read(record_ids, epochs)
             while done < len(record_ids):
-                asked, size = size, 1
-                parts.append(read(slice(done, done + asked)))
+                piece, asked, size = slice(done, done + size), size, 1
+                parts.append(read(record_ids[piece], epochs[piece]))
                 done, size = done + asked, 2 * asked
             return join_batches(parts, what=lambda _: "the source")
 
