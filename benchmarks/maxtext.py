@@ -28,7 +28,7 @@ def host_batches(rows: int, kind: str) -> list[dict[str, Any]]:
     """Four batches of int32 leaves ``[rows, COLUMNS]``."""
     import numpy as np
 
-    from meshfeed import _aligned
+    from meshfeed import _aligned, _ownership
 
     made = []
     for number in range(4):
@@ -36,11 +36,7 @@ def host_batches(rows: int, kind: str) -> list[dict[str, Any]]:
         for leaf in range(LEAVES):
             row = np.full(COLUMNS, number + leaf, np.int32)
             array = np.stack([row] * rows) if kind == STACKED else _aligned.copy(np.broadcast_to(row, (rows, COLUMNS)))
-            base: Any = array
-            while isinstance(base, np.ndarray) and kind == READ_ONLY:
-                base.flags.writeable = False
-                base = base.base
-            batch[f"leaf{leaf}"] = array
+            batch[f"leaf{leaf}"] = _ownership.seal(array) if kind == READ_ONLY else array
         made.append(batch)
     return made
 

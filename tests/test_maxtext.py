@@ -376,7 +376,7 @@ def tensorflow(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     fake.errors = types.SimpleNamespace(FailedPreconditionError=NotReadyError)
     monkeypatch.setitem(sys.modules, "tensorflow", fake)
     pauses: list[float] = []
-    monkeypatch.setattr("meshfeed._retry.tenacity.nap.time", types.SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr("meshfeed._retry.time", types.SimpleNamespace(sleep=pauses.append))
     return pauses
 
 

@@ -144,7 +144,7 @@ def test_a_new_stage_from_here_on_continues_and_the_past_stays_replayable():
     first = feed(random_mixture(), num_epochs=None)
     past = rows(first, 5)
     state = json.loads(json.dumps(first.get_state()))
-    changed = {"web": 1, "books": 1}
+    changed = {"web": 1, "code": 0, "books": 1}
     with pytest.raises(StateMismatchError) as raised:
         feed(random_mixture(changed), num_epochs=None).set_state(state)
     assert raised.value.field == "mixture.stages[0]"
@@ -203,7 +203,7 @@ def test_an_added_component_and_a_changed_batch_size_keep_begun_stages_where_the
          "mixture.components.code.records"),
         (lambda: Mixture({"code": memory("code"), "web": memory("web"), "books": memory("books")}, WEIGHTS, 30),
          "mixture.components.web.number"),
-        (lambda: random_mixture({"web": 5, "code": 3}), "mixture.stages[0]"),
+        (lambda: random_mixture({"web": 5, "code": 3, "books": 0}), "mixture.stages[0]"),
         (lambda: Mixture({name: memory(name) for name in SIZES}, WEIGHTS, block=60), "mixture.block"),
         (lambda: memory("web"), "source.kind"),
     ],
@@ -329,6 +329,12 @@ def test_columns_reach_the_components():
         (lambda: Mixture({"a": memory("web")}, {"a": 1}, block=0), SettingsError, "block=0"),
         (lambda: Mixture({"a": memory("web")}, {"a": 1}, block=True), SettingsError, "block=True"),
         (lambda: random_mixture({"web": 1000, "code": 1}), SettingsError, "never get a record"),
+        (lambda: random_mixture({"web": 5, "code": 3}), SettingsError, "leaves out the component 'books'"),
+        (
+            lambda: stream_mixture({"code": 1}),
+            SettingsError,
+            "leaves out the component 'web', 'books', .*'web': 1, 'code'",
+        ),
         (lambda: stream_mixture(shuffle=-1), SettingsError, "shuffle=-1"),
         (lambda: feed(random_mixture(on_end="stop"), num_epochs=None), SettingsError, "never stops"),
         (lambda: feed(stream_mixture(on_end="stop"), num_epochs=None), SettingsError, "never stops"),
@@ -337,6 +343,19 @@ def test_columns_reach_the_components():
 def test_what_cannot_be_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_component_is_left_out_on_purpose_by_weight_0_or_until_a_later_stage(caplog):
+    weights = {"web": 5, "code": 3, "books": 0}
+    with feed(random_mixture(weights), num_epochs=None) as stream:
+        assert set(rows(stream, 4)[:, 0].tolist()) == {0, 1}
+    stages = [(0, {"web": 5, "code": 3}), (2, {"books": 1})]
+    with feed(random_mixture(stages), num_epochs=None) as stream:
+        assert set(rows(stream, 2)[:, 0].tolist()) == {0, 1}
+        assert set(rows(stream, 2)[:, 0].tolist()) == {2}
+    assert not caplog.records
+    random_mixture([(0, {"web": 5}), (2, {"code": 1})])
+    assert "no stage of weights names the component 'books'" in caplog.text
 
 
 # --- lanes ----------------------------------------------------------------------------------------------------------
@@ -442,7 +461,7 @@ def test_stages_of_lanes_begin_at_their_step_and_survive_a_change_of_batch_size(
 def test_a_changed_stage_of_lanes_is_refused_by_field_and_repaired():
     first = feed(stream_mixture(), num_lanes=12, num_epochs=None)
     rows(first, 3)
-    other = feed(stream_mixture({"code": 1}), num_lanes=12, num_epochs=None)
+    other = feed(stream_mixture({"web": 0, "code": 1, "books": 0}), num_lanes=12, num_epochs=None)
     with pytest.raises(StateMismatchError, match=r"\(3, \{'code': 1\}\)") as raised:
         other.set_state(first.get_state())
     assert raised.value.field == "mixture.stages[0]"

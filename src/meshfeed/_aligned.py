@@ -30,7 +30,7 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
       dtype: any dtype without Python objects, those of ``ml_dtypes`` included.
     """
     dtype = np.dtype(dtype)
-    return _placed(_Memory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
+    return _placed(Memory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
 
 
 def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
@@ -50,7 +50,7 @@ def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
 
 
-class _Memory(np.ndarray):
+class Memory(np.ndarray):
     """What an array of :func:`empty` lies in: uint8[bytes of it + 64], its first byte anywhere."""
 
 
@@ -66,7 +66,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
 def is_aligned(array: np.ndarray[Any, Any]) -> bool:
     """Whether the first byte lies on a multiple of 64."""
     base: Any = array.base
-    if type(base) is _Memory and base.nbytes == array.nbytes + ALIGNMENT and array.flags.c_contiguous:
+    if type(base) is Memory and base.nbytes == array.nbytes + ALIGNMENT and array.flags.c_contiguous:
         return True  # the whole of what `empty` gave, known for a quarter of what asking for an address takes
     return not address(array) % ALIGNMENT
 

@@ -120,12 +120,11 @@ class BatchesFeeder:
                     raise SourceError("the iterable of host batches gave None; a host batch is a pytree of arrays.")
                 return batch
             except StopIteration:
-                self._epoch += 1
-                epochs = self._settings.num_epochs
-                if epochs is not None and self._epoch >= epochs:
+                epoch, epochs = self._epoch + 1, self._settings.num_epochs
+                if epochs is not None and epoch >= epochs:
                     return None
                 self._iterator.close()
-                self._iterator = self._iterator.next_pass()
+                self._iterator, self._epoch = self._iterator.next_pass(), epoch  # counted only once it has begun
                 first = next(self._iterator, None)
                 if first is None:
                     raise SourceError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import SourceError
-from meshfeed._types import PyTree, RecordIds
+from meshfeed._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,45 +117,60 @@ def flatten_record(
     return arrays, RecordSpec(treedef, tuple(leaves))
 
 
-def stack_records(
-    records: Sequence[PyTree],
-    spec: RecordSpec | None = None,
-    *,
-    record_ids: Sequence[int] | RecordIds | None = None,
-    lane_index: int | None = None,
-) -> tuple[PyTree, RecordSpec]:
-    """Stacks records into a batch.
+class RecordStack:
+    """Records stacked one by one. Each is copied at once, since what made it may write to the same memory for the next.
 
     Args:
-      records: at least one record, or none with ``spec`` given.
+      capacity: records that it has room for.
       spec: structure that they must have; that of the first record if None.
-      record_ids: their ids, for errors.
       lane_index: their lane, for errors.
 
-    Returns:
-      The batch, a pytree of fresh 64-byte-aligned arrays ``[len(records), ...]``, and the records' structure.
-
-    Raises:
-      SourceError: records that differ in structure, shape or dtype, or that hold no arrays.
+    Attributes:
+      count: records so far.
     """
 
-    def id_of(row: int) -> int | None:
-        return None if record_ids is None else int(record_ids[row])
+    def __init__(self, capacity: int, spec: RecordSpec | None = None, *, lane_index: int | None = None) -> None:
+        self.count = 0
+        self._capacity = capacity
+        self._spec = spec
+        self._lane_index = lane_index
+        self._outputs: list[np.ndarray] | None = None
 
-    if spec is None:
-        _, spec = flatten_record(records[0], record_id=id_of(0), lane_index=lane_index)
-    outputs = [_aligned.empty((len(records), *leaf.shape), leaf.dtype) for leaf in spec.leaves]
-    for row, record in enumerate(records):
+    def add(self, record: PyTree, record_id: int | None = None) -> None:
+        """Adds a record.
+
+        Raises:
+          SourceError: it differs from the first in structure, shape or dtype, or holds no arrays. It is not added.
+        """
+        if self._spec is None:
+            _, self._spec = flatten_record(record, record_id=record_id, lane_index=self._lane_index)
         leaves, treedef = jax.tree.flatten(record)
-        if treedef != spec.treedef:
-            raise_difference(spec, record, id_of(row), lane_index)
-        for output, leaf, wanted in zip(outputs, leaves, spec.leaves, strict=True):
+        if treedef != self._spec.treedef:
+            raise_difference(self._spec, record, record_id, self._lane_index)
+        for output, leaf, wanted in zip(self._arrays(self._spec), leaves, self._spec.leaves, strict=True):
             if not isinstance(leaf, np.ndarray):
                 leaf = np.asarray(leaf)
             if leaf.dtype != wanted.dtype or leaf.shape != wanted.shape:
-                raise_difference(spec, record, id_of(row), lane_index)
-            output[row] = leaf
-    return spec.treedef.unflatten(outputs), spec
+                raise_difference(self._spec, record, record_id, self._lane_index)
+            output[self.count] = leaf
+        self.count += 1
+
+    def _arrays(self, spec: RecordSpec) -> list[np.ndarray]:
+        if self._outputs is None:
+            self._outputs = [_aligned.empty((self._capacity, *leaf.shape), leaf.dtype) for leaf in spec.leaves]
+        return self._outputs
+
+    def take(self) -> tuple[PyTree, RecordSpec]:
+        """The batch, a pytree of fresh 64-byte-aligned arrays ``[count, ...]``, and the records' structure.
+
+        The stack is empty afterwards.
+        """
+        assert self._spec is not None, "neither a record nor a structure"
+        arrays = self._arrays(self._spec)
+        if self.count < self._capacity:
+            arrays = [array[: self.count] for array in arrays]
+        self.count, self._outputs = 0, None
+        return self._spec.treedef.unflatten(arrays), self._spec
 
 
 def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, lane_index: int | None) -> None:
@@ -231,6 +246,31 @@ def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: in
         "alike; pad or cast them in the source (nothing is promoted silently).",
         lane_index=lane_index,
     )
+
+
+def num_rows(batch: PyTree) -> int:
+    """Rows of a batch, from its first leaf."""
+    return int(jax.tree.leaves(batch)[0].shape[0])
+
+
+def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_index: int | None = None) -> PyTree:
+    """One batch of the rows of several, in fresh 64-byte-aligned arrays; a single batch is returned as it is.
+
+    Args:
+      batches: at least one.
+      what: what a batch, by its number, consists of; for errors.
+      lane_index: their lane, for errors.
+
+    Raises:
+      SourceError: their records differ from those of the first batch. numpy would promote the dtypes.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    specs = [spec_of_batch(batch, num_rows(batch), what=what(number)) for number, batch in enumerate(batches)]
+    for number, spec in enumerate(specs):
+        check_spec(specs[0], spec, what=what(number), lane_index=lane_index)
+    joined = specs[0].empty(sum(map(num_rows, batches)))
+    return jax.tree.map(lambda output, *parts: np.concatenate(parts, out=output), joined, *batches)
 
 
 def pad_rows(batch: PyTree, num_rows: int, first_row: int = 0) -> PyTree:

@@ -7,12 +7,10 @@ import logging
 import time
 from typing import Any
 
-import jax
-import numpy as np
-
 from meshfeed import _exact_json, _state
 from meshfeed._errors import SourceError, StateMismatchError
-from meshfeed._host_batch import RecordSpec, check_spec, spec_of_batch, stack_records
+from meshfeed._host_batch import RecordSpec, RecordStack, join_batches, num_rows
+from meshfeed._ownership import own_batch
 from meshfeed._read import accepts_keyword
 from meshfeed._record_random import philox
 from meshfeed._retry import call_with_retry
@@ -24,6 +22,7 @@ _SNAPSHOT_SHARE = 0.01  # of the lane's time that taking its state may cost
 _MAX_SNAPSHOT_SECONDS = 60.0  # of reading that a resume may have to do again
 _EXPENSIVE_SECONDS = 2e-3
 _MAX_BAD_IN_A_ROW = 1000
+_ALL = 1 << 62  # more records than anything asks for at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +123,7 @@ class Lane:
         self._busy_since_snapshot = 0.0
         self._snapshot_cost = 0.0
         self._bad_in_a_row = 0
+        self._most = _ALL  # records to ask the iterator for at once
         self._iterator: Any = None
         self.spec: RecordSpec | None = None
         if not self._ended:
@@ -171,7 +171,7 @@ class Lane:
         while left:
             try:
                 if hasattr(iterator, "next_batch"):
-                    left -= _num_rows(iterator.next_batch(left))
+                    left -= num_rows(iterator.next_batch(left))
                 else:
                     next(iterator)
                     left -= 1
@@ -200,49 +200,48 @@ class Lane:
         start = time.monotonic()
         chunks: list[PyTree] = []
         result = Taken(None, 0)
-        pending: list[Any] = []
+        stack = RecordStack(num_records, self.spec, lane_index=self.lane_index)
 
         def count_retry() -> None:
             result.retries += 1
 
+        def read() -> bool:
+            return self._read_some(num_records, stack, chunks, result)
+
         while result.count < num_records and not self._ended:
-
-            def read() -> bool:
-                return self._read_some(num_records, pending, chunks, result)
-
-            if not call_with_retry(read, self._settings.retry, doing=self.describe(), on_retry=count_retry):
+            more = call_with_retry(
+                read,
+                self._settings.retry,
+                doing=self.describe,
+                on_retry=count_retry,
+                progress=lambda: self._taken,
+            )
+            if not more:
                 self._next_epoch()
-        if pending:
-            chunks.append(self._stack(pending))
+        self._take_stacked(stack, chunks)
         if chunks:
-            result.tree = chunks[0] if len(chunks) == 1 else _concatenate(chunks, self.lane_index)
+            result.tree = join_batches(chunks, what=lambda _: f"lane {self.lane_index}", lane_index=self.lane_index)
         self._records += result.count
         self._busy_since_snapshot += time.monotonic() - start
         return result
 
-    def _read_some(self, num_records: int, pending: list[Any], chunks: list[PyTree], result: Taken) -> bool:
+    def _read_some(self, num_records: int, stack: RecordStack, chunks: list[PyTree], result: Taken) -> bool:
         """Fills ``result`` up to ``num_records``, or adds one stacked batch; False at the end of the epoch."""
         if self._iterator is None:
             self._reopen()
         iterator: Any = self._iterator
         try:
             if self._decode is None and hasattr(iterator, "next_batch"):
-                batch = iterator.next_batch(num_records - result.count)
-                count = _num_rows(batch)
-                if pending:
-                    chunks.append(self._stack(pending))
-                    pending.clear()
-                chunks.append(batch)
-                self._taken += count
-                self._since += count
-                result.count += count
+                self._take_stacked(stack, chunks)  # of an epoch whose iterator gave single records
+                self._add_batch(iterator, num_records - result.count, chunks, result)
                 return True
             while result.count < num_records:
-                self._add(next(iterator), pending, result)
+                self._add(next(iterator), stack, result)
                 self._taken += 1  # only now: a decoder that failed in passing is given the same record again
                 self._since += 1
             return True
         except StopIteration:
+            self._most = _ALL
             return False
         except BaseException as error:
             named = any(f"lane {self.lane_index}" in note for note in getattr(error, "__notes__", ()))
@@ -251,13 +250,29 @@ class Lane:
             self._close_broken()
             raise
 
+    def _add_batch(self, iterator: Any, missing: int, chunks: list[PyTree], result: Taken) -> None:
+        # After a failure one record, then 2, 4, …: what was read stays read, and the tries of each record are its own.
+        most, self._most = self._most, 1
+        batch = own_batch(iterator.next_batch(min(most, missing)), iterator, "next_batch")
+        self._most = min(2 * most, _ALL)
+        count = num_rows(batch)
+        chunks.append(batch)
+        self._taken += count
+        self._since += count
+        result.count += count
+
+    def _take_stacked(self, stack: RecordStack, chunks: list[PyTree]) -> None:
+        if stack.count:
+            tree, self.spec = stack.take()
+            chunks.append(tree)
+
     def _close_broken(self) -> None:
         try:
             self._close_iterator()
         except Exception as error:  # an error before it is the one to report
             _log.debug("closing the iterator of lane %d failed: %s", self.lane_index, error)
 
-    def _add(self, record: Any, pending: list[Any], result: Taken) -> None:
+    def _add(self, record: Any, stack: RecordStack, result: Taken) -> None:
         if self._decode is not None:
             record_id = (self.lane_index << 48) | self._taken
             extra = {"rng": philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
@@ -283,13 +298,8 @@ class Lane:
                     ) from error
                 return  # the next record of the lane takes its row
         self._bad_in_a_row = 0
-        pending.append(record)
+        stack.add(record)
         result.count += 1
-
-    def _stack(self, records: list[Any]) -> PyTree:
-        tree, spec = stack_records(records, self.spec, lane_index=self.lane_index)
-        self.spec = spec
-        return tree
 
     def _next_epoch(self) -> None:
         if self._taken == 0 and (self._settings.num_epochs is None or self._settings.num_epochs > 1):
@@ -354,15 +364,3 @@ class Lane:
     def close(self) -> None:
         """Closes the iterator, unless a read that hangs is still in it."""
         self._close_broken()
-
-
-def _num_rows(batch: PyTree) -> int:
-    return int(jax.tree.leaves(batch)[0].shape[0])
-
-
-def _concatenate(chunks: list[PyTree], lane_index: int) -> PyTree:
-    what = f"lane {lane_index}"
-    first = spec_of_batch(chunks[0], _num_rows(chunks[0]), what=what)
-    for chunk in chunks[1:]:
-        check_spec(first, spec_of_batch(chunk, _num_rows(chunk), what=what), what=what)
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import MeshfeedError, StalledError, StateMismatchError
+from meshfeed._ownership import own, seal
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry
 from meshfeed._types import PyTree
@@ -90,7 +91,7 @@ class OpenLoaders:
             raise self._failure
         iterator = self.iterators[self.taken % len(self.iterators)]
         try:
-            batches = [_next_of(iterator) for _ in range(self._joined)]
+            batches = [jax.tree.map(_keep, _next_of(iterator)) for _ in range(self._joined)]
         except StopIteration:
             raise
         except Exception as error:
@@ -189,8 +190,10 @@ def _join(*leaves: Any) -> np.ndarray[Any, Any]:
     arrays = [np.asarray(leaf) for leaf in leaves]
     whole = _aligned.empty((sum(len(array) for array in arrays), *arrays[0].shape[1:]), np.result_type(*arrays))
     np.concatenate(arrays, axis=0, out=whole)
-    base: Any = whole
-    while isinstance(base, np.ndarray):  # nobody writes to it again, so that it need not be copied
-        base.flags.writeable = False
-        base = base.base
-    return whole
+    return seal(whole)
+
+
+def _keep(leaf: Any) -> Any:
+    """``leaf`` as it is now: it is kept until it is delivered, while the loader may write to its arrays again."""
+    owned = own(leaf)
+    return owned if owned is leaf else seal(owned)

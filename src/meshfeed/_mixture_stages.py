@@ -8,6 +8,7 @@ same when it is continued; whatever comes later is free.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ import numpy as np
 
 from meshfeed._errors import SettingsError, StateMismatchError
 from meshfeed._types import JsonValue
+
+_log = logging.getLogger("meshfeed.mixture")
 
 Weights = Mapping[str, float]
 StagedWeights = tuple[tuple[int, dict[str, float]], ...]
@@ -69,6 +72,31 @@ def parse_weights(weights: Any, names: Sequence[str]) -> StagedWeights:
             )
         stages.append((first_step, _check_weights(entry[1], names)))
     return tuple(stages)
+
+
+def check_all_named(weights: Any, names: Sequence[str]) -> None:
+    """Reports components that the weights do not name, since they would never be read.
+
+    In stages that is only a warning: a component may be there for a stage that is yet to be written. A weight of 0 names a
+    component, and says that it is not to be read.
+
+    Raises:
+      SettingsError: ``{name: weight}`` without some component.
+    """
+    plain = isinstance(weights, Mapping)
+    named = set(weights) if plain else {name for _, stage in weights for name in stage}
+    forgotten = ", ".join(repr(name) for name in names if name not in named)
+    if not forgotten:
+        return
+    if not plain:
+        _log.warning("no stage of weights names the component %s: it will not be read before one does.", forgotten)
+        return
+    complete = {name: weights.get(name, 1) for name in names}
+    raise SettingsError(
+        f"weights leaves out the component {forgotten}, which would never be read. Name every component, as in "
+        f"weights={complete!r} (0: not read), or take it out of the components.",
+        setting="weights",
+    )
 
 
 def _is_stage(entry: Any) -> bool:

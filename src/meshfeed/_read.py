@@ -14,7 +14,15 @@ import numpy as np
 
 from meshfeed import _order
 from meshfeed._errors import CorruptDataError, SourceError
-from meshfeed._host_batch import RecordSpec, check_spec, is_plain_batch, spec_of_batch, stack_records
+from meshfeed._host_batch import (
+    RecordSpec,
+    RecordStack,
+    check_spec,
+    is_plain_batch,
+    join_batches,
+    spec_of_batch,
+)
+from meshfeed._ownership import declared_with, own_batch
 from meshfeed._record_random import philox
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry, SkipBad
@@ -60,20 +68,11 @@ def reads_columns(source: Any) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _has_both(kind: type, method: str, shortcut: str) -> bool:
-    """Whether ``shortcut`` is of the class that ``method`` is of: who overrides only the latter means something else."""
-    for base in kind.__mro__:
-        if method in vars(base):
-            return shortcut in vars(base)
-    return False
-
-
 def takes_rows(source: Any) -> bool:
     """Whether records can go from the source to its decoder as one array, ``read_rows`` to ``from_rows``."""
     return (
-        _has_both(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
-        and _has_both(type(source), "read_raw", "read_rows")
+        declared_with(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
+        and declared_with(type(source), "read_raw", "read_rows")
         and "read_raw" not in getattr(source, "__dict__", ())
     )
 
@@ -118,7 +117,9 @@ def read_records(
     try:
         if hasattr(source, "read_raw"):
             with _trace("meshfeed.read"):
-                rows = source.read_rows(record_ids) if rngs is None and takes_rows(source) else None
+                rows = None
+                if rngs is None and takes_rows(source):
+                    rows = own_batch(source.read_rows(record_ids), source, "read_rows")
                 raw = source.read_raw(record_ids) if rows is None else ()
             times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
             start = time.perf_counter()
@@ -133,17 +134,12 @@ def read_records(
             if rngs is not None and accepts_keyword(source.read_batch, "rngs"):
                 extra["rngs"] = rngs
             with _trace("meshfeed.read"):
-                batch = source.read_batch(record_ids, **extra)
+                batch = own_batch(source.read_batch(record_ids, **extra), source, "read_batch")
             times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
             return batch
-        ids = record_ids.tolist()
         with _trace("meshfeed.read"):
-            records = _get_items(source, ids)
+            batch = _read_items(source, record_ids.tolist())
         times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
-        start = time.perf_counter()
-        with _trace("meshfeed.decode"):
-            batch = stack_records(records, record_ids=ids)[0]
-        times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
         return batch
     except StopIteration as error:
         raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
@@ -157,9 +153,17 @@ def _ended(doing: str, record_id: int | None) -> SourceError:
     )
 
 
+def _read_items(source: Any, ids: list[int]) -> PyTree:
+    """Records stacked as they come: what gives them may use the same memory for the next."""
+    several = hasattr(source, "__getitems__")
+    records = _get_items(source, ids) if several else (_get_item(source, record_id) for record_id in ids)
+    stack = RecordStack(len(ids))
+    for record_id, record in zip(ids, records, strict=True):
+        stack.add(record, record_id)
+    return stack.take()[0]
+
+
 def _get_items(source: Any, ids: list[int]) -> Sequence[Any]:
-    if not hasattr(source, "__getitems__"):
-        return [_get_item(source, record_id) for record_id in ids]
     records = source.__getitems__(ids)
     if len(records) != len(ids):
         raise SourceError(f"__getitems__ gave {len(records)} records for {len(ids)} ids; one an id is wanted.")
@@ -178,6 +182,11 @@ def _get_item(source: Any, record_id: int) -> Any:
         raise
 
 
+def _as_it_is(record: Any) -> Any:
+    """No decoder: stacking bytes raises, and says what to give."""
+    return record
+
+
 def _decode(
     source: Any, raw: Sequence[Any], rows: np.ndarray | None, record_ids: RecordIds, rngs: Rngs | None
 ) -> PyTree:
@@ -192,16 +201,17 @@ def _decode(
         except Exception as error:
             error.add_note(f"while decoding {number} records (first: {_name_record(source, int(record_ids[0]))})")
             raise
+        batch = own_batch(batch, decode_batch, "__call__" if rows is None else "from_rows")
         if not is_plain_batch(batch, number):
             spec_of_batch(batch, number, what="decode_batch")
         return batch
     if decode is None:
-        return stack_records(list(raw), record_ids=record_ids)[0]  # raises: bytes are no arrays, and says what to give
+        decode = _as_it_is
     with_rng = rngs is not None and accepts_keyword(decode, "rng")
-    records = []
+    stack = RecordStack(len(raw))
     for row, record in enumerate(raw):
         try:
-            records.append(decode(record, rng=rngs[row]) if with_rng else decode(record))  # type: ignore[index]
+            decoded = decode(record, rng=rngs[row]) if with_rng else decode(record)  # type: ignore[index]
         except SourceError:
             raise
         except StopIteration as error:
@@ -210,7 +220,8 @@ def _decode(
         except Exception as error:
             error.add_note(f"while decoding {_name_record(source, int(record_ids[row]))}")
             raise
-    return stack_records(records, record_ids=record_ids)[0]
+        stack.add(decoded, int(record_ids[row]))
+    return stack.take()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,13 +291,12 @@ class RecordReader:
             nonlocal retries
             retries += 1
 
-        def read() -> PyTree:
-            return self._read_once(record_ids, epochs, columns, times)
+        def read(ids: RecordIds, epoch_ids: RecordIds) -> PyTree:
+            return self._read_once(ids, epoch_ids, columns, times)
 
-        doing = f"reading {len(record_ids)} records"
         bad: tuple[tuple[int, int, str], ...] = ()
         try:
-            tree = call_with_retry(read, self._retry, doing=doing, on_retry=count)
+            tree = self._read_in_pieces(read, record_ids, epochs, count)
         except BAD_RECORD:
             if self._bad_records is None:
                 raise
@@ -298,6 +308,37 @@ class RecordReader:
             else:
                 check_spec(self._spec, found, what=f"records {record_ids[0]} and following")
         return ReadRows(tree, times, retries, bad)
+
+    def _read_in_pieces(
+        self,
+        read: Callable[[RecordIds, RecordIds], PyTree],
+        record_ids: RecordIds,
+        epochs: RecordIds,
+        count: Callable[[], None],
+    ) -> PyTree:
+        """All records in one call; after a failure one record, then 2, 4, ….
+
+        So what was read stays read, and the tries of each record are its own.
+        """
+        parts: list[PyTree] = []
+        done, size = 0, len(record_ids)
+
+        def read_rest() -> PyTree:
+            nonlocal done, size
+            if size == len(record_ids) and not done:  # the usual case costs no more than the call
+                size = 1
+                return read(record_ids, epochs)
+            while done < len(record_ids):
+                piece, asked, size = slice(done, done + size), size, 1
+                parts.append(read(record_ids[piece], epochs[piece]))
+                done, size = done + asked, 2 * asked
+            return join_batches(parts, what=lambda _: "the source")
+
+        def doing() -> str:
+            first = f" from record {record_ids[done]} on" if done else ""
+            return f"reading {len(record_ids) - done} records{first}"
+
+        return call_with_retry(read_rest, self._retry, doing=doing, on_retry=count, progress=lambda: done)
 
     def _read_once(
         self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None, times: dict[str, float]
@@ -337,10 +378,7 @@ class RecordReader:
                     "it; the data is damaged as a whole.",
                     record_id=record_id,
                 )
-        first = spec_of_batch(rows[0], 1, what="the source")
-        for record_id, row in zip(record_ids.tolist(), rows, strict=True):  # joining arrays would promote their dtypes
-            check_spec(first, spec_of_batch(row, 1, what="the source"), what=f"record {record_id} or what replaces it")
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows), tuple(bad)
+        return join_batches(rows, what=lambda row: f"record {record_ids[row]} or what replaces it"), tuple(bad)
 
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
         replace = getattr(self.source, "replacement_id", None)

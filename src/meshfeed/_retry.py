@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import sys
+import time
 from collections.abc import Callable
 from typing import TypeVar
-
-import tenacity
 
 from meshfeed._settings import Retry
 
@@ -38,45 +38,40 @@ def transient_errors(retry: Retry) -> tuple[type[BaseException], ...]:
 
 
 def call_with_retry(
-    operation: Callable[[], T], retry: Retry, *, doing: str, on_retry: Callable[[], None] | None = None
+    operation: Callable[[], T],
+    retry: Retry,
+    *,
+    doing: str | Callable[[], str],
+    on_retry: Callable[[], None] | None = None,
+    progress: Callable[[], object] | None = None,
 ) -> T:
     """Calls ``operation`` until it succeeds, with exponential back-off and full jitter in between.
 
     Args:
-      operation: made again from the beginning at each try.
+      operation: called again at each try. With ``progress`` it may carry on from what it has done.
       retry: how often and after what.
       doing: for the log, such as "reading 64 records".
       on_retry: called before each further try, to count them.
+      progress: a value that differs once another record has been read. Tries are then counted from there, so that a
+        failure of one record leaves the others all of theirs.
 
     Raises:
-      What the last try raised; at once where ``retry`` does not name its type. StopIteration is never tried again.
+      What the last try raised; at once if ``retry`` does not name its type. StopIteration is never tried again.
     """
-    try:  # the common case costs no set-up
-        return operation()
-    except transient_errors(retry) as error:
-        if retry.attempts < 2 or isinstance(error, StopIteration):
-            raise
-        first_error = error
-
-    def before_sleep(state: tenacity.RetryCallState) -> None:
-        error = first_error if state.outcome is None else state.outcome.exception()
-        pause = state.upcoming_sleep
-        _log.warning("%s failed (%s: %s); try %d of %d in %.1f s", doing, type(error).__name__, error,
-                     state.attempt_number + 1, retry.attempts, pause)  # fmt: skip
+    tries, reached = 0, None if progress is None else progress()
+    while True:
+        try:
+            return operation()
+        except transient_errors(retry) as error:
+            if isinstance(error, StopIteration):
+                raise
+            before, reached = reached, None if progress is None else progress()
+            tries = tries + 1 if reached == before else 1
+            if tries >= retry.attempts:
+                raise
+            pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
+            _log.warning("%s failed (%s: %s); try %d of %d in %.1f s", doing if isinstance(doing, str) else doing(),
+                         type(error).__name__, error, tries + 1, retry.attempts, pause)  # fmt: skip
         if on_retry is not None:
             on_retry()
-
-    pending: list[BaseException] = [first_error]
-
-    def attempt() -> T:
-        if pending:  # the first failure has happened already: count it as this policy's first try
-            raise pending.pop()
-        return operation()
-
-    return tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(retry.attempts),
-        wait=tenacity.wait_random_exponential(multiplier=retry.initial_seconds, max=retry.max_seconds),
-        retry=tenacity.retry_if_exception(lambda e: isinstance(e, transient_errors(retry))),
-        before_sleep=before_sleep,
-        reraise=True,
-    )(attempt)
+        time.sleep(pause)

@@ -77,7 +77,9 @@ class Retry:
     """How often, and after what, a read of a source is tried again (exponential back-off with jitter).
 
     Attributes:
-      attempts: tries in all; 1 means none again.
+      attempts: tries of a record in all; 1 means none again. A call that reads several records and fails is a try of each
+        of them; after it they are read in smaller calls, and once a record was read, the tries of the next are counted
+        from the beginning.
       initial_seconds: upper end of the first pause; it doubles from try to try.
       max_seconds: longest pause.
       on: exception types that are worth another try. The transient errors of TensorFlow (FailedPreconditionError,

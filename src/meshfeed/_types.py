@@ -38,6 +38,9 @@ class RandomAccessSource(Protocol):
       ``element_shapes() -> pytree of jax.ShapeDtypeStruct`` (of one record) before.
     * ``__getitems__(record_ids: list[int]) -> Sequence[Record]``.
 
+    What these return belongs to the source: it is copied before the next call, unless it lies in ``bytes``. Classes of
+    meshfeed whose methods return fresh memory at each call say so by ``fresh_arrays = True``, and are not copied.
+
     And these, all optional:
 
     * ``fingerprint() -> JsonValue``: what must be equal for a saved state to be continued; replaces the probe of

@@ -179,11 +179,14 @@ def test_only_what_nobody_can_write_to_is_handed_on_as_it_is():
     frozen.flags.writeable = False
     view = writable[:]
     view.flags.writeable = False
-    got = next(HostBatches([{"w": writable, "f": frozen, "v": view, "n": [1, 2]}]).iterator())
-    assert got["f"] is frozen
+    constant = np.frombuffer(np.arange(6.0).tobytes())
+    got = next(HostBatches([{"w": writable, "f": frozen, "v": view, "c": constant, "n": [1, 2]}]).iterator())
+    assert got["c"] is constant
     writable[:] = -1
-    np.testing.assert_array_equal(got["w"], np.arange(6.0))
-    np.testing.assert_array_equal(got["v"], np.arange(6.0))
+    frozen.flags.writeable = True
+    frozen[:] = -1
+    for name in "wfv":
+        np.testing.assert_array_equal(got[name], np.arange(6.0))
     assert got["n"] == [1, 2]
 
 

@@ -448,6 +448,63 @@ def test_through_the_feed(tmp_path):
         other.set_state(states[3])
 
 
+def refill(number):
+    """Writes to the same array at each call, one that a CPU device would use as it is."""
+    if not hasattr(refill, "array"):
+        raw = np.empty(8 * 16 * 4 + 64, np.uint8)
+        refill.array = raw[-raw.ctypes.data % 64 :][: 8 * 16 * 4].view(np.int32).reshape(8, 16)
+    refill.array[:] = np.asarray(number).reshape(-1, 1)
+    return refill.array
+
+
+def map_row(row):
+    return {"rows": refill(row["id"])[0]}
+
+
+def map_table(table):
+    flat = pa.array(refill(table["id"].to_numpy()).reshape(-1))
+    return pa.table({"rows": pa.FixedSizeListArray.from_arrays(flat, 16)})
+
+
+@pytest.mark.parametrize(
+    ("change", "buffer"),
+    [
+        (lambda d: d.map(map_row), 0),
+        (lambda d: d.map(map_row), 16),
+        (lambda d: d.with_format("arrow").map(map_table, batched=True, batch_size=8), 0),
+        (lambda d: d.with_format("arrow").map(map_table, batched=True, batch_size=8), 16),
+    ],
+)
+def test_functions_may_write_to_the_same_arrays_again(tmp_path, change, buffer):
+    paths = write_files(tmp_path, "parquet", [64])
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    source = HuggingFace(change(stream(paths).select_columns(["id"])), columns=["rows"], shuffle_buffer=buffer)
+    with meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, num_lanes=1) as feed:
+        batches = list(feed)
+    rows = np.concatenate([np.asarray(batch["rows"]) for batch in batches])
+    assert (rows == rows[:, :1]).all()
+    assert sorted(rows[:, 0].tolist()) == list(range(64))
+    if not buffer:
+        assert rows[:, 0].tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_a_table_in_memory_may_be_made_of_arrays_that_are_written_later(as_stream):
+    raw = np.empty(64 * 16 * 4 + 64, np.uint8)
+    array = raw[-raw.ctypes.data % 64 :][: 64 * 16 * 4].view(np.int32).reshape(64, 16)
+    array[:] = np.arange(64)[:, None]
+    table = pa.table({"rows": pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), 16)})
+    dataset = datasets.Dataset(table)
+    assert np.shares_memory(np.asarray(dataset.data.table["rows"].chunk(0).values), array)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    source = HuggingFace(dataset.to_iterable_dataset() if as_stream else dataset)
+    lanes = {"num_lanes": 1} if as_stream else {}
+    with meshfeed.MultiHostDataLoadIterator(source, mesh, global_batch_size=8, **lanes) as feed:
+        batches = list(feed)
+    array[:] = -1
+    assert np.concatenate([np.asarray(batch["rows"])[:, 0] for batch in batches]).tolist() == list(range(64))
+
+
 def test_fingerprint(tmp_path, parquet):
     def fingerprint(dataset, **how):
         return HuggingFace(dataset, **how).fingerprint()

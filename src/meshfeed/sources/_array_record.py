@@ -35,7 +35,8 @@ class ArrayRecord:
       decode: turns the bytes of one record into a pytree of arrays. May take ``rng=``.
       decode_batch: turns a list of n records' bytes into a pytree of arrays ``[n, ...]``. May take ``rng=``. For
         records of one size, ``numpy.frombuffer(b"".join(records), dtype).reshape(len(records), -1)`` is far faster
-        than decoding one by one.
+        than decoding one by one. The arrays that either returns are copied before its next call, so it may fill them again;
+        views of ``bytes``, as these are, need no copy.
       cache: local disk through which files behind URLs are read.
 
     Raises:
@@ -43,6 +44,8 @@ class ArrayRecord:
       SourceError: no file, a missing file, or no record in any of them; it names what was asked for.
       CorruptDataError: a file that is empty, cut short or of another format; it names the file.
     """
+
+    fresh_arrays = True
 
     def __init__(
         self,

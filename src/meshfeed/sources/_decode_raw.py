@@ -32,6 +32,8 @@ class DecodeRaw:
       SettingsError: records of no bytes, a dtype of Python objects, or no dtype or shape at all.
     """
 
+    fresh_arrays = True
+
     def __init__(self, dtype: Any, shape: int | Sequence[int] = (), *, key: str | None = None) -> None:
         try:
             self.dtype = np.dtype(dtype)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
-from meshfeed import _aligned, _exact_json
+from meshfeed import _exact_json
 from meshfeed._errors import SourceError, StalledError, StateMismatchError
+from meshfeed._ownership import own
 from meshfeed._types import JsonValue, PyTree
 
 _logger = logging.getLogger("meshfeed.sources")
@@ -29,8 +29,10 @@ class HostBatches:
     again (a list, a torch DataLoader, a tf.data.Dataset: exact if it gives the same batches again), and not at all
     where it is a generator, which can be read once.
 
-    Arrays that nobody can write to are handed to JAX as they are. Others are copied first, since JAX may use their
-    memory as its own, and what the producer writes to it later would show in the array.
+    The arrays of a batch are copied as soon as it is there, since JAX may use their memory as its own, and what is written
+    to it later would show in a batch that was delivered. So the producer may fill the same arrays again for the next batch.
+    Only arrays in memory that cannot change are not copied: those of ``numpy.frombuffer`` over ``bytes``. A read-only view
+    of anything else is copied, since what it is a view of may still be written.
 
     Args:
       iterable: an iterable, or an iterator, of pytrees with arrays ``[host_rows, ...]`` as leaves.
@@ -185,7 +187,7 @@ class HostBatchIterator:
                 )
             raise
         self._delivered += 1
-        return jax.tree_util.tree_map(_own, batch)
+        return jax.tree_util.tree_map(own, batch)
 
     def next_pass(self) -> HostBatchIterator:
         """The batches from the beginning once more, for whoever has read this one to its end.
@@ -344,14 +346,3 @@ def _start(iterable: Any) -> Any:
     as_numpy = getattr(iterable, "as_numpy_iterator", None)
     restarted: Any = as_numpy() if callable(as_numpy) else iterable
     return iter(restarted)
-
-
-def _own(leaf: Any) -> Any:
-    """``leaf`` as an array whose memory nobody will write to again."""
-    array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-    owner: Any = array
-    while isinstance(owner, np.ndarray):
-        if owner.flags.writeable:
-            return array if array.dtype.hasobject else _aligned.copy(array)
-        owner = owner.base
-    return array

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 
+from meshfeed import _aligned
 from meshfeed._errors import SourceError
 from meshfeed._types import PyTree
 
@@ -76,7 +77,7 @@ class ColumnRows:
           row_ids: int64[n], n at least 1, in any order.
 
         Returns:
-          An array ``[n, ...]`` (a dict of them for structs) that nobody else writes to; it may be a view of the column.
+          An array ``[n, ...]`` (a dict of them for structs) that nobody else writes to; it may be a view of a mapped file.
 
         Raises:
           SourceError: a null, or lists of unequal lengths; with the column and the record.
@@ -270,8 +271,12 @@ class _ChunkRows:
 
 
 def _take(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Rows of an array: a view where they are consecutive."""
+    """Rows of an array: a view if they are consecutive and lie in a mapped file.
+
+    A table in memory may be made of arrays of the user's, as those from pandas are.
+    """
     n = len(rows)
     if n and int(rows[-1]) - int(rows[0]) == n - 1 and (n == 1 or bool((np.diff(rows) == 1).all())):
-        return values[int(rows[0]) : int(rows[0]) + n]
+        view = values[int(rows[0]) : int(rows[0]) + n]
+        return _aligned.copy(view) if view.flags.writeable else view
     return np.take(values, rows, axis=0)

@@ -12,8 +12,10 @@ from datasets import Features, IterableDataset
 from datasets.table import cast_table_to_features
 
 from meshfeed._errors import SourceError, StateMismatchError
+from meshfeed._ownership import own
 from meshfeed._types import JsonValue, PyTree
 from meshfeed.sources._huggingface_arrow import table_rows
+from meshfeed.sources._huggingface_cut import walk
 from meshfeed.sources._huggingface_values import record_to_numpy
 
 _BLOCK_BYTES = 4 << 20
@@ -58,6 +60,8 @@ class TableLane(_Lane):
       units: how its files were cut, for the state.
     """
 
+    fresh_arrays = True  # views of tables that were read from files, copies of others
+
     def __init__(
         self,
         tree: Any,
@@ -69,6 +73,7 @@ class TableLane(_Lane):
     ) -> None:
         super().__init__(lane_index, epoch, units)
         self._tree = tree
+        self._foreign = any(_makes_tables(node) for node in walk(tree))
         self._columns = columns
         self._features = features
         self._typed_as: tuple[Features, pa.Schema] | None = None
@@ -105,6 +110,8 @@ class TableLane(_Lane):
                 raise
             count = min(num_records - size, self._block_stop - self._row)
             part = _rows_of(self._block, start, start + count)
+            if self._foreign:
+                part = jax.tree.map(own, part)
             if parts and not _alike(parts[0], part):
                 break
             parts.append(part)
@@ -279,6 +286,12 @@ class ReplayedLane:
     def close(self) -> None:
         """Closes the files."""
         self._lane.close()
+
+
+def _makes_tables(node: Any) -> bool:
+    """Whether a node gives tables in memory that the user may have: those of a function, or of a dataset in memory."""
+    files = getattr(node, "files", None)
+    return getattr(node, "function", None) is not None or (files is not None and files.paths is None)
 
 
 def _rows_of(block: dict[str, PyTree], start: int, stop: int) -> dict[str, PyTree]:

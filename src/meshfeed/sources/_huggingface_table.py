@@ -31,6 +31,7 @@ class HuggingFaceTable:
 
     decode = None
     decode_batch = None
+    fresh_arrays = True  # or views of mapped files, which the library does not write again
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
@@ -81,7 +82,8 @@ class HuggingFaceTable:
           record_ids: int64[n], in any order, repeats allowed.
 
         Returns:
-          Column name → array ``[n, ...]``; a dict of arrays for struct columns. They are views where rows lie together.
+          Column name → array ``[n, ...]``; a dict of arrays for struct columns. Rows that are neighbours in a mapped file are
+          views of it.
 
         Raises:
           IndexError: an id is not in [0, len).

@@ -32,6 +32,7 @@ class Memory:
     decode = None
     decode_batch = None
     reads_columns = True
+    fresh_arrays = True
 
     def __init__(self, arrays: PyTree) -> None:
         with_paths, self._treedef = jax.tree_util.tree_flatten_with_path(arrays)

@@ -11,7 +11,7 @@ import numpy as np
 from meshfeed import _order
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._mixture_order import MixtureOrder, group_by, join_ids, split_ids
-from meshfeed._mixture_stages import Stage, StagedWeights, block_counts, parse_weights
+from meshfeed._mixture_stages import Stage, StagedWeights, block_counts, check_all_named, parse_weights
 from meshfeed._read import file_of, read_records, wants_rng
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
 from meshfeed.sources._host_batches import HostBatches
@@ -43,7 +43,8 @@ def Mixture(
 
     Args:
       components: name → source (or what the feed takes as one). All give records of one structure.
-      weights: name → weight, relative; or stages ``[(first_step, {name: weight}), ...]``.
+      weights: name → weight, relative; or stages ``[(first_step, {name: weight}), ...]``. Every component is named, in
+        some stage; one that has weight 0 in a stage, or is not named there, is not read in it.
       block: records in which the weights hold exactly; a weight smaller than ``1 / block`` of all is refused.
       on_end: what a component does that has been read ``num_epochs`` times. ``"repeat"``: it is read again until every
         component of the last stage has been read ``num_epochs`` times in full, which ends the mixture. ``"stop"``: it
@@ -76,6 +77,7 @@ def Mixture(
         raise SettingsError(f"block={block!r}; it takes a number of records of at least 1.", setting="block")
     for _, stage_weights in stages:
         block_counts(stage_weights, names, int(block))  # raises where a weight is too small for the block
+    check_all_named(weights, names)
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
     if any(_is_stream(source) for source in sources.values()):
@@ -101,6 +103,7 @@ class RandomMixture:
     """
 
     kind = "mixture"
+    fresh_arrays = True  # read_records copies what a component may write to again
 
     def __init__(self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str) -> None:
         self.components = dict(components)

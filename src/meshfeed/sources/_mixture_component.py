@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshfeed import _order
 from meshfeed._errors import SourceError, StateMismatchError
-from meshfeed._host_batch import RecordSpec, stack_records
+from meshfeed._host_batch import RecordSpec, RecordStack, num_rows
+from meshfeed._ownership import own_batch
 from meshfeed._read import accepts_keyword, read_records, wants_rng
 from meshfeed._record_random import philox
 from meshfeed._types import JsonValue, PyTree, RecordIds
@@ -29,6 +29,8 @@ class RecordsLane:
       seed: of the order.
       rng_seed: of the random numbers that decoders take.
     """
+
+    fresh_arrays = True
 
     def __init__(
         self,
@@ -218,26 +220,29 @@ class ComponentLane:
         iterator = self._iterator
         if self._decode is None and hasattr(iterator, "next_batch"):
             try:
-                batch = iterator.next_batch(num_records)
+                batch = own_batch(iterator.next_batch(num_records), iterator, "next_batch")
             except StopIteration:
                 return None, 0
-            return batch, int(jax.tree.leaves(batch)[0].shape[0])
-        records = []
-        while len(records) < num_records:
+            return batch, num_rows(batch)
+        stack, count = RecordStack(num_records, self._spec, lane_index=self._lane_index), 0
+        while count < num_records:
             try:
                 record = next(iterator)
             except StopIteration:
                 break
-            records.append(self._decoded(record, len(records)) if decode and self._decode is not None else record)
-        if not records:
+            if decode:
+                stack.add(self._decoded(record, count))
+            count += 1
+        if not count:
             return None, 0
         if not decode:
-            return records, len(records)
-        batch, self._spec = stack_records(records, self._spec, lane_index=self._lane_index)
-        return batch, len(records)
+            return (), count
+        batch, self._spec = stack.take()
+        return batch, count
 
     def _decoded(self, record: Any, ahead: int) -> Any:
-        assert self._decode is not None
+        if self._decode is None:
+            return record
         if not self._decode_rng:
             return self._decode(record)
         record_id = (self._number << 48) | (self._taken + ahead)

@@ -28,6 +28,8 @@ class MixtureLane:
       on_end: "repeat" or "stop".
     """
 
+    fresh_arrays = True  # components are read into memory of their own
+
     def __init__(
         self,
         components: Sequence[ComponentLane],

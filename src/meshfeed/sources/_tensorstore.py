@@ -45,6 +45,7 @@ class TensorStore:
 
     kind = "tensorstore"
     reads_columns = True
+    fresh_arrays = True
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from meshfeed._errors import StateMismatchError
+from meshfeed._ownership import own_batch
 from meshfeed._types import JsonValue, PyTree, Record
 
 
@@ -119,7 +120,7 @@ class WindowShuffle:
         parts, size = [], 0
         while size < self._window_records:
             try:
-                part = self._lane.next_batch(self._window_records - size) if self._stacked else next(self._lane)
+                part = self._read_part(self._window_records - size)
             except StopIteration:
                 break
             parts.append(part)
@@ -128,11 +129,18 @@ class WindowShuffle:
             return parts, size
         return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), size
 
+    def _read_part(self, num_records: int) -> Any:
+        """A record, or a stacked batch, that the lane below does not write to when it reads the next."""
+        method = "next_batch" if self._stacked else "__next__"
+        part = self._lane.next_batch(num_records) if self._stacked else next(self._lane)
+        return own_batch(part, self._lane, method)
+
 
 class StackedWindowShuffle(WindowShuffle):
     """The same for a lane that gives its records stacked."""
 
     _stacked = True
+    fresh_arrays = True  # rows gathered from the window
 
     def __next__(self) -> Record:
         row = self._take(1)[0]
