@@ -21,7 +21,9 @@ from meshfeed import _aligned
 from meshfeed._errors import MeshfeedError, PlanError, SettingsError, StateMismatchError
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry
+from meshfeed._threads import close_within
 from meshfeed._types import PyTree
+from meshfeed.sources._host_batches import start
 
 MAX_ATTEMPTS = 30
 SLEEP_SECONDS = 10.0
@@ -60,13 +62,13 @@ class LocalBatches:
         return list(self._dataloader) if self._in_turns else [self._dataloader]
 
     def _open(self) -> Tape:
-        iterators = [_start(loader) for loader in self._loaders()]
+        iterators = [start(loader) for loader in self._loaders()]
         tape = Tape(iterators, self._joined, self._local_devices, reopen=None if self.one_shot else self._reopen)
         tape.rows = self._rows
         return tape
 
     def _reopen(self) -> list[Any]:
-        return [_start(loader) for loader in self._loaders()]
+        return [start(loader) for loader in self._loaders()]
 
     def expect_rows(self, rows: int) -> None:
         """Refuses batches of another number of host-local rows from now on."""
@@ -267,9 +269,7 @@ class Tape:
     def close(self) -> None:
         """Closes iterators that can be closed."""
         for iterator in self._iterators:
-            close = getattr(iterator, "close", None)
-            if callable(close):
-                close()
+            close_within(iterator)
 
 
 def has_state(iterator: Any) -> bool:
@@ -312,11 +312,6 @@ def _is_loader(item: Any) -> bool:
 
 def _is_one_shot(loader: Any) -> bool:
     return hasattr(loader, "__next__") and not hasattr(loader, "as_numpy_iterator") and iter(loader) is loader
-
-
-def _start(loader: Any) -> Any:
-    as_numpy = getattr(loader, "as_numpy_iterator", None)
-    return as_numpy() if callable(as_numpy) else iter(loader)
 
 
 def _next_of(iterator: Any) -> PyTree:
