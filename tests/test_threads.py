@@ -25,6 +25,63 @@ def test_map_keeps_the_order_and_raises_what_was_raised() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-")]
 
 
+def test_threads_start_as_work_arrives_and_end_with_their_owner() -> None:
+    def running() -> int:
+        return sum(thread.name.startswith("owned-") for thread in threading.enumerate())
+
+    threads = _threads.Threads(3, "owned")
+    assert running() == 0
+    assert threads.submit(pow, 2, 3).result() == 8
+    assert running() == 1
+    threads.map(str, range(10))
+    assert running() == 3
+    del threads
+    deadline = time.monotonic() + 30
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert running() == 0
+
+
+def test_shutdown_finishes_what_was_submitted_and_close_does_not() -> None:
+    for how in ("shutdown", "close"):
+        go_on, begun, done = threading.Event(), threading.Event(), []
+
+        def wait(go_on: threading.Event = go_on, begun: threading.Event = begun) -> None:
+            begun.set()
+            go_on.wait(30)
+
+        threads = _threads.Threads(1, "ends")
+        first = threads.submit(wait)
+        second = threads.submit(done.append, 1)
+        assert begun.wait(30)
+        threads.shutdown(wait=False, cancel_futures=how == "close")
+        with pytest.raises(RuntimeError, match="the threads ends are closed"):
+            threads.submit(print)
+        go_on.set()
+        first.result(30)
+        threads.close()
+        assert (second.cancelled(), done) == ((False, [1]) if how == "shutdown" else (True, []))
+
+
+def test_a_close_that_hangs_is_not_waited_for(caplog) -> None:
+    go_on = threading.Event()
+
+    class Reader:
+        def close(self) -> None:
+            go_on.wait(30)
+
+    class Failing:
+        def close(self) -> None:
+            raise ValueError("generator already executing")
+
+    _threads.close_within(object())  # nothing to close
+    _threads.close_within(Reader(), 0.1)
+    assert "close() of a Reader has not returned" in caplog.text
+    with pytest.raises(ValueError, match="already executing"):
+        _threads.close_within(Failing())
+    go_on.set()
+
+
 @pytest.mark.parametrize("kind", ["threads", "lane", "lanes", "batches"])
 def test_a_feed_whose_read_hangs_can_be_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_prefetch, "_JOIN_SECONDS", 0.2)

@@ -18,6 +18,7 @@ import numpy as np
 from meshfeed._errors import PlanError, SettingsError, StateMismatchError
 from meshfeed._maxtext_open_loaders import OpenLoaders
 from meshfeed._types import PyTree
+from meshfeed.sources._host_batches import start
 
 _log = logging.getLogger("meshfeed.maxtext")
 
@@ -54,7 +55,7 @@ class LocalBatches:
         return tape
 
     def _reopen(self) -> OpenLoaders:
-        return OpenLoaders([_start(loader) for loader in self._loaders()], self._joined)
+        return OpenLoaders([start(loader) for loader in self._loaders()], self._joined)
 
     def expect_rows(self, rows: int) -> None:
         """Refuses batches of another number of host-local rows from now on."""
@@ -330,8 +331,3 @@ def _is_loader(item: Any) -> bool:
 
 def _is_one_shot(loader: Any) -> bool:
     return hasattr(loader, "__next__") and not hasattr(loader, "as_numpy_iterator") and iter(loader) is loader
-
-
-def _start(loader: Any) -> Any:
-    as_numpy = getattr(loader, "as_numpy_iterator", None)
-    return as_numpy() if callable(as_numpy) else iter(loader)

@@ -17,6 +17,7 @@ from meshfeed._errors import MeshfeedError, StalledError, StateMismatchError
 from meshfeed._ownership import own, seal
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry
+from meshfeed._threads import close_within
 from meshfeed._types import PyTree
 
 MAX_ATTEMPTS = 30
@@ -148,9 +149,7 @@ class OpenLoaders:
             iterators = [] if self._closed else self.iterators
             self._closed = True
             for iterator in iterators:
-                close = getattr(iterator, "close", None)
-                if callable(close):
-                    close()
+                close_within(iterator)
         finally:
             self._turn.release()
 

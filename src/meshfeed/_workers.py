@@ -7,6 +7,7 @@ A worker is a fresh Python process started by ``subprocess``, neither forked (JA
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import pickle
 import select
@@ -24,6 +25,7 @@ from meshfeed._fork import finalize
 from meshfeed._worker_main import ERROR, READY, REQUEST, SETUP
 from meshfeed._worker_wire import Inbox, pack_request
 
+_log = logging.getLogger("meshfeed.workers")
 GC_EVERY = 100
 
 _EXIT_SECONDS = 5.0
@@ -285,7 +287,13 @@ class _Worker:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:  # it holds the interpreter lock in a C call
             self.process.kill()
-            self.process.wait()
+            try:
+                self.process.wait(_EXIT_SECONDS)
+            except subprocess.TimeoutExpired:  # the kernel ends it only when its read of a dead disk returns
+                _log.warning(
+                    "%s (process %d) is in a read that cannot be killed; not waiting for it",
+                    self._label, self.process.pid,
+                )  # fmt: skip
 
 
 def _close_workers(workers: Sequence[_Worker]) -> None:

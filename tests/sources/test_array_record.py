@@ -90,7 +90,7 @@ def test_the_faster_way_is_learned_and_learned_anew(monkeypatch) -> None:
     monkeypatch.setattr(rows_module.time, "perf_counter", lambda: clock[0])
     taken: list[str] = []
 
-    opened = readers.OpenFile("x", os.stat(__file__), TimedLibrary(clock, cost, taken), None, 0)
+    opened = readers.OpenFile("x", os.stat(__file__), lambda: TimedLibrary(clock, cost, taken), None)
 
     def read_batches(number: int) -> dict[str, int]:
         taken.clear()
@@ -272,23 +272,23 @@ def test_fingerprint(three_files, tmp_path) -> None:
 def test_open_readers_are_bounded(tmp_path) -> None:
     paths = [write(tmp_path / f"{i}", some_records(2, i)) for i in range(9)]
     source = ArrayRecord(paths)
-    source._readers = pool = readers.ReaderPool(max_readers=3)
+    source._readers = pool = readers.ReaderPool(max_files=3)
     assert source.read_raw(np.arange(18)[::-1])[-1] == some_records(1)[0]
     assert len(pool) == 3
     source.close()
     assert len(pool) == 0
     assert source[17] == some_records(1, 9)[0]
-    few_chunks = readers.ReaderPool(max_entries=15)  # 4 to 7 a file of two records
+    few_chunks = readers.ReaderPool(max_entries=2 * readers._LEAST_ENTRIES)
     source._readers = few_chunks
     source.read_raw(np.arange(18))
-    assert len(few_chunks) == 2
+    assert len(few_chunks._known) == 2
 
 
 def test_threads_read_right_while_readers_are_dropped(tmp_path) -> None:
     paths = [write(tmp_path / f"{i}", some_records(50, 50 * i)) for i in range(6)]
     records = some_records(300)
     source = ArrayRecord(paths)
-    source._readers = readers.ReaderPool(max_readers=2)
+    source._readers = readers.ReaderPool(max_files=2)
     wrong: list[object] = []
 
     def read(seed: int) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
 import http.server
 import os
@@ -17,8 +19,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._settings import Retry
+from meshfeed.sources import _file_lock as file_lock
 from meshfeed.sources import _shard_cache as shard_cache
 from meshfeed.sources._shard_cache import ShardCache
 
@@ -248,7 +251,7 @@ def test_threads_fetch_a_file_once_and_keep_within_the_limit(store: Store, tmp_p
                     wrong.append(i)
             except Exception as error:
                 wrong.append(error)
-            most[0] = max(most[0], sum(p.stat().st_size for p in tmp_path.glob("*-f*") if p.exists()))
+            most[0] = max(most[0], sum(shard_cache._size_or_none(p) or 0 for p in tmp_path.glob("meshfeed_*-f*")))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -466,3 +469,243 @@ def test_a_real_s3_server(tmp_path, monkeypatch) -> None:
     finally:
         s3.stop()
         fsspec.filesystem("s3").clear_instance_cache()
+
+
+def contents_of(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_other_files_of_the_folder_are_left_alone(store: Store, tmp_path) -> None:
+    mine = {
+        "results.csv": b"1" * 500,
+        "video.part": b"2" * 500,
+        "0123456789abcdef0123456789abcdef-report.csv": b"3" * 500,
+        "0123456789abcdef0123456789abcdef.100.0123456789abcdef.part": b"4" * 500,
+        "0123456789abcdef0123456789abcdef.lock": b"",
+        "meshfeed_notes.txt": b"5" * 500,
+        "meshfeed_0123456789abcdef0123456789abcdef-folder/inner": b"6" * 500,
+        "folder/inner": b"7" * 500,
+        "room.lock": b"8",
+    }
+    for name, content in mine.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    cache = ShardCache(tmp_path, max_bytes=250)
+    for name in "abcd":
+        assert read(cache, store.put(name, name.encode() * 100)) == name.encode() * 100
+    assert cache.num_bytes() == 200
+    cache.discard(store.url("d"))
+    assert cache.num_bytes() == 100
+    found = contents_of(tmp_path)
+    assert {name: found.pop(name) for name in mine} == mine
+    assert list(found.values()) == [b"c" * 100]
+    assert not list(tmp_path.glob("meshfeed_*.lock"))  # locks go with the work that they protect
+
+
+def test_copies_of_a_version_without_the_prefix_are_used(store: Store, tmp_path) -> None:
+    url = store.put("x", b"0123456789")
+    cache = ShardCache(tmp_path)
+    old = tmp_path / cache._entry(url).path.name.removeprefix("meshfeed_")
+    old.write_bytes(b"0123456789")
+    assert read(ShardCache(tmp_path), url) == b"0123456789"
+    assert store.fetches == []
+    assert not old.exists()
+
+
+HOLDER = """
+    import sys, time, pathlib
+    from meshfeed.sources._file_lock import locked
+    with locked(pathlib.Path(sys.argv[1]), 10):
+        print("held", flush=True)
+        time.sleep(1000)
+"""
+
+
+def start_holder(path: pathlib.Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_a_lock_that_is_never_given_back(store: Store, tmp_path) -> None:
+    url = store.put("x", b"0123456789")
+    cache = ShardCache(tmp_path, stall_seconds=0.3, retry=QUICK)
+    holder = start_holder(tmp_path / "meshfeed_room.lock")
+    try:
+        os.kill(holder.pid, signal.SIGSTOP)
+        expected = rf"process {holder.pid} on {socket.gethostname()} has held the lock of .*room\.lock for more than"
+        with pytest.raises(StalledError, match=expected):
+            read(cache, url)
+        with pytest.raises(StalledError, match=expected):
+            ShardCache(tmp_path, stall_seconds=0.3)
+        holder.kill()  # the kernel gives its lock back
+        holder.wait()
+        assert read(cache, url) == b"0123456789"
+        assert not list(tmp_path.glob("*.lock"))
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_a_copy_that_somebody_opens_and_never_leaves(store: Store, tmp_path) -> None:
+    url = store.put("x", b"0123456789")
+    cache = ShardCache(tmp_path, stall_seconds=0.3)
+    with cache.open(url) as path:
+        with pytest.raises(StalledError, match="cannot be removed because another process has been opening it"):
+            cache.discard(url)
+        assert path.read_bytes() == b"0123456789"
+    cache.discard(url)
+    assert not path.exists()
+    assert read(cache, url) == b"0123456789"
+    with path.open("rb") as hung:
+        shard_cache.fcntl.flock(hung, shard_cache.fcntl.LOCK_EX)
+        with pytest.raises(StalledError, match="another process has held the lock of"), cache.open(url):
+            pass
+
+
+def test_a_lock_file_that_its_holder_removes_has_one_holder(tmp_path) -> None:
+    """Who opened the file before its holder removed it must not take the lock of a file without a name for the lock."""
+    path, inside, most, wrong = tmp_path / "lock", [0], [0], []
+    guard = threading.Lock()
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                with file_lock.locked(path, 60):
+                    with guard:
+                        inside[0] += 1
+                        most[0] = max(most[0], inside[0])
+                    with guard:
+                        inside[0] -= 1
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert (most[0], wrong, path.exists()) == (1, [], False)
+
+
+def test_a_stale_descriptor_of_a_lock_file_is_no_lock(tmp_path, monkeypatch) -> None:
+    path, opened = tmp_path / "lock", os.open
+    first = file_lock.try_lock(path)
+    assert first is not None
+
+    def open_and_lose(*args):
+        handle = opened(*args)
+        monkeypatch.setattr(os, "open", opened)
+        file_lock.unlock(path, first)  # between the second one's open and its flock
+        return handle
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    second = file_lock.try_lock(path)
+    assert second is not None
+    assert os.path.samestat(os.fstat(second), path.stat())
+    assert file_lock.try_lock(path) is None
+    file_lock.unlock(path, second)
+
+
+def patch_get_file(monkeypatch: pytest.MonkeyPatch, get_file) -> None:
+    """What copies a whole file to the disk becomes ``get_file(real one, remote path, local path)``."""
+    real = shard_cache.open_file_system
+
+    class Wrapped:
+        def __init__(self, files) -> None:
+            self.info = files.info
+            self.get_file = functools.partial(get_file, files.get_file)
+
+    def wrapped(url: str, source: str):
+        files, inner = real(url, source)
+        return Wrapped(files), inner
+
+    monkeypatch.setattr(shard_cache, "open_file_system", wrapped)
+
+
+def test_a_child_forked_while_a_file_is_fetched_keeps_no_lock(store: Store, tmp_path) -> None:
+    cache = ShardCache(tmp_path, max_bytes=150, stall_seconds=5, retry=QUICK)
+    children = []
+
+    def get_and_fork(get_file, remote: str, local: str) -> None:
+        get_file(remote, local)
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        children.append(child)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch_get_file(patch, get_and_fork)
+        assert read(cache, store.put("a", bytes(100))) == bytes(100)
+    try:
+        assert children
+        assert read(cache, store.put("b", bytes(100))) == bytes(100)  # a can be evicted
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_what_a_killed_process_left_goes(store: Store, tmp_path) -> None:
+    url = store.put("slow", os.urandom(2_000_000))
+    store.hold.clear()
+    owner = start_fetcher(tmp_path, url)
+    try:
+        wait_for_part(tmp_path)
+    finally:
+        owner.kill()
+        owner.wait()
+        assert owner.stdout is not None
+        owner.stdout.close()
+        store.hold.set()
+    assert list(tmp_path.glob("*.part"))
+    assert list(tmp_path.glob("*.lock"))
+    assert read(ShardCache(tmp_path, max_bytes=3_000_000), store.put("other", b"1")) == b"1"
+    assert files_in(ShardCache(tmp_path)) == ["other"]
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_full_disk_and_a_read_only_folder(store: Store, tmp_path, monkeypatch) -> None:
+    cache = ShardCache(tmp_path, retry=QUICK)
+    url = store.put("x", bytes(1000))
+
+    def fill(get_file, remote: str, local: str) -> None:
+        pathlib.Path(local).write_bytes(bytes(10))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch_get_file(patch, fill)
+        with pytest.raises(OSError, match=r"disk of .* was full before .*/x \(1,000 bytes\).*max_bytes=") as caught:
+            read(cache, url)
+    assert caught.value.errno == errno.ENOSPC
+    assert contents_of(tmp_path) == {}
+    assert read(cache, url) == bytes(1000)
+    with pytest.raises(SettingsError, match="cannot be used as a cache"):
+        ShardCache("/proc")
+
+
+def test_discard_while_others_evict_and_open(store: Store, tmp_path) -> None:
+    urls = [store.put(f"f{i}", os.urandom(1000)) for i in range(4)]
+    cache, wrong = ShardCache(tmp_path, max_bytes=2500, retry=QUICK), []
+
+    def work(seed: int) -> None:
+        for i in np.random.default_rng(seed).integers(0, 4, 30).tolist():
+            try:
+                if seed == 0:
+                    cache.discard(urls[i])
+                elif read(cache, urls[i]) != store.files[f"f{i}"]:
+                    wrong.append(i)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong
+    assert cache.num_bytes() <= 2500

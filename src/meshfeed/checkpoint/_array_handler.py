@@ -88,12 +88,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         async def write_digests() -> None:
             await info.await_path_creation()
 
-            def write() -> None:
-                digests = {name: shards.compute() for name, shards in pending.items()}
-                keeps = process == 0 or self._local_storage
-                _manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries if keeps else {}, digests)
-
-            await asyncio.to_thread(write)
+            digests = {name: shards.compute() for name, shards in pending.items()}
+            keeps = process == 0 or self._local_storage
+            _manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries if keeps else {}, digests)
 
         futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
         return futures

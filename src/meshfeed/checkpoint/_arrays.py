@@ -81,14 +81,11 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
             async def write() -> None:
                 path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
 
-                def work() -> None:
-                    digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
-                    leaves = encoded.leaves
-                    for name, values in encoded.host_arrays.items():
-                        leaves[name]["cell"] = leaves[name]["chunk"] = [max(1, size) for size in values.shape]
-                    _manifest.write_tree_part(path, identity, leaves, digests, encoded.skeleton)
-
-                await asyncio.to_thread(work)
+                digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
+                leaves = encoded.leaves
+                for name, values in encoded.host_arrays.items():
+                    leaves[name]["cell"] = leaves[name]["chunk"] = [max(1, size) for size in values.shape]
+                _manifest.write_tree_part(path, identity, leaves, digests, encoded.skeleton)
 
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
         return futures

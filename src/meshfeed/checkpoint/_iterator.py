@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +38,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
         async def write() -> None:
             path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
-            await asyncio.to_thread(_state_files.write_state, path, state, identity=identity, process=process)
+            _state_files.write_state(path, state, identity=identity, process=process)
 
         return [orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
 

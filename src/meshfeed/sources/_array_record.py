@@ -93,6 +93,7 @@ class ArrayRecord:
                 "least one record. Check what wrote them."
             )
         self._one_record_a_chunk = all(file.group_size == 1 for file in self._files)
+        self._rows_differ = False  # two files were found to have records of different sizes
         self._rows = RowReader()
         self._readers: ReaderPool = shared_readers
 
@@ -166,23 +167,31 @@ class ArrayRecord:
         Raises:
           IndexError, SourceError: as :meth:`read_raw`.
         """
-        if not self._one_record_a_chunk or _riegeli.load() is None:  # read_raw is next: do nothing twice
+        if self._rows_differ or not self._one_record_a_chunk or _riegeli.load() is None:  # do nothing twice
             return None
         ids = self._checked(record_ids)
         if not ids.size:
             return None
         parts = [(0, ids, None)] if len(self._files) == 1 else self._by_file(ids)
-        try:
-            opened = [self._readers.get(self._files[file_index], self._cache) for file_index, _, _ in parts]
-        except CorruptDataError:  # maybe of a copy only: read_raw knows what to do
-            return None
-        width = 0 if opened[0].direct is None else opened[0].direct.width
-        if not width or any(file.direct is None or file.direct.width != width for file in opened):
-            return None
-        rows = _aligned.empty((len(ids), width), np.uint8)
-        for (file_index, of_file, places), file in zip(parts, opened, strict=True):
+        rows: np.ndarray | None = None
+        for (
+            file_index,
+            of_file,
+            places,
+        ) in parts:  # one after the other: all files of a batch may be too many to be open
+            file = self._files[file_index]
+            try:
+                opened = self._readers.get(file, self._cache)
+            except CorruptDataError:  # maybe of a copy only: read_raw knows what to do
+                return None
+            width = 0 if opened.direct is None else opened.direct.width
+            if rows is None:
+                rows = _aligned.empty((len(ids), width), np.uint8)
+            if not width or width != rows.shape[1]:
+                self._rows_differ = opened.direct is not None
+                return None
             at = steps(len(ids), width) if places is None else places * width
-            if not self._rows.read_into(file, self._files[file_index], np.ascontiguousarray(of_file), at, rows, width):
+            if not self._rows.read_into(opened, file, np.ascontiguousarray(of_file), at, rows, width):
                 return None
         return rows
 
@@ -208,7 +217,7 @@ class ArrayRecord:
         touched = which[bounds[:-1]].tolist()
         if self._cache is not None:  # what has to be fetched is fetched side by side
             closed = [self._files[i] for i in touched if not self._readers.has(self._files[i])]
-            _files.in_threads(lambda file: self._readers.get(file, self._cache), closed)
+            _files.in_threads(lambda file: self._readers.open(file, self._cache), closed)
         return [
             (file_index, rows[start:stop], places[start:stop])
             for file_index, start, stop in zip(touched, bounds, bounds[1:], strict=False)

@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
+from collections.abc import Callable
 
 import numpy as np
 
 from meshfeed._aligned import address
 from meshfeed.sources import _riegeli, _zstd
+from meshfeed.sources._open_files import Descriptor
 from meshfeed.sources._riegeli import BLOCK_BYTES, CHUNK_HEADER_BYTES, Riegeli
 from meshfeed.sources._zstd import Zstd
 
 _MAGIC = 0x71930E704FDAE05E  # ArrayRecord's, in the postscript
 _MAX_RECORD_BYTES = 1 << 23  # each thread that reads keeps a buffer of the longest
 _MAX_MISTAKES = 4
+_LEFT_ALONE = 256  # reads
 _TOGETHER_BYTES = 1 << 18  # half of the second cache of most processors
 _ROWS_A_CALL = 256  # Ctrl-C waits for the end of a call
 _CALL_MICROSECONDS = 5.0
@@ -31,19 +33,26 @@ _logger = logging.getLogger("meshfeed")
 
 
 class DirectFile:
-    """An open file. Thread-safe; it closes when nobody holds it.
+    """What is known of a file, and reads it. Thread-safe.
 
     Attributes:
+      open: gives the open file.
       width: bytes of every record; 0 where records differ.
       num_entries: numbers of 8 bytes that it holds in memory.
     """
 
-    def __init__(self, machine: Riegeli, zstd: Zstd | None, file: int, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        """Takes over ``file``, a descriptor; see :func:`open_direct`."""
+    def __init__(
+        self,
+        machine: Riegeli,
+        zstd: Zstd | None,
+        open_file: Callable[[], Descriptor],
+        offsets: np.ndarray,
+        sizes: np.ndarray,
+    ) -> None:
+        """See :func:`open_direct`."""
         self._machine = machine
         self._zstd = zstd
-        self._file = file
-        weakref.finalize(self, os.close, file).atexit = False  # a thread may still read then
+        self.open = open_file
         low, high = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
         self.width = low if low == high else 0
         self._offsets = offsets
@@ -53,22 +62,29 @@ class DirectFile:
         self._scratch_bytes = max(_TOGETHER_BYTES, longest)
         # Measured on records of 200 to 8,192 bytes.
         self._microseconds = 1.2 + (0.0003 if zstd is None else 0.0013) * (float(sizes.mean()) if len(sizes) else 0)
-        self._mistakes = 0
+        self._mistakes = 0  # in a row
+        self._left_alone = 0
 
     @property
     def num_entries(self) -> int:
         return len(self._offsets) + (0 if self._sizes is None else len(self._sizes))
 
-    @property
-    def works(self) -> bool:
-        """False once the library has read several times what this could not: then it is another kind of file."""
-        return self._mistakes < _MAX_MISTAKES
+    def worth_trying(self) -> bool:
+        """False for some time after several reads one after the other that only the library could make."""
+        if self._mistakes < _MAX_MISTAKES:
+            return True
+        self._left_alone += 1
+        return self._left_alone % _LEFT_ALONE == 0
 
     def was_mistaken(self, path: str) -> None:
         """To be called when the library has read rows of the file ``path`` that :meth:`read` could not."""
         self._mistakes += 1
-        if not self.works:
-            _logger.info("%s is read by the array_record library from now on, which reads what meshfeed does not", path)
+        if self._mistakes == _MAX_MISTAKES:
+            _logger.info(
+                "%s: the array_record library read what meshfeed could not, %d times in a row; it reads the file from now "
+                "on, and one read in %d is tried without it",
+                path, _MAX_MISTAKES, _LEFT_ALONE,
+            )  # fmt: skip
 
     def expected_microseconds(self, num_rows: int) -> float:
         """What scattered rows cost, from the page cache of an idle machine."""
@@ -78,10 +94,11 @@ class DirectFile:
         """Bytes of records ``rows``, int64[n]."""
         return np.full(len(rows), self.width) if self._sizes is None else self._sizes[rows]
 
-    def read(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray, *, width: int = 0) -> bool:
+    def read(self, file: Descriptor, rows: np.ndarray, places: np.ndarray, out: np.ndarray, *, width: int = 0) -> bool:
         """Reads records into ``out``.
 
         Args:
+          file: from :attr:`open`. The caller's frame holds it: if it were closed, its number could become another's.
           rows: int64[n], C-contiguous, each of them a row of the file.
           places: int64[n], C-contiguous, byte of ``out`` at which each record begins.
           out: C-contiguous, with room for each record at its place.
@@ -97,10 +114,11 @@ class DirectFile:
         scratch = _scratch_of(self._scratch_bytes)
         context = None if self._zstd is None else self._zstd.context()
         first_row, first_place, target, memory = address(rows), address(places), address(out), address(scratch)
-        for first in range(0, len(rows), _ROWS_A_CALL):
+        first, failed = 0, -1
+        while first < len(rows):
             count = min(_ROWS_A_CALL, len(rows) - first)
             done = self._machine.read_records(
-                self._file,
+                file.number,
                 count,
                 first_row + 8 * first,
                 len(self._offsets) - 1,
@@ -115,39 +133,31 @@ class DirectFile:
                 None if context is None else context.address,
                 self._machine.key,
             )
+            first += done
             if done != count:
-                return False
+                if first == failed:
+                    return False
+                failed = first  # the system may give fewer bytes than asked for: once more from there
+        self._mistakes = 0
         return True
 
 
-def open_direct(path: str, status: os.stat_result, num_records: int) -> DirectFile | None:
-    """Opens a file for reading of this kind, or None where it cannot be read so.
+def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> DirectFile | None:
+    """What reads a file in this way, or None if it cannot be read so.
 
     Args:
-      path: a local file.
-      status: of the file that is meant, and not of one that has taken its place meanwhile.
+      open_file: gives the open file, now and at each read.
       num_records: records that it has.
+
+    Raises:
+      OSError: it cannot be read at all. That may pass, unlike a None.
     """
     machine = _riegeli.load()
     if machine is None:
         return None
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(file)
-        same = os.path.samestat(found, status) and found.st_mtime_ns == status.st_mtime_ns
-        footer = _read_footer(machine, file, status.st_size, num_records) if same else None
-        if footer is not None:
-            handle, file = file, -1
-            return DirectFile(machine, footer[0], handle, *footer[1:])
-    except OSError:
-        pass
-    finally:
-        if file >= 0:
-            os.close(file)
-    return None
+    file = open_file()
+    footer = _read_footer(machine, file.number, file.status.st_size, num_records)
+    return None if footer is None else DirectFile(machine, footer[0], open_file, *footer[1:])
 
 
 def _longest_chunk(offsets: np.ndarray, largest: int, *, compressed: bool) -> int:

@@ -6,19 +6,18 @@ reason comes out of the first read.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
 import logging
 import os
 import re
-import resource
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed.sources._array_record_direct import DirectFile, open_direct
 from meshfeed.sources._files import is_url
+from meshfeed.sources._open_files import Descriptor, Lru, is_out_of_files, max_open_files
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
@@ -31,8 +30,8 @@ _READING = "readahead_buffer_size:1M,max_parallelism:0"
 _COUNTING = _READING + ",footer_prefetch_bytes:0,index_storage_option:offloaded"
 # The library's 1 MiB buffer is filled anew at every jump: 30 instead of 7 µs for a record of 8 KB.
 _BUFFER_BYTES = 8192
-_MAX_OPEN_READERS = 512
-_MAX_OPEN_ENTRIES = 1 << 26  # of 8 bytes: the library's one a chunk, and one or two for reading directly
+_MAX_ENTRIES = 1 << 25  # of 8 bytes: the library's one a chunk; and as many again for reading directly, one or two
+_LEAST_ENTRIES = 256  # of a known file, so that their number is bounded too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,7 @@ class ShardFile:
       version: time of its last change in nanoseconds; of a remote file the name of its version.
       num_records: records in it.
       group_size: records a chunk.
+      transposed: whether chunks hold records column by column.
       key: tells this file and version from all others; a string because its hash is computed once.
     """
 
@@ -53,6 +53,7 @@ class ShardFile:
     version: str
     num_records: int
     group_size: int
+    transposed: bool = False
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,21 +67,19 @@ class ShardFile:
 
 @dataclasses.dataclass(frozen=True)
 class OpenFile:
-    """An open ArrayRecord file.
+    """An ArrayRecord file that was checked, and what reads it. The files below are opened when needed.
 
     Attributes:
       path: local path: of a file behind a URL, that of its copy.
-      status: of the file when it was opened.
-      library: the array_record library's reader.
+      status: of the file when it was checked.
+      library: gives the array_record library's reader.
       direct: the way past the library, for files that have it.
-      num_entries: numbers of 8 bytes that both hold in memory.
     """
 
     path: str
     status: os.stat_result
-    library: Any
+    library: Callable[[], Any]
     direct: DirectFile | None
-    num_entries: int
 
 
 def inspect_file(path: str) -> ShardFile:
@@ -98,11 +97,17 @@ def inspect_file(path: str) -> ShardFile:
     reader = _open(path, _COUNTING)
     try:
         num_records = reader.num_records()
-        group_size = re.search(r"group_size:(\d+)", reader.writer_options_string() or "")
+        options = reader.writer_options_string() or ""
     finally:
         reader.close()
+    group_size = re.search(r"group_size:(\d+)", options)
     return ShardFile(
-        path, status.st_size, str(status.st_mtime_ns), num_records, int(group_size[1]) if group_size else 1
+        path,
+        status.st_size,
+        str(status.st_mtime_ns),
+        num_records,
+        int(group_size[1]) if group_size else 1,
+        transposed="transpose:true" in options,
     )
 
 
@@ -135,104 +140,168 @@ def _describe_unreadable(path: str, reader: Any) -> str:
 
 
 class ReaderPool:
-    """Open local files, the least recently used dropped first. Thread-safe.
+    """What is known of files, and those that are open, the least recently used dropped first. Thread-safe.
 
-    A file is dropped, never closed: it closes when the last thread that reads from it is done.
+    What is known of a file takes memory, and an open one a descriptor. They are bounded apart, because finding out is a
+    hundred times as much work as opening: with more shards than a process may open, a batch in random order opens most
+    of its files anew.
+
+    Args:
+      max_files: open at most; by default a share of what the process may open.
+      max_entries: numbers of 8 bytes in memory, at most, for what is known and again for the library's open readers.
     """
 
-    def __init__(self, max_readers: int | None = None, max_entries: int = _MAX_OPEN_ENTRIES) -> None:
-        self._max_readers = max_readers
-        self._max_entries = max_entries
-        self._readers: collections.OrderedDict[str, tuple[ShardFile, OpenFile]] = collections.OrderedDict()
-        self._num_entries = 0
-        self._lock = threading.Lock()
+    def __init__(self, max_files: int | None = None, max_entries: int = _MAX_ENTRIES) -> None:
+        self._known: Lru[str, OpenFile] = Lru(lambda: max_entries, max_entries)
+        self._open: Lru[tuple[str, str], tuple[ShardFile, Any]] = Lru(
+            lambda: max_files or max_open_files(), max_entries
+        )
 
     def __len__(self) -> int:
-        return len(self._readers)
+        return len(self._open)
 
     def has(self, file: ShardFile) -> bool:
-        """Whether a reader of ``file`` is open now."""
-        return file.key in self._readers
+        """Whether ``file`` is open now."""
+        return (file.key, "direct") in self._open or (file.key, "library") in self._open
 
     def get(self, file: ShardFile, cache: ShardCache | None = None) -> OpenFile:
-        """An open reader of ``file``, whose copy ``cache`` holds if its path is a URL.
+        """What reads ``file``, whose copy ``cache`` holds if its path is a URL.
 
         Raises:
           SourceError: the file is gone or has changed since the source was made.
           CorruptDataError: it is damaged.
         """
-        with self._lock:
-            found = self._readers.get(file.key)
-            if found is not None:
-                self._readers.move_to_end(file.key)
-                return found[1]
-        opened = _open_unchanged(file, cache)  # outside the lock: other threads go on reading
-        with self._lock:
-            if file.key in self._readers:
-                return self._readers[file.key][1]
-            self._readers[file.key] = file, opened
-            self._num_entries += opened.num_entries
-            limit = self._max_readers or _reader_limit()
-            while len(self._readers) > 1 and (len(self._readers) > limit or self._num_entries > self._max_entries):
-                self._num_entries -= self._readers.popitem(last=False)[1][1].num_entries
-            if cache is not None and cache.max_bytes is not None:
-                self._drop_copies(file, cache.max_bytes // 4)
-        return opened
+        return self._known.find(file.key) or self._known.get(file.key, lambda: self._check(file, cache))
 
-    def _drop_copies(self, newest: ShardFile, max_bytes: int) -> None:
-        """Closes copies of remote files beyond ``max_bytes``: one that is evicted while open still takes its room."""
-        copies = [file for file, _ in self._readers.values() if is_url(file.path)]
-        excess = sum(file.num_bytes for file in copies) - max_bytes
-        for file in copies:
-            if excess <= 0 or file.key == newest.key:
-                break
-            self._num_entries -= self._readers.pop(file.key)[1].num_entries
-            excess -= file.num_bytes
+    def open(self, file: ShardFile, cache: ShardCache | None) -> None:
+        """Fetches and opens ``file``, for reads to come.
+
+        Raises:
+          As :meth:`get`.
+        """
+        found = self.get(file, cache)
+        with contextlib.suppress(OSError):  # whoever reads it finds out why
+            _ = found.library() if found.direct is None else found.direct.open()
 
     def drop(self, files: Sequence[ShardFile]) -> None:
-        """Forgets the readers of ``files``."""
-        with self._lock:
-            for file in files:
-                dropped = self._readers.pop(file.key, None)
-                if dropped is not None:
-                    self._num_entries -= dropped[1].num_entries
+        """Forgets ``files``."""
+        self._known.drop([file.key for file in files])
+        self._open.drop([(file.key, kind) for file in files for kind in ("direct", "library")])
+
+    def _check(self, file: ShardFile, cache: ShardCache | None) -> tuple[OpenFile, int]:
+        def library() -> Any:
+            return self._opened(file, "library", cache, _open_library)
+
+        def descriptor() -> Descriptor:
+            return self._opened(file, "direct", cache, _open_descriptor)
+
+        with _local_copy(file, cache) as (path, status):
+            direct = None
+            if file.group_size == 1 and not file.transposed:
+                direct = open_direct(descriptor, file.num_records)
+        if direct is None:
+            library()  # which is the judge of what is damaged
+        _logger.debug("%s is read %s", file.path, "directly" if direct else "by the array_record library")
+        num_entries = 0 if direct is None else direct.num_entries
+        return OpenFile(path, status, library, direct), max(num_entries, _LEAST_ENTRIES)
+
+    def _opened(
+        self,
+        file: ShardFile,
+        kind: str,
+        cache: ShardCache | None,
+        open_copy: Callable[[ShardFile, str, os.stat_result], tuple[Any, int]],
+    ) -> Any:
+        found = self._open.find((file.key, kind))
+        if found is not None:
+            return found[1]
+
+        def open_once() -> tuple[tuple[ShardFile, Any], int]:
+            with _local_copy(file, cache) as (path, status):
+                made, num_entries = open_copy(file, path, status)
+                return (file, made), num_entries
+
+        def make() -> tuple[tuple[ShardFile, Any], int]:
+            try:
+                return open_once()
+            except OSError as error:
+                if not is_out_of_files(error) or not len(self._open):
+                    raise
+                # The program has opened more than its share: make do with less.
+                self._open.drop([key for key, _ in self._open.oldest_first()])
+                return open_once()
+
+        made = self._open.get((file.key, kind), make)[1]
+        if cache is not None and cache.max_bytes is not None:
+            self._drop_copies(file, cache.max_bytes // 4)
+        return made
+
+    def _drop_copies(self, newest: ShardFile, max_bytes: int) -> None:
+        """Closes copies of remote files beyond ``max_bytes``: one that is evicted while open keeps its disk space."""
+        copies = [(key, file) for key, (file, _) in self._open.oldest_first() if is_url(file.path)]
+        excess = sum(file.num_bytes for _, file in copies) - max_bytes
+        for key, file in copies:
+            if excess <= 0:
+                break
+            if file.key != newest.key:
+                self._open.drop([key])
+                excess -= file.num_bytes
 
 
-# One for the process, because what it bounds, open files and memory, is the process's: a mixture of 35 sources with 512
-# readers each would run out of both.
+# One for the process, because what it bounds, open files and memory, is the process's: a mixture of 35 sources with a
+# pool each would run out of both.
 shared_readers = ReaderPool()
 
 
-def _reader_limit() -> int:
-    """At most a quarter of the files that the process may open; the library and a direct reader open one each."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_OPEN_READERS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_READERS, soft // 8))
+@contextlib.contextmanager
+def _local_copy(file: ShardFile, cache: ShardCache | None) -> Iterator[tuple[str, os.stat_result]]:
+    """Path and status of the file on a local disk, where it stays within the ``with`` block.
 
-
-def _open_unchanged(file: ShardFile, cache: ShardCache | None) -> OpenFile:
-    if cache is not None and is_url(file.path):
-        with cache.open(file.path) as path:
-            return _open_checked(file, str(path), cache.identify(file.path)[1])
-    return _open_checked(file, file.path, None)
-
-
-def _open_checked(file: ShardFile, path: str, version: str | None) -> OpenFile:
+    Raises:
+      SourceError: the file is gone or has changed since the source was made.
+    """
     try:
-        status = os.stat(path)
-        reader = _open(path, _READING)
+        if cache is None or not is_url(file.path):
+            status = os.stat(file.path)
+            _check_unchanged(file, file.path, status, str(status.st_mtime_ns))
+            yield file.path, status
+            return
+        with cache.open(file.path) as copy:
+            status = os.stat(copy)
+            _check_unchanged(file, str(copy), status, cache.identify(file.path)[1])
+            yield str(copy), status
     except FileNotFoundError as error:
         raise SourceError(
             f"the ArrayRecord file {file.path} is gone; it was there when the source was made. Put it back, or build "
             "the source again."
         ) from error
-    touched = file.version != (version or str(status.st_mtime_ns))
-    if status.st_size != file.num_bytes or reader.num_records() != file.num_records or touched:
-        raise SourceError(
-            f"the ArrayRecord file {file.path} has changed since the source was made: {file.num_records:,} records in "
-            f"{file.num_bytes:,} bytes then, {reader.num_records():,} in {status.st_size:,} now. Build the source "
-            "again."
-        )
-    plain = file.group_size == 1 and "transpose:true" not in (reader.writer_options_string() or "")
-    direct = open_direct(path, status, file.num_records) if plain else None
-    _logger.debug("%s is read %s", file.path, "directly" if direct else "by the array_record library")
-    return OpenFile(path, status, reader, direct, file.num_chunks + (0 if direct is None else direct.num_entries))
+
+
+def _check_unchanged(file: ShardFile, path: str, status: os.stat_result, version: str) -> None:
+    if status.st_size != file.num_bytes or file.version != version:
+        raise _changed(file, path)
+
+
+def _changed(file: ShardFile, path: str) -> SourceError:
+    try:
+        now = f"{_open(path, _COUNTING).num_records():,} in {os.path.getsize(path):,} now"
+    except CorruptDataError:
+        now = f"{os.path.getsize(path):,} now"
+    return SourceError(
+        f"the ArrayRecord file {file.path} has changed since the source was made: {file.num_records:,} records in "
+        f"{file.num_bytes:,} bytes then, {now}. Build the source again."
+    )
+
+
+def _open_library(file: ShardFile, path: str, _status: os.stat_result) -> tuple[Any, int]:
+    reader = _open(path, _READING)
+    if reader.num_records() != file.num_records:
+        raise _changed(file, path)
+    return reader, file.num_chunks
+
+
+def _open_descriptor(file: ShardFile, path: str, status: os.stat_result) -> tuple[Descriptor, int]:
+    opened = Descriptor(path)
+    if not os.path.samestat(opened.status, status) or opened.status.st_size != status.st_size:
+        raise _changed(file, path)
+    return opened, 0

@@ -56,10 +56,11 @@ class RowReader:
         direct = self._direct(opened, file, rows)
         records = None if direct is None else self._read_directly(direct, file, rows)
         if records is None:
+            library = opened.library()
             try:
-                records = self._read_by_library(opened.library.read, file, rows)
+                records = self._read_by_library(library.read, file, rows)
             except (RuntimeError, IndexError) as error:
-                raise _explain(opened.library, file, rows.tolist(), first_record_id, error) from error
+                raise _explain(library, file, rows.tolist(), first_record_id, error) from error
             if not all(records):
                 _check_length(opened, file)
             if direct is not None:  # for the library has found nothing wrong
@@ -83,10 +84,17 @@ class RowReader:
           Whether it was done; if not, ``out`` holds nothing of use and :meth:`read` finds out why.
         """
         direct = self._direct(opened, file, rows)
-        if direct is None:
+        return direct is not None and self._read_timed(direct, rows, places, out, width)
+
+    def _read_timed(
+        self, direct: DirectFile, rows: np.ndarray, places: np.ndarray, out: np.ndarray, width: int
+    ) -> bool:
+        try:
+            held = direct.open()  # before the clock starts: another way would have to open the file too
+        except (OSError, SourceError):  # gone or changed: the library finds out which
             return False
         start = time.perf_counter()
-        if not direct.read(rows, places, out, width=width):
+        if not direct.read(held, rows, places, out, width=width):
             return False
         self._learn(_SERIAL, start, direct.expected_microseconds(len(rows)))
         return True
@@ -94,7 +102,7 @@ class RowReader:
     def _direct(self, opened: OpenFile, file: ShardFile, rows: np.ndarray) -> DirectFile | None:
         """The way past the library, where there is one and a list is not faster."""
         direct = opened.direct
-        if direct is None or not direct.works:
+        if direct is None or not direct.worth_trying():
             return None
         if self._slowdown[_SERIAL] < _SLOW or len(rows) == 1 or 2 * len(_ends_of_runs(rows)) < len(rows):
             return direct  # what comes in order, the system reads ahead by itself
@@ -105,11 +113,9 @@ class RowReader:
         rows = np.ascontiguousarray(rows)
         width, count = direct.width, len(rows)
         bounds = steps(count + 1, width) if width else np.concatenate([[0], np.cumsum(direct.sizes(rows))])
-        start = time.perf_counter()
         out = np.empty(int(bounds[-1]), np.uint8)
-        if not direct.read(rows, bounds[:-1], out):
+        if not self._read_timed(direct, rows, bounds[:-1], out, 0):
             return None
-        self._learn(_SERIAL, start, direct.expected_microseconds(count))
         content = out.data
         if width and count <= _FEW:
             return list(packer(width, count).unpack_from(content))

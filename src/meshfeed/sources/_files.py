@@ -6,7 +6,6 @@ fsspec is imported only for those.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import glob
 import os
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import xxhash
 
 from meshfeed._errors import MeshfeedError, SourceError
+from meshfeed._threads import Threads
 from meshfeed._types import JsonValue
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -38,12 +38,11 @@ def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
     """``[function(item) for item in items]``, several at a time; the first error is raised and the rest dropped."""
     if len(items) <= 1:
         return [function(item) for item in items]
-    with concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, len(items))) as pool:
-        try:
-            return list(pool.map(function, items))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    threads = Threads(min(_MAX_THREADS, len(items)), "meshfeed-files")
+    try:
+        return [future.result() for future in [threads.submit(function, item) for item in items]]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def expand_paths(paths: Paths, *, source: str) -> list[str]:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from meshfeed._threads import Threads
+
 MAX_THREADS = 16
 """As many as one Grain iterator takes by default."""
 
@@ -24,7 +26,7 @@ class ReaderPool:
         self._lock = threading.RLock()  # a lane that is garbage-collected during a call releases the pool too
         self._users = 0
         self._process = os.getpid()
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._executor: Threads | None = None
 
     def acquire(self) -> None:
         """Registers a user."""
@@ -45,9 +47,7 @@ class ReaderPool:
         with self._lock:
             if self._executor is None or self._process != os.getpid():  # threads do not survive a fork
                 self._process = os.getpid()
-                self._executor = concurrent.futures.ThreadPoolExecutor(
-                    self._max_threads, thread_name_prefix="meshfeed-grain"
-                )
+                self._executor = Threads(self._max_threads, "meshfeed-grain")
             return self._executor.submit(function, *args)
 
 

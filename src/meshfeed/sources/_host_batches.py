@@ -14,6 +14,7 @@ import jax
 from meshfeed import _exact_json
 from meshfeed._errors import SourceError, StalledError, StateMismatchError
 from meshfeed._ownership import own
+from meshfeed._threads import close_within
 from meshfeed._types import JsonValue, PyTree
 
 _logger = logging.getLogger("meshfeed.sources")
@@ -83,7 +84,7 @@ class HostBatches:
           StateMismatchError: see :meth:`HostBatchIterator.set_state`.
         """
         if not self._one_shot:
-            fresh = HostBatchIterator(self, _start(self.iterable), restartable=True)
+            fresh = HostBatchIterator(self, start(self.iterable), restartable=True)
             if state is not None:
                 fresh.set_state(state)
             return fresh
@@ -110,7 +111,7 @@ class HostBatches:
                 )
             self.iterable.set_state(self._first_state)
         self._taken = True
-        self._owner = HostBatchIterator(self, self.iterable, restartable=False)
+        self._owner = HostBatchIterator(self, start(self.iterable), restartable=False)
         return self._owner
 
     @contextlib.contextmanager
@@ -132,7 +133,7 @@ class HostBatches:
     def close(self) -> None:
         """Closes an iterator that was given as one and has been read."""
         if self._one_shot and self._taken:
-            _close(self.iterable)
+            close_within(self.iterable)
 
     def fingerprint(self) -> JsonValue:
         """Only the kind: the batches are the user's own affair."""
@@ -260,7 +261,7 @@ class HostBatchIterator:
         is closed does not go on: it is closed with :class:`HostBatches`.
         """
         if self._restartable or (self._batches._owner is self and not self._batches.resumable):
-            _close(self._iterator)
+            close_within(self._iterator)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if "state" not in state:
@@ -270,7 +271,7 @@ class HostBatchIterator:
                 f"the state of a {type(self._iterator).__name__}",
                 "Pass the kind of iterable that the state was saved with.",
             )
-        iterator = _start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
+        iterator = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
             iterator.set_state(_exact_json.decode_value(state["state"]))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -302,7 +303,7 @@ class HostBatchIterator:
                 "iterable that starts again at each iter(), or an iterator with get_state and set_state.",
             )
         if self._restartable:
-            iterator = _start(self._batches.iterable)
+            iterator = start(self._batches.iterable)
             if wanted:
                 _logger.info("host batches have no state: reading and dropping %d batches to resume", wanted)
             self._drop(iterator, 0, wanted)
@@ -317,12 +318,6 @@ class HostBatchIterator:
                 raise StateMismatchError(
                     f"{_FIELD}.batches", stop, position, "The iterable ends earlier; pass the data it was saved with."
                 ) from None
-
-
-def _close(iterator: Any) -> None:
-    close = getattr(iterator, "close", None)
-    if callable(close):
-        close()
 
 
 def _has_state(iterator: Any) -> bool:
@@ -341,8 +336,13 @@ def _parse_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def _start(iterable: Any) -> Any:
-    # tf.data: NumPy arrays instead of tensors, without copying them
+def start(iterable: Any) -> Any:
+    """An iterator of ``iterable``: NumPy arrays instead of tensors for tf.data, and no threads that block exit for Grain."""
     as_numpy = getattr(iterable, "as_numpy_iterator", None)
     restarted: Any = as_numpy() if callable(as_numpy) else iterable
-    return iter(restarted)
+    iterator = iter(restarted) if hasattr(restarted, "__iter__") else restarted
+    if _is_grain(iterator):
+        from meshfeed.sources._grain_threads import use_daemon_threads
+
+        use_daemon_threads(iterator)
+    return iterator

@@ -1,25 +1,31 @@
 """Files behind URLs, read through a folder on a local disk that all processes of a host share.
 
-The folder holds whole files and the parts that are being fetched. What protects them are ``flock`` locks, which the
-kernel takes back from a process that dies, and atomic renames:
+The folder holds whole files and the parts that are being fetched. They are protected by ``flock`` locks, which the
+kernel releases when a process dies, and by atomic renames. The folder may hold other files: only these names are ever
+counted or removed.
 
-* ``<key>-<name>``: a whole file. Its modification time is when it was last opened, for eviction. Locked shared while
-  somebody opens it, exclusively while it is evicted.
-* ``<key>.lock``: held by the process that fetches the file.
-* ``<key>.<bytes>.<random>.part``: being fetched, locked by its owner as long as that lives. Its final size is in its
-  name, so that processes that fetch at the same time keep within the limit together.
-* ``room.lock``: held while room is made.
+* ``meshfeed_<key>-<name>``: a whole file. Its modification time is when it was last opened, for eviction. Locked shared
+  while it is being opened, exclusively while it is removed.
+* ``meshfeed_<key>.lock``: held by the process that fetches the file.
+* ``meshfeed_<key>.<bytes>.<random>.part``: being fetched, locked by its owner. Its final size is in its name, so that
+  processes that fetch at the same time keep within the limit together.
+* ``meshfeed_room.lock``: held while the folder is counted and files get or lose their names.
+
+Lock files are removed by their holders; see :mod:`meshfeed.sources._file_lock`. Whole files of earlier versions, which
+had no prefix, are taken over when they are asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import pathlib
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -27,9 +33,10 @@ from typing import Any
 
 import xxhash
 
-from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry
+from meshfeed.sources._file_lock import holder_of, lock_within, locked, remove_unlocked, still_there, try_lock, unlock
 from meshfeed.sources._files import open_file_system, remote_errors
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
@@ -37,6 +44,10 @@ _log = logging.getLogger("meshfeed.sources.shard_cache")
 _POLL_SECONDS = 0.02
 _MAX_POLL_SECONDS = 0.5
 _HASH_BYTES = 1 << 22
+_PREFIX = "meshfeed_"
+_WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
+_PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
+_LOCK = re.compile(_PREFIX + r"[0-9a-f]{32}\.lock")
 # What tells two versions of an object of one name apart, in the words of the different file systems.
 _VERSION_FIELDS = (
     "ETag",
@@ -58,14 +69,13 @@ class _Entry:
     path: pathlib.Path
     lock: pathlib.Path
     checksum: str | None
-
-    @property
-    def key(self) -> str:
-        return self.lock.stem
+    key: str
 
 
 class ShardCache:
     """A folder on a local disk through which files behind URLs are read.
+
+    Other files and folders in it are left alone; ``max_bytes`` does not count them.
 
     A file is fetched whole by the first process of the host that needs it, while the others wait; if that process dies,
     another goes on. Files are renamed into place only when they are whole and their size and hash are right. Safe for
@@ -76,15 +86,17 @@ class ShardCache:
 
     Args:
       directory: a folder on a local disk; made if it is not there.
-      max_bytes: the folder's limit. The files that were not opened for the longest time go first. Files that are being
-        read when they go take their room on the disk until they are closed. None: no limit.
+      max_bytes: what the copies in the folder may take. The least recently opened are removed first. Open files keep
+        their disk space until they are closed. None: no limit.
       retry: tried around each fetch.
       checksums: ``{URL or base name: "<algorithm>:<hex digest>"}`` with an algorithm of hashlib, or ``xxh3_64``.
         Other files are checked by size, and by MD5 where the store keeps one of the content (Google, Azure).
-      stall_seconds: a process that waits for another's fetch, of which no byte came for so long, fetches for itself.
+      stall_seconds: a process that waits for another's fetch, of which no byte came for so long, fetches for itself. No
+        lock is waited for longer.
 
     Raises:
       SettingsError: a folder that cannot be made or written, or a limit that is not a positive number.
+      StalledError: another process holds the folder's lock and does not go on; names it.
     """
 
     def __init__(
@@ -109,8 +121,10 @@ class ShardCache:
         self._entries: dict[str, _Entry] = {}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with _locked(self._room_lock):
+            with self._room():
                 pass
+        except StalledError:
+            raise
         except OSError as error:
             raise SettingsError(
                 f"directory={str(directory)!r} cannot be used as a cache: {error}. Expected a folder on a local disk "
@@ -131,10 +145,11 @@ class ShardCache:
           SourceError: the file is larger than the cache, or there is none at the URL.
           CorruptDataError: what came is not of the size or hash that it should be.
           OSError: it could not be fetched, after the retries.
+          StalledError: (an OSError) another process holds a lock and does not go on; names it.
         """
         entry = self._entry(url)
         while True:
-            with _kept(entry) as is_here:
+            with _kept(entry, self._stall_seconds) as is_here:
                 if is_here:
                     yield entry.path
                     return
@@ -146,13 +161,36 @@ class ShardCache:
         return entry.num_bytes, entry.key
 
     def discard(self, url: str) -> None:
-        """Removes the copy of a file, if there is one: it is fetched anew when next opened."""
-        self._entry(url).path.unlink(missing_ok=True)
+        """Removes the copy of a file, if there is one: it is fetched anew when next opened.
+
+        A copy that another thread or process is just opening is waited for.
+
+        Raises:
+          StalledError: it is being opened for ``stall_seconds``.
+        """
+        path = self._entry(url).path
         self._entries.pop(url, None)
+        deadline = time.monotonic() + self._stall_seconds
+        while not self._removed(path):
+            if time.monotonic() > deadline:
+                raise StalledError(
+                    f"ShardCache: {path} is damaged, and cannot be removed because another process has been opening it "
+                    f"for {self._stall_seconds:.0f} s. `fuser {path}` names it: continue or end it.",
+                    waited_seconds=self._stall_seconds,
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _removed(self, path: pathlib.Path) -> bool:
+        with self._room():
+            try:
+                return remove_unlocked(path)
+            except FileNotFoundError:
+                return True
 
     def num_bytes(self) -> int:
         """Bytes of the whole files, and of those that are being fetched."""
-        return sum(size for _, size, _ in self._held())
+        with self._room():
+            return sum(size for _, size, _ in self._held())
 
     def _entry(self, url: str) -> _Entry:
         """Where a file's copy lies. Asks the store once; the copy's name holds the version that it told then."""
@@ -168,28 +206,30 @@ class ShardCache:
             name = url.rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or _stored_md5(info)
-            entry = _Entry(
-                url, int(size), self.directory / f"{key}-{name[-100:]}", self.directory / f"{key}.lock", checksum
-            )
+            path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
+            entry = _Entry(url, int(size), path, self.directory / f"{_PREFIX}{key}.lock", checksum, key)
+            if not path.exists():
+                with contextlib.suppress(OSError):  # of a version without the prefix; there mostly is none
+                    (self.directory / f"{key}-{name[-100:]}").rename(path)
             self._entries[url] = entry
         return entry
 
-    @property
-    def _room_lock(self) -> pathlib.Path:
-        return self.directory / "room.lock"
+    def _room(self) -> contextlib.AbstractContextManager[None]:
+        """The folder for this thread alone."""
+        return locked(self.directory / f"{_PREFIX}room.lock", self._stall_seconds)
 
     def _fetch_once(self, entry: _Entry) -> None:
         """Fetches, unless another process does so and gets on with it: then waits for it."""
         with contextlib.ExitStack() as stack:
             waited_from, seen, pause = time.monotonic(), -1, _POLL_SECONDS
-            while (handle := _try_lock(entry.lock)) is None:
+            while (handle := try_lock(entry.lock)) is None:
                 arrived = self._arrived(entry)
                 if arrived != seen:
                     waited_from, seen = time.monotonic(), arrived
                 elif time.monotonic() - waited_from > self._stall_seconds:
                     _log.warning(
-                        "another process has fetched %d bytes of %s and nothing for %.0f s; fetching it here as well",
-                        max(arrived, 0), entry.url, self._stall_seconds,
+                        "%s has fetched %d bytes of %s and nothing for %.0f s; fetching it here as well",
+                        holder_of(entry.lock), max(arrived, 0), entry.url, self._stall_seconds,
                     )  # fmt: skip
                     break
                 time.sleep(pause)
@@ -197,7 +237,7 @@ class ShardCache:
                 if _is_whole(entry):
                     return
             if handle is not None:
-                stack.callback(os.close, handle)
+                stack.callback(unlock, entry.lock, handle)
                 if _is_whole(entry):
                     return
             doing = f"fetching {entry.url}"
@@ -208,7 +248,7 @@ class ShardCache:
                 call_with_retry(lambda: self._fetch(entry), self._retry, doing=doing)
 
     def _arrived(self, entry: _Entry) -> int:
-        sizes = [_size_or_none(part) for part in self.directory.glob(f"{entry.key}.*.part")]
+        sizes = [_size_or_none(part) for part in self.directory.glob(f"{_PREFIX}{entry.key}.*.part")]
         return max((size for size in sizes if size is not None), default=-1)
 
     def _fetch(self, entry: _Entry) -> None:
@@ -218,13 +258,19 @@ class ShardCache:
             with remote_errors(entry.url, "ShardCache"):
                 file_system.get_file(inner, str(part))
             _check(entry, part)
-            with _locked(self._room_lock):  # who counts what is here would see it under neither name
+            with self._room():  # who counts what is here would see it under neither name
                 os.replace(part, entry.path)
-        except BaseException:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    error.errno,
+                    f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was "
+                    "fetched. Free space there, or set max_bytes= so that the cache removes files itself",
+                ) from error
             raise
         finally:
-            os.close(handle)
+            unlock(None, handle)
 
     def _reserve(self, entry: _Entry) -> tuple[pathlib.Path, int]:
         """Makes room for a file and takes it, by an empty part with the file's size in its name."""
@@ -235,10 +281,10 @@ class ShardCache:
             )
         deadline = time.monotonic() + self._stall_seconds
         while True:
-            with _locked(self._room_lock):
+            with self._room():
                 missing = self._make_room(entry.num_bytes)
                 if missing <= 0:
-                    part = self.directory / f"{entry.key}.{entry.num_bytes}.{secrets.token_hex(8)}.part"
+                    part = self.directory / f"{_PREFIX}{entry.key}.{entry.num_bytes}.{secrets.token_hex(8)}.part"
                     handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                     fcntl.flock(handle, fcntl.LOCK_EX)
                     return part, handle
@@ -259,25 +305,25 @@ class ShardCache:
         for _, size, path in sorted(held):
             if excess <= 0:
                 break
-            if path.suffix == ".part":
-                continue
-            if _remove_unlocked(path):
-                excess -= size
+            with contextlib.suppress(FileNotFoundError):
+                if _WHOLE.fullmatch(path.name) and remove_unlocked(path):
+                    excess -= size
         return excess
 
     def _held(self) -> list[tuple[float, int, pathlib.Path]]:
-        """(last opened, bytes, path) of files and parts. Parts of dead processes are removed."""
+        """(last opened, bytes, path) of files and parts. Removes parts and locks of dead processes. Needs the room."""
         held = []
         for path in self.directory.iterdir():
-            try:
-                if path.suffix == ".part":
-                    if not _remove_unlocked(path):
-                        held.append((0.0, int(path.name.split(".")[1]), path))
-                elif path.suffix != ".lock":
+            if not path.name.startswith(_PREFIX) or path.is_symlink() or not path.is_file():
+                continue
+            part = _PART.fullmatch(path.name)
+            with contextlib.suppress(FileNotFoundError):  # another process removed it just now
+                if part or _LOCK.fullmatch(path.name):
+                    if not remove_unlocked(path) and part:
+                        held.append((0.0, int(part[1]), path))
+                elif _WHOLE.fullmatch(path.name):
                     status = path.stat()
                     held.append((status.st_mtime, status.st_size, path))
-            except FileNotFoundError:  # another process removed it just now
-                continue
         return held
 
 
@@ -329,8 +375,8 @@ def _size_or_none(path: pathlib.Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _kept(entry: _Entry) -> Iterator[bool]:
-    """Whether the file is here; if so it is not evicted meanwhile."""
+def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
+    """Whether the file is here; if so it is not removed meanwhile."""
     if not _is_whole(entry):
         yield False
         return
@@ -340,42 +386,10 @@ def _kept(entry: _Entry) -> Iterator[bool]:
         yield False
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH)
-        is_here = os.fstat(handle).st_nlink > 0  # not evicted before the lock was ours
+        lock_within(handle, fcntl.LOCK_SH, entry.path, seconds)
+        is_here = still_there(handle, entry.path)  # not removed before the lock was ours
         if is_here:
             os.utime(handle)
         yield is_here
     finally:
-        os.close(handle)
-
-
-def _remove_unlocked(path: pathlib.Path) -> bool:
-    """Removes a file, unless somebody holds a lock on it."""
-    handle = _try_lock(path, create=False)
-    if handle is None:
-        return False
-    path.unlink(missing_ok=True)
-    os.close(handle)
-    return True
-
-
-def _try_lock(path: pathlib.Path, *, create: bool = True) -> int | None:
-    """An exclusive lock, let go by closing the descriptor; None if somebody else holds it."""
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    """Holds a lock that nobody holds for long."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+        unlock(None, handle)
