@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._errors import CorruptDataError, SourceError
-from meshfeed.sources._array_record_direct import DirectFile, open_direct
+from meshfeed.sources._array_record_direct import open_direct
 from meshfeed.sources._files import is_url
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ class OpenFile:
       path: local path: of a file behind a URL, that of its copy.
       status: of the file when it was opened.
       library: the array_record library's reader.
-      direct: the way past the library, for files that have it.
+      direct: the extension module's ``File``, for files that it can read.
       num_entries: numbers of 8 bytes that both hold in memory.
     """
 
     path: str
     status: os.stat_result
     library: Any
-    direct: DirectFile | None
+    direct: Any
     num_entries: int
 
 
@@ -235,4 +235,4 @@ def _open_checked(file: ShardFile, path: str, version: str | None) -> OpenFile:
     plain = file.group_size == 1 and "transpose:true" not in (reader.writer_options_string() or "")
     direct = open_direct(path, status, file.num_records) if plain else None
     _logger.debug("%s is read %s", file.path, "directly" if direct else "by the array_record library")
-    return OpenFile(path, status, reader, direct, file.num_chunks + (0 if direct is None else direct.num_entries))
+    return OpenFile(path, status, reader, direct, file.num_chunks + (0 if direct is None else direct.nbytes // 8))
