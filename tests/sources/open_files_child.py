@@ -32,16 +32,16 @@ def rows(paths: list[str]) -> None:
 
 def library(paths: list[str]) -> None:
     """One after the other, through the library: what cannot be read directly."""
-    from meshfeed.sources import _riegeli
+    from meshfeed.sources import _array_record_direct as direct
 
-    load, _riegeli.load = _riegeli.load, lambda: None  # type: ignore[assignment]
+    riegeli, direct.riegeli = direct.riegeli, None
     try:
         source = ArrayRecord(paths)
         source._readers = type(source._readers)()
         assert source.read_raw(np.arange(len(source))) == [np.int64(i).tobytes() for i in range(len(source))]
         source.close()
     finally:
-        _riegeli.load = load
+        direct.riegeli = riegeli
 
 
 def threads(paths: list[str]) -> None:

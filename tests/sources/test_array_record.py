@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("array_record")
 
-from array_record_files import TimedLibrary, some_records, write
+from array_record_files import some_records, write
 
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed.sources import _array_record as array_record
 from meshfeed.sources import _array_record_readers as readers
 from meshfeed.sources import _array_record_rows as rows_module
 from meshfeed.sources._array_record import ArrayRecord
-from meshfeed.sources._array_record_rows import RowReader, expected_microseconds
+from meshfeed.sources._array_record_rows import expected_microseconds
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,10 @@ def three_files(tmp_path_factory) -> tuple[list[str], list[bytes]]:
     return paths, records
 
 
-def prefer(source: ArrayRecord, as_list: bool) -> None:
-    """Makes the source read scattered rows one way."""
-    source._rows._slowdown = [1e99, 1e-99] if as_list else [1e-99, 1e99]
+def use_library(monkeypatch, as_list: bool) -> None:
+    """Has scattered rows read by the library, one way or the other."""
+    monkeypatch.setattr(array_record, "read_direct", lambda *_: None)
+    monkeypatch.setattr(rows_module, "expected_microseconds", lambda *_: (2.0, 1.0) if as_list else (1.0, 2.0))
 
 
 @given(ids=st.lists(st.integers(0, 339), max_size=60))
@@ -49,7 +51,9 @@ def test_records_come_in_the_order_asked_for(three_files, ids: list[int]) -> Non
 
 
 @pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:1,zstd", "group_size:64,brotli:2"])
-def test_every_way_of_reading_gives_the_same_bytes(tmp_path, options: str) -> None:
+@pytest.mark.parametrize("as_list", [True, False])
+def test_every_way_of_the_library_gives_the_same_bytes(tmp_path, monkeypatch, options: str, as_list: bool) -> None:
+    use_library(monkeypatch, as_list)
     records = some_records(700)
     source = ArrayRecord(write(tmp_path / "x", records, options))
     rng = np.random.default_rng(0)
@@ -63,16 +67,14 @@ def test_every_way_of_reading_gives_the_same_bytes(tmp_path, options: str) -> No
         runs,
     ]
     for ids in requests:
-        for as_list in (True, False):
-            prefer(source, as_list)
-            assert source.read_raw(ids) == [records[i] for i in ids]
+        assert source.read_raw(ids) == [records[i] for i in ids]
 
 
 def file_of_records(num_records: int, group_size: int = 1, num_bytes: int = 10**8) -> readers.ShardFile:
     return readers.ShardFile("x", num_bytes, "", num_records, group_size)
 
 
-def test_foretold_crossover_between_single_reads_and_lists() -> None:
+def test_predicted_crossover_between_single_reads_and_lists() -> None:
     def reads_as_list(file: readers.ShardFile, rows) -> bool:
         singles, listed = expected_microseconds(file, np.array(rows))
         return listed < singles
@@ -85,29 +87,32 @@ def test_foretold_crossover_between_single_reads_and_lists() -> None:
     assert not reads_as_list(file_of_records(100_000, 256), spread[:8])
 
 
-def test_the_faster_way_is_learned_and_learned_anew(monkeypatch) -> None:
-    clock, cost = [0.0], {"single": 4e-6, "list": 400e-6}
-    monkeypatch.setattr(rows_module.time, "perf_counter", lambda: clock[0])
-    taken: list[str] = []
+def test_single_reads_only_of_what_the_page_cache_has(tmp_path) -> None:
+    path = write(tmp_path / "x", [bytes(4096)] * 2000)
+    file, taken = readers.inspect_file(path), []
 
-    opened = readers.OpenFile("x", os.stat(__file__), lambda: TimedLibrary(clock, cost, taken), None)
+    class Library:
+        def read(self, *rows):
+            taken.append("single" if len(rows) == 2 else "list")
+            return [b"x"] * (1 if len(rows) == 2 else len(rows[0]))
 
-    def read_batches(number: int) -> dict[str, int]:
-        taken.clear()
-        for _ in range(number):
-            assert len(row_reader.read(opened, file_of_records(100_000), np.arange(0, 6400, 100), 0)) == 64
-        return {"single": taken.count("single") // 64, "list": taken.count("list")}
-
-    row_reader = RowReader()
-    assert read_batches(300) == {"single": 300, "list": 0}  # the page cache
-    cost["single"] *= 50  # once, because the process did not run
-    read_batches(1)
-    cost["single"] /= 50
-    assert read_batches(300)["single"] == 300
-    cost["single"] = 500e-6  # a network disk: a list costs no more than before
-    assert read_batches(300)["list"] > 290
-    cost["single"], cost["list"] = 4e-6, 2000e-6
-    assert read_batches(300)["single"] > 290
+    opened = readers.OpenFile(path, os.stat(path), Library, None)
+    rows = np.arange(0, 2000, 100)
+    pathlib.Path(path).read_bytes()
+    assert len(rows_module.read_by_library(opened, file, rows, 0)) == 20
+    assert set(taken) == {"single"}
+    with open(path, "rb") as stored:
+        os.fsync(stored.fileno())
+        os.posix_fadvise(stored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(stored.fileno(), [bytearray(1)], file.num_bytes // 2, os.RWF_NOWAIT)
+        except OSError:
+            pass
+        else:
+            pytest.skip("this file system keeps its pages")
+    taken.clear()
+    assert len(rows_module.read_by_library(opened, file, rows, 0)) == 20
+    assert taken == ["list"]
 
 
 def test_globs_lists_and_order(three_files, tmp_path) -> None:
@@ -208,7 +213,8 @@ def test_a_file_of_no_records_is_no_damage_but_no_source_either(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-def test_a_flipped_bit_names_file_and_record(tmp_path, as_list: bool) -> None:
+def test_a_flipped_bit_names_file_and_record(tmp_path, monkeypatch, as_list: bool) -> None:
+    use_library(monkeypatch, as_list)
     records = some_records(400)
     first = write(tmp_path / "first", records[:100])
     second = pathlib.Path(write(tmp_path / "second", records[100:]))
@@ -216,7 +222,6 @@ def test_a_flipped_bit_names_file_and_record(tmp_path, as_list: bool) -> None:
     content[content.index(records[123])] ^= 1
     second.write_bytes(content)
     source = ArrayRecord([first, second])
-    prefer(source, as_list)
     for ids in ([5, 123, 300], np.arange(400), [123]):
         with pytest.raises(CorruptDataError, match=r"second: record 123 \(row 23 of the file\) is damaged") as caught:
             source.read_raw(ids)
@@ -237,14 +242,15 @@ def test_a_file_that_changes_or_goes_is_noticed_when_it_is_opened(tmp_path) -> N
 
 
 @pytest.mark.parametrize("options", ["group_size:1,uncompressed", "group_size:1,zstd"])
-def test_a_file_that_is_cut_short_while_it_is_open_gives_no_empty_records(tmp_path, options: str) -> None:
+def test_a_file_that_is_cut_short_while_it_is_open_gives_no_empty_records(tmp_path, monkeypatch, options: str) -> None:
     """As the library does, without a word."""
     records = [np.random.default_rng(i).bytes(500) for i in range(300)]
     source = ArrayRecord(write(tmp_path / "x", [b"", *records], options))
     assert source.read_raw([0, 1, 2]) == [b"", *records[:2]]
     os.truncate(tmp_path / "x", 70_000)
-    for as_list in (True, False):
-        prefer(source, as_list)
+    for way in ("direct", True, False):
+        if way != "direct":
+            use_library(monkeypatch, way)
         for ids in ([290, 3, 299], np.arange(290, 300), [299]):
             with pytest.raises(SourceError, match=r"has changed since .* 70,000 now"):
                 source.read_raw(ids)

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import pathlib
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
-from array_record_files import TimedLibrary, some_records, write
+from array_record_files import some_records, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed import CorruptDataError, SourceError
 from meshfeed._aligned import is_aligned
 from meshfeed._read import read_records
-from meshfeed.sources import ArrayRecord, DecodeRaw, _open_files, _riegeli, _zstd
-from meshfeed.sources import _array_record_rows as rows_module
-from meshfeed.sources._array_record_direct import DirectFile, open_direct
-from meshfeed.sources._array_record_readers import OpenFile, ReaderPool, ShardFile
-from meshfeed.sources._array_record_rows import RowReader
+from meshfeed.sources import ArrayRecord, DecodeRaw, _open_files
+from meshfeed.sources import _array_record_direct as direct
+from meshfeed.sources._array_record_readers import ReaderPool
 from meshfeed.sources._open_files import Descriptor
 
-llvm = pytest.importorskip("llvmlite.binding", reason="comes with meshfeed[fast]")
+riegeli = pytest.importorskip("meshfeed.sources._riegeli", reason="the package was installed without a C compiler")
 
 PLAIN = "group_size:1,uncompressed"
 ZSTD = "group_size:1,zstd:3"
-needs_zstd = pytest.mark.skipif(_zstd.load() is None, reason="this system has no libzstd")
+needs_zstd = pytest.mark.skipif(not riegeli.HAS_ZSTD, reason="this system has no libzstd")
 both = pytest.mark.parametrize("options", [PLAIN, pytest.param(ZSTD, marks=needs_zstd)], ids=["plain", "zstd"])
 
 
@@ -40,21 +38,25 @@ def random_bytes(sizes: list[int], seed: int = 0, *, values: int = 256) -> list[
     return [rng.integers(0, values, size, np.uint8).tobytes() for size in sizes]
 
 
-def direct_file(path: str, num_records: int) -> DirectFile | None:
+def direct_file(path: str, num_records: int) -> direct.DirectFile | None:
     file = Descriptor(path)
-    return open_direct(lambda: file, num_records)
+    return direct.open_direct(lambda: file, num_records)
+
+
+def some_file(path: str, num_records: int) -> direct.DirectFile:
+    file = direct_file(path, num_records)
+    assert file is not None
+    return file
 
 
 def read_directly(path: str, number: int, rows: list[int] | np.ndarray) -> list[bytes] | None:
-    """Rows without any help of the library; None where they cannot be read so."""
-    file = direct_file(path, number)
-    assert file is not None
-    rows = np.asarray(rows, np.int64)
+    """Rows without any help of the library; None if they cannot be read this way."""
+    file, rows = some_file(path, number), np.asarray(rows, np.int64)
     sizes = file.sizes(rows)
     ends = np.cumsum(sizes)
-    guard = 7  # bytes on both sides that nobody may touch
+    guard = 7  # bytes on both sides that must not be written
     out = np.full(int(ends[-1]) + 2 * guard, 0xA5, np.uint8)
-    done = file.read(file.open(), rows, ends - sizes + guard, out)
+    done = direct.read([file], None, rows, ends - sizes + guard, out)
     assert (out[:guard] == 0xA5).all()
     assert (out[len(out) - guard :] == 0xA5).all()
     return [out[e - s + guard : e + guard].tobytes() for s, e in zip(sizes, ends, strict=True)] if done else None
@@ -82,44 +84,38 @@ def test_records_of_all_sizes_are_those_that_were_written(
     assert ArrayRecord(path).read_raw(order) == [records[i] for i in order]
 
 
-@pytest.mark.parametrize("cpu", ["here", "x86-64", "generic"])
-def test_every_length_has_the_hash_that_the_library_stores(folder: pathlib.Path, monkeypatch, cpu: str) -> None:
-    """0 to 200 bytes go through each branch of the hash; a plain processor has none of this one's vectors."""
-    if cpu != "here":
-        monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: cpu if _is_x86() else "generic")
-        monkeypatch.setattr(llvm, "get_host_cpu_features", NoFeatures)
-    machine = _riegeli._compile(llvm)
-    assert machine.hash_bytes(_riegeli.SIGNATURE[8:24]) == int.from_bytes(_riegeli.SIGNATURE[:8], "little")
-    monkeypatch.setattr(_riegeli, "load", lambda: machine)
+def test_every_length_has_the_hash_that_the_library_stores(folder: pathlib.Path) -> None:
+    """0 to 200 bytes go through each branch of the hash."""
     records = random_bytes(list(range(200)))
-    path = write(folder / f"lengths-{cpu}", records, PLAIN)
+    path = write(folder / "lengths", records, PLAIN)
     assert read_directly(path, 200, np.arange(200)) == records
 
 
-def _is_x86() -> bool:
-    return os.uname().machine in ("x86_64", "AMD64")
-
-
-class NoFeatures(dict):
-    def flatten(self) -> str:
-        return ""
-
-
 def test_the_hash_of_known_bytes() -> None:
-    machine = _riegeli.load()
-    assert machine is not None
-    stored = np.frombuffer(_riegeli.SIGNATURE, "<u8").tolist()
-    assert machine.hash_bytes(_riegeli.SIGNATURE[8:24]) == stored[0]
-    assert machine.hash_bytes(_riegeli.SIGNATURE[32:]) == stored[3]
-    assert machine.hash_bytes(b"") == stored[5]
-    assert machine.hash_bytes(b"\0") != stored[5]
+    """Every Riegeli file begins with a block header and a chunk without data, and so with three hashes."""
+    signature = bytes.fromhex(
+        "83af70d10d884a3f 0000000000000000 4000000000000000 91bac23c9287e1a9"
+        "0000000000000000 e19f13c0e9b1c372 7300000000000000 0000000000000000"
+    )
+    stored = np.frombuffer(signature, "<u8").tolist()
+    assert riegeli.hash(signature[8:24]) == stored[0]
+    assert riegeli.hash(signature[32:]) == stored[3]
+    assert riegeli.hash(b"") == stored[5]
+    assert riegeli.hash(b"\0") != stored[5]
+
+
+def offsets_of(path: str, number: int) -> np.ndarray:
+    with open(path, "rb") as file:
+        footer = direct._read_footer(file.fileno(), os.path.getsize(path), number)
+    assert footer is not None
+    return footer[0]
 
 
 def test_chunks_begin_at_every_place_before_the_edge_of_a_block(folder: pathlib.Path) -> None:
     """So that the header of the next block falls into each byte of a chunk's own header, and of what follows it."""
     records = random_bytes([65_466] * 240)  # chunks of a block less one byte: each begins one byte before the last
     path = write(folder / "edges", records, PLAIN)
-    before = -direct_file(path, 240)._offsets % 65_536
+    before = -offsets_of(path, 240) % 65_536
     assert set(range(1, 100)) <= set(before.tolist())
     assert read_directly(path, 240, np.arange(240)) == records
 
@@ -131,18 +127,18 @@ def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) ->
     whole = path.read_bytes()
     used = np.flatnonzero(np.frombuffer(whole, np.uint8))
     rng = np.random.default_rng(0)
-    refused = direct = 0
+    refused = opened = 0
     for place in used.tolist():
         damaged = bytearray(whole)
         damaged[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
         file = direct_file(str(path), 4)
         if file is not None:
-            direct += 1
+            opened += 1
             for row in range(4):
                 size = int(file.sizes(np.array([row]))[0])
-                out = np.zeros(max(size, 1), np.uint8)
-                if file.read(file.open(), np.array([row]), np.array([0]), out):
+                out = np.zeros(size, np.uint8)
+                if direct.read([file], None, np.array([row]), np.array([0]), out):
                     assert out[:size].tobytes() == records[row]
                 else:
                     refused += 1
@@ -152,17 +148,17 @@ def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) ->
             continue
         assert found == records
     assert len(used) > 400
-    assert direct > 300
+    assert opened > 300
     assert refused > 300
 
 
 def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.Path) -> None:
     """As a footer would have them that was made to do harm: hashes are no seal."""
     records = random_bytes([int(size) for size in np.random.default_rng(0).integers(0, 3000, 300)], values=20)
-    machine, rng, sound = _riegeli.load(), np.random.default_rng(1), 0
-    for options, zstd in ((PLAIN, None), (ZSTD, _zstd.load())):
+    rng, sound = np.random.default_rng(1), 0
+    for options in (PLAIN, *([ZSTD] if riegeli.HAS_ZSTD else [])):
         path = write(folder / "harm", records, options)
-        right, num_bytes = direct_file(path, 300)._offsets, os.path.getsize(path)
+        right, num_bytes = offsets_of(path, 300), os.path.getsize(path)
         for trial in range(600):
             offsets = np.sort(rng.integers(0, num_bytes, 41))
             if trial % 2:  # real places, other sizes
@@ -173,14 +169,15 @@ def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.
                 continue
             sizes = rng.integers(0, 5000, 40)
             opened = Descriptor(path)
-            file = DirectFile(machine, zstd, lambda opened=opened: opened, offsets, sizes)
+            index = riegeli.Index(offsets, sizes, options == ZSTD)
+            file = direct.DirectFile(index, lambda opened=opened: opened)
             for row in range(40):
                 out = np.full(int(sizes[row]) + 64, 0xA5, np.uint8)
-                sound += file.read(opened, np.array([row]), np.array([32]), out)
+                sound += direct.read([file], None, np.array([row]), np.array([32]), out)
                 assert (out[:32] == 0xA5).all()
                 assert (out[len(out) - 32 :] == 0xA5).all()
             out = np.full(int(sizes.sum()) + 64, 0xA5, np.uint8)
-            sound += file.read(opened, np.arange(40), np.cumsum(sizes) - sizes + 32, out)
+            sound += direct.read([file], None, np.arange(40), np.cumsum(sizes) - sizes + 32, out)
             assert (out[:32] == 0xA5).all()
             assert (out[len(out) - 32 :] == 0xA5).all()
     assert sound < 100
@@ -251,8 +248,8 @@ def test_padded_files_are_read_right(folder: pathlib.Path, options: str) -> None
     assert ArrayRecord(path).read_raw(np.arange(50)) == records
 
 
-def test_without_llvmlite_everything_is_as_before(folder: pathlib.Path, monkeypatch) -> None:
-    monkeypatch.setattr(_riegeli, "load", lambda: None)
+def test_without_the_extension_everything_is_as_before(folder: pathlib.Path, monkeypatch) -> None:
+    monkeypatch.setattr(direct, "riegeli", None)
     records = random_bytes([8] * 30)
     source = ArrayRecord(write(folder / "without", records, PLAIN), decode_batch=DecodeRaw(np.int64))
     source._readers = ReaderPool()
@@ -260,73 +257,87 @@ def test_without_llvmlite_everything_is_as_before(folder: pathlib.Path, monkeypa
     assert read_records(source, np.arange(30)).tobytes() == b"".join(records)
 
 
+def test_a_failed_import_of_the_extension_is_logged_at_debug_level() -> None:
+    program = """
+import logging, sys
+logging.basicConfig(level="DEBUG")
+sys.modules["meshfeed.sources._riegeli"] = None
+import meshfeed.sources._array_record_direct as direct
+print(direct.riegeli)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout) == (0, "None\n")
+    assert "DEBUG:meshfeed:ArrayRecord files are read by the array_record library" in ended.stderr
+
+
 def test_without_libzstd_compressed_files_are_left_to_the_library(folder: pathlib.Path, monkeypatch) -> None:
+    class WithoutZstd:
+        HAS_ZSTD = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(riegeli, name)
+
     records = random_bytes([8] * 30)
     path = write(folder / "no-libzstd", records, ZSTD)
-    monkeypatch.setattr(_zstd, "_NAMES", ("libnowhere.so.1", "libc.so.6"))
-    assert _zstd.load.__wrapped__() is None
-    monkeypatch.setattr(_zstd, "load", _zstd.load.__wrapped__)
+    monkeypatch.setattr(direct, "riegeli", WithoutZstd())
     assert direct_file(path, 30) is None
     assert ArrayRecord(path).read_raw(np.arange(30)) == records
 
 
-def test_code_that_does_not_run_right_is_not_used(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_riegeli, "_MUL0", _riegeli._MUL0 + 1)
-    assert _riegeli.load.__wrapped__() is None
-    assert "does not work here" in caplog.text
-    assert "without llvmlite this message goes" in caplog.text
-    monkeypatch.setattr(llvm, "create_mcjit_compiler", lambda *_: 1 / 0)  # a kernel that forbids new code, say
-    assert _riegeli.load.__wrapped__() is None
-
-
-def test_a_file_that_it_cannot_read_is_left_alone_after_a_few_tries(folder: pathlib.Path, monkeypatch) -> None:
-    records = some_records(50)
-    source = ArrayRecord(write(folder / "mistaken", records, PLAIN))
-    source._readers = ReaderPool()
-    tries = []
-    monkeypatch.setattr(DirectFile, "read", lambda *_, **__: tries.append(1) and False)
-    for _ in range(20):
-        assert source.read_raw(np.arange(0, 50, 2)) == records[::2]
-    assert len(tries) == 4
-
-
-def test_a_file_left_to_the_library_is_tried_again(folder: pathlib.Path, monkeypatch) -> None:
-    """What went wrong may have been the disk, and may be over."""
-    records = some_records(50)
-    source = ArrayRecord(write(folder / "again", records, PLAIN))
-    source._readers = ReaderPool()
-    tries = []
-    read = DirectFile.read
-    monkeypatch.setattr(DirectFile, "read", lambda *_, **__: tries.append(1) and False)
-    for _ in range(10):
-        assert source.read_raw(np.arange(0, 50, 2)) == records[::2]
-    assert len(tries) == 4
-    monkeypatch.setattr(DirectFile, "read", lambda *args, **options: tries.append(1) or read(*args, **options))
-    for _ in range(300):
-        assert source.read_raw(np.arange(0, 50, 2)) == records[::2]
-    assert len(tries) > 40  # one, which went well, and all that followed
-
-
 @both
-def test_reads_that_are_cut_short_are_made_up_for(folder: pathlib.Path, options: str) -> None:
-    """The system may give fewer bytes than asked for, at any time: no reason to leave the direct way."""
-    records = random_bytes([200] * 600)
-    source = ArrayRecord(write(folder / "short", records, options))
-    source._readers = ReaderPool()
-    source.read_raw(np.arange(3))
-    direct = source._readers.get(source._files[0]).direct
-    assert direct is not None
-    machine, counts = direct._machine, []
+def test_records_that_are_not_in_the_page_cache_are_read_by_several_threads(folder: pathlib.Path, options: str) -> None:
+    records = random_bytes([int(size) for size in np.random.default_rng(0).integers(0, 20_000, 400)], values=20)
+    path = write(folder / "cold", records, options)
+    rng = np.random.default_rng(1)
+    for rows in (rng.permutation(400), np.arange(400), rng.integers(0, 400, 700)):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert read_directly(path, 400, rows) == [records[row] for row in rows]
 
-    def cut_short(file: int, count: int, *rest: object) -> int:
-        counts.append(count)
-        return machine.read_records(file, count // 2 if len(counts) % 2 else count, *rest)
 
-    direct._machine = dataclasses.replace(machine, read_records=cut_short)
-    for seed in range(20):
-        ids = np.random.default_rng(seed).permutation(600)
-        assert source.read_raw(ids) == [records[i] for i in ids]
-    assert len(counts) == 20 * 4  # two more than the rest of a batch would take, each time
+def test_records_of_many_files_by_one_call(folder: pathlib.Path) -> None:
+    sizes = np.random.default_rng(0).integers(0, 500, 600).tolist()
+    records = random_bytes(sizes, values=20)
+    paths = [write(folder / f"many-{i}", records[5 * i : 5 * i + 5], ZSTD if i % 2 else PLAIN) for i in range(120)]
+    source = ArrayRecord(paths)
+    ids = np.random.default_rng(1).permutation(600)
+    assert source.read_raw(ids) == [records[i] for i in ids]
+    assert source.read_raw(np.arange(600)) == records
+    opened = [some_file(path, 5) for path in paths]
+    out, places = np.empty(sum(sizes), np.uint8), np.cumsum([0, *sizes[:-1]])
+    assert direct.read(opened, np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120), places, out)
+    assert out.tobytes() == b"".join(records)
+
+
+def test_arguments_that_would_touch_other_memory_are_refused(folder: pathlib.Path) -> None:
+    path = write(folder / "arguments", random_bytes([24] * 10), PLAIN)
+    index, fds = [some_file(path, 10).index], np.array([os.open(path, os.O_RDONLY)])
+    out, rows, places = np.empty(48, np.uint8), np.arange(2), np.array([0, 24])
+    assert riegeli.read(index, fds, None, rows, places, out, 0) == 2
+    for wrong in (np.array([0, 25]), np.array([-1, 24]), np.array([0, 1 << 62])):
+        with pytest.raises(ValueError, match="no room for a record"):
+            riegeli.read(index, fds, None, rows, wrong, out, 0)
+    with pytest.raises(ValueError, match="no room for a record"):
+        riegeli.read(index, fds, None, rows, places, out, 25)
+    for files, numbers, wanted in ((index, None, places[:1]), (index * 2, None, places), (index, rows[:1], places)):
+        with pytest.raises(ValueError, match="differ in length"):
+            riegeli.read(files, fds, numbers, rows, wanted, out, 0)
+    with pytest.raises(IndexError, match="file index"):
+        riegeli.read(index, fds, np.array([0, 1]), rows, places, out, 0)
+    with pytest.raises(IndexError, match="a row is not in the file"):
+        index[0].sizes(np.array([10]), np.empty(1, np.int64))
+    with pytest.raises(TypeError, match="sequence of Index"):
+        riegeli.read([3], fds, None, rows, places, out, 0)
+    with pytest.raises(TypeError, match="int64"):
+        riegeli.read(index, fds, None, rows.astype(np.int32), places, out, 0)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        riegeli.read(index, fds, None, rows, places, out, 0)
+    os.close(int(fds[0]))
+    for offsets, sizes in (([0, 0], [1]), ([5, 3], [1]), ([0, 9], [-1]), ([0, 9], [1, 2]), ([-1, 9], [1]), ([], [])):
+        with pytest.raises(ValueError, match="not the offsets and sizes"):
+            riegeli.Index(np.array(offsets, np.int64), np.array(sizes, np.int64), False)
 
 
 def test_a_file_that_changes_under_it_gives_no_wrong_bytes(folder: pathlib.Path) -> None:
@@ -380,12 +391,12 @@ def test_who_overrides_the_decoder_is_called(folder: pathlib.Path) -> None:
 
 def test_rows_that_the_file_has_not_are_refused(folder: pathlib.Path) -> None:
     path = write(folder / "few", random_bytes([24] * 10), PLAIN)
-    file, out = direct_file(path, 10), np.zeros(240, np.uint8)
+    file, out = some_file(path, 10), np.zeros(240, np.uint8)
     places = np.arange(10) * 24
-    assert file.read(file.open(), np.arange(10), places, out)
+    assert direct.read([file], None, np.arange(10), places, out)
     for rows in ([10], [9, 10], [0, 1, 2, 1 << 40], [-1], [3, 1 << 62]):
         rows = np.array(rows, np.int64)
-        assert not file.read(file.open(), rows, places[: len(rows)], out)
+        assert not direct.read([file], None, rows, places[: len(rows)], out)
     few = write(folder / "same-name", random_bytes([24] * 10), PLAIN)
     os.utime(few, ns=(0, 0))
     small = ArrayRecord(few)
@@ -435,68 +446,11 @@ def test_a_program_may_end_while_its_threads_read(folder: pathlib.Path, options:
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_system_that_forbids_new_code_is_no_crash() -> None:
-    program = """
-import ctypes, sys
-from meshfeed.sources import _riegeli
-if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN
-    sys.exit("no such call")
-print(_riegeli.load())
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    if "no such call" in ended.stderr:
-        pytest.skip("this kernel cannot forbid it")
-    assert (ended.returncode, ended.stdout) == (0, "None\n")
-    assert "on a system that lets programs make code" in ended.stderr
-
-
 def test_records_of_another_size_than_decode_raw_takes(folder: pathlib.Path) -> None:
     path = write(folder / "size", random_bytes([24] * 8), PLAIN)
     with pytest.raises(ValueError, match=r"record 0 of 3 has 24 bytes; int32\[5\] takes 20") as caught:
         read_records(ArrayRecord(path, decode_batch=DecodeRaw(np.int32, 5)), np.arange(3))
     assert any("while decoding 3 records" in note for note in caught.value.__notes__)
-
-
-def test_slow_storage_is_left_to_the_library_until_it_is_fast_again(monkeypatch) -> None:
-    clock, cost = [0.0], {"direct": 4e-6, "single": 7e-6, "list": 400e-6}
-    monkeypatch.setattr(rows_module.time, "perf_counter", lambda: clock[0])
-    taken: list[str] = []
-
-    class Direct:
-        width = 8
-
-        def worth_trying(self) -> bool:
-            return True
-
-        def expected_microseconds(self, num_rows: int) -> float:
-            return 3.6 * num_rows
-
-        def open(self):
-            return None
-
-        def read(self, file, rows, places, out, width=0):
-            taken.append("direct")
-            clock[0] += cost["direct"] * len(rows)
-            return True
-
-    def read_batches(number: int, rows: np.ndarray) -> dict[str, int]:
-        taken.clear()
-        for _ in range(number):
-            assert len(reader.read(opened, file, rows, 0)) == 64
-        return {way: taken.count(way) // (64 if way == "single" else 1) for way in cost}
-
-    file, opened, reader = (
-        ShardFile("x", 8 * 10**8, "", 100_000, 1),
-        OpenFile("x", os.stat(__file__), lambda: TimedLibrary(clock, cost, taken), Direct()),
-        RowReader(),
-    )
-    scattered, run = np.arange(0, 6400, 100), np.arange(64)
-    assert read_batches(300, scattered) == {"direct": 300, "single": 0, "list": 0}
-    cost |= {"direct": 300e-6, "single": 310e-6, "list": 3000e-6}  # a disk that answers several at a time
-    assert read_batches(400, scattered)["list"] > 350
-    assert read_batches(50, run)["direct"] == 50  # what comes in order, the system reads ahead
-    cost |= {"direct": 4e-6, "single": 7e-6}
-    assert read_batches(600, scattered)["direct"] > 400
 
 
 def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,14 +13,16 @@ import xxhash
 from meshfeed import _aligned
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
-from meshfeed.sources import _files, _riegeli
-from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, shared_readers
-from meshfeed.sources._array_record_rows import RowReader, steps
+from meshfeed.sources import _array_record_direct as direct
+from meshfeed.sources import _files
+from meshfeed.sources._array_record_readers import OpenFile, ReaderPool, ShardFile, inspect_file, shared_readers
+from meshfeed.sources._array_record_rows import common_width, read_by_library, read_direct, steps
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
 
 _PROBES = 4
+_FILES_PER_CALL = 32  # that one call holds open; several threads may read
 
 
 class ArrayRecord:
@@ -93,8 +95,7 @@ class ArrayRecord:
                 "least one record. Check what wrote them."
             )
         self._one_record_a_chunk = all(file.group_size == 1 for file in self._files)
-        self._rows_differ = False  # two files were found to have records of different sizes
-        self._rows = RowReader()
+        self._rows_differ = False  # records of different sizes were found
         self._readers: ReaderPool = shared_readers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,61 +140,53 @@ class ArrayRecord:
           OSError: a file cannot be read.
         """
         ids = self._checked(record_ids)
-        if not ids.size:
-            return []
-        if len(self._files) == 1:
-            return self._read_file(0, ids)
         records = [b""] * len(ids)
-        for file_index, rows, places in self._by_file(ids):
+        for files, file_index, rows, places in self._parts(ids):
+            found = self._read_part(files, file_index, rows)
             if places is None:
-                return self._read_file(file_index, rows)
-            for place, record in zip(places.tolist(), self._read_file(file_index, rows), strict=True):
+                return found
+            for place, record in zip(places.tolist(), found, strict=True):
                 records[place] = record
         return records
 
     def read_rows(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray | None:
-        """Undecoded records of one size, read into one array by a call that needs no interpreter's lock a file.
+        """Undecoded records of one size, read into one array by one call that does not hold the interpreter's lock.
 
-        For local files of one record a chunk, uncompressed or by zstd, with ``meshfeed[fast]``.
+        For local files with one record per chunk, uncompressed or zstd, if the package was installed with its extension.
 
         Args:
           record_ids: int64[n], in any order, repeats allowed.
 
         Returns:
-          uint8 ``[n, bytes of a record]``, fresh and aligned to 64 bytes; or None where a file has more than one record a
-          chunk, or where records are of different sizes, cannot be read so, or are damaged: :meth:`read_raw` reads them,
-          or says what is wrong.
+          uint8 ``[n, bytes of a record]``, fresh and aligned to 64 bytes; or None if a file has several records per
+          chunk, or if records differ in size, cannot be read this way, or are damaged: :meth:`read_raw` reads them or
+          reports what is wrong.
 
         Raises:
           IndexError, SourceError: as :meth:`read_raw`.
         """
-        if self._rows_differ or not self._one_record_a_chunk or _riegeli.load() is None:  # do nothing twice
+        if self._rows_differ or not self._one_record_a_chunk or direct.riegeli is None:  # do nothing twice
             return None
         ids = self._checked(record_ids)
-        if not ids.size:
-            return None
-        parts = [(0, ids, None)] if len(self._files) == 1 else self._by_file(ids)
-        rows: np.ndarray | None = None
-        for (
-            file_index,
-            of_file,
-            places,
-        ) in parts:  # one after the other: all files of a batch may be too many to be open
-            file = self._files[file_index]
+        out: np.ndarray | None = None
+        for numbers, file_index, rows, places in self._parts(ids):
             try:
-                opened = self._readers.get(file, self._cache)
-            except CorruptDataError:  # maybe of a copy only: read_raw knows what to do
+                opened = self._open(numbers)
+            except CorruptDataError:  # maybe of a cached copy only: read_raw fetches it again
                 return None
-            width = 0 if opened.direct is None else opened.direct.width
-            if rows is None:
-                rows = _aligned.empty((len(ids), width), np.uint8)
-            if not width or width != rows.shape[1]:
-                self._rows_differ = opened.direct is not None
+            files = [file.direct for file in opened if file.direct is not None]
+            if len(files) < len(opened):
                 return None
+            width = common_width(files)
+            if not width or (out is not None and out.shape[1] != width):
+                self._rows_differ = True
+                return None
+            if out is None:
+                out = _aligned.empty((len(ids), width), np.uint8)
             at = steps(len(ids), width) if places is None else places * width
-            if not self._rows.read_into(opened, file, np.ascontiguousarray(of_file), at, rows, width):
+            if not direct.read(files, file_index, rows, at, out.reshape(-1), width=width):
                 return None
-        return rows
+        return out
 
     def _checked(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray:
         ids = np.asarray(record_ids, np.int64)
@@ -205,23 +198,52 @@ class ArrayRecord:
                 )
         return ids
 
-    def _by_file(self, ids: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray | None]]:
-        """File, rows in it, and their places in ``ids`` (None: all), of each file that has any."""
+    def _parts(self, ids: np.ndarray) -> Iterator[tuple[list[int], np.ndarray | None, np.ndarray, np.ndarray | None]]:
+        """Cuts a batch so that each part touches a bounded number of files.
+
+        Yields:
+          Files of the part; of each of its records the place of its file among them (None: one file), its row in that
+          file, and its place in ``ids`` (None: the part is the whole batch).
+        """
+        if not ids.size:
+            return
+        if len(self._files) == 1:
+            yield [0], None, ids, None
+            return
         which = np.searchsorted(self._ends, ids, side="right")
         rows = ids - self._starts[which]
-        if which[0] == which[-1] and bool((which == which[0]).all()):
-            return [(int(which[0]), rows, None)]
-        places = np.argsort(which, kind="stable")
-        which, rows = which[places], rows[places]
-        bounds = [0, *(np.flatnonzero(np.diff(which)) + 1).tolist(), len(ids)]
-        touched = which[bounds[:-1]].tolist()
-        if self._cache is not None:  # what has to be fetched is fetched side by side
-            closed = [self._files[i] for i in touched if not self._readers.has(self._files[i])]
+        if bool((which == which[0]).all()):
+            yield [int(which[0])], None, rows, None
+            return
+        touched, index = np.unique(which, return_inverse=True)
+        if len(touched) <= _FILES_PER_CALL:
+            yield touched.tolist(), index, rows, None
+            return
+        for first in range(0, len(touched), _FILES_PER_CALL):
+            places = np.flatnonzero((index >= first) & (index < first + _FILES_PER_CALL))
+            yield touched[first : first + _FILES_PER_CALL].tolist(), index[places] - first, rows[places], places
+
+    def _open(self, files: list[int]) -> list[OpenFile]:
+        if self._cache is not None and len(files) > 1:  # fetch side by side what is not here yet
+            closed = [self._files[number] for number in files if not self._readers.has(self._files[number])]
             _files.in_threads(lambda file: self._readers.open(file, self._cache), closed)
-        return [
-            (file_index, rows[start:stop], places[start:stop])
-            for file_index, start, stop in zip(touched, bounds, bounds[1:], strict=False)
-        ]
+        return [self._readers.get(self._files[number], self._cache) for number in files]
+
+    def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
+        try:
+            found = read_direct(self._open(files), file_index, rows)
+        except CorruptDataError:  # maybe of a cached copy only, which _read_file fetches again
+            found = None
+        if found is not None:
+            return found
+        if file_index is None:
+            return self._read_file(files[0], rows)
+        records = [b""] * len(rows)
+        for number, file in enumerate(files):
+            mine = np.flatnonzero(file_index == number)
+            for place, record in zip(mine.tolist(), self._read_file(file, rows[mine]), strict=True):
+                records[place] = record
+        return records
 
     def _inspect(self, name: str) -> ShardFile:
         if self._cache is None or not _files.is_url(name):
@@ -230,17 +252,20 @@ class ArrayRecord:
 
         return inspect_url(name, self._cache)
 
-    def _read_file(self, file_index: int, rows: np.ndarray) -> list[bytes]:
-        file = self._files[file_index]
-        first_record_id = int(self._starts[file_index])
+    def _read_file(self, number: int, rows: np.ndarray) -> list[bytes]:
+        file, first_record_id = self._files[number], int(self._starts[number])
         try:
-            return self._rows.read(self._readers.get(file, self._cache), file, rows, first_record_id)
+            return self._read_open(file, rows, first_record_id)
         except CorruptDataError:
             if self._cache is None or not _files.is_url(file.path):
                 raise
         self._readers.drop([file])  # the copy may be at fault: once more from the original
         self._cache.discard(file.path)
-        return self._rows.read(self._readers.get(file, self._cache), file, rows, first_record_id)
+        return self._read_open(file, rows, first_record_id)
+
+    def _read_open(self, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
+        opened = self._readers.get(file, self._cache)
+        return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
 
     def file_of(self, record_id: int) -> str:
         """Path or URL of the file that holds a record."""

@@ -1,278 +1,212 @@
-"""Rows of a local ArrayRecord file of one record a chunk, uncompressed or by zstd, without the array_record library.
+"""Opens local ArrayRecord files with one record per chunk for the extension module, which reads whole batches.
 
-The library checks a record's hash, gives the bytes to Python and takes the interpreter's lock, each record anew. Here a
-whole batch is read, checked and put in its place by one call that needs no lock. Only what has the right hashes is ever
-given out; for everything else there is the library, which also says what is wrong with a record.
+The array_record library checks one record's hash, copies its bytes into a Python object and takes the interpreter's
+lock, for each record. The extension (``_riegeli.c``) reads, checks and places a batch in one call without that lock.
+It only returns records whose hashes match; everything else is left to the library, which also reports damage.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from meshfeed._aligned import address
-from meshfeed.sources import _riegeli, _zstd
+from meshfeed._errors import SourceError
 from meshfeed.sources._open_files import Descriptor
-from meshfeed.sources._riegeli import BLOCK_BYTES, CHUNK_HEADER_BYTES, Riegeli
-from meshfeed.sources._zstd import Zstd
 
-_MAGIC = 0x71930E704FDAE05E  # ArrayRecord's, in the postscript
-_MAX_RECORD_BYTES = 1 << 23  # each thread that reads keeps a buffer of the longest
-_MAX_MISTAKES = 4
-_LEFT_ALONE = 256  # reads
-_TOGETHER_BYTES = 1 << 18  # half of the second cache of most processors
-_ROWS_A_CALL = 256  # Ctrl-C waits for the end of a call
-_CALL_MICROSECONDS = 5.0
-_PARSED_AT_ONCE = 1 << 17  # entries of a footer
-_scratch = threading.local()
 _logger = logging.getLogger("meshfeed")
 
+try:
+    from meshfeed.sources import _riegeli as riegeli  # pyright: ignore[reportAttributeAccessIssue] # built from C
+except ImportError as error:  # installed without a C compiler, or built for another system
+    _logger.debug("ArrayRecord files are read by the array_record library, which is slower: %s", error)
+    riegeli: Any = None
 
+_MAGIC = 0x71930E704FDAE05E  # ArrayRecord's, in the postscript
+_BLOCK_BYTES = 1 << 16
+_BLOCK_HEADER_BYTES = 24
+_CHUNK_HEADER_BYTES = 40
+_MAX_RECORD_BYTES = 1 << 23  # each reading thread keeps a buffer for the longest
+_PARSED_AT_ONCE = 1 << 17  # entries of a footer
+_ROWS_PER_CALL = 1024  # Ctrl-C waits for the end of a call
+
+
+@dataclasses.dataclass(frozen=True)
 class DirectFile:
-    """What is known of a file, and reads it. Thread-safe.
+    """A file that the extension can read.
 
     Attributes:
-      open: gives the open file.
-      width: bytes of every record; 0 where records differ.
-      num_entries: numbers of 8 bytes that it holds in memory.
+      index: a ``_riegeli.Index``: where its records are.
+      open: returns the open file.
     """
 
-    def __init__(
-        self,
-        machine: Riegeli,
-        zstd: Zstd | None,
-        open_file: Callable[[], Descriptor],
-        offsets: np.ndarray,
-        sizes: np.ndarray,
-    ) -> None:
-        """See :func:`open_direct`."""
-        self._machine = machine
-        self._zstd = zstd
-        self.open = open_file
-        low, high = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
-        self.width = low if low == high else 0
-        self._offsets = offsets
-        self._sizes = None if self.width else sizes
-        self._addresses = offsets.ctypes.data, None if self._sizes is None else self._sizes.ctypes.data
-        longest = _longest_chunk(offsets, high, compressed=zstd is not None)
-        self._scratch_bytes = max(_TOGETHER_BYTES, longest)
-        # Measured on records of 200 to 8,192 bytes.
-        self._microseconds = 1.2 + (0.0003 if zstd is None else 0.0013) * (float(sizes.mean()) if len(sizes) else 0)
-        self._mistakes = 0  # in a row
-        self._left_alone = 0
+    index: Any
+    open: Callable[[], Descriptor]
+
+    @property
+    def width(self) -> int:
+        """Bytes of every record; 0 if they differ."""
+        return self.index.width
 
     @property
     def num_entries(self) -> int:
-        return len(self._offsets) + (0 if self._sizes is None else len(self._sizes))
-
-    def worth_trying(self) -> bool:
-        """False for some time after several reads one after the other that only the library could make."""
-        if self._mistakes < _MAX_MISTAKES:
-            return True
-        self._left_alone += 1
-        return self._left_alone % _LEFT_ALONE == 0
-
-    def was_mistaken(self, path: str) -> None:
-        """To be called when the library has read rows of the file ``path`` that :meth:`read` could not."""
-        self._mistakes += 1
-        if self._mistakes == _MAX_MISTAKES:
-            _logger.info(
-                "%s: the array_record library read what meshfeed could not, %d times in a row; it reads the file from now "
-                "on, and one read in %d is tried without it",
-                path, _MAX_MISTAKES, _LEFT_ALONE,
-            )  # fmt: skip
-
-    def expected_microseconds(self, num_rows: int) -> float:
-        """What scattered rows cost, from the page cache of an idle machine."""
-        return _CALL_MICROSECONDS + self._microseconds * num_rows
+        """Numbers of 8 bytes that it holds in memory."""
+        return self.index.nbytes // 8
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of records ``rows``, int64[n]."""
-        return np.full(len(rows), self.width) if self._sizes is None else self._sizes[rows]
-
-    def read(self, file: Descriptor, rows: np.ndarray, places: np.ndarray, out: np.ndarray, *, width: int = 0) -> bool:
-        """Reads records into ``out``.
-
-        Args:
-          file: from :attr:`open`. The caller's frame holds it: if it were closed, its number could become another's.
-          rows: int64[n], C-contiguous, each of them a row of the file.
-          places: int64[n], C-contiguous, byte of ``out`` at which each record begins.
-          out: C-contiguous, with room for each record at its place.
-          width: bytes that each record must have; 0 for any.
-
-        Returns:
-          Whether all records were read and are sound; else ``out`` holds nothing of use.
-        """
-        offsets, sizes = self._addresses
-        if sizes is None and width not in (0, self.width):
-            return False
-        # Held by this frame while the code runs: at the interpreter's exit what a thread has of its own goes first.
-        scratch = _scratch_of(self._scratch_bytes)
-        context = None if self._zstd is None else self._zstd.context()
-        first_row, first_place, target, memory = address(rows), address(places), address(out), address(scratch)
-        first, failed = 0, -1
-        while first < len(rows):
-            count = min(_ROWS_A_CALL, len(rows) - first)
-            done = self._machine.read_records(
-                file.number,
-                count,
-                first_row + 8 * first,
-                len(self._offsets) - 1,
-                offsets,
-                sizes,
-                width or self.width,
-                first_place + 8 * first,
-                target,
-                memory,
-                _TOGETHER_BYTES,
-                None if self._zstd is None else self._zstd.decompress,
-                None if context is None else context.address,
-                self._machine.key,
-            )
-            first += done
-            if done != count:
-                if first == failed:
-                    return False
-                failed = first  # the system may give fewer bytes than asked for: once more from there
-        self._mistakes = 0
-        return True
+        sizes = np.empty(len(rows), np.int64)
+        self.index.sizes(np.ascontiguousarray(rows, np.int64), sizes)
+        return sizes
 
 
 def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> DirectFile | None:
-    """What reads a file in this way, or None if it cannot be read so.
+    """What :func:`read` takes, or None if the file has to be read by the library.
 
     Args:
-      open_file: gives the open file, now and at each read.
-      num_records: records that it has.
-
-    Raises:
-      OSError: it cannot be read at all. That may pass, unlike a None.
+      open_file: opens the file, or returns it if it is still open.
+      num_records: records in it.
     """
-    machine = _riegeli.load()
-    if machine is None:
+    if riegeli is None:
         return None
-    file = open_file()
-    footer = _read_footer(machine, file.number, file.status.st_size, num_records)
-    return None if footer is None else DirectFile(machine, footer[0], open_file, *footer[1:])
+    try:
+        file = open_file()
+        footer = _read_footer(file.number, file.status.st_size, num_records)
+        return None if footer is None else DirectFile(riegeli.Index(*footer), open_file)
+    except (OSError, ValueError):
+        return None
 
 
-def _longest_chunk(offsets: np.ndarray, largest: int, *, compressed: bool) -> int:
-    """Bytes in the file, at most: of compressed chunks by where the next one begins, else by the largest record."""
-    if compressed:
-        return int(np.diff(offsets).max(initial=0))
-    return _riegeli.span_of(0, CHUNK_HEADER_BYTES + largest + 12) + 2 * BLOCK_BYTES
+def read(
+    files: Sequence[DirectFile],
+    file_index: np.ndarray | None,
+    rows: np.ndarray,
+    places: np.ndarray,
+    out: np.ndarray,
+    *,
+    width: int = 0,
+) -> bool:
+    """Reads records of several files into one buffer.
+
+    Args:
+      files: from :func:`open_direct`.
+      file_index: int64[n], the file of each record; None if there is only one.
+      rows: int64[n], rows of their files.
+      places: int64[n], the byte of ``out`` at which each record begins.
+      out: uint8, with room for each record at its place.
+      width: bytes that each record must have; 0 for any.
+
+    Returns:
+      Whether all records were read and are intact; otherwise the content of ``out`` is undefined.
+    """
+    try:
+        opened = [file.open() for file in files]  # held by this frame: a closed descriptor's number may be reused
+    except (OSError, SourceError):  # gone or changed: the library finds out which
+        return False
+    indexes, fds = [file.index for file in files], np.array([file.number for file in opened], np.int64)
+    rows, places = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(places, np.int64)
+    for first in range(0, len(rows), _ROWS_PER_CALL):
+        part = slice(first, first + _ROWS_PER_CALL)
+        index = None if file_index is None else file_index[part]
+        if riegeli.read(indexes, fds, index, rows[part], places[part], out, width) != len(rows[part]):
+            return False
+    return True
 
 
-def _read_footer(
-    machine: Riegeli, file: int, num_bytes: int, num_records: int
-) -> tuple[Zstd | None, np.ndarray, np.ndarray] | None:
-    """How records are compressed, their offsets, int64[n + 1], the last one the footer's, and sizes, int64[n].
+def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray, np.ndarray, bool] | None:
+    """Offsets int64[n + 1] (the last one is the footer's), sizes int64[n], and whether records are compressed.
 
     None for a file that is not to be read directly.
     """
-    postscript = _read_records(machine, file, num_bytes - BLOCK_BYTES, num_bytes, 3)
-    if postscript is None:
-        return None
-    found = _columns(machine, postscript[1], 3, (8, 16))
+    postscript = _read_records(fd, num_bytes - _BLOCK_BYTES, num_bytes, 3)
+    found = None if postscript is None else _columns(postscript[1], 0, 3, (8, 16))
     if found is None or (found[1] != _MAGIC).any():
         return None
     place = int(found[0][0])
-    footer = _read_records(machine, file, place, num_bytes, num_records + 1)
+    footer = _read_records(fd, place, num_bytes, num_records + 1)
     if footer is None:
         return None
-    zstd, values, metadata_size = footer
-    columns = _columns(machine, values[metadata_size:], num_records, (8, 16, 24))
+    compressed, values, metadata_size = footer
+    columns = _columns(values, metadata_size, num_records, (8, 16, 24))
     if columns is None or (columns[2] != 1).any():
         return None
-    offsets, sizes = np.append(columns[0], place), columns[1].copy()
+    offsets, sizes = np.append(columns[0], place), columns[1]
     spans = np.diff(offsets)
-    if offsets[0] < 0 or (spans <= 0).any() or (spans > _MAX_RECORD_BYTES).any() or (sizes > _MAX_RECORD_BYTES).any():
+    if (spans <= 0).any() or (spans > _MAX_RECORD_BYTES).any() or (sizes > _MAX_RECORD_BYTES).any():
         return None
-    return zstd, offsets, sizes
+    return offsets, np.ascontiguousarray(sizes), compressed
 
 
-def _read_records(
-    machine: Riegeli, file: int, offset: int, num_bytes: int, num_records: int
-) -> tuple[Zstd | None, np.ndarray, int] | None:
-    """What a chunk holds: how it is compressed, its records one after the other, and the size of the first one."""
+def _read_records(fd: int, offset: int, num_bytes: int, num_records: int) -> tuple[bool, bytes, int] | None:
+    """Whether a chunk is compressed, its records one after the other, and the size of the first one."""
     if not 0 <= offset < num_bytes:
         return None
-    begin = os.pread(file, _riegeli.span_of(offset, CHUNK_HEADER_BYTES), offset)
-    begin = _riegeli.without_block_headers(begin, offset)[:CHUNK_HEADER_BYTES]
-    header = np.frombuffer(begin, "<u8") if len(begin) == CHUNK_HEADER_BYTES else None
-    if header is None or int(header[3]) != ord("r") | num_records << 8:
+    data_size = _data_size(fd, offset, num_records)
+    chunk = riegeli.read_chunk(fd, offset, data_size) if 0 < data_size <= num_bytes else None
+    if chunk is None:
         return None
-    data_size = int(header[1])
-    if not 0 < data_size <= num_bytes:
+    data = memoryview(chunk)[_CHUNK_HEADER_BYTES:]
+    compressed = data[0] == ord("z")
+    found = _varint(data, 1)
+    if (data[0] and not (compressed and riegeli.HAS_ZSTD)) or found is None or found[0] > len(data) - found[1]:
         return None
-    chunk = np.empty(_riegeli.span_of(offset, CHUNK_HEADER_BYTES + data_size), np.uint8)
-    if not machine.read_chunk(file, offset, data_size, address(chunk), machine.key):
+    end = found[1] + found[0]
+    sizes, values = (
+        _inflated(compressed, part, 64 * num_records + 4096) for part in (data[found[1] : end], data[end:])
+    )
+    if sizes is None or values is None or len(values) != int.from_bytes(chunk[32:40], "little"):
         return None
-    data = chunk[CHUNK_HEADER_BYTES : CHUNK_HEADER_BYTES + data_size]
-    zstd = _zstd.load() if data[0] == ord("z") else None
-    if data[0] and zstd is None:
-        return None
-    found = _varint(machine, data[1:])
-    if found is None or found[0] > len(found[1]):
-        return None
-    parts = found[1][: found[0]], found[1][found[0] :]
-    sizes, values = (_inflated(machine, zstd, part, 64 * num_records + 4096) for part in parts)
-    if sizes is None or values is None or len(values) != int(header[4]):
-        return None
-    first = _varint(machine, sizes)
-    return None if first is None or first[0] > len(values) else (zstd, values, first[0])
+    first = _varint(sizes, 0)
+    return None if first is None or first[0] > len(values) else (compressed, values, first[0])
 
 
-def _inflated(machine: Riegeli, zstd: Zstd | None, content: np.ndarray, limit: int) -> np.ndarray | None:
-    if zstd is None:
-        return content
-    found = _varint(machine, content)
-    if found is None or found[0] > limit:
-        return None
-    made = zstd.inflate(found[1].tobytes(), found[0])
-    return None if made is None else np.frombuffer(made, np.uint8)
+def _data_size(fd: int, offset: int, num_records: int) -> int:
+    """Bytes of data according to the header of a chunk of ``num_records`` records; 0 if it is another chunk."""
+    content = os.pread(fd, _CHUNK_HEADER_BYTES + 2 * _BLOCK_HEADER_BYTES, offset)
+    border = -offset % _BLOCK_BYTES  # a block header stands there, in the middle of the chunk's or before it
+    header = (content[:border] + content[border + _BLOCK_HEADER_BYTES :])[:_CHUNK_HEADER_BYTES]
+    if len(header) < _CHUNK_HEADER_BYTES or int.from_bytes(header[24:32], "little") != ord("r") | num_records << 8:
+        return 0
+    return int.from_bytes(header[8:16], "little")
 
 
-def _varint(machine: Riegeli, content: np.ndarray) -> tuple[int, np.ndarray] | None:
-    """The number that ``content`` begins with, and what follows it."""
+def _inflated(compressed: bool, content: memoryview, limit: int) -> bytes | None:
+    if not compressed:
+        return bytes(content)
+    found = _varint(content, 0)
+    return None if found is None or found[0] > limit else riegeli.inflate(content[found[1] :], found[0])
+
+
+def _varint(content: bytes | memoryview, start: int) -> tuple[int, int] | None:
+    """The number at ``start``, and where it ends."""
     number = np.empty(1, np.int64)
-    end = machine.read_varints(address(content), len(content), 1, address(number))
-    return None if end > len(content) or number[0] < 0 else (int(number[0]), content[end:])
+    end = riegeli.read_varints(content, start, number)
+    return None if end < 0 else (int(number[0]), end)
 
 
-def _columns(machine: Riegeli, content: np.ndarray, count: int, tags: tuple[int, ...]) -> np.ndarray | None:
-    """The fields of ``count`` protocol buffers that ``content`` consists of, int64[fields, count].
+def _columns(content: bytes, start: int, count: int, tags: tuple[int, ...]) -> np.ndarray | None:
+    """The fields of the ``count`` protocol buffers that follow one another from ``start`` to the end of ``content``.
 
     Args:
-      machine: the compiled functions.
-      content: uint8[n], messages of numbers one after the other.
+      content: messages of numbers.
+      start: where the first one begins.
       count: of messages.
-      tags: what stands before each field, the same in all messages.
+      tags: the tag of each field, the same in all messages.
 
     Returns:
-      None where ``content`` is anything else.
+      int64[fields, count]; None if ``content`` is anything else.
     """
     columns = np.empty((len(tags), count), np.int64)
     part = np.empty((min(count, _PARSED_AT_ONCE), 2 * len(tags)), np.int64)
-    at = 0
+    at = start
     for first in range(0, count, _PARSED_AT_ONCE):
         part = part[: count - first]
-        left = len(content) - at
-        end = machine.read_varints(address(content) + at, left, part.size, address(part))
-        if end > left or (part[:, ::2] != tags).any():
+        at = riegeli.read_varints(content, at, part)
+        if at < 0 or (part[:, ::2] != tags).any():
             return None
         columns[:, first : first + len(part)] = part[:, 1::2].T
-        at += end
     return columns if at == len(content) else None
-
-
-def _scratch_of(num_bytes: int) -> np.ndarray:
-    """Memory of this thread's own, used again by its next read."""
-    found = getattr(_scratch, "found", None)
-    if found is None or len(found) < num_bytes:
-        found = _scratch.found = np.empty(num_bytes, np.uint8)
-    return found

@@ -1,153 +1,122 @@
-"""Rows of one open ArrayRecord file, the fastest way, and what the library raises as our own exceptions."""
+"""Rows of open ArrayRecord files, the fastest way, and the library's exceptions as our own."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import os
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from meshfeed._errors import CorruptDataError, SourceError
+from meshfeed.sources import _array_record_direct as direct
 from meshfeed.sources._array_record_direct import DirectFile
 from meshfeed.sources._array_record_readers import OpenFile, ShardFile
 from meshfeed.sources._decode_raw import packer
 
-# Powers of the last measurement, and of what is left of a way's slowdown when the other one is taken. Powers, so that one
-# batch during which the process did not run, of 50 times the usual length, does not turn the choice over.
-_NEW_WEIGHT = 0.2
-_KEPT = 0.99
-_SERIAL, _LIST = range(2)  # ways to scattered rows
-_FEW = 1 << 14  # rows, for which what is made once is kept
-_SLOW = 3.0  # times as slow as foretold: then the other way is looked at
+_FEW = 1 << 14  # rows; what is computed for a batch of at most this many is kept
+_PROBES = 4
 
 
-class RowReader:
-    """Reads rows of files, and learns which way to scattered rows is the faster one here.
+def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes] | None:
+    """Records of several files by one call of the extension module.
 
-    One ``read`` of a list costs a walk through all chunks of the file and the waking of the library's threads, which then
-    read side by side; many reads of one row cost neither, but wait for storage one after the other, and take the
-    interpreter's lock anew each time. So a batch of 64 rows is five times as fast by single reads from the page cache
-    of an idle machine, and many times as fast by a list from a network disk or beside a busy Python thread. Where a file
-    can be read directly, that takes the place of single reads: it waits for storage as they do, and is faster. Both ways
-    are foretold by a formula, and by how much slower than the formula they were of late. Thread-safe: at worst a
-    measurement is lost.
+    Args:
+      opened: the files.
+      file_index: int64[n], the file of each record; None if there is only one.
+      rows: int64[n], rows of their files.
+
+    Returns:
+      None if a file has to be read by the library, or a record cannot be read or is damaged.
     """
+    files = [file.direct for file in opened if file.direct is not None]
+    if len(files) < len(opened):
+        return None
+    width, count = common_width(files), len(rows)
+    bounds = steps(count + 1, width) if width else _bounds(files, file_index, rows)
+    out = np.empty(int(bounds[-1]), np.uint8)
+    if not direct.read(files, file_index, rows, bounds[:-1], out):
+        return None
+    content = out.data
+    if width and count <= _FEW:
+        return list(packer(width, count).unpack_from(content))
+    return [bytes(content[first:end]) for first, end in itertools.pairwise(bounds.tolist())]
 
-    def __init__(self) -> None:
-        self._slowdown = [1.0, 1.0]  # of one row after the other, of lists
 
-    def read(self, opened: OpenFile, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
-        """Records ``rows`` of one file, in the order asked for.
+def common_width(files: Sequence[DirectFile]) -> int:
+    """Bytes of every record of all files; 0 if they differ."""
+    return files[0].width if all(file.width == files[0].width for file in files) else 0
 
-        Args:
-          opened: ``file``, open.
-          file: for the choice of the way to read, and for messages.
-          rows: int64[n], row numbers within the file.
-          first_record_id: record id of the file's row 0, for messages.
 
-        Raises:
-          CorruptDataError: a stored byte is damaged; names file and record.
-          SourceError: the file has been cut short since it was opened.
-          OSError: the file cannot be read.
-        """
-        direct = self._direct(opened, file, rows)
-        records = None if direct is None else self._read_directly(direct, file, rows)
-        if records is None:
-            library = opened.library()
-            try:
-                records = self._read_by_library(library.read, file, rows)
-            except (RuntimeError, IndexError) as error:
-                raise _explain(library, file, rows.tolist(), first_record_id, error) from error
-            if not all(records):
-                _check_length(opened, file)
-            if direct is not None:  # for the library has found nothing wrong
-                direct.was_mistaken(file.path)
-        return records
+def _bounds(files: Sequence[DirectFile], file_index: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+    """Where records of these sizes begin if they follow one another, and where the last one ends: int64[n + 1]."""
+    if file_index is None:
+        sizes = files[0].sizes(rows)
+    else:
+        sizes = np.empty(len(rows), np.int64)
+        for number, file in enumerate(files):
+            mine = np.flatnonzero(file_index == number)
+            sizes[mine] = file.sizes(rows[mine])
+    return np.concatenate([[0], np.cumsum(sizes)])
 
-    def read_into(
-        self, opened: OpenFile, file: ShardFile, rows: np.ndarray, places: np.ndarray, out: np.ndarray, width: int
-    ) -> bool:
-        """Reads records of ``width`` bytes directly into ``out``, where that is possible and the faster way.
 
-        Args:
-          opened: ``file``, open.
-          file: for the choice.
-          rows: int64[n], C-contiguous.
-          places: int64[n], C-contiguous, byte of ``out`` at which each record begins.
-          out: C-contiguous.
-          width: bytes of a record.
+def read_by_library(opened: OpenFile, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
+    """Records ``rows`` of one file, in the order asked for, by the array_record library.
 
-        Returns:
-          Whether it was done; if not, ``out`` holds nothing of use and :meth:`read` finds out why.
-        """
-        direct = self._direct(opened, file, rows)
-        return direct is not None and self._read_timed(direct, rows, places, out, width)
+    Args:
+      opened: ``file``, open.
+      file: for the choice of the call, and for messages.
+      rows: int64[n], row numbers within the file.
+      first_record_id: record id of the file's row 0, for messages.
 
-    def _read_timed(
-        self, direct: DirectFile, rows: np.ndarray, places: np.ndarray, out: np.ndarray, width: int
-    ) -> bool:
+    Raises:
+      CorruptDataError: a stored byte is damaged; names file and record.
+      SourceError: the file has been cut short since it was opened.
+      OSError: the file cannot be read.
+    """
+    library = opened.library()
+    try:
+        records = _call_library(library.read, opened.path, file, rows)
+    except (RuntimeError, IndexError) as error:
+        raise _explain(library, file, rows.tolist(), first_record_id, error) from error
+    if not all(records):
+        _check_length(opened, file)
+    return records
+
+
+def _call_library(read: Any, path: str, file: ShardFile, rows: np.ndarray) -> list[bytes]:
+    """One read of a list walks all chunks of the file and wakes the library's threads, which then read side by side.
+
+    Reads of single rows do neither, but wait for storage one after the other: they are faster only for few rows of a
+    large file that lie in the page cache.
+    """
+    ends = _ends_of_runs(rows)
+    if 2 * len(ends) < len(rows) or len(rows) == 1:
+        runs = [rows] if not len(ends) else np.split(rows, ends)
+        return list(itertools.chain.from_iterable(read(int(run[0]), int(run[-1]) + 1) for run in runs))
+    singles, together = expected_microseconds(file, rows)
+    if singles < together and _are_cached(path, file, rows):
+        return [read(row, row + 1)[0] for row in rows.tolist()]
+    return read(rows.tolist())
+
+
+def _are_cached(path: str, file: ShardFile, rows: np.ndarray) -> bool:
+    """Whether the page cache has what lies about where some of the rows are; False where the system does not tell."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    sample = rows[:: -(-len(rows) // _PROBES)]
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            held = direct.open()  # before the clock starts: another way would have to open the file too
-        except (OSError, SourceError):  # gone or changed: the library finds out which
-            return False
-        start = time.perf_counter()
-        if not direct.read(held, rows, places, out, width=width):
-            return False
-        self._learn(_SERIAL, start, direct.expected_microseconds(len(rows)))
-        return True
-
-    def _direct(self, opened: OpenFile, file: ShardFile, rows: np.ndarray) -> DirectFile | None:
-        """The way past the library, where there is one and a list is not faster."""
-        direct = opened.direct
-        if direct is None or not direct.worth_trying():
-            return None
-        if self._slowdown[_SERIAL] < _SLOW or len(rows) == 1 or 2 * len(_ends_of_runs(rows)) < len(rows):
-            return direct  # what comes in order, the system reads ahead by itself
-        expected = direct.expected_microseconds(len(rows)), expected_microseconds(file, rows)[_LIST]
-        return direct if self._choose(expected) == _SERIAL else None
-
-    def _read_directly(self, direct: DirectFile, file: ShardFile, rows: np.ndarray) -> list[bytes] | None:
-        rows = np.ascontiguousarray(rows)
-        width, count = direct.width, len(rows)
-        bounds = steps(count + 1, width) if width else np.concatenate([[0], np.cumsum(direct.sizes(rows))])
-        out = np.empty(int(bounds[-1]), np.uint8)
-        if not self._read_timed(direct, rows, bounds[:-1], out, 0):
-            return None
-        content = out.data
-        if width and count <= _FEW:
-            return list(packer(width, count).unpack_from(content))
-        return [bytes(content[first:end]) for first, end in itertools.pairwise(bounds.tolist())]
-
-    def _read_by_library(self, read: Any, file: ShardFile, rows: np.ndarray) -> list[bytes]:
-        if len(rows) == 1:
-            row = int(rows[0])
-            return read(row, row + 1)
-        ends = _ends_of_runs(rows)
-        if not len(ends):
-            return read(int(rows[0]), int(rows[-1]) + 1)
-        if 2 * len(ends) < len(rows):
-            records = []
-            for run in np.split(rows, ends):
-                records += read(int(run[0]), int(run[-1]) + 1)
-            return records
-        expected = expected_microseconds(file, rows)
-        way = self._choose(expected)
-        listed = rows.tolist()
-        start = time.perf_counter()
-        records = read(listed) if way == _LIST else [read(row, row + 1)[0] for row in listed]
-        self._learn(way, start, expected[way])
-        return records
-
-    def _choose(self, expected: tuple[float, float]) -> int:
-        return int(expected[_LIST] * self._slowdown[_LIST] < expected[_SERIAL] * self._slowdown[_SERIAL])
-
-    def _learn(self, way: int, start: float, expected: float) -> None:
-        found = max(time.perf_counter() - start, 1e-7) * 1e6 / expected
-        self._slowdown[way] *= (found / self._slowdown[way]) ** _NEW_WEIGHT
-        self._slowdown[1 - way] **= _KEPT  # towards 1, so that it is tried again some day
+            for offset in (sample * (file.num_bytes / file.num_records)).astype(np.int64).tolist():
+                os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        finally:
+            os.close(fd)
+    except OSError:  # BlockingIOError: it would have to wait for storage
+        return False
+    return True
 
 
 def _check_length(opened: OpenFile, file: ShardFile) -> None:
@@ -182,7 +151,7 @@ def _steps(count: int, width: int) -> np.ndarray:
 
 
 def expected_microseconds(file: ShardFile, rows: np.ndarray) -> tuple[float, float]:
-    """What scattered rows cost by single reads and by one list, from the page cache of an idle machine.
+    """What scattered rows cost by single reads and by one list if they lie in the page cache.
 
     Measured on records of 200 to 8,192 bytes: one row costs 3.3 and the decoding of its chunk each time; a list costs
     0.002 for every chunk of the file, some 200 to wake the library's threads, 2.7 a row, and the decoding of each chunk

@@ -1,0 +1,175 @@
+"""Damaged and hostile ArrayRecord files neither crash the extension nor get bytes past its hashes.
+
+`scripts/sanitize` runs this file against a build with AddressSanitizer and UndefinedBehaviorSanitizer, for longer.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+
+import numpy as np
+import pytest
+from array_record_files import write
+
+from meshfeed.sources import _array_record_direct as direct
+from meshfeed.sources._open_files import Descriptor
+
+riegeli = pytest.importorskip("meshfeed.sources._riegeli", reason="the package was installed without a C compiler")
+
+SECONDS = float(os.environ.get("MESHFEED_FUZZ_SECONDS", "2"))
+SEED = int(os.environ.get("MESHFEED_FUZZ_SEED", time.time_ns() % 2**32))
+GUARD = 64
+HEADER_BYTES = 40
+
+
+@pytest.fixture(autouse=True)
+def _seed_in_the_report() -> None:
+    print(f"MESHFEED_FUZZ_SEED={SEED}")
+
+
+def corpus(folder: pathlib.Path) -> list[tuple[bytes, list[bytes]]]:
+    """Files of several layouts that the library itself wrote, with their records."""
+    rng = np.random.default_rng(0)
+    found = []
+    for name, options in (("plain", "uncompressed"), ("zstd", "zstd:3"), ("padded", "zstd,pad_to_block_boundary:true")):
+        for sizes in ([1], [0, 3, 40, 300], [70_000, 5, 130_000], [64] * 300):
+            records = [rng.integers(0, 9, size, np.uint8).tobytes() for size in sizes]
+            path = write(folder / name, records, f"group_size:1,{options}")
+            found.append((pathlib.Path(path).read_bytes(), records))
+    return found
+
+
+def damaged(content: bytes, rng: np.random.Generator) -> bytes:
+    """Bits flipped, blocks moved, bytes written over, or the end cut off."""
+    changed = bytearray(content)
+    for _ in range(rng.integers(1, 9)):
+        at, length = int(rng.integers(len(changed))), int(rng.integers(1, 200))
+        match rng.integers(4):
+            case 0:
+                changed[at] ^= 1 << int(rng.integers(8))
+            case 1:
+                changed[at : at + length] = rng.bytes(len(changed[at : at + length]))
+            case 2:
+                source = int(rng.integers(len(changed)))
+                changed[at : at + length] = changed[source : source + len(changed[at : at + length])]
+            case _:
+                del changed[max(at, 1) :]
+    return bytes(changed)
+
+
+def with_hostile_footer(content: bytes, num_records: int, rng: np.random.Generator) -> bytes | None:
+    """A footer whose numbers are wrong and whose hashes are right, as somebody would write it who means harm.
+
+    The footer is stored uncompressed in one block, which the reader takes as it takes any other.
+    """
+    postscript = memoryview(content)[-(1 << 16) :]
+    changed = bytearray(content)
+    footer_at = int.from_bytes(varint_at(bytes(postscript), b"\x08"), "little")
+    if footer_at % (1 << 16) > 60_000 or footer_at + 50_000 > len(content):
+        return None
+    messages = [b""]
+    for _ in range(num_records):
+        offset, size = (int(rng.choice([0, 1, 64, 1 << 22, 1 << 23, 1 << 40, (1 << 62) - 1])) for _ in range(2))
+        if rng.integers(3):
+            offset, size = int(rng.integers(len(content))), int(rng.integers(400))
+        messages.append(b"\x08" + varint(offset) + b"\x10" + varint(size) + b"\x18\x01")
+    messages[1:] = sorted(messages[1:], key=lambda message: first_varint(message[1:]))
+    sizes, values = b"".join(varint(len(message)) for message in messages), b"".join(messages)
+    data = b"\0" + varint(len(sizes)) + sizes + values
+    if len(data) > 40_000 or (footer_at + HEADER_BYTES + len(data)) // (1 << 16) != footer_at // (1 << 16):
+        return None
+    header = (
+        len(data).to_bytes(8, "little")
+        + riegeli.hash(data).to_bytes(8, "little")
+        + (ord("r") | len(messages) << 8).to_bytes(8, "little")
+        + len(values).to_bytes(8, "little")
+    )
+    chunk = riegeli.hash(header).to_bytes(8, "little") + header + data
+    changed[footer_at : footer_at + len(chunk)] = chunk
+    return bytes(changed)
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def first_varint(content: bytes) -> int:
+    value = 0
+    for shift, byte in enumerate(content):
+        value |= (byte & 127) << 7 * shift
+        if byte < 128:
+            break
+    return value
+
+
+def varint_at(postscript: bytes, tag: bytes) -> bytes:
+    """The footer's offset as the postscript has it: the first field of its first record."""
+    magic = varint(0x71930E704FDAE05E)
+    end = postscript.index(magic) - 1
+    start = postscript.rindex(tag, 0, end)
+    return first_varint(postscript[start + 1 : end]).to_bytes(8, "little")
+
+
+def read_everything(path: pathlib.Path, num_records: int, rng: np.random.Generator) -> list[bytes | None] | None:
+    """Each record, or None where it is refused, by single reads; then all of them by one call."""
+    opened = Descriptor(str(path))
+    file = direct.open_direct(lambda: opened, num_records)
+    if file is None:
+        return None
+    sizes = file.sizes(np.arange(num_records))
+    found: list[bytes | None] = []
+    for row, size in enumerate(sizes.tolist()):
+        out = np.full(size + 2 * GUARD, 0xA5, np.uint8)
+        sound = direct.read([file], None, np.array([row]), np.array([GUARD]), out)
+        assert (out[:GUARD] == 0xA5).all()
+        assert (out[size + GUARD :] == 0xA5).all()
+        found.append(out[GUARD : GUARD + size].tobytes() if sound else None)
+    if sizes.sum() < 1 << 26:
+        out = np.full(int(sizes.sum()) + GUARD, 0xA5, np.uint8)
+        order = rng.permutation(num_records)
+        ends = np.cumsum(sizes[order])
+        sound = direct.read([file], None, order, ends - sizes[order], out)
+        assert (out[len(out) - GUARD :] == 0xA5).all()
+        assert sound == all(record is not None for record in found)
+    return found
+
+
+def test_damaged_files_give_their_own_records_or_none(tmp_path: pathlib.Path) -> None:
+    files, rng, path = corpus(tmp_path), np.random.default_rng(SEED), tmp_path / "damaged"
+    deadline, opened, intact, trials = time.monotonic() + SECONDS, 0, 0, 0
+    for content, records in files:
+        path.write_bytes(content)
+        assert read_everything(path, len(records), rng) == records
+    while time.monotonic() < deadline or trials < 50:
+        trials += 1
+        content, records = files[int(rng.integers(len(files)))]
+        path.write_bytes(damaged(content, rng))
+        found = read_everything(path, len(records), rng)
+        if found is not None:
+            opened += 1
+            intact += sum(record is not None for record in found)
+            assert all(record in (None, right) for record, right in zip(found, records, strict=True))
+    assert opened
+    assert intact
+
+
+def test_hostile_footers_reach_no_other_memory(tmp_path: pathlib.Path) -> None:
+    files, rng, path = corpus(tmp_path), np.random.default_rng(SEED), tmp_path / "hostile"
+    deadline, opened, trials = time.monotonic() + SECONDS, 0, 0
+    while time.monotonic() < deadline or trials < 50:
+        trials += 1
+        content, records = files[int(rng.integers(len(files)))]
+        hostile = with_hostile_footer(content, len(records), rng)
+        if hostile is None:
+            continue
+        path.write_bytes(hostile)
+        found = read_everything(path, len(records), rng)
+        opened += found is not None
+        assert found is None or all(record is None or record in records for record in found)
+    assert opened
