@@ -18,7 +18,7 @@ from meshfeed._stats import StatsRecorder
 _log = logging.getLogger("meshfeed.feed")
 
 
-def start_pipeline(
+def make_pipeline(
     feeder: Feeder,
     *,
     course: Any,
@@ -30,7 +30,7 @@ def start_pipeline(
     name: str,
     scope: str | None,
 ) -> Pipeline:
-    """Starts reading at ``place``.
+    """Puts together what reads from ``place`` on; nothing runs before its first ``peek``.
 
     Args:
       feeder: opened at ``place``; the pipeline closes it.

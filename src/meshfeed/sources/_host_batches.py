@@ -66,6 +66,11 @@ class HostBatches:
         self._owner: HostBatchIterator | None = None
 
     @property
+    def restartable(self) -> bool:
+        """Whether each pass has an iterator of its own."""
+        return not self._one_shot
+
+    @property
     def resumable(self) -> bool:
         """Whether a saved state can be continued."""
         return not self._one_shot or _has_state(self.iterable)
