@@ -15,10 +15,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import meshfeed
 from tests.signal_storm import KINDS, make_feed
@@ -203,3 +201,22 @@ def test_an_interrupt_in_reset_or_set_state_leaves_the_old_place_or_the_new(kind
                 break
         assert point > 30
     assert not our_threads()
+
+
+# ---------------------------------------------------------------------- real signals
+
+
+def test_real_signals_lose_nothing() -> None:
+    """In a process of its own, where the timer is free and a stray signal hits no other test."""
+    number = 2500 if SOAK else 132
+    program = pathlib.Path(__file__).with_name("signal_storm.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program), str(number)], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["signals"] >= number
+    assert set(found["by_kind"].values()) == {-(-number // (3 * len(KINDS)))}
+    assert found["wrong"] == 0, found
+    assert not found["threads_left"]

@@ -103,7 +103,8 @@ class MultiHostDataLoadIterator:
         self._last_opening: SingleCall[Feeder] | None = None
         self._pipeline: Pipeline | None = None
         self._finalizer: Any = None
-        self._ready: Ready | None = None  # the next batch, from the first look at it until it counts as delivered
+        self._ready: Ready | None = None  # the next batch once it was looked at, or what is left of the last one
+        self._previous: Place | None = None
         self._left: _Generation | None = None  # what reset or set_state has replaced and not yet closed
         self._closed = self._released = False
         self._failed: BaseException | None = None
@@ -183,9 +184,9 @@ class MultiHostDataLoadIterator:
         self._stats.entered_next(start)
         try:
             pipeline = self._running_pipeline()
-            if self._ready is None:
-                self._ready = pipeline.peek()
             ready = self._ready
+            if ready is None or ready.batch.step < self._place.step:
+                self._ready = ready = pipeline.peek()
             if not ready.finished:
                 self._finish(ready)
         except Exception as error:
@@ -195,9 +196,10 @@ class MultiHostDataLoadIterator:
             self._count(ready, start)
         pipeline.pop(ready)
         place, arrays = ready.place, ready.arrays
+        self._previous = self._place  # keeps it alive: nothing is to be freed in the next three lines, which takes time
         # Python handles signals at calls and backward jumps. There is none from here to the return, so an interrupt finds
         # the batch either to be delivered again or delivered.
-        self._ready, self._place = None, place
+        ready.arrays, self._place = None, place
         return arrays
 
     def _finish(self, ready: Ready) -> None:
