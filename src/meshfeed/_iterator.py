@@ -22,6 +22,7 @@ from meshfeed._layout import make_layout
 from meshfeed._pipeline import Pipeline, Ready
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
+from meshfeed._second_pass import SecondPass
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step, logs_steps
@@ -109,10 +110,10 @@ class MultiHostDataLoadIterator:
         self._closed = self._released = False
         self._failed: BaseException | None = None
         self._failed_at: TracebackType | None = None
-        self._warned_of_end = False
         self._stats = StatsRecorder()
         self._host = _process.process_index()
         self.name = name if isinstance(name, str) else f"feed-{_process.next_use('feeds')}"
+        self._second_pass = SecondPass(self.name)
         self._scope = f"feed/{self.name}/{_process.next_use(f'feed {self.name}')}"
         # until the sharding is known, a failure is told to whoever may be waiting
         self._rounds = _agree_settings.Rounds(self._scope, range(_process.process_count()))
@@ -157,13 +158,8 @@ class MultiHostDataLoadIterator:
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> MultiHostDataLoadIterator:
-        if isinstance(self._failed, StopIteration) and not self._warned_of_end:
-            self._warned_of_end = True
-            _log.warning(
-                "%s: iterating again after the end of the stream gives no batches, because iter(feed) does not reset "
-                "the feed. For several epochs pass num_epochs=; to start from the first batch call reset().",
-                self.name,
-            )
+        if isinstance(self._failed, StopIteration):
+            self._second_pass.begins()
         return self
 
     def __next__(self) -> PyTree:
