@@ -130,6 +130,7 @@ def test_an_interrupt_in_the_first_next_after_a_new_place_loses_nothing(kind: st
     with make_feed(kind, num_batches=6) as feed:
         next(feed)
         state = feed.get_state()
+        point = 0
         for point in points(f"{moment} {kind}"):
             next(feed)
             feed.reset() if moment == "reset" else feed.set_state(state)
@@ -149,6 +150,7 @@ def test_an_interrupt_in_the_first_next_after_a_new_place_loses_nothing(kind: st
 def test_an_interrupt_in_a_middle_next_loses_nothing(kind: str) -> None:
     with make_feed(kind, num_batches=4096) as feed:
         next(feed)
+        point = 0
         for point in points(f"middle {kind}"):
             step = feed.step
             again = interrupted(lambda: next(feed), point)
@@ -164,6 +166,7 @@ def test_an_interrupt_in_a_middle_next_loses_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_in_the_last_next_and_behind_it_loses_nothing(kind: str) -> None:
     for before in (1, 2):  # the last batch, and the end
+        point = 0
         for point in points(f"last {kind}"):
             with make_feed(kind, num_batches=2) as feed:
                 for step in range(before):
@@ -189,6 +192,7 @@ def test_an_interrupt_in_reset_or_set_state_leaves_the_old_place_or_the_new(kind
         for _ in range(2):
             next(feed)
         state = feed.get_state()
+        point = 0
         for point in points(f"{moment} itself {kind}"):
             feed.set_state(state)
             assert ids(next(feed)) == batch_ids(2)

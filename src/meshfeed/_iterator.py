@@ -311,8 +311,8 @@ class MultiHostDataLoadIterator:
 
     def _begin(self, place: Place, opening: SingleCall[Feeder] | None, doing: str) -> None:
         """A new generation of the feed, at ``place``."""
-        self._leave(place, opening, doing)
         self._rounds.withdraw()
+        self._leave(place, opening, doing)
 
     async def save(self, directory: Any) -> Any:
         """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""

@@ -65,6 +65,10 @@ class Bell:
         self._waiting = False
 
 
+def _nothing() -> None:
+    pass
+
+
 class Background:
     """A daemon thread that runs a function once.
 
@@ -108,8 +112,9 @@ class Background:
 
     def _run(self) -> None:
         if self._claim():
+            function, self._function = self._function, _nothing  # or an owner would be kept alive by its thread
             try:
-                self._function()
+                function()
             finally:
                 self._ended = True
                 self._end.ring()
