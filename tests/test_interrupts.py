@@ -72,6 +72,7 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
                 raise KeyboardInterrupt
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # or Python 3.12 reports no bytecodes to the first tracer
     sys.settrace(trace)
     try:
         call()

@@ -692,7 +692,8 @@ def test_asking_again_after_the_end_or_a_failure_takes_no_memory(kind: str, pref
                 try:
                     next(feed)
                 except (StopIteration, RuntimeError) as error:
-                    assert (type(error), depth(error)) == (type(first), first_depth)
+                    again = type(error), depth(error)
+                assert again == (type(first), first_depth)
                 if number == 1000:
                     before = tracemalloc.get_traced_memory()[0]
             grown = tracemalloc.get_traced_memory()[0] - before
