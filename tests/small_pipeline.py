@@ -58,8 +58,8 @@ def numbers_pipeline(
     prefetch: int = 2,
     bad_step: int | None = None,
 ) -> Pipeline:
-    """From step 0; arrays are the host's own."""
-    return Pipeline(
+    """From step 0, started; arrays are the host's own."""
+    pipeline = Pipeline(
         Numbers(bad_step),
         lambda tree, size: tree,
         prefetch=prefetch,
@@ -72,3 +72,5 @@ def numbers_pipeline(
         name=f"host-{host}",
         host=host,
     )
+    pipeline.start()
+    return pipeline

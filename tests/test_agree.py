@@ -251,8 +251,7 @@ def pipeline(store: Any, host: int, hosts: int, prefetch: int = 2) -> Pipeline:
 
 def take(one: Pipeline, steps: int) -> None:
     for _ in range(steps):
-        one.peek()
-        one.pop()
+        one.pop(one.peek())
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -265,8 +264,9 @@ def test_a_host_that_closes_early_is_named_on_those_that_go_on(
     pipelines = [pipeline(store, host, 3, prefetch) for host in range(3)]
     for step in range(5):
         for one in pipelines:
-            assert one.peek().batch.step == step
-            one.pop()
+            ready = one.peek()
+            assert ready.batch.step == step
+            one.pop(ready)
     pipelines[leaver].close("closed its feed", ValueError("the loss is nan"))
     steps = set()
     for host, one in enumerate(pipelines):
@@ -293,8 +293,9 @@ def test_hosts_that_close_at_the_same_step_hear_nothing_of_it() -> None:
     pipelines = [pipeline(store, host, 3) for host in range(3)]
     for host, one in enumerate(pipelines):  # one after the other, so that those before have left already
         for step in range(5):
-            assert one.peek().batch.step == step
-            one.pop()
+            ready = one.peek()
+            assert ready.batch.step == step
+            one.pop(ready)
             if host == 0 and step == 0:  # announcements need all hosts' parts
                 [other.peek() for other in pipelines]
         one.close("closed its feed")

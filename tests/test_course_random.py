@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,84 @@ def test_a_damaged_record_that_is_probed_is_no_reason_to_have_no_state() -> None
             next(feed)
             identities.append(feed.get_state()["fingerprint"]["source"]["content"])
     assert len(set(identities)) == 4
+
+
+class Counting(Records):
+    """Counts the calls that read."""
+
+    reads = 0
+
+    def __getitem__(self, record_id: int) -> Any:
+        self.reads += 1
+        return super().__getitem__(record_id)
+
+
+class WithFingerprint(Counting):
+    """Reads for a fingerprint of its own."""
+
+    def fingerprint(self) -> str:
+        return str(self[0])
+
+
+@pytest.mark.parametrize("kind", [Counting, WithFingerprint])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_state_is_taken_without_a_read_at_any_moment(kind: type[Counting], mixed: bool) -> None:
+    parts = [kind(lambda i: {"x": np.float32(i)}, 640) for _ in range(12 if mixed else 1)]
+    names = [f"part {number}" for number in range(len(parts))]
+    source: Any = parts[0]
+    if mixed:
+        source = meshfeed.sources.Mixture(dict(zip(names, parts, strict=True)), dict.fromkeys(names, 1.0))
+    feed = make_feed(source, prefetch=0)
+    made = [part.reads for part in parts]
+    assert all(made)
+    states = [feed.get_state()]
+    feed.reset()
+    states.append(feed.get_state())
+    assert states[0] == states[1]
+    assert [part.reads for part in parts] == made
+    next(feed)
+    before = [part.reads for part in parts]
+    feed.set_state(feed.get_state())
+    feed.config()
+    feed.close()
+    feed.get_state()
+    assert [part.reads for part in parts] == before
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyError(0), "records"),
+        (OSError("storage is gone"), "records"),
+        (RuntimeError("no"), "records"),
+        (IndexError(), "records"),
+        (KeyError(0), "mixture"),
+    ],
+)
+def test_an_unreadable_record_is_part_of_the_identity_whatever_its_exception(
+    error: Exception, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(damaged: tuple[int, ...]) -> meshfeed.MultiHostDataLoadIterator:
+        def record(i: int) -> Any:
+            if i in damaged:
+                raise error
+            return {"x": np.float32(i)}
+
+        source: Any = Records(record)
+        if kind == "mixture":
+            source = meshfeed.sources.Mixture(
+                {"a": source, "b": Records(lambda i: {"x": np.float32(i)})}, {"a": 1, "b": 1}
+            )
+        return make_feed(source, retry=meshfeed.Retry(attempts=1))
+
+    feeds = [make(damaged) for damaged in ((), (63,), (21, 63))]
+    texts = [json.dumps(feed.get_state()["fingerprint"], sort_keys=True) for feed in feeds]
+    assert len(set(texts)) == 3
+    with make((63,)) as again:
+        assert json.dumps(again.get_state()["fingerprint"], sort_keys=True) == texts[1]
+    assert "record 63 cannot be read" in caplog.text
+    for feed in feeds:
+        feed.close()
 
 
 def test_looking_at_the_source_is_tried_again() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
+import traceback
+import tracemalloc
 from typing import Any
 
 import jax
@@ -611,3 +617,128 @@ def test_workers_say_how_they_collect_garbage() -> None:
             assert feed.config()["num_workers"] == 1
     with pytest.raises(meshfeed.SettingsError, match="gc_every"):
         meshfeed.Workers(2, gc_every=-1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_iterating_again_after_the_end_warns_once(prefetch: int, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "iterating again" in record.getMessage()]
+
+    with make_feed(prefetch=prefetch, name="train") as feed:
+        counts = [sum(1 for _ in feed)]
+        assert not warnings()
+        with pytest.raises(StopIteration):
+            next(feed)  # asking once more is no habit
+        assert not warnings()
+        counts += [sum(1 for _ in feed) for _ in range(2)]
+        assert counts == [6, 0, 0]
+        (warning,) = warnings()
+        assert warning.startswith("train: ")
+        assert "num_epochs=" in warning
+        assert "reset()" in warning
+        (record,) = [record for record in caplog.records if "iterating again" in record.getMessage()]
+        assert (record.name, record.levelno) == ("meshfeed.feed", logging.WARNING)
+        feed.reset()
+        assert sum(1 for _ in feed) == 6
+        assert len(warnings()) == 1
+
+
+def test_the_warning_is_seen_where_nobody_has_set_up_logging() -> None:
+    program = """
+import jax, numpy as np, meshfeed
+from jax.sharding import AxisType
+mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+feed = meshfeed.MultiHostDataLoadIterator({"x": np.zeros(8)}, mesh, global_batch_size=8)
+for epoch in range(3):
+    for batch in feed:
+        print("batch")
+"""
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "batch\n"
+    assert done.stderr.count("pass num_epochs=; to start from the first batch call reset()") == 1
+
+
+def depth(error: BaseException) -> int:
+    return sum(1 for _ in traceback.walk_tb(error.__traceback__))
+
+
+@pytest.mark.parametrize("kind", ["end", "failure", "stream", "threads"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_asking_again_after_the_end_or_a_failure_takes_no_memory(kind: str, prefetch: int) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, record_id: int) -> Any:
+            raise RuntimeError("the disk is on fire")
+
+    def lane(lane_index: int, num_lanes: int) -> Any:
+        raise RuntimeError("the disk is on fire")
+        yield
+
+    source = {"end": None, "failure": Broken(), "threads": Broken(), "stream": meshfeed.sources.Stream(lane)}[kind]
+    options = {"num_threads": 2} if kind == "threads" else {}
+    with make_feed(source, prefetch=prefetch, **options) as feed:
+
+        def ask() -> BaseException:
+            with pytest.raises((StopIteration, RuntimeError)) as caught:
+                next(feed)
+            return caught.value
+
+        with contextlib.suppress(RuntimeError):
+            list(feed)
+        first = ask()
+        first_depth = depth(first)
+        tracemalloc.start()
+        try:
+            for _ in range(200):
+                ask()
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(5000):
+                again = ask()
+                assert (type(again), depth(again)) == (type(first), first_depth)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert grown < 50_000
+        if kind != "end":
+            assert "on fire" in str(first)
+            names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(first.__traceback__)}
+            assert {"__getitem__", "lane"} & names, "the source's own frames are still shown"
+
+
+def test_a_move_between_hosts_that_was_interrupted_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only here can it be seen: of several hosts the others would wait in the next collective, or take its rows."""
+    moves: list[int] = []
+    with make_feed(load="once") as feed:
+        next(feed)
+        real = feed._layout.finish
+
+        def interrupted_once(arrays: Any, size: int) -> Any:
+            moves.append(feed.step)
+            moved = real(arrays, size)
+            if len(moves) == 1:
+                raise KeyboardInterrupt  # after the computation was enqueued
+            return moved
+
+        monkeypatch.setattr(feed._layout, "finish", interrupted_once)
+        with pytest.raises(KeyboardInterrupt):
+            next(feed)
+        assert np.asarray(next(feed)["id"]).tolist() == list(range(16, 32))  # one host: nobody else takes part
+        assert moves == [1, 1]
+        moves.clear()
+        monkeypatch.setattr(feed, "_hosts_agree", True)
+        with pytest.raises(KeyboardInterrupt):
+            next(feed)
+        for _ in range(2):
+            with pytest.raises(meshfeed.MeshfeedError, match=r"step 2 was interrupted.*set_state\(get_state\(\)\)"):
+                next(feed)
+        assert moves == [2]
+        assert feed.step == 2
+        monkeypatch.setattr(feed, "_hosts_agree", False)
+        feed.set_state(feed.get_state())
+        assert np.asarray(next(feed)["id"]).tolist() == list(range(32, 48))

@@ -514,8 +514,12 @@ def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def promptly(function: Any, *args: Any) -> Any:
     """What ``function`` gives or raises, in the time in which it must come although the loader hangs."""
-    result = Threads(1, "caller").submit(function, *args)
-    return result.result(timeout=20)
+
+    def deadline(waited: float) -> None:
+        if waited > 20:
+            raise TimeoutError(f"{function} has not returned after {waited:.0f} s")
+
+    return Threads(1, "caller").submit(function, *args).result(deadline)
 
 
 def test_what_is_ready_is_delivered_while_the_loader_hangs(mesh: Mesh, hanging: Hanging) -> None:

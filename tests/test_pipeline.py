@@ -43,8 +43,9 @@ def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetc
     )
     pipeline = numbers_pipeline(agreement, new_exchange(), host=1, prefetch=prefetch, bad_step=3)
     for step in range(2):
-        assert pipeline.peek().batch.step == step
-        pipeline.pop()
+        ready = pipeline.peek()
+        assert ready.batch.step == step
+        pipeline.pop(ready)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the disk is on fire"):
             pipeline.peek()

@@ -29,17 +29,20 @@ def test_threads_start_as_work_arrives_and_end_with_their_owner() -> None:
     def running() -> int:
         return sum(thread.name.startswith("owned-") for thread in threading.enumerate())
 
+    def until(wanted: int) -> int:
+        deadline = time.monotonic() + 30
+        while running() != wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return running()
+
     threads = _threads.Threads(3, "owned")
     assert running() == 0
     assert threads.submit(pow, 2, 3).result() == 8
     assert running() == 1
     threads.map(str, range(10))
-    assert running() == 3
+    assert until(3) == 3
     del threads
-    deadline = time.monotonic() + 30
-    while running() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert running() == 0
+    assert until(0) == 0
 
 
 def test_shutdown_finishes_what_was_submitted_and_close_does_not() -> None:
@@ -58,7 +61,7 @@ def test_shutdown_finishes_what_was_submitted_and_close_does_not() -> None:
         with pytest.raises(RuntimeError, match="the threads ends are closed"):
             threads.submit(print)
         go_on.set()
-        first.result(30)
+        first.result()
         threads.close()
         assert (second.cancelled(), done) == ((False, [1]) if how == "shutdown" else (True, []))
 

@@ -14,6 +14,7 @@ leaves announces it itself. Where all hosts leave at the same step nobody asks a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -25,6 +26,7 @@ from meshfeed import _process
 from meshfeed._agree_late import Lateness
 from meshfeed._agree_rules import Judge, Part, Stop, closed_error, decide, full_window, no_judge, overrule, window_ends
 from meshfeed._errors import StalledError
+from meshfeed._threads import Background
 
 _log = logging.getLogger("meshfeed.agree")
 _ANNOUNCING_SECONDS = 2.0  # a reducer that has all parts announces within one slice of its waiting
@@ -86,14 +88,13 @@ class WindowAgreement:
         self._last_published = False  # nothing can follow: an error, or the end
         self._ends = window_ends(first_step, self._window_size)
         self._window_end: int | None = None
-        self._closed = threading.Event()
+        self._closed = False
         self._farewell: str | None = None  # what a reducer that leaves announces
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
-        self._reducer: threading.Thread | None = None
+        self._reducer: Background | None = None  # runs from the first publish or wait_for on
         if host == self._participants[0]:
-            self._reducer = threading.Thread(target=self._reduce, name=f"meshfeed-agree-{scope}", daemon=True)
-            self._reducer.start()
+            self._reducer = Background(self._reduce, f"meshfeed-agree-{scope}")
 
     # ------------------------------------------------------------------ the reader's side
 
@@ -118,8 +119,9 @@ class WindowAgreement:
 
     def publish(self, part: Part) -> None:
         """Publishes the window that ends at ``window_end`` and goes on to the next, but not after a final part."""
+        self._start_reducer()
         with self._publishing:
-            if self._closed.is_set():  # what a read that outlived the feed came to is nobody's concern
+            if self._closed:  # what a read that outlived the feed came to is nobody's concern
                 return
             self._put(part)
             self._count = part.count
@@ -171,6 +173,7 @@ class WindowAgreement:
         Asked for afterwards, the next one may be that behind what this host's other thread has seen meanwhile. The
         reader would wait for an announcement that itself has to be published for.
         """
+        self._start_reducer()
         start = time.monotonic()
         warn_at = min(30.0, self._timeout_seconds / 4)
         hosts: tuple[int, ...] = ()
@@ -178,7 +181,7 @@ class WindowAgreement:
 
         def tick(waited: float) -> None:
             nonlocal warn_at
-            if self._closed.is_set():
+            if self._closed:
                 raise StalledError("the feed was closed while it waited for other hosts")
             if self._announced != number:  # seen by this host's other thread, and perhaps deleted since
                 raise _AlreadySeen
@@ -221,6 +224,10 @@ class WindowAgreement:
 
     # ------------------------------------------------------------------ the reducer
 
+    def _start_reducer(self) -> None:
+        if self._reducer is not None:
+            self._reducer.start()
+
     def _reduce(self) -> None:
         sizes: list[int] = []
         ends = window_ends(self._first_step, lambda: sizes[0])
@@ -248,7 +255,7 @@ class WindowAgreement:
                     self._store.delete(f"{self._prefix}/w/{deleted}")
                     deleted += 1
             except Exception:
-                if not self._closed.is_set():  # the job is being torn down, or the coordinator is gone
+                if not self._closed:  # the job is being torn down, or the coordinator is gone
                     _log.exception("the agreement between hosts broke off at window %d", window)
                 return
             if stop is not None:
@@ -269,7 +276,7 @@ class WindowAgreement:
 
         def stop(values: Mapping[int, str]) -> bool:
             nonlocal failed_since
-            if self._closed.is_set():
+            if self._closed:
                 return True
             if failed_since is None and any('"error": null' not in text for text in values.values()):
                 failed_since = time.monotonic()
@@ -283,7 +290,7 @@ class WindowAgreement:
             stop,
             note=f"{self._prefix}/late/{window}",
         )
-        if self._closed.is_set() and len(values) < len(self._participants):
+        if self._closed and len(values) < len(self._participants):
             return None, []
         messages = {host: json.loads(text) for host, text in values.items()}
         parts = {host: Part(m["n"], m["final"], m["error"], m["info"], m["pads"]) for host, m in messages.items()}
@@ -301,10 +308,13 @@ class WindowAgreement:
         leaves_early = farewell is not None and self._stop is None and (announces or not self._last_published)
         if leaves_early:
             self._farewell = closed_error(farewell or "")[:_MAX_MESSAGE]
-        self._closed.set()
+        self._closed = True
         if leaves_early and not announces:
             self._say_farewell()
-        if self._reducer is not None and self._reducer is not threading.current_thread():
+        if self._reducer is not None:
+            if leaves_early:  # also where it was not needed yet
+                with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and starts no thread
+                    self._reducer.start()
             self._reducer.join(5.0)
 
     def _say_farewell(self) -> None:

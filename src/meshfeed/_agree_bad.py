@@ -32,6 +32,7 @@ class BadRecords:
         self._records_after = records_after
         self._own = num_skipped  # what this host knows of itself: at most what there is
         self._judged = num_skipped
+        self._judged_step = -1
         self._known = num_skipped
         self._later: collections.deque[tuple[int, int]] = collections.deque()  # step, count up to it; not yet delivered
 
@@ -90,11 +91,12 @@ class BadRecords:
         return not self._judged
 
     def judge_alone(self, batch: HostBatch, ended: Mapping[int, int]) -> str | None:
-        """The rule for one process, which need not tell anybody."""
+        """The rule for one process, which has no other to tell. A step that an interrupt brings twice counts once."""
         last = f"record {batch.bad[-1][0]}: {batch.bad[-1][2]}" if batch.bad else ""
-        if batch.bad:
-            self._judged += len({(record_id, epoch) for record_id, epoch, _ in batch.bad})
-            self._later.append((batch.step, self._judged))
+        if batch.bad and batch.step > self._judged_step:
+            judged = self._judged + len({(record_id, epoch) for record_id, epoch, _ in batch.bad})
+            self._later.append((batch.step, judged))
+            self._judged, self._judged_step = judged, batch.step
         records = self._records_after(batch.step, ended) if self._limit is not None else 0
         return self._message(batch.step, records, last) if self._too_many(self._judged, records) else None
 
@@ -116,5 +118,6 @@ class BadRecords:
     def up_to(self, step: int) -> int:
         """Bad records up to and including ``step``; steps are asked for in order."""
         while self._later and self._later[0][0] <= step:
-            self._known = self._later.popleft()[1]
+            self._known = self._later[0][1]
+            self._later.popleft()
         return self._known

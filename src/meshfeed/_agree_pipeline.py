@@ -15,7 +15,7 @@ from meshfeed._settings import FeedSettings
 from meshfeed._stats import StatsRecorder
 
 
-def start_pipeline(
+def make_pipeline(
     feeder: Feeder,
     *,
     course: Any,
@@ -27,7 +27,7 @@ def start_pipeline(
     name: str,
     scope: str | None,
 ) -> Pipeline:
-    """Starts reading at ``place``.
+    """Puts together what reads from ``place`` on; nothing runs before its first ``peek``.
 
     Args:
       feeder: opened at ``place``; the pipeline closes it.

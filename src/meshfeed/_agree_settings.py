@@ -50,6 +50,7 @@ class Rounds:
 
     Attributes:
       round: the next one; rounds that failed count.
+      in_force: whether the last round succeeded, and its generation of the feed has not ended.
     """
 
     def __init__(self, scope: str, participants: Sequence[int]) -> None:
@@ -59,6 +60,7 @@ class Rounds:
         self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
         self.participants = tuple(sorted(participants))
         self.round = 0
+        self.in_force = False
         self._refused = False
         self._left = False
         self._generation: int | None = None
@@ -87,7 +89,8 @@ class Rounds:
         self.round += not refused
 
     def withdraw(self) -> None:
-        """A state was refused before, and now one was taken."""
+        """The feed begins a new generation; a state that was refused before no longer counts."""
+        self.in_force = False
         store = self._store() if self._refused else None
         if store is not None:
             store.delete(self._key("in", _process.process_index()))
@@ -104,7 +107,7 @@ class Rounds:
         return _process.key_value_store() if self.needed and not self._left else None
 
     def agree(self, settings: Mapping[str, Any], timeout_seconds: float) -> None:
-        """Compares settings between hosts.
+        """Compares settings between hosts, once in each generation; an interrupted call can be made again.
 
         Args:
           settings: field → JSON value, flat.
@@ -116,6 +119,8 @@ class Rounds:
           StalledError: some host did not come.
           MeshfeedError: there is no key-value store.
         """
+        if self.in_force:
+            return
         try:
             if self.needed:
                 result = self._exchange(settings, timeout_seconds)
@@ -126,12 +131,12 @@ class Rounds:
         except Exception:
             self.round += 1
             raise
-        self._refused = False
-        self.round += 1
         store = self._store()
         if store is not None and _process.process_index() == self.participants[0] and self._generation is not None:
             store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so nobody reads its windows
-        self._generation = self.round
+        following = self.round + 1
+        # together: an interrupt, which comes at calls only, finds this round either open or settled
+        self.round, self._generation, self._refused, self.in_force = following, following, False, True
 
     # ------------------------------------------------------------------ one round
 

@@ -13,6 +13,7 @@ from meshfeed._feeder_batches import BatchesFeeder, rows_of
 from meshfeed._host_batch import RecordSpec, spec_of_batch
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._settings import BatchSchedule, FeedSettings
+from meshfeed._threads import SingleCall
 from meshfeed._types import PyTree, RecordIds
 
 _log = logging.getLogger("meshfeed.host_batches")
@@ -62,8 +63,14 @@ class BatchesCourse:
         self._schedule = settings.schedule
         self._sizes: dict[int, int] = {}
         self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
+        self._looking: SingleCall[PyTree] | None = None  # reads them, or the next batch of the reader
         self._reading: BatchesFeeder | None = None  # has the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
+
+    @property
+    def moved_by_opening(self) -> bool:
+        """Whether opening the batches at another place moves the iterator that the present reader uses."""
+        return self.source.resumable and not self.source.restartable
 
     # ------------------------------------------------------------------ sizes
 
@@ -79,8 +86,7 @@ class BatchesCourse:
                     "the iterable of host batches gave no batch on this host, so that it does not know the global batch "
                     "size. Pass global_batch_size where a host may have no batch at all."
                 )
-            _, batch = self._peek()
-            self.size_for(rows_of(batch))
+            self.size_for(rows_of(self._peek()))
         assert self._schedule is not None
         return self._schedule
 
@@ -103,7 +109,21 @@ class BatchesCourse:
             return self._smallest_size(), False
         return self._schedule.sizes[0], True
 
-    def _peek(self) -> tuple[Any, PyTree]:
+    def _peek(self) -> PyTree:
+        """The next batch, left for the reader. Not on the caller's thread: an interrupt would end a generator."""
+        if self._looking is None:
+            self._looking = SingleCall(self._look, "meshfeed-look")
+        try:
+            batch = self._looking.result()
+        except Exception:
+            self._looking = None
+            raise
+        self._looking = None
+        return batch
+
+    def _look(self) -> PyTree:
+        if self._reading is not None:
+            return self._reading.peek()
         if self._first is None:
             iterator = self.source.iterator()
             try:
@@ -111,13 +131,12 @@ class BatchesCourse:
             except StopIteration:
                 raise SourceError("the iterable of host batches is empty: it gave no batch on this host.") from None
             self._first = (iterator, batch)
-        return self._first
+        return self._first[1]
 
     def record_spec(self) -> RecordSpec:
         """From the first batch."""
         if self._spec is None:
-            batch = self._peek()[1] if self._reading is None else self._reading.peek()
-            self.learn(batch)
+            self.learn(self._peek())
         assert self._spec is not None
         return self._spec
 
@@ -223,6 +242,9 @@ class BatchesCourse:
 
     def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> BatchesFeeder:
         """Opens this host's iterator at a place."""
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.wait()
         host = str(_process.process_index())
         entry = place.entries.get(host)
         ready: PyTree | None = None

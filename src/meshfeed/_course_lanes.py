@@ -68,7 +68,9 @@ class LanesCourse:
         check_source = getattr(source, "check_lanes", None)  # a source that knows how it can be cut says so at once
         if callable(check_source):
             check_source(self.num_lanes)
-        self._identity: Any = None
+        self._identity = source_identity(source, settings.retry)  # here, since taking a state must not read
+        if self._bind is not None:
+            self.start().source.mixture_config()  # of the components
         self._spec: RecordSpec | None = None
 
     def _check_lanes(self, num_lanes: int) -> None:
@@ -89,8 +91,6 @@ class LanesCourse:
 
     def fingerprint(self, place: Place) -> dict[str, Any]:
         """Source, seed, epochs, end and number of lanes."""
-        if self._identity is None:
-            self._identity = source_identity(self.source)
         return {
             "source": self._identity,
             "seed": self._settings.seed,

@@ -18,7 +18,6 @@ from meshfeed._identity import source_identity
 from meshfeed._ledger import Ledgers, count_skipped
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._read import ReadRows, RecordReader, file_of
-from meshfeed._retry import call_with_retry
 from meshfeed._settings import BatchSchedule, FeedSettings
 from meshfeed._threads import Threads
 from meshfeed._types import ColumnSlices, PyTree, RecordIds
@@ -57,7 +56,7 @@ class RandomCourse:
         self._make_order: Any = getattr(source, "make_order", None)  # a mixture brings its own
         self._order = self._order_under(_timeline.Timeline(self._schedule))
         self.reader = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
-        self._identity: Any = None
+        self._identity = source_identity(source, settings.retry)  # here, since taking a state must not read
         if self.num_steps(self.start()) == 0:
             _log.warning(
                 "the source has %d records in all epochs, which is smaller than a batch of %d: with end='drop' there is no "
@@ -79,10 +78,6 @@ class RandomCourse:
 
     def fingerprint(self, place: Place) -> dict[str, Any]:
         """Source, order, epochs and end; of a mixture also its stages, which begin where the place's timeline says."""
-        if self._identity is None:
-            self._identity = call_with_retry(
-                lambda: source_identity(self.source), self._settings.retry, doing="looking at the source"
-            )
         config = dict(place.order.config())
         return {
             "source": self._identity,

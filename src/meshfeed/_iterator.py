@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from meshfeed import _agree_settings, _process, _state, _state_files
-from meshfeed._agree_pipeline import start_pipeline
+from meshfeed._agree_pipeline import make_pipeline
 from meshfeed._courses import make_course
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import spec_with_mask
@@ -20,16 +20,28 @@ from meshfeed._feeder import Feeder, Place
 from meshfeed._fork import Owner, finalize
 from meshfeed._launcher import warn_if_forgotten
 from meshfeed._layout import make_layout
-from meshfeed._pipeline import Pipeline
+from meshfeed._pipeline import Pipeline, Ready
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
+from meshfeed._second_pass import SecondPass
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._shardings import normalize_sharding, participants
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step, logs_steps
+from meshfeed._threads import SingleCall
 from meshfeed._types import PyTree, RecordIds
 
 _log = logging.getLogger("meshfeed.feed")
+
+
+class _Generation(NamedTuple):
+    """What a feed read with until a reset, a set_state or its close; ``doing`` says which, ``because`` of what."""
+
+    pipeline: Pipeline | None
+    opening: SingleCall[Feeder] | None
+    finalizer: Any
+    doing: str
+    because: BaseException | None
 
 
 class MultiHostDataLoadIterator:
@@ -90,14 +102,21 @@ class MultiHostDataLoadIterator:
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
+        self._opening: SingleCall[Feeder] | None = None  # opens the data at the place
+        self._last_opening: SingleCall[Feeder] | None = None
         self._pipeline: Pipeline | None = None
-        self._opened: Feeder | None = None  # a sequential feeder that set_state has opened and next has not yet begun
-        self._closed = False
+        self._finalizer: Any = None
+        self._ready: Ready | None = None  # the next batch once it was looked at, or what is left of the last one
+        self._previous: Place | None = None
+        self._left: _Generation | None = None  # what reset or set_state has replaced and not yet closed
+        self._closed = self._released = False
         self._failed: BaseException | None = None
+        self._failed_at: TracebackType | None = None
         self._stats = StatsRecorder()
         self._host = _process.process_index()
         self._owner = Owner()
         self.name = name if isinstance(name, str) else f"feed-{_process.next_use('feeds')}"
+        self._second_pass = SecondPass(self.name)
         self._scope = f"feed/{self.name}/{_process.next_use(f'feed {self.name}')}"
         self._participants = _participants(sharding)
         self._rounds = _agree_settings.Rounds(self._scope, self._participants)
@@ -142,15 +161,18 @@ class MultiHostDataLoadIterator:
         self._place = self._course.start()
         in_columns = reads_columns(getattr(self._course, "source", None))
         self._host_rows = self._layout.host_rows(self._course.record_spec if in_columns else lambda: None)
-        self._finalizer: Any = None
 
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> MultiHostDataLoadIterator:
+        if isinstance(self._failed, StopIteration):
+            self._second_pass.begins()
         return self
 
     def __next__(self) -> PyTree:
         """The next global batch, a pytree of global ``jax.Array`` ``[global_batch_size, ...]``.
+
+        After an interrupt (Ctrl-C) it can be called again, and continues with the same batch.
 
         Raises:
           StopIteration: the end, on all hosts at the same step; again until ``reset`` or ``set_state``.
@@ -160,34 +182,73 @@ class MultiHostDataLoadIterator:
         if self._closed:
             raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
         if self._failed is not None:
-            raise self._failed
+            raise self._failed.with_traceback(self._failed_at)  # or each call would add to it
         start = time.perf_counter()
         self._stats.entered_next(start)
         try:
-            pipeline = self._pipeline or self._start()
-            while (ready := pipeline.peek()).batch.step < self._place.step:
-                pipeline.pop()  # an interrupt came after the step was counted
-            arrays = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
-        except (Exception, StopIteration) as error:
-            self._failed = error
-            if isinstance(error, StopIteration) and not self._place.step and self._course.kind != "random_access":
-                _log.warning(
-                    "%s: the data ended before one batch was full, so that there is no batch at all.", self.name
-                )
+            pipeline = self._running_pipeline()
+            ready = self._ready
+            if ready is None or ready.batch.step < self._place.step:
+                self._ready = ready = pipeline.peek()
+            if not ready.finished:
+                self._finish(ready)
+        except Exception as error:
+            self._fail(error)
             raise
-        batch, place, position = ready.batch, ready.place, self._place.position
-        self._stats.delivered(start, place.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
+        if not ready.counted:
+            self._count(ready, start)
+        pipeline.pop(ready)
+        place, arrays = ready.place, ready.arrays
+        self._previous = self._place  # keeps it alive: nothing is to be freed in the next three lines, which takes time
+        # Python handles signals at calls and backward jumps. There is none from here to the return, so an interrupt finds
+        # the batch either to be delivered again or delivered.
+        ready.arrays, self._place = None, place
+        return arrays
+
+    def _finish(self, ready: Ready) -> None:
+        if ready.finishing and self._hosts_agree and self._layout.finish_computes:
+            raise MeshfeedError(
+                f"{self.name}: step {ready.batch.step} was interrupted while its rows moved between hosts, and making the "
+                "move again would pair it with the other hosts' next one. Continue on every host with "
+                "set_state(get_state()), or start the job again from its last checkpoint."
+            )
+        ready.finishing = True
+        ready.arrays = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
+        ready.finished = True
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, StopIteration):
+            self._failed, self._failed_at = error, error.__traceback__
+            return
+        if not self._place.step and self._course.kind != "random_access":
+            _log.warning("%s: the data ended before one batch was full, so that there is no batch at all.", self.name)
+        self._failed, self._failed_at = StopIteration(), None  # without the frames of whoever came to the end
+
+    def _count(self, ready: Ready, start: float) -> None:
+        batch, position = ready.batch, self._place.position
+        self._stats.delivered(start, ready.place.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
+        ready.counted = True
         if logs_steps():
             source = getattr(self._course, "source", None)
             log_step(self.name, self._host, ready, position, time.perf_counter() - start, source)
-        self._place = place  # the last thing that can fail the caller: before it, the batch comes again
-        pipeline.pop()
-        return arrays
 
-    def _start(self) -> Pipeline:
+    def _running_pipeline(self) -> Pipeline:
+        """What this generation of the feed reads with. Each part is held before it starts anything."""
+        if self._left is not None:
+            self._close_left()
+        if self._pipeline is None:
+            self._pipeline = self._make_pipeline()
+        if self._finalizer is None:
+            # a feed that is dropped without close, or at exit, must not leave threads behind
+            self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
+        return self._pipeline
+
+    def _make_pipeline(self) -> Pipeline:
         place, settings = self._place, self._settings
         try:
-            feeder = self._opened = self._opened or self._open(place)  # kept, should the caller be interrupted here
+            if self._opening is None:
+                self._opening = self._open(place)
+            feeder = self._opening.result()
             fingerprint = self._course.fingerprint(place) if self._hosts_agree else {}
         except Exception as error:
             self._rounds.fail(error)
@@ -195,7 +256,7 @@ class MultiHostDataLoadIterator:
         self._rounds.agree(
             _agree_settings.agreed_settings(settings, fingerprint, place), timeout_seconds=settings.timeout_seconds
         )
-        self._pipeline = start_pipeline(
+        return make_pipeline(
             feeder,
             course=self._course,
             layout=self._layout,
@@ -206,10 +267,6 @@ class MultiHostDataLoadIterator:
             name=self.name,
             scope=f"{self._scope}/{self._rounds.round}" if self._hosts_agree else None,
         )
-        self._opened = None
-        # a feed that is dropped without close, or at exit, must not leave threads behind
-        self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
-        return self._pipeline
 
     # ------------------------------------------------------------------ state
 
@@ -218,33 +275,51 @@ class MultiHostDataLoadIterator:
         return self._course.state(self._place).to_json()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``.
+        """Goes on from ``state``. An interrupt (Ctrl-C) leaves the feed at its old place or at the new one.
 
         Raises:
           StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
         """
+        place = opening = None
         try:
             parsed = _state.parse_state(state)
             if parsed.kind != self._course.kind:
                 raise _state.kind_mismatch(parsed.kind, self._course.kind)
             place = self._course.restore(parsed)
-            opened = self._open(place) if self._course.opens_at_restore else None
-        except Exception as error:
-            self._rounds.fail(error, refused=True)
+            if self._course.opens_at_restore:
+                opening = self._open(place)
+                opening.result()
+            self._begin(place, opening, "set a state in its feed")
+        except BaseException as error:
+            if self._place is place:
+                raise
+            if isinstance(error, Exception):
+                self._rounds.fail(error, refused=True)
+            elif opening is not None and getattr(self._course, "moved_by_opening", False):
+                self._begin(self._place, None, "was interrupted in set_state of its feed")
             raise
-        self._drop("set a state in its feed")
-        self._rounds.withdraw()
-        self._place, self._opened = place, opened
 
-    def _open(self, place: Place) -> Feeder:
-        return self._course.feeder(place, self._host_rows, hosts_agree=self._hosts_agree)
+    def _open(self, place: Place) -> SingleCall[Feeder]:
+        """Not on the caller's thread, where an interrupt could come between two steps that belong together."""
+        course, host_rows, hosts_agree = self._course, self._host_rows, self._hosts_agree
+        previous = self._last_opening
+
+        def open_feeder() -> Feeder:
+            if previous is not None:
+                previous.wait()  # an interrupt may have left it under way, and both may use one iterator
+            return course.feeder(place, host_rows, hosts_agree=hosts_agree)
+
+        self._last_opening = opening = SingleCall(open_feeder, f"meshfeed-open-{self.name}")
+        return opening
 
     def reset(self) -> None:
         """Back to the first batch of this stream: a number of lanes that came from a state stays."""
-        place = self._course.start(self._place)
-        self._drop("reset its feed")
+        self._begin(self._course.start(self._place), None, "reset its feed")
+
+    def _begin(self, place: Place, opening: SingleCall[Feeder] | None, doing: str) -> None:
+        """A new generation of the feed, at ``place``."""
         self._rounds.withdraw()
-        self._place = place
+        self._leave(place, opening, doing)
 
     async def save(self, directory: Any) -> Any:
         """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
@@ -350,30 +425,40 @@ class MultiHostDataLoadIterator:
 
     # ------------------------------------------------------------------ the end
 
-    def _drop(self, doing: str, because: BaseException | None = None) -> None:
+    def _leave(
+        self, place: Place, opening: SingleCall[Feeder] | None, doing: str, because: BaseException | None = None
+    ) -> None:
         """Lets go of the read-ahead, and tells other hosts what this one is doing, should they go on."""
-        finalizer, self._finalizer = self._finalizer, None
-        if finalizer is not None:
-            finalizer.detach()
-        if self._pipeline is not None:
-            self._pipeline.close(doing, because)
-        if self._opened is not None:
-            self._opened.close()
-        self._pipeline, self._opened, self._failed = None, None, None
+        if self._left is not None:
+            self._close_left()
+        left = _Generation(self._pipeline, self._opening, self._finalizer, doing, because)
+        # Python handles signals at calls and backward jumps: an interrupt finds either all of this done or nothing.
+        self._left, self._place, self._opening = left, place, opening
+        self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
+        self._close_left()
+
+    def _close_left(self) -> None:
+        left = self._left
+        assert left is not None
+        if left.finalizer is not None:
+            left.finalizer.detach()
+        if left.pipeline is not None:
+            left.pipeline.close(left.doing, left.because)
+        elif left.opening is not None:
+            left.opening.discard(lambda feeder: feeder.close())
+        self._left = None
 
     def close(self, *, _because: BaseException | None = None) -> None:
         """Ends threads and processes and releases the source; ``get_state`` still works, a second close does nothing."""
-        if self._closed:
+        if self._released:
             return
-        self._closed, failed = True, self._failed
+        self._closed = True
         if not self._owner.is_here:  # a copy in a forked child: everything that is open belongs to the parent
             return
-        self._drop("closed its feed", failed or _because)
+        self._leave(self._place, None, "closed its feed", self._failed or _because)
         self._rounds.leave()
-        if failed is None:
-            with contextlib.suppress(Exception):
-                self._course.fingerprint(self._place)  # get_state wants it, and may have to read the source for it
         self._course.close()
+        self._released = True
 
     def __enter__(self) -> MultiHostDataLoadIterator:
         return self

@@ -27,6 +27,8 @@ class Layout(Protocol):
 
     participants: tuple[int, ...]
     """Process indices with a device in the sharding."""
+    finish_computes: bool
+    """Whether ``finish`` is a device computation, in which all hosts take part once for each batch."""
 
     def host_rows(self, spec_of: Any) -> HostRows:
         """Rows and columns that this host reads; ``spec_of() -> RecordSpec`` is called for sources of columns."""
@@ -75,6 +77,8 @@ class ShardedLayout:
       process_index: this host.
       mask_key: the leaf of ``prefix`` that records do not have.
     """
+
+    finish_computes = False
 
     def __init__(self, prefix: PyTree, process_index: int, mask_key: str | None = None) -> None:
         self.participants = participants(prefix)
@@ -170,6 +174,8 @@ class LoadedLayout:
       load: ``"once"`` or process indices.
       process_index: this host.
     """
+
+    finish_computes = True
 
     def __init__(self, prefix: PyTree, load: Any, process_index: int) -> None:
         self.participants = load_participants(prefix, load)

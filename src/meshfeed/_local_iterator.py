@@ -16,6 +16,7 @@ class LocalIterator:
         self._feed = feed
 
     def __iter__(self) -> LocalIterator:
+        iter(self._feed)
         return self
 
     def __next__(self) -> Any:

@@ -40,16 +40,22 @@ class Ready:
       arrays: global arrays, or what :meth:`Layout.finish` turns into them.
       place: after this batch.
       seconds: ``transfer_seconds``.
+      finishing: whether :meth:`Layout.finish` was called.
+      finished: whether it has returned.
+      counted: whether the figures and the log have this batch.
     """
 
     batch: HostBatch
     arrays: PyTree
     place: Any
     seconds: float
+    finishing: bool = False
+    finished: bool = False
+    counted: bool = False
 
 
 class Pipeline:
-    """Batches from a place on, in order.
+    """Batches from a place on, in order. Nothing runs before the first :meth:`peek`.
 
     Args:
       feeder: reads this host's part; closed with the pipeline.
@@ -95,19 +101,13 @@ class Pipeline:
         self._timeout_seconds = timeout_seconds
         self._stats = stats
         self._host = host
-        self._slot: Ready | None = None  # without a read-ahead thread: what peek gave and pop has not taken
+        self._running = self._closed = False
         self._held: HostBatch | None = None  # without a reader thread: what was read and is not transferred yet
         self._host_stage: ReadAhead[HostBatch] | None = None
         self._device_stage: ReadAhead[Ready] | None = None
         if agreement is not None or (feeder.sequential and not prefetch):
             depth = (lambda: 1) if agreement is None else (lambda: agreement.read_ahead)
-            self._host_stage = ReadAhead(
-                self._read,
-                depth=depth,
-                name=f"meshfeed-reader-{name}",
-                max_bytes=HOST_READ_AHEAD_BYTES if agreement is None else None,  # else part of the window's size
-                size_of=lambda batch: batch.num_bytes,
-            )
+            self._host_stage = ReadAhead(self._read, depth=depth, name=f"meshfeed-reader-{name}")
         if prefetch:
             self._device_stage = ReadAhead(
                 self._produce_ahead, depth=lambda: prefetch, name=f"meshfeed-prefetch-{name}"
@@ -152,9 +152,7 @@ class Pipeline:
 
     def _next_host_batch(self) -> HostBatch:
         if self._host_stage is not None:
-            while (batch := self._host_stage.peek(self._tick)).step < self._step:
-                self._host_stage.pop()  # an interrupt came before it was taken off
-            return batch
+            return self._host_stage.peek(self._tick)
         if self._held is None or self._held.step != self._step:
             self._rewind(self._step)  # an interrupt may have come in the middle of the last read
             self._held = self._read()
@@ -176,13 +174,12 @@ class Pipeline:
         return ready
 
     def _take_off(self, ready: Ready) -> None:
-        """Goes on behind a batch. Whatever an interrupt leaves undone here is found out by its step."""
-        self._place = ready.place
-        self._step = ready.batch.step + 1
+        """Moves on behind a batch; an interrupted call can be made again."""
         if self._host_stage is not None:
-            self._host_stage.pop()
+            self._host_stage.pop(ready.batch)
         self._held = None
         ready.batch.tree = None
+        self._step, self._place = ready.batch.step + 1, ready.place
 
     def _produce(self) -> Ready:
         """The next batch; nothing is taken off yet, so that an interrupted call can be made again."""
@@ -206,8 +203,7 @@ class Pipeline:
             raise StopIteration
         if self._host in stop.errors and self._host_stage is not None:
             while True:  # batches that another host cannot make, up to what the reader raised
-                self._host_stage.peek(self._tick)
-                self._host_stage.pop()
+                self._host_stage.pop(self._host_stage.peek(self._tick))
         if ALL_HOSTS in stop.errors:
             raise self._exchange.verdict_error(stop.errors[ALL_HOSTS])
         failed = {host: message for host, message in stop.errors.items() if closed_message(message) is None}
@@ -230,45 +226,53 @@ class Pipeline:
 
     # ------------------------------------------------------------------ the caller's side
 
+    def start(self) -> None:
+        """Starts the threads. An interrupted call can be made again."""
+        for stage in (self._host_stage, self._device_stage):
+            if stage is not None:
+                stage.start()
+        self._running = True
+
     def peek(self) -> Ready:
-        """The next batch, left where it is.
+        """The next batch, left where it is. An interrupted call can be made again.
 
         Raises:
           StopIteration: the end of the data.
           MeshfeedError, or what the source raised.
         """
         self._owner.check("this feed")
+        if not self._running:
+            self.start()
         stage = self._device_stage
         if stage is not None:
             if stage.ready:
                 return stage.peek()
             with jax.profiler.TraceAnnotation("meshfeed.wait"):
                 return stage.peek(self._late_tick)
-        if self._slot is None:
-            self._slot = self._produce()
-        return self._slot
+        return self._produce()
 
     def _late_tick(self, waited: float) -> None:
         slack = 0.0 if self._agreement is None else 15.0  # the read-ahead thread names the late host better
         self._tick(waited - slack)
 
-    def pop(self) -> None:
-        """Takes off what :meth:`peek` gave."""
+    def pop(self, ready: Ready) -> None:
+        """Takes off what :meth:`peek` gave. An interrupted call can be made again."""
         if self._device_stage is not None:
-            self._device_stage.pop()
-        ready, self._slot = self._slot, None
-        if ready is not None:
+            self._device_stage.pop(ready)
+        else:
             self._take_off(ready)
-        self._delivered += 1
+        self._delivered = ready.batch.step + 1
 
     def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
-        """Ends threads and processes; batches read ahead are dropped. In a forked child, does nothing.
+        """Ends threads and processes; batches read ahead are dropped. An interrupted call can be made again.
+
+        In a forked child, does nothing.
 
         Args:
           leaving: what this host does, such as "closed its feed", for hosts that go on; None to leave without a word.
           because: of what.
         """
-        if not self._owner.is_here:
+        if self._closed or not self._owner.is_here:
             return
         farewell = None
         if leaving is not None:
@@ -282,7 +286,7 @@ class Pipeline:
         for stage in reversed(stages):
             stage.join()
         self._feeder.close()
-        self._slot = None
+        self._closed = True
 
 
 def _notes(error: BaseException) -> str:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import collections
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Generic, TypeVar
 
 from meshfeed._errors import MeshfeedError
+from meshfeed._threads import Background, Bell
 
 _log = logging.getLogger("meshfeed.prefetch")
-_TICK_SECONDS = 0.5
 _JOIN_SECONDS = 10.0
 T = TypeVar("T")
 
@@ -33,36 +32,25 @@ class ReadAhead(Generic[T]):
       produce: gives the next item; called from the thread only, never again after it raised.
       depth: gives the number of items kept ready, at least 1.
       name: of the thread.
-      max_bytes: together with ``size_of``: no further item is produced while the ready ones have this many bytes.
-      size_of: bytes of an item.
     """
 
-    def __init__(
-        self,
-        produce: Callable[[], T],
-        *,
-        depth: Callable[[], int],
-        name: str,
-        max_bytes: int | None = None,
-        size_of: Callable[[T], int] | None = None,
-    ) -> None:
+    def __init__(self, produce: Callable[[], T], *, depth: Callable[[], int], name: str) -> None:
         self._produce = produce
         self._depth = depth
-        self._max_bytes = max_bytes
-        self._size_of = size_of
+        self._name = name
         self._items: collections.deque[T] = collections.deque()
-        self._bytes_made = 0  # two sums, each written by one thread only
-        self._bytes_taken = 0
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self._closed = False
-        self._arrived, self._room = _Bell(), _Bell()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._arrived, self._room = Bell(), Bell()
+        self._thread = Background(self._run, name)
+
+    def start(self) -> None:
+        """Starts the thread. An interrupted call can be made again."""
         self._thread.start()
 
     def _has_room(self) -> bool:
-        if len(self._items) >= self._depth():
-            return False
-        return self._max_bytes is None or not self._items or self._bytes_made - self._bytes_taken < self._max_bytes
+        return len(self._items) < self._depth()
 
     def _run(self) -> None:
         while True:
@@ -73,11 +61,10 @@ class ReadAhead(Generic[T]):
             try:
                 item = self._produce()
             except BaseException as error:
+                self._traceback = error.__traceback__
                 self._error = error
                 self._arrived.ring()
                 return
-            if self._size_of is not None:
-                self._bytes_made += self._size_of(item)
             self._items.append(item)
             del item  # taken off, it must not live on here
             self._arrived.ring()
@@ -94,20 +81,20 @@ class ReadAhead(Generic[T]):
           tick: called about twice a second with the seconds waited so far; may raise.
 
         Raises:
-          What ``produce`` raised, once the items before it are taken; Closed after :meth:`close`.
+          What ``produce`` raised, once the items before it are taken; Closed after :meth:`stop`.
         """
         start = 0.0
         while True:
             if self._closed:
                 raise Closed("the feed was closed")
-            error = self._error  # looked at before the items, of which it is the last
+            error = self._error  # read before the items: it comes after the last of them
             if self._items:
                 try:
                     return self._items[0]
                 except IndexError:  # closed by another thread, a moment ago
                     continue
             if error is not None:
-                raise error
+                raise error.with_traceback(self._traceback)  # or each call would add to it
             self._room.ring()  # should an interrupt have come between taking an item off and saying so
             if not start:
                 start = time.monotonic()
@@ -115,14 +102,13 @@ class ReadAhead(Generic[T]):
                 tick(time.monotonic() - start)
             self._arrived.wait(lambda: self._items or self._error or self._closed)
 
-    def pop(self) -> None:
-        """Takes off the item that :meth:`peek` gave."""
+    def pop(self, item: T) -> None:
+        """Takes ``item`` off if it is still the next; an interrupted call can be made again."""
         try:
-            item = self._items.popleft()
-        except IndexError:  # closed by another thread since
-            return
-        if self._size_of is not None:
-            self._bytes_taken += self._size_of(item)
+            if self._items[0] is item:
+                self._items.popleft()
+        except IndexError:  # taken off before, or closed by another thread since
+            pass
         self._room.ring()
 
     def stop(self) -> None:
@@ -134,41 +120,9 @@ class ReadAhead(Generic[T]):
 
     def join(self) -> None:
         """Waits for the thread after :meth:`stop`."""
-        if self._thread is threading.current_thread():
-            return
-        self._thread.join(_JOIN_SECONDS)
-        if self._thread.is_alive():
+        if not self._thread.join(_JOIN_SECONDS):
             _log.warning(
                 "thread %s is still in a read of the source %.0f s after close; it ends with that read",
-                self._thread.name,
+                self._name,
                 _JOIN_SECONDS,
             )
-
-
-class _Bell:
-    """Wakes the one thread that waits for it.
-
-    In the place of a ``threading.Condition``, which takes a lock and walks its list of waiters at each word, in Python:
-    two threads that pass a batch on every half millisecond, and share one interpreter's lock with what reads it, lose
-    a tenth of their time to that. Nobody waits most of the time, and then ringing is a look at a flag.
-    """
-
-    def __init__(self) -> None:
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._waiting = False
-
-    def ring(self) -> None:
-        """Wakes the thread that waits, if one does. Say so after having done what it waits for."""
-        if self._waiting:
-            self._waiting = False
-            self._rings.put(None)
-
-    def wait(self, until: Callable[[], object]) -> None:
-        """Until somebody rings, at most half a second; at once where ``until()`` holds. May return early: look again."""
-        self._waiting = True
-        if not until():  # asked after the flag was set: whoever changes the answer from now on rings
-            try:
-                self._rings.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                pass
-        self._waiting = False

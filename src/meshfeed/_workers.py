@@ -208,7 +208,7 @@ class _Worker:
                     raise error
                 return frame.value
             if self._death is not None:
-                raise self._death
+                raise self._death.with_traceback(None)
             if not self._wait(None if timeout is None else timeout - (time.monotonic() - start)):
                 raise self._stalled(time.monotonic() - start)
 

@@ -25,6 +25,7 @@ from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._remote_client import RemoteClient
 from meshfeed._remote_target import make_feed_payload
+from meshfeed._second_pass import SecondPass
 from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._shardings import normalize_sharding, sharding_leaves
 from meshfeed._stats import FeedStats
@@ -91,7 +92,7 @@ class RemoteFeed:
             "timeout_seconds": timeout_seconds,
             "name": name,
         }
-        self._closed = False
+        self._closed = self._ended = False
         check_settings(**settings)
         prefix = normalize_sharding(sharding)
         meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
@@ -105,10 +106,13 @@ class RemoteFeed:
         self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
         self._client.know_spec()
         self.name = str(self._client.call("config")[0]["name"])
+        self._second_pass = SecondPass(self.name)
 
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> RemoteFeed:
+        if self._ended:
+            self._second_pass.begins()
         return self
 
     def __next__(self) -> PyTree:
@@ -120,7 +124,12 @@ class RemoteFeed:
         """
         if self._closed:
             raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
-        return self._client.to_accelerators(self._client.take(), self._memory_kind)
+        try:
+            batch = self._client.take()
+        except StopIteration:
+            self._ended = True
+            raise
+        return self._client.to_accelerators(batch, self._memory_kind)
 
     # ------------------------------------------------------------------ state
 
@@ -137,10 +146,12 @@ class RemoteFeed:
         """
         _state.parse_state(state)
         self._client.call("set_state", json.dumps(state))
+        self._ended = False
 
     def reset(self) -> None:
         """Back to the first batch."""
         self._client.call("reset")
+        self._ended = False
 
     async def save(self, directory: Any) -> Any:
         """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""

@@ -125,7 +125,7 @@ class Host:
                 except StopIteration:
                     return
                 place = ready.place
-                pipeline.pop()
+                pipeline.pop(ready)
                 self.steps += 1
                 rows = self.rows_of(scenario.batch)
                 real = np.asarray(ready.arrays["mask"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import time
 from typing import Any
 
@@ -317,3 +318,28 @@ def on_all_with_a_host_left_out() -> int:
         for step, batch in enumerate(feed):
             check(batch, feed.record_ids(step))
         return feed.step
+
+
+def interrupted_starts(functions: list[str], interrupted_host: int, expected: list[list[int]]) -> list[int]:
+    """For each function: a feed whose first ``next`` is interrupted on one host where it is entered. Batches seen."""
+    seen = []
+    for name in functions:
+
+        def trace(frame: Any, event: str, arg: Any, name: str = name) -> None:
+            if frame.f_code.co_name == name and "meshfeed" in frame.f_code.co_filename:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        options: dict[str, Any] = {"global_batch_size": len(expected[0]), "shuffle": True, "seed": 7, "num_epochs": 2}
+        with meshfeed.MultiHostDataLoadIterator(
+            meshfeed.sources.Memory(data()), mesh_of("rows"), timeout_seconds=30, **options
+        ) as feed:
+            if jax.process_index() == interrupted_host:
+                sys.settrace(trace)
+                with contextlib.suppress(KeyboardInterrupt):
+                    next(feed)
+                    raise AssertionError(f"{name} was not entered")
+            for step, batch in enumerate(feed):
+                check(batch, np.array(expected[step]))
+            seen.append(feed.step)
+    return seen

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import xxhash
 
 from meshfeed import _aligned
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._identity import digest_raw, probe_digest
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
 from meshfeed.sources import _array_record_direct as direct
 from meshfeed.sources import _files
@@ -21,7 +21,6 @@ from meshfeed.sources._array_record_rows import common_width, read_by_library, r
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
 
-_PROBES = 4
 _FILES_PER_CALL = 32  # that one call holds open; several threads may read
 
 
@@ -277,15 +276,11 @@ class ArrayRecord:
 
     def fingerprint(self) -> JsonValue:
         """Identity: files, number of records, and a digest of the bytes of 4 records spread over the source."""
-        digest = xxhash.xxh3_64()
-        for record in self.read_raw(np.linspace(0, len(self) - 1, min(_PROBES, len(self))).astype(np.int64)):
-            digest.update(len(record).to_bytes(8, "little"))
-            digest.update(record)
         return {
             "kind": "array_record",
             "files": self.fingerprint_files(),
             "records": len(self),
-            "content": digest.hexdigest(),
+            "content": probe_digest(len(self), lambda ids: digest_raw(self.read_raw(ids))),
         }
 
     def close(self) -> None:

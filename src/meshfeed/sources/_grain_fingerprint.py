@@ -135,7 +135,7 @@ def _digest_records(source: Any, indices: Sequence[int]) -> str:
     for index in indices:
         try:
             record = source[index]
-        except (ValueError, SourceError):  # a damaged record is for the feed to report, or to replace
+        except Exception:  # an unreadable record is for the feed to report, or to replace
             digest.update(b"unreadable")
             continue
         leaves, structure = jax.tree_util.tree_flatten(record)

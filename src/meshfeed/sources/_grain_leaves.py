@@ -5,7 +5,6 @@ They take the place of Grain's own, which start threads for every lane.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import struct
 import time
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 import grain
 
 from meshfeed._errors import CorruptDataError
+from meshfeed._threads import Call
 from meshfeed.sources import _grain_tree
 from meshfeed.sources._grain_pool import POOL
 
@@ -58,7 +58,7 @@ class ReadLaneIterator(grain.DatasetIterator):
         self._next_index = 0
         self._block: Sequence[Any] = ()
         self._block_start = 0
-        self._ahead: tuple[int, concurrent.futures.Future[Sequence[Any]]] | None = None
+        self._ahead: tuple[int, Call[Sequence[Any]]] | None = None
         self._singly_until = 0
         _ = getattr(records, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
 

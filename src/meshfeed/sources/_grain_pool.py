@@ -6,13 +6,12 @@ a thousand or more. Here lanes share one pool, which is there as long as a lane 
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from meshfeed._threads import Threads
+from meshfeed._threads import Call, Threads
 
 MAX_THREADS = 16
 """As many as one Grain iterator takes by default."""
@@ -42,7 +41,7 @@ class ReaderPool:
             executor, self._executor = self._executor, None
         executor.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+    def submit(self, function: Callable[..., Any], *args: Any) -> Call[Any]:
         """Calls ``function(*args)`` on a thread of the pool."""
         with self._lock:
             if self._executor is None or self._process != os.getpid():  # threads do not survive a fork

@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -67,6 +68,11 @@ class HostBatches:
         # A one-shot iterator is one object however often it is opened: the last to open it is the only one to use it.
         self._turn = threading.RLock()
         self._owner: HostBatchIterator | None = None
+
+    @property
+    def restartable(self) -> bool:
+        """Whether each pass has an iterator of its own."""
+        return not self._one_shot
 
     @property
     def resumable(self) -> bool:
@@ -155,6 +161,7 @@ class HostBatchIterator:
         self._delivered = 0
         self._saved = self._take_state()
         self._failure: BaseException | None = None
+        self._failed_at: TracebackType | None = None
         self._ended = False
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -177,7 +184,7 @@ class HostBatchIterator:
             self._ended = True
             raise
         except Exception as error:
-            self._failure = error
+            self._failure, self._failed_at = error, error.__traceback__
             raise
         except BaseException:
             # Ctrl-C ends a generator, which would then look like the end of the data.
@@ -249,7 +256,7 @@ class HostBatchIterator:
         """Back to where the last batch was returned; raises ``failure`` where that cannot be."""
         wanted, saved = self._delivered, self._saved
         if not (self._restartable or _has_state(self._iterator)):
-            raise failure
+            raise failure.with_traceback(self._failed_at)  # or each call would add to it
         self.set_state(saved)
         self._drop(self._iterator, saved["batches"], wanted)
         self._delivered = wanted

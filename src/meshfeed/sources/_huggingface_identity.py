@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-_PROBES = 4
+from meshfeed._identity import probe_digest
 
 
 def function_name(function: Any) -> str:
@@ -30,10 +30,12 @@ def content_digest(dataset: Any, columns: Sequence[str]) -> str:
       dataset: ``datasets.Dataset`` of at least one record.
       columns: names of stored columns.
     """
-    records = len(dataset)
-    rows = np.linspace(0, records - 1, min(_PROBES, records)).astype(np.int64).tolist()
-    table = dataset.with_format("arrow")[rows].select(list(columns))
-    return hashlib.sha256(repr(table.to_pylist()).encode()).hexdigest()[:16]
+
+    def digest(ids: np.ndarray) -> str:
+        table = dataset.with_format("arrow")[ids.tolist()].select(list(columns))
+        return hashlib.sha256(repr(table.to_pylist()).encode()).hexdigest()[:16]
+
+    return probe_digest(len(dataset), digest)
 
 
 def local_path(path: str) -> str | None:

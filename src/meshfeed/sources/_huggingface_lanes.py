@@ -151,7 +151,7 @@ class TableLane(_Lane):
         if self._block_start <= self._row < self._block_stop:
             return self._row
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         try:
             while self._table is None or self._row >= len(self._table):
                 self._next_table()
@@ -236,7 +236,7 @@ class ExampleLane(_Lane):
 
     def __next__(self) -> dict[str, PyTree]:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         try:
             example = next(self._examples)
             self._restored = None

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import MeshfeedError, SettingsError, SourceError
-from meshfeed._identity import digest_tree, probe_ids
+from meshfeed._identity import digest_tree, probe_digest
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds
 from meshfeed.sources._tensorstore_array import Array, inspect_array, read_error
 
@@ -142,7 +142,7 @@ class TensorStore:
             "window": self._window,
             "leaves": [[leaf.path, leaf.dtype.name, list(leaf.shape)] for leaf in self._leaves],
             "arrays": [array.identity() for leaf in self._leaves for array in leaf.arrays],
-            "content": digest_tree(self.read_batch(probe_ids(len(self)))),
+            "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
         }
 
     def close(self) -> None:

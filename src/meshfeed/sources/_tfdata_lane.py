@@ -110,7 +110,7 @@ class TFDataLane:
 
     def _next_element(self) -> Any:
         if self._error is not None:
-            raise self._error  # tf.data may skip or end silently when it is asked again
+            raise self._error.with_traceback(None)  # tf.data may skip or end silently when it is asked again
         try:
             element = next(self._iterator)
         except StopIteration:

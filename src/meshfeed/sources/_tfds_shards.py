@@ -101,7 +101,7 @@ class TFDSLane:
 
     def __next__(self) -> Record:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         try:
             while self._piece < len(self._cut.pieces):
                 piece = self._cut.pieces[self._piece]

@@ -87,7 +87,7 @@ class WindowShuffle:
     def _take(self, count: int) -> np.ndarray:
         """Places in the window of the next ``count`` records, fewer at the window's end."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         if self._records is None or self._done >= len(self._order):
             try:
                 self._read_window()
