@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import pathlib
+import pickle
 import tomllib
+import traceback
 
 import pytest
 
@@ -46,6 +48,30 @@ def test_an_unknown_name_is_an_attribute_error(facade: str) -> None:
     module = importlib.import_module(facade)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = module.no_such_name
+
+
+# Orbax writes the module and name of these into checkpoints, and looks them up there when it restores.
+NAMED_IN_CHECKPOINTS = {"ArrayHandler", "ArraysHandler", "IteratorHandler"}
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_classes_and_functions_carry_the_name_under_which_they_are_imported(facade: str) -> None:
+    module = importlib.import_module(facade)
+    values = {name: getattr(module, name) for name in set(module.__all__) - NAMED_IN_CHECKPOINTS}
+    values = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    assert values
+    assert {name: value.__module__ for name, value in values.items() if value.__module__ != facade} == {}
+    assert [name for name, value in values.items() if pickle.loads(pickle.dumps(value)) is not value] == []
+
+
+def test_an_error_is_printed_under_its_public_name() -> None:
+    last = traceback.format_exception_only(meshfeed.PeerError("host 1 failed", host=1))[-1]
+    assert last == "meshfeed.PeerError: host 1 failed\n"
+
+
+def test_the_feed_has_a_short_and_a_long_name() -> None:
+    assert meshfeed.Feed is meshfeed.MultiHostDataLoadIterator
+    assert (meshfeed.Feed.__module__, meshfeed.Feed.__qualname__) == ("meshfeed", "Feed")
 
 
 def test_the_version_is_that_of_the_package() -> None:

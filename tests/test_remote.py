@@ -244,7 +244,7 @@ def test_errors_come_back_with_type_text_and_attributes(error: Exception) -> Non
     assert isinstance(back, BaseException)
     assert str(error) in str(back)
     assert back.__notes__ == ["while reading shard 3"]
-    if type(error).__module__ in ("builtins", "meshfeed._errors") and not isinstance(error, UnicodeDecodeError):
+    if type(error).__module__ in ("builtins", "meshfeed") and not isinstance(error, UnicodeDecodeError):
         assert type(back) is type(error)
     if isinstance(error, meshfeed.SourceError):
         assert isinstance(back, meshfeed.SourceError)

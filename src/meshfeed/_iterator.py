@@ -1,4 +1,4 @@
-"""MultiHostDataLoadIterator: the recipe that joins source, order, plan, reading, agreement and assembly."""
+"""The feed: the recipe that joins source, order, plan, reading, agreement and assembly."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import spec_with_mask
 from meshfeed._feeder import Feeder, Place
 from meshfeed._layout import make_layout
+from meshfeed._names import public
 from meshfeed._pipeline import Pipeline
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
@@ -30,7 +31,8 @@ from meshfeed._types import PyTree, RecordIds
 _log = logging.getLogger("meshfeed.feed")
 
 
-class MultiHostDataLoadIterator:
+@public("meshfeed")
+class Feed:
     """One stream of global batches over a mesh of any number of hosts.
 
     Step k's global batch is a function of source, settings and k alone: not of the number of hosts, devices, workers,
@@ -139,7 +141,7 @@ class MultiHostDataLoadIterator:
 
     # ------------------------------------------------------------------ iteration
 
-    def __iter__(self) -> MultiHostDataLoadIterator:
+    def __iter__(self) -> Feed:
         return self
 
     def __next__(self) -> PyTree:
@@ -365,8 +367,12 @@ class MultiHostDataLoadIterator:
                 self._course.fingerprint(self._place)  # get_state wants it, and may have to read the source for it
         self._course.close()
 
-    def __enter__(self) -> MultiHostDataLoadIterator:
+    def __enter__(self) -> Feed:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(_because=error)
+
+
+MultiHostDataLoadIterator = Feed
+"""The feed under its long name, which is that of MaxText's loader."""

@@ -16,6 +16,7 @@ from meshfeed._errors import PlanError, SourceError
 from meshfeed._feeder import EMPTY_BATCHES
 from meshfeed._iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._maxtext_local import LocalBatches
+from meshfeed._names import public
 from meshfeed._narrow import narrowed_dtype
 from meshfeed._settings import Retry
 from meshfeed._stats import FeedStats
@@ -27,6 +28,7 @@ _NO_DATA = "no host has a single batch, so that not even padding can be made. Ch
 _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline, and the other hosts then for it
 
 
+@public("meshfeed.maxtext")
 class MultiHostDataLoadIterator:
     """Host-local batches as global arrays, with the names, signature and behaviour of MaxText's class.
 

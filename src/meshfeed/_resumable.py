@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from meshfeed._errors import SettingsError
+from meshfeed._names import public
 from meshfeed._state import decode_value, encode_value
 
 _SHORT = 3  # batches compared where only the first ones can tell anything new
@@ -32,6 +33,7 @@ class _Block:
 _Batch = dict[str, list[_Block]]  # leaf path → its blocks, in a fixed order
 
 
+@public("meshfeed.testing")
 def check_resumable(
     make_feed: Callable[[], Any],
     *,

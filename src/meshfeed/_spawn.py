@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from meshfeed._errors import SettingsError
+from meshfeed._names import public
 from meshfeed._spawn_host import LOG_TAIL_BYTES, Host, HostResult, HostRunError, dump_task, free_port
 
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use")
@@ -28,6 +29,7 @@ _START_ATTEMPTS = 5
 _EXIT_SECONDS = 15.0
 
 
+@public("meshfeed.testing")
 class HostPool:
     """A job of several processes that runs one function after another, all hosts the same function.
 
@@ -278,6 +280,7 @@ class HostPool:
         self._dirty = True
 
 
+@public("meshfeed.testing")
 def run_hosts(
     function: Callable[..., Any] | str,
     *args: Any,
@@ -311,6 +314,7 @@ def run_hosts(
         return pool.run(function, *args, check=check, grace_seconds=grace_seconds)
 
 
+@public("meshfeed.testing")
 def start_hosts(
     function: Callable[..., Any] | str,
     *args: Any,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshfeed._errors import StateMismatchError
+from meshfeed._names import public
 
 VERSION = 1
 _MAX_NUMBER = 1 << 62
@@ -276,6 +277,7 @@ def _join_entries(part: str, left: Any, right: Any) -> Any:
     return None
 
 
+@public("meshfeed")
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins the states of several hosts, taken after the same step, into one.
 

@@ -8,7 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from meshfeed._names import public
 
+
+@public("meshfeed")
 @dataclasses.dataclass(frozen=True)
 class FeedStats:
     """Figures of this host since the feed was made.

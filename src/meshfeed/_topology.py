@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from meshfeed._errors import SettingsError
+from meshfeed._names import public
 
 _ID_STRIDE = 2048  # real CPU devices of process p start at 2048 * p: ids that are not dense find more faults
 
@@ -45,6 +46,7 @@ class FakeDevice:
         return f"FakeDevice(id={self.id}, process_index={self.process_index})"
 
 
+@public("meshfeed.testing")
 def fake_devices(num_hosts: int, devices_per_host: int, *, this_process: int = 0) -> list[Any]:
     """``num_hosts * devices_per_host`` fake devices, host by host.
 
@@ -66,6 +68,7 @@ def fake_devices(num_hosts: int, devices_per_host: int, *, this_process: int = 0
     ]
 
 
+@public("meshfeed.testing")
 def fake_mesh(
     axes: Mapping[str, int],
     num_hosts: int,

@@ -34,7 +34,7 @@ __all__ = ["RemoteFeed"]
 
 
 class RemoteFeed:
-    """:class:`meshfeed.MultiHostDataLoadIterator` on the hosts beside the accelerators, with the same interface.
+    """:class:`meshfeed.Feed` on the hosts beside the accelerators, with the same interface.
 
     The global batches are those of the local feed, bit for bit, and each continues the other's checkpoints.
 

@@ -11,6 +11,7 @@ from etils import epath
 
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._names import public
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -37,6 +38,7 @@ _log = logging.getLogger("meshfeed.checkpoint")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
+@public("meshfeed.checkpoint")
 class Checkpointer:
     """Saves a training state and a feed's position as one step, and restores both or neither.
 

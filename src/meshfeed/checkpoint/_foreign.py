@@ -23,6 +23,7 @@ from typing import Any
 from etils import epath
 
 from meshfeed._errors import CheckpointError
+from meshfeed._names import public
 from meshfeed._state import encode_value, seal
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
@@ -64,6 +65,7 @@ def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
     return states, count
 
 
+@public("meshfeed.checkpoint")
 def convert_state(directory: Any, feed: Any, *, step: int | None = None) -> dict[str, Any]:
     """A state for ``feed`` that continues where the files in ``directory`` say; the feed itself is not changed.
 

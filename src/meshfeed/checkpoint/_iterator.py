@@ -12,6 +12,7 @@ from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed import _state_files
+from meshfeed._names import public
 from meshfeed._process import process_index
 from meshfeed.checkpoint._arguments import check_feed
 
@@ -71,6 +72,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         return _state_files.read_state(epath.Path(directory))
 
 
+@public("meshfeed.checkpoint")
 @ocp.args.register_with_handler(IteratorHandler, for_save=True)
 @dataclasses.dataclass
 class IteratorSave(ocp.args.CheckpointArgs):
@@ -85,6 +87,7 @@ class IteratorSave(ocp.args.CheckpointArgs):
     identity: Mapping[str, Any] | None = None
 
 
+@public("meshfeed.checkpoint")
 @ocp.args.register_with_handler(IteratorHandler, for_restore=True)
 @dataclasses.dataclass
 class IteratorRestore(ocp.args.CheckpointArgs):

@@ -12,6 +12,7 @@ import xxhash
 
 from meshfeed import _aligned
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._names import public
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
 from meshfeed.sources import _files, _riegeli
 from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, shared_readers
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _PROBES = 4
 
 
+@public("meshfeed.sources")
 class ArrayRecord:
     """Records of ArrayRecord files, by id: those of the first file, then those of the second, and so on.
 

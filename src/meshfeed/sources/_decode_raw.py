@@ -13,8 +13,10 @@ import numpy as np
 
 from meshfeed import _aligned
 from meshfeed._errors import SettingsError
+from meshfeed._names import public
 
 
+@public("meshfeed.sources")
 class DecodeRaw:
     """``decode_batch`` for records that are the bytes of one array each, all of one shape.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._errors import SourceError
+from meshfeed._names import public
 from meshfeed.sources._host_batches import HostBatches
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from meshfeed.sources._grain_stream import GrainStream
 
 
+@public("meshfeed.sources")
 def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
     """A Grain pipeline as a source.
 

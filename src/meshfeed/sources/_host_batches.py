@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed import _aligned, _state
 from meshfeed._errors import SourceError, StalledError, StateMismatchError
+from meshfeed._names import public
 from meshfeed._types import JsonValue, PyTree
 
 _logger = logging.getLogger("meshfeed.sources")
@@ -21,6 +22,7 @@ _FIELD = "hosts"
 _TURN_SECONDS = 300.0
 
 
+@public("meshfeed.sources")
 class HostBatches:
     """An iterable of host-local batches; the global batch is the batches of all hosts, one after the other.
 

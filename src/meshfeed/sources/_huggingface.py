@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._errors import SettingsError, SourceError
+from meshfeed._names import public
 
 if TYPE_CHECKING:
     from meshfeed.sources._huggingface_stream import HuggingFaceStream
     from meshfeed.sources._huggingface_table import HuggingFaceRows, HuggingFaceTable
 
 
+@public("meshfeed.sources")
 def HuggingFace(  # reads as the class of a source, and is one of two
     dataset: Any, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
 ) -> HuggingFaceTable | HuggingFaceRows | HuggingFaceStream:

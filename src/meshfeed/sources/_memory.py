@@ -12,11 +12,13 @@ import xxhash
 
 from meshfeed import _aligned
 from meshfeed._errors import SourceError
+from meshfeed._names import public
 from meshfeed._types import ColumnSlices, JsonValue, PyTree
 
 _PROBES = 4
 
 
+@public("meshfeed.sources")
 class Memory:
     """Records that are rows of equally long arrays: record i is row i of every leaf.
 

@@ -12,6 +12,7 @@ from meshfeed import _order
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._mixture_order import MixtureOrder, group_by, join_ids, split_ids
 from meshfeed._mixture_stages import Stage, StagedWeights, block_counts, parse_weights
+from meshfeed._names import public
 from meshfeed._read import file_of, read_records, wants_rng
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
 from meshfeed.sources._host_batches import HostBatches
@@ -20,6 +21,7 @@ from meshfeed.sources._mixture_parts import Joiner, check_shapes, compact_identi
 from meshfeed.sources._recognize import as_source
 
 
+@public("meshfeed.sources")
 def Mixture(
     components: Mapping[str, Any],
     weights: Any,

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from meshfeed._errors import SourceError
+from meshfeed._names import public
 
 _TAKES = """\
 - random access: a list or another Sequence of records, anything with __len__ and __getitem__ (torch datasets, TFDS data
@@ -32,6 +33,7 @@ _TABLES = {
 }
 
 
+@public("meshfeed.sources")
 def as_source(obj: Any) -> Any:
     """The source that ``obj`` is, or stands for.
 
@@ -111,7 +113,7 @@ def _is_a(obj: Any, package: str, *names: str) -> bool:
 
 
 def _is_ours(obj: Any) -> bool:
-    return type(obj).__module__.startswith("meshfeed.sources.")
+    return f"{type(obj).__module__}.".startswith("meshfeed.sources.")
 
 
 def _is_stream(obj: Any) -> bool:

@@ -28,6 +28,7 @@ from typing import Any
 import xxhash
 
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._names import public
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry
 from meshfeed.sources._files import open_file_system, remote_errors
@@ -64,6 +65,7 @@ class _Entry:
         return self.lock.stem
 
 
+@public("meshfeed")
 class ShardCache:
     """A folder on a local disk through which files behind URLs are read.
 

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshfeed._errors import SettingsError, SourceError
+from meshfeed._names import public
 from meshfeed._types import JsonValue, Record
 
 
+@public("meshfeed.sources")
 class Stream:
     """Any sequential records, cut into lanes by the user's own function.
 

@@ -12,12 +12,14 @@ import numpy as np
 from meshfeed import _aligned
 from meshfeed._errors import MeshfeedError, SettingsError, SourceError
 from meshfeed._identity import digest_tree, probe_ids
+from meshfeed._names import public
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds
 from meshfeed.sources._tensorstore_array import Array, inspect_array, read_error
 
 _CACHE_BYTES = 1 << 28
 
 
+@public("meshfeed.sources")
 class TensorStore:
     """Records that are rows of stored arrays: record i is row i of every leaf.
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from meshfeed._errors import SourceError
+from meshfeed._names import public
 from meshfeed._read import accepts_keyword
 from meshfeed._types import JsonValue
 from meshfeed.sources._tfdata_lane import TFDataLane, is_shuffle, steps_of
 
 
+@public("meshfeed.sources")
 class TFData:
     """Any tf.data pipeline of single records, cut into lanes by the user's own function.
 

@@ -6,10 +6,12 @@ import os
 from typing import Any
 
 from meshfeed._errors import SettingsError, SourceError
+from meshfeed._names import public
 from meshfeed.sources._tfds_records import TFDSRecords
 from meshfeed.sources._tfds_shards import TFDSShards
 
 
+@public("meshfeed.sources")
 def TFDS(  # reads as the class of a source, and is one of two
     name_or_builder: Any, split: str, data_dir: str | os.PathLike[str] | None = None, decode: Any = None
 ) -> TFDSRecords | TFDSShards:
