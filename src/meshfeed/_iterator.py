@@ -26,6 +26,7 @@ from meshfeed._replay import replay_step
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step, logs_steps
+from meshfeed._tracebacks import hide_own_frames, hides_own_frames
 from meshfeed._types import PyTree, RecordIds
 
 _log = logging.getLogger("meshfeed.feed")
@@ -68,6 +69,7 @@ class Feed:
       SourceError: a source that cannot be read.
     """
 
+    @hides_own_frames
     def __init__(
         self,
         source: Any,
@@ -169,6 +171,7 @@ class Feed:
                 _log.warning(
                     "%s: the data ended before one batch was full, so that there is no batch at all.", self.name
                 )
+            hide_own_frames(error)
             raise
         batch, place, position = ready.batch, ready.place, self._place.position
         self._stats.delivered(start, place.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
@@ -212,6 +215,7 @@ class Feed:
         """State of the last delivered batch, JSON; legal at any moment, talks to nobody."""
         return self._course.state(self._place).to_json()
 
+    @hides_own_frames
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``.
 
@@ -234,6 +238,7 @@ class Feed:
     def _open(self, place: Place) -> Feeder:
         return self._course.feeder(place, self._host_rows, hosts_agree=self._hosts_agree)
 
+    @hides_own_frames
     def reset(self) -> None:
         """Back to the first batch of this stream: a number of lanes that came from a state stays."""
         place = self._course.start(self._place)
@@ -278,6 +283,7 @@ class Feed:
         spec = spec_with_mask(self._course.record_spec(), self._settings.mask_key)
         return self._layout.element_spec(spec, self._course.batch_size_at(self._place))
 
+    @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
         """Ids of the records of any past or future batch.
 
@@ -294,6 +300,7 @@ class Feed:
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
         return self._course.record_ids(self._place, int(step))
 
+    @hides_own_frames
     def read(self, record_ids: Any) -> PyTree:
         """Records as host-local numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``.
 
@@ -302,6 +309,7 @@ class Feed:
         """
         return self._course.read(record_ids)
 
+    @hides_own_frames
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
         """One global batch again, all of its rows, as host-local numpy; this host alone, and the feed does not move.
 

@@ -28,6 +28,7 @@ from meshfeed._remote_target import make_feed_payload
 from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._shardings import normalize_sharding, sharding_leaves
 from meshfeed._stats import FeedStats
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import PyTree, RecordIds
 
 __all__ = ["RemoteFeed"]
@@ -49,6 +50,7 @@ class RemoteFeed:
       SourceError, PlanError: as from the feed, raised here with the message of the host.
     """
 
+    @hides_own_frames
     def __init__(
         self,
         make_source: Callable[[], Any],
@@ -109,6 +111,7 @@ class RemoteFeed:
     def __iter__(self) -> RemoteFeed:
         return self
 
+    @hides_own_frames
     def __next__(self) -> PyTree:
         """The next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
 
@@ -127,6 +130,7 @@ class RemoteFeed:
         states = [json.loads(text) for text in self._client.call("get_state")]
         return states[0] if len(states) == 1 else _state.merge_states(states)
 
+    @hides_own_frames
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``, which may come from a local feed.
 
@@ -136,6 +140,7 @@ class RemoteFeed:
         _state.parse_state(state)
         self._client.call("set_state", json.dumps(state))
 
+    @hides_own_frames
     def reset(self) -> None:
         """Back to the first batch."""
         self._client.call("reset")
@@ -175,12 +180,14 @@ class RemoteFeed:
             self._client.call("element_spec")[0],
         )
 
+    @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
         """Ids of the records of any past or future batch, int64 ``[rows]``; see the feed."""
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
         return np.array(self._client.call("record_ids", int(step))[0], np.int64)
 
+    @hides_own_frames
     def read(self, record_ids: Any) -> PyTree:
         """Records as numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``; read by one of the hosts."""
         return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]

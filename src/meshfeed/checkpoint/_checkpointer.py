@@ -12,6 +12,7 @@ from etils import epath
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -73,6 +74,7 @@ class Checkpointer:
       CheckpointError: the folder cannot be made or listed.
     """
 
+    @hides_own_frames
     def __init__(
         self,
         directory: Any,
@@ -130,6 +132,7 @@ class Checkpointer:
         """Folder of the checkpoints."""
         return self._directory
 
+    @hides_own_frames
     def save(self, step: int, train_state: Any, feed: Any = None, force: bool = False) -> bool:
         """Saves a step; everything is captured before this returns, and written in the background.
 
@@ -193,6 +196,7 @@ class Checkpointer:
                 latest,
             )
 
+    @hides_own_frames
     def restore(self, abstract_or_concrete_state: Any, feed: Any = None, step: int | None = None) -> tuple[int, Any]:
         """Restores the newest intact step, or the one asked for, on any number of hosts and devices.
 
@@ -273,6 +277,7 @@ class Checkpointer:
             _continue(feed, document["state"], agreement, step)
         return state
 
+    @hides_own_frames
     def wait(self) -> None:
         """Waits until what was saved is committed; raises what failed in the background.
 
@@ -290,6 +295,7 @@ class Checkpointer:
         """Numbers of the committed steps, ascending, damaged ones included."""
         return find_steps(self._directory)
 
+    @hides_own_frames
     def metadata(self, step: int | None = None) -> StepMetadata:
         """What a step holds, without reading it: position, and shapes, dtypes and shardings of the train state.
 

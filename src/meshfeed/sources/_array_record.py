@@ -13,6 +13,7 @@ import xxhash
 from meshfeed import _aligned
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
 from meshfeed.sources import _files, _riegeli
 from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, shared_readers
@@ -46,6 +47,7 @@ class ArrayRecord:
       CorruptDataError: a file that is empty, cut short or of another format; it names the file.
     """
 
+    @hides_own_frames
     def __init__(
         self,
         paths: _files.Paths,

@@ -14,6 +14,7 @@ import numpy as np
 from meshfeed import _aligned
 from meshfeed._errors import SettingsError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 
 
 @public("meshfeed.sources")
@@ -34,6 +35,7 @@ class DecodeRaw:
       SettingsError: records of no bytes, a dtype of Python objects, or no dtype or shape at all.
     """
 
+    @hides_own_frames
     def __init__(self, dtype: Any, shape: int | Sequence[int] = (), *, key: str | None = None) -> None:
         try:
             self.dtype = np.dtype(dtype)

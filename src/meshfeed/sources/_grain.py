@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshfeed._errors import SourceError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed.sources._host_batches import HostBatches
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 
 @public("meshfeed.sources")
+@hides_own_frames
 def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
     """A Grain pipeline as a source.
 

@@ -15,6 +15,7 @@ import numpy as np
 from meshfeed import _aligned, _state
 from meshfeed._errors import SourceError, StalledError, StateMismatchError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import JsonValue, PyTree
 
 _logger = logging.getLogger("meshfeed.sources")
@@ -47,6 +48,7 @@ class HostBatches:
 
     elastic = False
 
+    @hides_own_frames
     def __init__(self, iterable: Any) -> None:
         can_iterate = hasattr(iterable, "__iter__") or hasattr(iterable, "__next__")
         if not can_iterate or isinstance(iterable, str | bytes):

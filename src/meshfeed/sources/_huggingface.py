@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 
 if TYPE_CHECKING:
     from meshfeed.sources._huggingface_stream import HuggingFaceStream
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 
 @public("meshfeed.sources")
+@hides_own_frames
 def HuggingFace(  # reads as the class of a source, and is one of two
     dataset: Any, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
 ) -> HuggingFaceTable | HuggingFaceRows | HuggingFaceStream:

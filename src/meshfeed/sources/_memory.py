@@ -13,6 +13,7 @@ import xxhash
 from meshfeed import _aligned
 from meshfeed._errors import SourceError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import ColumnSlices, JsonValue, PyTree
 
 _PROBES = 4
@@ -35,6 +36,7 @@ class Memory:
     decode_batch = None
     reads_columns = True
 
+    @hides_own_frames
     def __init__(self, arrays: PyTree) -> None:
         with_paths, self._treedef = jax.tree_util.tree_flatten_with_path(arrays)
         self._paths = [jax.tree_util.keystr(path) for path, _ in with_paths]

@@ -14,6 +14,7 @@ from meshfeed._mixture_order import MixtureOrder, group_by, join_ids, split_ids
 from meshfeed._mixture_stages import Stage, StagedWeights, block_counts, parse_weights
 from meshfeed._names import public
 from meshfeed._read import file_of, read_records, wants_rng
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
 from meshfeed.sources._host_batches import HostBatches
 from meshfeed.sources._mixture_lanes import StreamMixture
@@ -22,6 +23,7 @@ from meshfeed.sources._recognize import as_source
 
 
 @public("meshfeed.sources")
+@hides_own_frames
 def Mixture(
     components: Mapping[str, Any],
     weights: Any,

@@ -16,6 +16,7 @@ import numpy as np
 
 from meshfeed._errors import SourceError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 
 _TAKES = """\
 - random access: a list or another Sequence of records, anything with __len__ and __getitem__ (torch datasets, TFDS data
@@ -34,6 +35,7 @@ _TABLES = {
 
 
 @public("meshfeed.sources")
+@hides_own_frames
 def as_source(obj: Any) -> Any:
     """The source that ``obj`` is, or stands for.
 

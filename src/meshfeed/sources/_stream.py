@@ -10,6 +10,7 @@ from typing import Any
 
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import JsonValue, Record
 
 
@@ -37,6 +38,7 @@ class Stream:
       SettingsError: ``fingerprint`` is not JSON.
     """
 
+    @hides_own_frames
     def __init__(self, open: Callable[..., Any], *, fingerprint: JsonValue = None) -> None:
         if not callable(open):
             raise SourceError(

@@ -13,6 +13,7 @@ from meshfeed import _aligned
 from meshfeed._errors import MeshfeedError, SettingsError, SourceError
 from meshfeed._identity import digest_tree, probe_ids
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds
 from meshfeed.sources._tensorstore_array import Array, inspect_array, read_error
 
@@ -48,6 +49,7 @@ class TensorStore:
     kind = "tensorstore"
     reads_columns = True
 
+    @hides_own_frames
     def __init__(
         self,
         spec_or_specs: Any,

@@ -8,6 +8,7 @@ from typing import Any
 from meshfeed._errors import SourceError
 from meshfeed._names import public
 from meshfeed._read import accepts_keyword
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import JsonValue
 from meshfeed.sources._tfdata_lane import TFDataLane, is_shuffle, steps_of
 
@@ -38,6 +39,7 @@ class TFData:
       SourceError: ``open`` is no function.
     """
 
+    @hides_own_frames
     def __init__(self, open: Callable[..., Any], *, fingerprint: JsonValue = None) -> None:
         if not callable(open):
             raise SourceError(

@@ -7,11 +7,13 @@ from typing import Any
 
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._names import public
+from meshfeed._tracebacks import hides_own_frames
 from meshfeed.sources._tfds_records import TFDSRecords
 from meshfeed.sources._tfds_shards import TFDSShards
 
 
 @public("meshfeed.sources")
+@hides_own_frames
 def TFDS(  # reads as the class of a source, and is one of two
     name_or_builder: Any, split: str, data_dir: str | os.PathLike[str] | None = None, decode: Any = None
 ) -> TFDSRecords | TFDSShards:
