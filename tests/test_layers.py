@@ -15,9 +15,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
 
 FLOORS: dict[str, str] = {
-    "0": "_errors _names _tracebacks _types",
+    "0": "_errors _names _border _types",
     "1": (
-        "_state _state_files _timeline _settings _retry _threads _process _order _record_random _mixture_order "
+        "_state _state_files _file_sets _timeline _settings _retry _threads _process _order _record_random _mixture_order "
         "_mixture_stages _plan _plan_table _shardings _topology _reshard _aligned"
     ),
     # The second floor has a gallery: sources that are made of other sources read records too.

@@ -32,7 +32,7 @@ def run_demo(num_steps: int, directory: str | None, how: str | None) -> bool:
     """
     missing = [name for name in ("rich", "optax") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MeshfeedError(f"the demo needs {' and '.join(missing)}: pip install 'meshfeed[demo]'.")
+        raise MeshfeedError(f"the demo needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
     folder = pathlib.Path(directory or tempfile.mkdtemp(prefix="meshfeed-demo-")).resolve()
     if folder.exists() and any(folder.iterdir()):
         raise SettingsError(f"--directory {folder} is not empty; name a new folder.", setting="directory")

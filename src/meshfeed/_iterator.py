@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed import _agree_settings, _process, _state, _state_files
 from meshfeed._agree_pipeline import start_pipeline
+from meshfeed._border import hide_own_frames, hides_own_frames, suggests_keywords
 from meshfeed._courses import make_course
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import spec_with_mask
@@ -26,7 +27,6 @@ from meshfeed._replay import replay_step
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step, logs_steps
-from meshfeed._tracebacks import hide_own_frames, hides_own_frames
 from meshfeed._types import PyTree, RecordIds
 
 _log = logging.getLogger("meshfeed.feed")
@@ -70,6 +70,7 @@ class Feed:
     """
 
     @hides_own_frames
+    @suggests_keywords
     def __init__(
         self,
         source: Any,

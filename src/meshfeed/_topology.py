@@ -89,9 +89,12 @@ def fake_mesh(
       this_process: the process whose devices count as addressable.
 
     Raises:
-      SettingsError: the mesh has more positions than there are devices.
+      SettingsError: the mesh has more positions than there are devices, or an axis of size 0.
     """
     devices = fake_devices(num_hosts, devices_per_host, this_process=this_process)
+    for axis, length in axes.items():
+        if length < 1:
+            raise SettingsError(f"mesh axis {axis!r} has size {length}; it must be at least 1", setting="axes")
     size = math.prod(axes.values())
     order = range(size) if permutation is None else permutation
     if size > len(devices) or len(order) != size:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshfeed import _state, _state_files
+from meshfeed._border import hides_own_frames, suggests_keywords
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._remote_client import RemoteClient
@@ -28,7 +29,6 @@ from meshfeed._remote_target import make_feed_payload
 from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._shardings import normalize_sharding, sharding_leaves
 from meshfeed._stats import FeedStats
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import PyTree, RecordIds
 
 __all__ = ["RemoteFeed"]
@@ -51,6 +51,7 @@ class RemoteFeed:
     """
 
     @hides_own_frames
+    @suggests_keywords
     def __init__(
         self,
         make_source: Callable[[], Any],

@@ -10,9 +10,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from meshfeed import _state_files
+from meshfeed._border import hides_own_frames, suggests_keywords
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._names import public
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -75,6 +75,7 @@ class Checkpointer:
     """
 
     @hides_own_frames
+    @suggests_keywords
     def __init__(
         self,
         directory: Any,

@@ -11,13 +11,14 @@ import numpy as np
 import xxhash
 
 from meshfeed import _aligned
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._names import public
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
 from meshfeed.sources import _files, _riegeli
 from meshfeed.sources._array_record_readers import ReaderPool, ShardFile, inspect_file, shared_readers
 from meshfeed.sources._array_record_rows import RowReader, steps
+from meshfeed.sources._decode_raw import refuse_as_decode
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
@@ -62,6 +63,7 @@ class ArrayRecord:
                 "decode_batch for a list of them.",
                 setting="decode_batch",
             )
+        refuse_as_decode(decode, "ArrayRecord")
         for name, function in (("decode", decode), ("decode_batch", decode_batch)):
             if function is not None and not callable(function):
                 raise SettingsError(
@@ -238,9 +240,13 @@ class ArrayRecord:
         """Path or URL of the file that holds a record."""
         return self._files[int(np.searchsorted(self._ends, record_id, side="right"))].path
 
+    def file_names(self) -> list[str]:
+        """Paths and URLs of the files, in the order of their records."""
+        return [file.path for file in self._files]
+
     def fingerprint_files(self) -> JsonValue:
         """Identity of the files: count, total bytes, digest of base names and sizes in order."""
-        return _files.identify_files([file.path for file in self._files], [file.num_bytes for file in self._files])
+        return _files.identify_files(self.file_names(), [file.num_bytes for file in self._files])
 
     def fingerprint(self) -> JsonValue:
         """Identity: files, number of records, and a digest of the bytes of 4 records spread over the source."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed.sources._array_record_direct import DirectFile, open_direct
 from meshfeed.sources._files import is_url
+from meshfeed.sources._formats import reader_hint
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
@@ -128,10 +129,10 @@ def _describe_unreadable(path: str, reader: Any) -> str:
         what = "the file is empty (0 bytes)"
     else:
         what = f"{size:,} bytes are not a whole ArrayRecord file ({reason})"
-    return (
-        f"{path}: {what}. Expected a file closed by ArrayRecordWriter, which ends in a footer. "
-        "It was cut short, is still being written, or has another format: write or copy it again."
+    remedy = reader_hint(path, unless="ArrayRecord") or (
+        " It was cut short, is still being written, or has another format: write or copy it again."
     )
+    return f"{path}: {what}. Expected a file closed by ArrayRecordWriter, which ends in a footer.{remedy}"
 
 
 class ReaderPool:

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from meshfeed import _aligned, _state
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError, StalledError, StateMismatchError
 from meshfeed._names import public
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import JsonValue, PyTree
+from meshfeed.sources._formats import reader_hint
 
 _logger = logging.getLogger("meshfeed.sources")
 _FIELD = "hosts"
@@ -54,7 +55,7 @@ class HostBatches:
         if not can_iterate or isinstance(iterable, str | bytes):
             raise SourceError(
                 f"HostBatches got a {type(iterable).__name__}. Expected an iterable of batches: pytrees of arrays "
-                "[host_rows, ...]. A function that makes one is to be called first."
+                f"[host_rows, ...].{reader_hint(iterable) or ' If it is a function that makes one, call it first.'}"
             )
         self.iterable = iterable
         if _is_grain(iterable):

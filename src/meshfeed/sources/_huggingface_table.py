@@ -13,7 +13,7 @@ from datasets.features.features import require_decoding
 
 from meshfeed._errors import SourceError
 from meshfeed._types import JsonValue, PyTree
-from meshfeed.sources._huggingface_arrow import ColumnRows
+from meshfeed.sources._huggingface_arrow import ColumnRows, usable_columns
 from meshfeed.sources._huggingface_identity import content_digest, function_name
 from meshfeed.sources._huggingface_values import record_to_numpy, value_to_numpy
 
@@ -43,8 +43,10 @@ class HuggingFaceTable:
         features = dataset.features
         self._decoded = [name for name in self._columns if require_decoding(features[name])]
         table = dataset.data.table
+        usable = [*usable_columns(table.schema), *self._decoded]
+        advised = [name for name in self._columns if name in usable]
         self._readers = {
-            name: ColumnRows(name, table.column(name).chunks, table.schema.field(name).type, self._columns)
+            name: ColumnRows(name, table.column(name).chunks, table.schema.field(name).type, advised)
             for name in self._columns
             if name not in self._decoded
         }

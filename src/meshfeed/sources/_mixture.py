@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from meshfeed import _order
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._mixture_order import MixtureOrder, group_by, join_ids, split_ids
 from meshfeed._mixture_stages import Stage, StagedWeights, block_counts, parse_weights
 from meshfeed._names import public
 from meshfeed._read import file_of, read_records, wants_rng
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
 from meshfeed.sources._host_batches import HostBatches
 from meshfeed.sources._mixture_lanes import StreamMixture

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError
 from meshfeed._names import public
-from meshfeed._tracebacks import hides_own_frames
+from meshfeed.sources._formats import reader_hint
 
 _TAKES = """\
 - random access: a list or another Sequence of records, anything with __len__ and __getitem__ (torch datasets, TFDS data
@@ -52,10 +53,9 @@ def as_source(obj: Any) -> Any:
       SourceError: it is none of what is taken, which the message lists.
     """
     if isinstance(obj, str | bytes | os.PathLike):
-        raise SourceError(
-            f"got the path {os.fspath(obj)!r} as a source; a path does not say what the files are. Pass a source such "
-            "as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened on it."
-        )
+        raise _refused_path(obj)
+    if isinstance(obj, list | tuple) and reader_hint(obj):
+        raise _refused_path(obj[0])
     if inspect.isclass(obj) or inspect.isroutine(obj):
         raise _refused(obj, "Call it first, or give a function open(lane_index, num_lanes) to Stream.")
     found = _by_library(obj)
@@ -147,6 +147,14 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or (
         hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and bool(getattr(leaf, "shape", ()))
     )
+
+
+def _refused_path(path: str | bytes | os.PathLike[Any]) -> SourceError:
+    remedy = reader_hint(path) or (
+        " Pass a source such as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened "
+        "on it."
+    )
+    return SourceError(f"got the path {os.fspath(path)!r} as a source, and a feed reads records, not paths.{remedy}")
 
 
 def _refused(obj: Any, remedy: str = "") -> SourceError:

@@ -69,7 +69,7 @@ def load() -> Riegeli | None:
     try:
         from llvmlite import binding as llvm
     except ImportError:
-        _logger.info("ArrayRecord files of one record a chunk are read faster with meshfeed[fast]")
+        _logger.info("ArrayRecord files with one record per chunk are read faster with llvmlite: pip install llvmlite")
         return None
     try:
         made = _compile(llvm)
@@ -80,7 +80,7 @@ def load() -> Riegeli | None:
     except Exception as error:  # a processor, a kernel or a version of llvmlite that it does not run on
         _logger.warning(
             "llvmlite is installed, but its code for ArrayRecord files does not work here (%s: %s). They are read by the "
-            "array_record library, which is slower. It takes llvmlite>=0.45 (meshfeed[fast]), on a system that lets "
+            "array_record library, which is slower. It takes llvmlite>=0.45, on a system that lets "
             "programs make code; without llvmlite this message goes, too.",
             type(error).__name__,
             error,

@@ -8,10 +8,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._names import public
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import JsonValue, Record
+from meshfeed.sources._formats import reader_hint
 
 
 @public("meshfeed.sources")
@@ -45,6 +46,7 @@ class Stream:
                 f"Stream got a {type(open).__name__}. Expected a function open(lane_index, num_lanes) that gives an "
                 "iterator of records. For one iterable of records: Stream(lambda lane_index, num_lanes: "
                 "itertools.islice(make_records(), lane_index, None, num_lanes)); for batches: HostBatches(iterable)."
+                f"{reader_hint(open)}"
             )
         try:
             inspect.signature(open).bind(0, 1, **({"epoch": 0} if _takes_keyword(open, "epoch") else {}))

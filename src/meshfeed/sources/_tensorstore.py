@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from meshfeed import _aligned
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import MeshfeedError, SettingsError, SourceError
 from meshfeed._identity import digest_tree, probe_ids
 from meshfeed._names import public
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds
 from meshfeed.sources._tensorstore_array import Array, inspect_array, read_error
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError
 from meshfeed._names import public
 from meshfeed._read import accepts_keyword
-from meshfeed._tracebacks import hides_own_frames
 from meshfeed._types import JsonValue
 from meshfeed.sources._tfdata_lane import TFDataLane, is_shuffle, steps_of
 

@@ -1,11 +1,14 @@
-"""Tracebacks without meshfeed's own frames: the caller's line, then the user's source or decoder if one raised.
+"""What the calls that users make have in common: short tracebacks, and a suggestion for a misspelt keyword.
 
+A traceback shows the caller's line, and then the user's source or decoder if one raised.
 ``MESHFEED_FULL_TRACEBACK=1`` in the environment keeps every frame.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import os
 import types
 from collections.abc import Callable
@@ -53,6 +56,27 @@ def hides_own_frames(function: F) -> F:
     return cast("F", call)
 
 
+def suggests_keywords(function: F) -> F:
+    """A decorator: an unknown keyword is a TypeError that names the nearest one that the function takes."""
+    takes = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        unknown = [name for name in kwargs if name not in takes]
+        if unknown:
+            raise TypeError(_unknown_keyword(function.__qualname__.removesuffix(".__init__"), unknown[0], takes))
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
+def _unknown_keyword(function: str, name: str, takes: list[str]) -> str:
+    words = set(name.split("_"))
+    near = difflib.get_close_matches(name, takes, n=1) or [known for known in takes if words & set(known.split("_"))]
+    remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
+    return f"{function}() got an unexpected keyword argument {name!r}; {remedy}"
+
+
 def _trim(error: BaseException) -> None:
     kept: list[types.TracebackType] = []
     hidden, last, entry = False, "", error.__traceback__
@@ -62,7 +86,7 @@ def _trim(error: BaseException) -> None:
         if not hidden:
             kept.append(entry)
         entry = entry.tb_next
-    # from the decorator itself comes only the TypeError of a call with wrong arguments
+    # from the decorators here comes only the TypeError of a call with wrong arguments
     if hidden and last != __file__ and not isinstance(error, MeshfeedError | StopIteration):
         return
     shown = None

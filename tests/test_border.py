@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._tracebacks import VARIABLE, hides_own_frames
+from meshfeed._border import VARIABLE, hides_own_frames
 
 OWN = pathlib.Path(meshfeed.__file__).parent
 
@@ -58,7 +58,7 @@ def test_an_error_of_the_source_shows_the_source_and_the_caller(options: dict[st
     names = [frame.name for frame in frames]
     assert names[-1] == "__getitem__"
     assert names[0] == "frames_of"
-    assert {pathlib.Path(frame.filename).name for frame in frames} == {"test_tracebacks.py"}
+    assert {pathlib.Path(frame.filename).name for frame in frames} == {"test_border.py"}
 
 
 @pytest.mark.parametrize(
