@@ -611,3 +611,65 @@ def test_workers_say_how_they_collect_garbage() -> None:
             assert feed.config()["num_workers"] == 1
     with pytest.raises(meshfeed.SettingsError, match="gc_every"):
         meshfeed.Workers(2, gc_every=-1)
+
+
+# ---------------------------------------------------------------------------------------------------- repr
+
+
+class Loud(list):
+    """A sequence whose repr must not be called, as it would hold all of the data."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("the repr of a source that is not meshfeed's was called")
+
+
+def test_the_repr_says_name_source_batch_and_position() -> None:
+    arrays = {"x": np.arange(1000)}
+    feed = meshfeed.Feed(arrays, rows_sharding(), global_batch_size=64, name="train")
+    assert repr(feed) == "<meshfeed.Feed 'train': Memory(1,000 records), global_batch_size=64, step=0, position=0>"
+    next(feed)
+    next(feed)
+    assert repr(feed).endswith(", global_batch_size=64, step=2, position=128>")
+    for _ in feed:
+        pass
+    assert repr(feed).endswith("step=15, position=960, ended>")
+    feed.close()
+    assert repr(feed).endswith("step=15, position=960, closed>")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "expected"),
+    [
+        (lambda: Loud([np.int32(i) for i in range(64)]), {}, "Loud(64 records), global_batch_size=16, step"),
+        (lambda: meshfeed.sources.Stream(open_lane), {}, "Stream(open_lane), global_batch_size=16, step"),
+        (lambda: ({"x": np.zeros(16)} for _ in range(2)), {"global_batch_size": None}, "HostBatches(generator), step"),
+        (
+            lambda: {"x": np.zeros(64)},
+            {"global_batch_size": meshfeed.BatchSchedule([(0, 8), (2, 16)])},
+            "Memory(64 records), global_batch_size=BatchSchedule([(0, 8), (2, 16)]), step",
+        ),
+    ],
+)
+def test_the_repr_of_other_sources_reads_nothing(source: Any, options: dict[str, Any], expected: str) -> None:
+    with meshfeed.Feed(source(), rows_sharding(), **{"global_batch_size": 16, "name": "a", **options}) as feed:
+        assert repr(feed).startswith(f"<meshfeed.Feed 'a': {expected}")
+
+
+def open_lane(lane_index: int, num_lanes: int) -> Any:
+    """A stream that fails at its first record."""
+    raise OSError("no such disk")
+    yield
+
+
+def test_the_repr_of_a_feed_that_failed_or_was_never_made() -> None:
+    stream = meshfeed.sources.Stream(open_lane)
+    feed = meshfeed.Feed(stream, rows_sharding(), global_batch_size=16, name="a", retry=meshfeed.Retry(attempts=1))
+    with pytest.raises(OSError, match="no such disk"):
+        next(feed)
+    assert repr(feed).endswith("step=0, position=0, failed: OSError>")
+    feed.close()
+    half = object.__new__(meshfeed.Feed)
+    assert repr(half) == "<meshfeed.Feed None: not made>"
+    with pytest.raises(meshfeed.SettingsError):
+        half.__init__({"x": np.zeros(64)}, rows_sharding(), global_batch_size=16, end="keep", name="a")  # type: ignore[misc]
+    assert repr(half) == "<meshfeed.Feed 'a': not made>"

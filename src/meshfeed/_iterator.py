@@ -28,6 +28,7 @@ from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, chec
 from meshfeed._stats import FeedStats, StatsRecorder
 from meshfeed._steplog import log_step, logs_steps
 from meshfeed._types import PyTree, RecordIds
+from meshfeed.sources._recognize import describe_source
 
 _log = logging.getLogger("meshfeed.feed")
 
@@ -141,6 +142,23 @@ class Feed:
         in_columns = reads_columns(getattr(self._course, "source", None))
         self._host_rows = self._layout.host_rows(self._course.record_spec if in_columns else lambda: None)
         self._finalizer: Any = None
+
+    def __repr__(self) -> str:
+        known = vars(self)  # the constructor may have failed before the rest was there
+        course, place, failed = known.get("_course"), known.get("_place"), known.get("_failed")
+        if course is None or place is None:
+            return f"<meshfeed.Feed {known.get('name')!r}: not made>"
+        schedule = getattr(course, "_schedule", None)  # of host batches unknown before the first; a repr reads nothing
+        sizes = () if schedule is None else schedule.sizes
+        parts = [
+            describe_source(course.source),
+            *([f"global_batch_size={sizes[0] if len(sizes) == 1 else schedule}"] if sizes else []),
+            f"step={place.step}",
+            f"position={place.position}",
+            *(["closed"] if known.get("_closed") else []),
+            *(["ended" if isinstance(failed, StopIteration) else f"failed: {type(failed).__name__}"] if failed else []),
+        ]
+        return f"<meshfeed.Feed {self.name!r}: {', '.join(parts)}>"
 
     # ------------------------------------------------------------------ iteration
 

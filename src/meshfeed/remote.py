@@ -107,6 +107,14 @@ class RemoteFeed:
         self._client.know_spec()
         self.name = str(self._client.call("config")[0]["name"])
 
+    def __repr__(self) -> str:
+        known = vars(self)  # the constructor may have failed before the rest was there
+        header = getattr(known.get("_client"), "header", None)
+        if header is None or "name" not in known:
+            return "<meshfeed.remote.RemoteFeed: not made>"
+        closed = ", closed" if self._closed else ""
+        return f"<meshfeed.remote.RemoteFeed {self.name!r}: step={header.step}, position={header.position}{closed}>"
+
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> RemoteFeed:

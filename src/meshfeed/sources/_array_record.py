@@ -109,7 +109,7 @@ class ArrayRecord:
         self._readers = shared_readers
 
     def __repr__(self) -> str:
-        return f"ArrayRecord({len(self):,} records in {len(self._files):,} files, first {self._files[0].path!r})"
+        return f"ArrayRecord({len(self._files):,} file{'s' * (len(self._files) != 1)}, {len(self):,} records)"
 
     def __len__(self) -> int:
         return int(self._ends[-1])

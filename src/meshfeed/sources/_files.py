@@ -130,9 +130,7 @@ def open_file_system(url: str, source: str) -> tuple[Any, str]:
     try:
         import fsspec.core
     except ImportError as error:
-        raise SourceError(
-            f"{source} got the URL {url!r}, which needs fsspec. {how_to_install(url)}."
-        ) from error
+        raise SourceError(f"{source} got the URL {url!r}, which needs fsspec. {how_to_install(url)}.") from error
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:

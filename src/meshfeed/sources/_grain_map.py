@@ -42,6 +42,9 @@ class GrainRecords:
         self._dataset = _grain_tree.copy_tree(dataset, _grain_tree.batched_sources)
         _ = getattr(self._dataset, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
 
+    def __repr__(self) -> str:
+        return f"Grain({len(self):,} records)"
+
     def __len__(self) -> int:
         return self._length
 

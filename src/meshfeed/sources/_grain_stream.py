@@ -33,6 +33,9 @@ class GrainStream:
             _grain_tree.is_named(node, "RebatchIterDataset") for node in _grain_tree.walk(self._dataset)
         )
 
+    def __repr__(self) -> str:
+        return f"Grain({type(self._dataset).__name__})"
+
     def check_lanes(self, num_lanes: int) -> None:
         """Whether the pipeline can be cut into lanes of equal batches; reads no data.
 

@@ -70,6 +70,9 @@ class HostBatches:
         self._turn = threading.RLock()
         self._owner: HostBatchIterator | None = None
 
+    def __repr__(self) -> str:
+        return f"HostBatches({type(self.iterable).__name__})"
+
     @property
     def resumable(self) -> bool:
         """Whether a saved state can be continued."""

@@ -62,6 +62,9 @@ class HuggingFaceTable:
         self.__dict__.update(state)
         self._prepare()  # views of buffers do not travel
 
+    def __repr__(self) -> str:
+        return f"HuggingFace({len(self):,} records)"
+
     def __len__(self) -> int:
         return len(self._dataset)
 
@@ -139,6 +142,9 @@ class HuggingFaceRows:
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None) -> None:
         self._dataset = dataset
         self._columns = None if columns is None else list(columns)
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({len(self):,} records)"
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -62,6 +62,9 @@ class Memory:
                 f"Memory got 0 records: {where} has shape {self._arrays[0].shape}. Expected at least one row."
             )
 
+    def __repr__(self) -> str:
+        return f"Memory({len(self):,} records)"
+
     def __len__(self) -> int:
         return self._length
 

@@ -120,7 +120,7 @@ class RandomMixture:
         self._identities: dict[str, JsonValue] | None = None
 
     def __repr__(self) -> str:
-        return f"Mixture({', '.join(f'{name}: {len(source):,}' for name, source in self.components.items())} records)"
+        return f"Mixture({', '.join(f'{name}: {len(source):,} records' for name, source in self.components.items())})"
 
     def __len__(self) -> int:
         """Records of all components together."""

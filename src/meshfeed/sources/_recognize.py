@@ -80,6 +80,20 @@ def as_source(obj: Any) -> Any:
     raise _refused(obj)
 
 
+def describe_source(source: Any) -> str:
+    """A source in a few words, such as ``ArrayRecord(12 files, 1,000,000 records)``.
+
+    The repr of a source that is not ours is not called: that of a list or dataset may hold or read all of its data.
+    """
+    try:
+        if _is_ours(source):
+            return repr(source)
+        count = f"({len(source):,} records)" if hasattr(source, "__len__") else ""
+    except Exception:  # a repr never raises
+        count = ""
+    return f"{type(source).__name__}{count}"
+
+
 def _by_library(obj: Any) -> Any:
     """The source for an object of a library that is known by name; None for others."""
     if _is_a(obj, "grain", "MapDataset", "IterDataset"):

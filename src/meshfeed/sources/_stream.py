@@ -70,6 +70,9 @@ class Stream:
         self._takes_epoch = _takes_keyword(open, "epoch")
         self._given: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    def __repr__(self) -> str:
+        return f"Stream({getattr(self._open, '__qualname__', type(self._open).__name__)})"
+
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> StreamLane | StatefulStreamLane:
         """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
 

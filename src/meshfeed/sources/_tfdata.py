@@ -51,6 +51,9 @@ class TFData:
         self._fingerprint = fingerprint
         self._checked = False
 
+    def __repr__(self) -> str:
+        return f"TFData({getattr(self._open, '__qualname__', type(self._open).__name__)})"
+
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDataLane:
         """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
 
