@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
+import pickle
 import threading
 from typing import Any
 
@@ -449,6 +451,67 @@ def test_stats_and_config() -> None:
         assert json.loads(json.dumps(config)) == config
         assert config["fingerprint"]["source"]["records"] == 100
         assert config["global_batch_size"] == 16
+
+
+def test_stall_fraction_leaves_out_start_up_also_after_reset_and_set_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    with make_feed(clock.slow_source(), prefetch=0, num_epochs=None) as feed:
+        assert feed.stats().stall_fraction == 0
+        first = feed.stats()
+        for restart in (lambda: None, feed.reset, lambda: feed.set_state(feed.get_state())):
+            restart()
+            clock.cost = 100  # of a read
+            next(feed)
+            clock.cost = 1
+            for _ in range(4):
+                clock.now += 3  # the step
+                next(feed)
+            stats = feed.stats(since=first)
+            assert (stats.batches, stats.startup_seconds, stats.elapsed_seconds) == (5, 100, 16)
+            assert stats.wait_seconds == 104
+            assert stats.stall_fraction == 4 / 16
+            first = feed.stats()
+        assert (first.startup_seconds, first.elapsed_seconds, first.stall_fraction) == (300, 48, 12 / 48)
+
+
+class Clock:
+    """A time that stands still but for reads, which take ``cost`` seconds per batch, and what a test adds."""
+
+    def __init__(self) -> None:
+        self.now, self.cost = 1000.0, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def slow_source(self) -> Any:
+        """64 records."""
+        clock = self
+
+        class Slow(meshfeed.sources.Memory):
+            def read_batch(self, *args: Any, **more: Any) -> Any:
+                clock.now += clock.cost
+                return super().read_batch(*args, **more)
+
+        return Slow({"id": np.arange(64, dtype=np.int32)})
+
+
+def test_stats_since_an_earlier_call() -> None:
+    with make_feed() as feed, make_feed() as other:
+        list(zip(range(2), feed, strict=False))
+        early = feed.stats()
+        assert feed.stats(since=early).batches == 0
+        assert feed.stats(since=early).stall_fraction == 0
+        next(feed)
+        later, between = feed.stats(), feed.stats(since=early)
+        assert (between.batches, between.records, between.startup_seconds) == (1, 16, 0)
+        assert between.bytes == later.bytes - early.bytes
+        assert between.wait_seconds == pytest.approx(later.wait_seconds - early.wait_seconds)
+        assert feed.stats(since=pickle.loads(pickle.dumps(early))).batches == 1
+        for wrong in (other.stats(), meshfeed.FeedStats(), 3, dataclasses.replace(later, batches=9)):
+            with pytest.raises(meshfeed.SettingsError, match=r"since=.*earlier") as info:
+                feed.stats(since=wrong)  # type: ignore[arg-type]
+            assert info.value.setting == "since"
 
 
 def test_step_log_is_one_json_line_a_step_and_off_by_default(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from meshfeed._pipeline import Pipeline
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
-from meshfeed._stats import FeedStats, StatsRecorder
+from meshfeed._stats import FeedStats, StatsRecorder, stats_since
 from meshfeed._steplog import log_step, logs_steps
 from meshfeed._types import PyTree, RecordIds
 from meshfeed.sources._recognize import describe_source
@@ -178,7 +178,6 @@ class Feed:
         if self._failed is not None:
             raise self._failed
         start = time.perf_counter()
-        self._stats.entered_next(start)
         try:
             pipeline = self._pipeline or self._start()
             while (ready := pipeline.peek()).batch.step < self._place.step:
@@ -366,9 +365,17 @@ class Feed:
         """The underlying local iterator, as MaxText reads it: its state is that of the last delivered batch."""
         return self._course.local_iterator(self)
 
-    def stats(self) -> FeedStats:
-        """What this host has done so far."""
-        return self._stats.snapshot()
+    @hides_own_frames
+    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
+        """What this host has done so far.
+
+        Args:
+          since: what an earlier call returned, for the figures of the time from then to now.
+
+        Raises:
+          SettingsError: ``since`` is of another feed, or is not earlier.
+        """
+        return stats_since(self._stats.snapshot(), since)
 
     # ------------------------------------------------------------------ the end
 
@@ -382,6 +389,7 @@ class Feed:
         if self._opened is not None:
             self._opened.close()
         self._pipeline, self._opened, self._failed = None, None, None
+        self._stats.restart()
 
     def close(self, *, _because: BaseException | None = None) -> None:
         """Ends threads and processes and releases the source; ``get_state`` still works, a second close does nothing."""

@@ -28,7 +28,7 @@ from meshfeed._remote_client import RemoteClient
 from meshfeed._remote_target import make_feed_payload
 from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._shardings import normalize_sharding, sharding_leaves
-from meshfeed._stats import FeedStats
+from meshfeed._stats import FeedStats, stats_since
 from meshfeed._types import PyTree, RecordIds
 
 __all__ = ["RemoteFeed"]
@@ -214,9 +214,10 @@ class RemoteFeed:
         """A view of this feed: its state is that of the last delivered batch."""
         return LocalIterator(self)
 
-    def stats(self) -> FeedStats:
-        """What the first host has done so far; times are those of that host."""
-        return FeedStats(**self._client.call("stats")[0])
+    @hides_own_frames
+    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
+        """What the first host has done so far, or ``since`` an earlier call; times are those of that host."""
+        return stats_since(FeedStats(**self._client.call("stats")[0]), since)
 
     # ------------------------------------------------------------------ the end
 
