@@ -676,6 +676,42 @@ def test_workers_say_how_they_collect_garbage() -> None:
         meshfeed.Workers(2, gc_every=-1)
 
 
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+class Failing:
+    """64 records, of which number 40 cannot be read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, record_id: int) -> dict[str, Any]:
+        if record_id == 40:
+            raise RuntimeError("the disk is on fire")
+        return {"id": np.int32(record_id)}
+
+    def fingerprint(self) -> str:
+        return "failing"
+
+
+def test_one_number_names_a_batch_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "meshfeed.steps"), make_feed(Failing(), end="pad", name="a") as feed:
+        for step in range(2):
+            assert feed.step == step
+            assert np.asarray(next(feed)["id"]).tolist() == feed.record_ids(step).tolist()
+            assert feed.replay(step)["id"].tolist() == feed.record_ids(step).tolist()
+        with pytest.raises(RuntimeError):
+            next(feed)
+        assert feed.step == 2
+        assert 40 in feed.record_ids(feed.step)
+        assert "step=2, position=32, failed" in repr(feed)
+        lines = [json.loads(record.message) for record in caplog.records if record.name == "meshfeed.steps"]
+        assert [(line["step"], line["position"]) for line in lines] == [(0, 0), (1, 16)]
+        assert [line["record_ids"] for line in lines] == [feed.record_ids(step).tolist() for step in range(2)]
+        with pytest.raises(IndexError, match=r"step 4 is not in this stream, which has 4 steps \(0 to 3\)"):
+            feed.record_ids(4)
+
+
 # ---------------------------------------------------------------------------------------------------- repr
 
 

@@ -90,6 +90,8 @@ def test_the_whole_interface(mesh: Mesh) -> None:
         assert {**remote.config(), "name": ""} == {**local.config(), "name": ""}
         first = digest(next(remote))
         assert remote.stats().batches == 1
+        assert remote.stats(since=remote.stats()).batches == 0
+        assert repr(remote).startswith(f"<meshfeed.remote.RemoteFeed {remote.name!r}: step=1, position=")
         assert remote.local_iterator.get_state() == remote.get_state()
         next(remote)
         remote.reset()

@@ -1,4 +1,4 @@
-"""The feed: the recipe that joins source, order, plan, reading, agreement and assembly."""
+"""The feed, which joins source, order, plan, reading, agreement and assembly."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Feed:
       mask_key: with ``end="pad"``, the name of an added bool ``[global_batch_size]`` leaf, False on padded rows.
       num_lanes: streams only: sequential parts that the rows are divided into; default: the largest divisor of every
         batch size that is at most 64.
-      load: ``"sharded"``: each host reads what its devices hold. ``"once"``: each row is read by one host and resharded
-        on device. A list of process indices: these read for all.
+      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host and
+        resharded on device. A list of process indices: these read for all.
       prefetch: global batches kept ready on device; 0 for none.
       num_workers: processes that read and decode, or a :class:`Workers`. Never changes the stream.
       num_threads: threads that read and decode; None for one.
@@ -230,7 +230,7 @@ class Feed:
     # ------------------------------------------------------------------ state
 
     def get_state(self) -> dict[str, Any]:
-        """State of the last delivered batch, JSON; legal at any moment, talks to nobody."""
+        """State of the last delivered batch, as JSON. May be called at any time; no cross-host communication."""
         return self._course.state(self._place).to_json()
 
     @hides_own_frames
@@ -258,7 +258,7 @@ class Feed:
 
     @hides_own_frames
     def reset(self) -> None:
-        """Back to the first batch of this stream: a number of lanes that came from a state stays."""
+        """Goes back to the first batch of this stream; keeps ``num_lanes`` from a restored state."""
         place = self._course.start(self._place)
         self._drop("reset its feed")
         self._rounds.withdraw()
@@ -367,13 +367,13 @@ class Feed:
 
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
-        """What this host has done so far.
+        """Counters and times of this host so far.
 
         Args:
-          since: what an earlier call returned, for the figures of the time from then to now.
+          since: what an earlier call returned; the figures then cover the time between the two calls.
 
         Raises:
-          SettingsError: ``since`` is of another feed, or is not earlier.
+          SettingsError: ``since`` belongs to a different feed, or is not earlier.
         """
         return stats_since(self._stats.snapshot(), since)
 
@@ -410,4 +410,4 @@ class Feed:
 
 
 MultiHostDataLoadIterator = Feed
-"""The feed under its long name, which is that of MaxText's loader."""
+"""The feed under its long name, which MaxText's loader has too."""

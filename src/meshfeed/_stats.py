@@ -66,7 +66,7 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
     """The figures of the time between two calls of ``feed.stats()``; ``stats`` itself if ``earlier`` is None.
 
     Raises:
-      SettingsError: ``earlier`` is of another feed, or later than ``stats``.
+      SettingsError: ``earlier`` belongs to a different feed, or is later than ``stats``.
     """
     if earlier is None:
         return stats

@@ -79,7 +79,7 @@ class IteratorSave(ocp.args.CheckpointArgs):
     """Saves the state of ``feed``.
 
     Attributes:
-      feed: a :class:`meshfeed.MultiHostDataLoadIterator`, or whatever has ``get_state() -> dict``.
+      feed: a :class:`meshfeed.Feed`, or anything that has ``get_state() -> dict``.
       identity: ties the file to the arrays saved with it; :class:`~meshfeed.checkpoint.Checkpointer` sets it.
     """
 
