@@ -508,7 +508,7 @@ def test_stats_since_an_earlier_call() -> None:
         assert between.bytes == later.bytes - early.bytes
         assert between.wait_seconds == pytest.approx(later.wait_seconds - early.wait_seconds)
         assert feed.stats(since=pickle.loads(pickle.dumps(early))).batches == 1
-        for wrong in (other.stats(), meshfeed.FeedStats(), 3, dataclasses.replace(later, batches=9)):
+        for wrong in (other.stats(), between, meshfeed.FeedStats(), 3, dataclasses.replace(later, batches=9)):
             with pytest.raises(meshfeed.SettingsError, match=r"since=.*earlier") as info:
                 feed.stats(since=wrong)  # type: ignore[arg-type]
             assert info.value.setting == "since"

@@ -156,8 +156,9 @@ class Feed:
             f"step={place.step}",
             f"position={place.position}",
             *(["closed"] if known.get("_closed") else []),
-            *(["ended" if isinstance(failed, StopIteration) else f"failed: {type(failed).__name__}"] if failed else []),
         ]
+        if failed is not None:
+            parts.append("ended" if isinstance(failed, StopIteration) else f"failed: {type(failed).__name__}")
         return f"<meshfeed.Feed {self.name!r}: {', '.join(parts)}>"
 
     # ------------------------------------------------------------------ iteration

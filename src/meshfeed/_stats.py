@@ -34,7 +34,7 @@ class FeedStats:
         each ``reset`` and ``set_state``.
       elapsed_seconds: time from the first batch to the last, without the waits in ``startup_seconds`` and the time
         between the last batch before a ``reset`` or ``set_state`` and the first one after it.
-      feed_id: identifies the feed; the same in all of its figures.
+      feed_id: identifies the feed; empty in the figures of an interval, which cannot be the start of another.
     """
 
     batches: int = 0
@@ -71,7 +71,7 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
     if earlier is None:
         return stats
     if not isinstance(earlier, FeedStats) or earlier.feed_id != stats.feed_id:
-        what = "a FeedStats of a different feed" if isinstance(earlier, FeedStats) else repr(earlier)
+        what = "a FeedStats of a different feed or of an interval" if isinstance(earlier, FeedStats) else repr(earlier)
         raise SettingsError(
             f"since={what}; it takes what an earlier call of stats() of this feed returned.", setting="since"
         )
@@ -82,7 +82,7 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
             f"after {stats.batches}. Pass what an earlier call of stats() returned.",
             setting="since",
         )
-    return _make_stats(sums, stats.feed_id)
+    return _make_stats(sums, "")
 
 
 class StatsRecorder:
