@@ -396,6 +396,14 @@ def test_a_file_that_another_source_reads_names_it(name: str, reader: str, tmp_p
         assert reader in str(info.value), str(info.value)
 
 
+def test_so_does_a_file_behind_a_url(tmp_path: pathlib.Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe_file("/named/x.parquet", b"not ArrayRecord " * 40)
+    cache = meshfeed.ShardCache(tmp_path)
+    with pytest.raises(meshfeed.CorruptDataError, match=r"pass datasets\.load_dataset\('parquet'"):
+        meshfeed.sources.ArrayRecord("memory://named/x.parquet", cache=cache)
+
+
 def test_a_file_of_the_right_name_is_called_damaged_and_not_of_another_format(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "x.array_record"
     path.write_bytes(b"cut short")

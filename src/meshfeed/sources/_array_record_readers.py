@@ -129,10 +129,14 @@ def _describe_unreadable(path: str, reader: Any) -> str:
         what = "the file is empty (0 bytes)"
     else:
         what = f"{size:,} bytes are not a whole ArrayRecord file ({reason})"
-    remedy = reader_hint(path, unless="ArrayRecord") or (
-        " It was cut short, is still being written, or has another format: write or copy it again."
+    return f"{path}: {what}. Expected a file closed by ArrayRecordWriter, which ends in a footer.{remedy_for(path)}"
+
+
+def remedy_for(path: str) -> str:
+    """What to do about a file that is not a whole ArrayRecord file, as a sentence with a space before it."""
+    return reader_hint(path, unless="ArrayRecord") or (
+        " It was cut short, is still being written, or has a different format: write or copy it again."
     )
-    return f"{path}: {what}. Expected a file closed by ArrayRecordWriter, which ends in a footer.{remedy}"
 
 
 class ReaderPool:
