@@ -30,13 +30,13 @@ def main() -> None:
     records = np.random.default_rng(0).normal(size=(RECORDS, WIDTH)).astype(np.float32)
     mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
     rows = NamedSharding(mesh, P(("data", "fsdp")))  # what the step wants, whatever that is
-    train = meshfeed.MultiHostDataLoadIterator(
+    train = meshfeed.Feed(
         {"inputs": records},
         rows,
         global_batch_size=meshfeed.BatchSchedule([(0, SMALL_BATCH), (RAMP_STEPS, BATCH)]),
         name="train",
     )
-    evaluate = meshfeed.MultiHostDataLoadIterator(
+    evaluate = meshfeed.Feed(
         {"inputs": records[:100]}, rows, global_batch_size=BATCH, end="pad", mask_key="real", name="eval"
     )
 

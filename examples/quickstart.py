@@ -6,7 +6,7 @@ import meshfeed
 
 tokens = np.random.default_rng(0).integers(0, 50_000, (10_000, 128), np.int32)  # or meshfeed.sources.ArrayRecord(…)
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-feed = meshfeed.MultiHostDataLoadIterator(
+feed = meshfeed.Feed(
     {"tokens": tokens}, NamedSharding(mesh, PartitionSpec("data")), global_batch_size=64, shuffle=True, seed=0
 )
 for batch in feed:  # {"tokens": jax.Array int32[64, 128]}, over the whole mesh
@@ -15,5 +15,5 @@ for batch in feed:  # {"tokens": jax.Array int32[64, 128]}, over the whole mesh
         print(f"step {feed.step}, loss {loss:,.0f}")  # waits for the step
     if feed.step == 100:
         break
-state = feed.get_state()  # a small JSON dict; feed.set_state(state) goes on from here, on any number of hosts
+state = feed.get_state()  # a small JSON dict; feed.set_state(state) resumes here, on any number of hosts
 print(f"step {feed.step}, {feed.position:,} of {len(tokens):,} records, state of {len(str(state))} characters")

@@ -30,7 +30,7 @@ def write_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def make_feed(paths: list[pathlib.Path], num_devices: int) -> meshfeed.MultiHostDataLoadIterator:
+def make_feed(paths: list[pathlib.Path], num_devices: int) -> meshfeed.Feed:
     def open_lane(lane_index: int, num_lanes: int) -> Iterator[dict[str, np.ndarray]]:
         for path in paths[lane_index::num_lanes]:
             with open(path) as lines:
@@ -40,7 +40,7 @@ def make_feed(paths: list[pathlib.Path], num_devices: int) -> meshfeed.MultiHost
 
     mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
     source = meshfeed.sources.Stream(open_lane, fingerprint=[path.name for path in paths])
-    return meshfeed.MultiHostDataLoadIterator(
+    return meshfeed.Feed(
         source, NamedSharding(mesh, P("data")), global_batch_size=BATCH, num_lanes=8, num_epochs=2, end="drop"
     )
 

@@ -126,7 +126,7 @@ def train(options: argparse.Namespace) -> None:
     model = options.model_axis
     mesh = jax.make_mesh((jax.device_count() // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     source = meshfeed.sources.ArrayRecord(options.data, decode_batch=decode_batch)
-    feed = meshfeed.MultiHostDataLoadIterator(
+    feed = meshfeed.Feed(
         source,
         NamedSharding(mesh, P("data")),  # rows over the data axis, the same rows along the model axis
         global_batch_size=options.batch,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import pathlib
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshfeed
@@ -112,9 +113,58 @@ def test_an_iterator_of_records_is_told_from_one_of_batches() -> None:
         next(make_feed(iter([{"x": np.int32(1)}] * 16)))
 
 
+@pytest.mark.parametrize("record", [np.int32(1), np.zeros(5), np.zeros(17), "text"])
+def test_a_generator_of_records_is_told_to_use_stream(record: Any) -> None:
+    with make_feed(record for _ in range(64)) as feed, pytest.raises(meshfeed.SourceError) as info:
+        next(feed)
+    assert "wrap it in sources.Stream: meshfeed.sources.Stream(lambda lane_index, num_lanes: itertools" in str(
+        info.value
+    )
+
+
+def test_so_is_one_whose_first_record_sets_the_batch_size() -> None:
+    with pytest.raises(meshfeed.PlanError, match=r"If this is a single record, wrap .* in meshfeed\.sources\.Stream"):
+        next(make_feed((np.zeros(5) for _ in range(64)), global_batch_size=None))
+
+
+def test_batches_that_change_later_are_not_taken_for_records() -> None:
+    batches = (np.zeros(16 if step != 1 else 5) for step in range(3))
+    with make_feed(batches) as feed:
+        next(feed)
+        with pytest.raises(meshfeed.SourceError, match="host batch 1 has 5 rows") as info:
+            next(feed)
+    assert "Stream" not in str(info.value)
+
+
 def test_an_unknown_keyword_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="batch_size"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'batch_size'; did you mean global_batch_size=\?"):
         make_feed(batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("shufle", "shuffle"),
+        ("random_seed", "seed"),
+        ("epochs", "num_epochs"),
+        ("lanes", "num_lanes"),
+        ("workers", "num_workers"),
+        ("num_thread", "num_threads"),
+        ("retries", "retry"),
+        ("bad_record", "bad_records"),
+        ("timeout", "timeout_seconds"),
+    ],
+)
+def test_an_unknown_keyword_names_the_nearest(given: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"'{given}'; did you mean {meant}=\?"):
+        make_feed(**{given: 1})
+
+
+def test_an_unknown_keyword_without_a_near_one_lists_all() -> None:
+    with pytest.raises(TypeError, match=r"'drop_last'; it takes .*global_batch_size, .*end, .*name\."):
+        make_feed(drop_last=True)
+    with pytest.raises(TypeError, match=r"RemoteFeed\(\) got .*'batch_size'; did you mean global_batch_size=\?"):
+        meshfeed.remote.RemoteFeed(dict, rows_sharding(), batch_size=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("stages", [[], [(1, 8)], [(0, 8), (0, 16)], [(0, 0)], [(0, 8), (5, True)], [8], "08"])
@@ -152,6 +202,19 @@ def test_a_wrong_sharding_is_a_settings_error(sharding: Any) -> None:
         meshfeed.MultiHostDataLoadIterator({"x": np.zeros((64, 2))}, sharding, global_batch_size=16)
 
 
+@pytest.mark.parametrize("spec", [None, P("data"), P()])
+def test_a_mesh_without_devices_is_a_plan_error(spec: P | None) -> None:
+    mesh = Mesh(np.empty((0, 2), object), ("data", "model"))
+    sharding = mesh if spec is None else NamedSharding(mesh, spec)
+    with pytest.raises(meshfeed.PlanError, match=r"mesh without devices, of shape \{'data': 0, 'model': 2\}"):
+        meshfeed.Feed({"x": np.zeros((64, 2))}, sharding, global_batch_size=16)
+
+
+def test_a_made_up_mesh_has_devices() -> None:
+    with pytest.raises(meshfeed.SettingsError, match="mesh axis 'data' has size 0"):
+        meshfeed.testing.fake_mesh({"data": 0}, 1, 1)
+
+
 def test_a_batch_that_the_mesh_cannot_divide_names_axis_batch_and_sizes_that_work() -> None:
     with pytest.raises(meshfeed.PlanError) as info:
         make_feed(global_batch_size=20)
@@ -187,6 +250,9 @@ def test_a_column_that_the_mesh_cannot_divide_names_the_leaf() -> None:
             lambda i: {"a": np.zeros(3, np.float32 if i == 7 else np.float64)},
             ["['a']", "record 7", "float32", "float64"],
         ),
+        (lambda i: [1, 2, 3][: 2 + (i == 4)], ["ragged rows", "record 4", "[2] int64"]),
+        (lambda i: {"a": [1, 2, 3][: 2 + (i == 4)], "b": 1}, ["ragged rows", "record 4", "['a'][2]"]),
+        (lambda i: {"a": np.array([[1, 2], [3]], object)}, ["ragged rows", "['a']", "2 lists of unequal lengths"]),
         (lambda i: {"a": 1} if i != 9 else {"b": 1}, ["['a']", "['b']", "record 9"]),
         (lambda i: {"a": 2**40 + i}, ["['a']", "int64"]),
     ],
@@ -276,6 +342,91 @@ def test_mask_key_must_be_new_and_records_dicts() -> None:
         pytest.raises(meshfeed.SourceError, match="dict"),
     ):
         next(feed)
+
+
+def test_structures_that_differ_in_more_than_the_length_of_a_list_are_not_called_ragged() -> None:
+    for record in (lambda i: {"a": [1, 2]} if i else {"b": [1]}, lambda i: (1, 2, 3)[: 2 + (i == 3)]):
+        with make_feed(Records(record)) as feed, pytest.raises(meshfeed.SourceError) as info:
+            next(feed)
+        assert "ragged" not in str(info.value)
+
+
+def test_ragged_lists_of_a_lane_and_of_memory_are_called_ragged() -> None:
+    stream = meshfeed.sources.Stream(lambda lane, lanes: (np.zeros(2 + (i == 20)) for i in range(64)))
+    with make_feed(stream, num_lanes=1) as feed, pytest.raises(meshfeed.SourceError, match="ragged rows"):
+        for _ in feed:
+            pass
+    with pytest.raises(
+        meshfeed.SourceError, match=r"ragged rows: Memory's leaf \['x'\] holds lists of unequal lengths"
+    ):
+        meshfeed.sources.Memory({"x": np.array([[1, 2], [3]], object)})
+
+
+READERS = {
+    "x.parquet": "datasets.load_dataset('parquet', data_files=",
+    "x.npy": "meshfeed.sources.Memory(numpy.load(",
+    "x.bin": "meshfeed.sources.Memory(numpy.memmap(",
+    "x.tar": "meshfeed.sources.Stream(open)",
+    "shard.00000.mds": "streaming.StreamingDataset",
+    "x.mds.zstd": "streaming.StreamingDataset",
+    "x.tfrecord-00000-of-00002": "meshfeed.sources.TFData(open)",
+    "x.jsonl.gz": "datasets.load_dataset('json', data_files=",
+    "x.csv": "datasets.load_dataset('csv', data_files=",
+}
+
+
+@pytest.mark.parametrize(("name", "reader"), READERS.items())
+def test_a_file_that_another_source_reads_names_it(name: str, reader: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"not ArrayRecord " * 40)
+    for call in (
+        lambda: meshfeed.sources.ArrayRecord(path),
+        lambda: make_feed(path),
+        lambda: make_feed(str(path)),
+        lambda: make_feed([str(path)]),
+        lambda: meshfeed.sources.Mixture({"a": str(path)}, weights={"a": 1}),
+        lambda: meshfeed.sources.Memory(str(path)),
+        lambda: meshfeed.sources.HostBatches(str(path)),
+        lambda: meshfeed.sources.Stream(str(path)),  # type: ignore[arg-type]
+        lambda: meshfeed.sources.Grain(str(path)),
+        lambda: meshfeed.sources.TensorStore(str(path), window=1),
+    ):
+        with pytest.raises(meshfeed.SourceError) as info:
+            call()
+        assert reader in str(info.value), str(info.value)
+
+
+def test_so_does_a_file_behind_a_url(tmp_path: pathlib.Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe_file("/named/x.parquet", b"not ArrayRecord " * 40)
+    cache = meshfeed.ShardCache(tmp_path)
+    with pytest.raises(meshfeed.CorruptDataError, match=r"pass datasets\.load_dataset\('parquet'"):
+        meshfeed.sources.ArrayRecord("memory://named/x.parquet", cache=cache)
+
+
+def test_a_file_of_the_right_name_is_called_damaged_and_not_of_another_format(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.array_record"
+    path.write_bytes(b"cut short")
+    with pytest.raises(meshfeed.CorruptDataError, match="cut short") as info:
+        meshfeed.sources.ArrayRecord(path)
+    assert "pass" not in str(info.value)
+    with pytest.raises(meshfeed.SourceError, match=r"pass meshfeed\.sources\.ArrayRecord\("):
+        make_feed(path)
+
+
+def test_text_is_not_taken_for_paths() -> None:
+    with make_feed(["see file.npy for details.", "a"] * 20) as feed, pytest.raises(meshfeed.SourceError) as info:
+        next(feed)
+    assert "numpy" not in str(info.value)
+
+
+def test_decode_raw_as_decode_names_decode_batch(tmp_path: pathlib.Path) -> None:
+    decoder = meshfeed.sources.DecodeRaw(np.int32, 4)
+    with pytest.raises(meshfeed.SettingsError, match=r"Pass it as decode_batch=, not as decode=\.") as info:
+        meshfeed.sources.ArrayRecord(tmp_path / "x", decode=decoder)
+    assert info.value.setting == "decode"
+    with pytest.raises(TypeError, match=r"Pass it as decode_batch=, not as decode=\."):
+        decoder(bytes(16))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("source", [3, None, "path/to/file", {"a": 1}, {1, 2}, lambda: None])

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
+from meshfeed._file_sets import missing_shards
 
 pq = pytest.importorskip("pyarrow.parquet")
 datasets = pytest.importorskip("datasets")
@@ -92,6 +93,35 @@ def test_changed_files_are_refused_and_moved_ones_are_the_same(
             feed.set_state(state)
         assert info.value.field.startswith("source"), info.value.field
         assert feed.position == 0
+
+
+@pytest.mark.parametrize("make", [array_record, grain_stream, hf_stream])
+def test_a_file_that_is_missing_on_resume_is_named(folder: Path, make: Callable[[Path], Any]) -> None:
+    for path in sorted(folder.iterdir()):
+        path.rename(folder / f"{path.stem}-of-00004{path.suffix}".replace("part-", "part-0000"))
+    with make_feed(make(folder)) as feed:
+        next(feed)
+        state = feed.get_state()
+    for path in folder.glob("part-00002-of-00004.*"):
+        path.unlink()
+    with make_feed(make(folder)) as feed, pytest.raises(meshfeed.StateMismatchError) as info:
+        feed.set_state(state)
+    expected = "The saved source had 4 files, the current one has 3. Missing: part-00002-of-00004."
+    assert info.value.remedy.startswith(expected), info.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["/a/x-0-of-3.tar", "x-2-of-3.tar"], ["x-1-of-3.tar"]),
+        (["x-00001-of-00002", "x-00002-of-00002"], []),  # counted from 1
+        (["x-00002-of-00002"], ["x-00001-of-00002"]),
+        (["x-00000-of-00002", "x-00001-of-00002", "y-00001-of-00002.gz"], ["y-00000-of-00002.gz"]),
+        (["part-1", "part-3", "states-of-mind"], []),
+    ],
+)
+def test_the_missing_files_of_a_numbered_set(names: list[str], missing: list[str]) -> None:
+    assert missing_shards(names) == missing
 
 
 def test_other_columns_and_other_lanes_are_refused(folder: Path) -> None:

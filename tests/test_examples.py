@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -11,6 +13,8 @@ import subprocess
 import sys
 
 import pytest
+
+import meshfeed
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -49,6 +53,47 @@ def _calls(page: pathlib.Path, name: str) -> list[ast.Call]:
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+
+
+def _snippets() -> list[tuple[str, ast.Module]]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [
+        (page, block) for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    return [(page.name, ast.parse(block)) for page, block in found]
+
+
+def _resolve(node: ast.expr) -> object:
+    """What ``meshfeed.a.b`` in a snippet is; None for other expressions."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not names or not isinstance(node, ast.Name) or node.id != "meshfeed":
+        return None
+    value: object = meshfeed
+    for name in reversed(names):
+        value = getattr(value, name)
+    return value
+
+
+def test_names_and_keywords_of_meshfeed_in_the_pages_exist() -> None:
+    num_names = num_calls = 0
+    for page, tree in _snippets():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "meshfeed":
+                for alias in node.names:
+                    assert getattr(importlib.import_module(node.module or ""), alias.name), f"{page}: {alias.name}"
+            if isinstance(node, ast.Attribute):
+                num_names += _resolve(node) is not None
+            called = _resolve(node.func) if isinstance(node, ast.Call) else None
+            if isinstance(node, ast.Call) and callable(called):
+                keywords = {keyword.arg for keyword in node.keywords if keyword.arg}
+                unknown = keywords - inspect.signature(called).parameters.keys()
+                assert not unknown, f"{page}: {ast.unparse(node)} has {unknown}"
+                num_calls += 1
+    assert num_names >= 30
+    assert num_calls >= 20
 
 
 def test_pages_give_a_cache_to_files_behind_urls() -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import pathlib
+import pickle
+import re
 import tomllib
+import traceback
 
 import pytest
 
 import meshfeed
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 # TFDS, TFData and the like import their library when they are used, so the names are there without it.
 FACADES = ["meshfeed", *(f"meshfeed.{name}" for name in ("checkpoint", "maxtext", "remote", "sources", "testing"))]
@@ -48,6 +53,52 @@ def test_an_unknown_name_is_an_attribute_error(facade: str) -> None:
         _ = module.no_such_name
 
 
+# Orbax writes the module and name of these into checkpoints, and looks them up there when it restores.
+NAMED_IN_CHECKPOINTS = {"ArrayHandler", "ArraysHandler", "IteratorHandler"}
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_classes_and_functions_carry_the_name_under_which_they_are_imported(facade: str) -> None:
+    module = importlib.import_module(facade)
+    values = {name: getattr(module, name) for name in set(module.__all__) - NAMED_IN_CHECKPOINTS}
+    values = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    assert values
+    assert {name: value.__module__ for name, value in values.items() if value.__module__ != facade} == {}
+    assert [name for name, value in values.items() if pickle.loads(pickle.dumps(value)) is not value] == []
+
+
+def test_the_reference_lists_every_public_name_and_no_other() -> None:
+    page = (ROOT / "docs" / "reference" / "README.md").read_text()
+    start = {line.removeprefix("## "): page.index(line) for line in re.findall(r"^## .*", page, re.MULTILINE)}
+    ends = [*sorted(start.values())[1:], len(page)]
+    sections = {name: page[at : next(end for end in ends if end > at)] for name, at in start.items()}
+
+    def listed(heading: str) -> set[str]:
+        cells = re.findall(r"^\| (.*?) \|", sections[heading], re.MULTILINE)
+        return {name.rpartition(".")[2] for cell in cells for name in re.findall(r"`(\w[\w.]*)", cell)}
+
+    both = listed("meshfeed.maxtext and meshfeed.remote")
+    assert both == {*meshfeed.maxtext.__all__, *meshfeed.remote.__all__}
+    for module in (meshfeed.sources, meshfeed.checkpoint, meshfeed.testing):
+        assert listed(module.__name__) == set(module.__all__)
+    top, of_feed = sections["meshfeed"].split("### The feed")
+    errors = set(re.findall(r"^\| `(\w+)`", sections["Errors"], re.MULTILINE))
+    names = {name for cell in re.findall(r"^\| (.*?) \|", top, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    assert names | errors | {"MeshfeedError"} == set(meshfeed.__all__)
+    methods = {name for name in dir(meshfeed.Feed) if not name.startswith("_")}
+    assert methods <= set(re.findall(r"`(\w+)", of_feed))
+
+
+def test_an_error_is_printed_under_its_public_name() -> None:
+    last = traceback.format_exception_only(meshfeed.PeerError("host 1 failed", host=1))[-1]
+    assert last == "meshfeed.PeerError: host 1 failed\n"
+
+
+def test_the_feed_has_a_short_and_a_long_name() -> None:
+    assert meshfeed.Feed is meshfeed.MultiHostDataLoadIterator
+    assert (meshfeed.Feed.__module__, meshfeed.Feed.__qualname__) == ("meshfeed", "Feed")
+
+
 def test_the_version_is_that_of_the_package() -> None:
-    project = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert meshfeed.__version__ == project["version"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -457,6 +459,67 @@ def test_stats_and_config() -> None:
         assert config["global_batch_size"] == 16
 
 
+def test_stall_fraction_leaves_out_start_up_also_after_reset_and_set_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    with make_feed(clock.slow_source(), prefetch=0, num_epochs=None) as feed:
+        assert feed.stats().stall_fraction == 0
+        first = feed.stats()
+        for restart in (lambda: None, feed.reset, lambda: feed.set_state(feed.get_state())):
+            restart()
+            clock.cost = 100  # of a read
+            next(feed)
+            clock.cost = 1
+            for _ in range(4):
+                clock.now += 3  # the step
+                next(feed)
+            stats = feed.stats(since=first)
+            assert (stats.batches, stats.startup_seconds, stats.elapsed_seconds) == (5, 100, 16)
+            assert stats.wait_seconds == 104
+            assert stats.stall_fraction == 4 / 16
+            first = feed.stats()
+        assert (first.startup_seconds, first.elapsed_seconds, first.stall_fraction) == (300, 48, 12 / 48)
+
+
+class Clock:
+    """A time that stands still but for reads, which take ``cost`` seconds per batch, and what a test adds."""
+
+    def __init__(self) -> None:
+        self.now, self.cost = 1000.0, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def slow_source(self) -> Any:
+        """64 records."""
+        clock = self
+
+        class Slow(meshfeed.sources.Memory):
+            def read_batch(self, *args: Any, **more: Any) -> Any:
+                clock.now += clock.cost
+                return super().read_batch(*args, **more)
+
+        return Slow({"id": np.arange(64, dtype=np.int32)})
+
+
+def test_stats_since_an_earlier_call() -> None:
+    with make_feed() as feed, make_feed() as other:
+        list(zip(range(2), feed, strict=False))
+        early = feed.stats()
+        assert feed.stats(since=early).batches == 0
+        assert feed.stats(since=early).stall_fraction == 0
+        next(feed)
+        later, between = feed.stats(), feed.stats(since=early)
+        assert (between.batches, between.records, between.startup_seconds) == (1, 16, 0)
+        assert between.bytes == later.bytes - early.bytes
+        assert between.wait_seconds == pytest.approx(later.wait_seconds - early.wait_seconds)
+        assert feed.stats(since=pickle.loads(pickle.dumps(early))).batches == 1
+        for wrong in (other.stats(), between, meshfeed.FeedStats(), 3, dataclasses.replace(later, batches=9)):
+            with pytest.raises(meshfeed.SettingsError, match=r"since=.*earlier") as info:
+                feed.stats(since=wrong)  # type: ignore[arg-type]
+            assert info.value.setting == "since"
+
+
 def test_step_log_is_one_json_line_a_step_and_off_by_default(caplog: pytest.LogCaptureFixture) -> None:
     with make_feed() as feed:
         next(feed)
@@ -742,3 +805,101 @@ def test_a_move_between_hosts_that_was_interrupted_is_not_made_twice(monkeypatch
         monkeypatch.setattr(feed, "_hosts_agree", False)
         feed.set_state(feed.get_state())
         assert np.asarray(next(feed)["id"]).tolist() == list(range(32, 48))
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+class Failing:
+    """64 records, of which number 40 cannot be read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, record_id: int) -> dict[str, Any]:
+        if record_id == 40:
+            raise RuntimeError("the disk is on fire")
+        return {"id": np.int32(record_id)}
+
+    def fingerprint(self) -> str:
+        return "failing"
+
+
+def test_one_number_names_a_batch_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "meshfeed.steps"), make_feed(Failing(), end="pad", name="a") as feed:
+        for step in range(2):
+            assert feed.step == step
+            assert np.asarray(next(feed)["id"]).tolist() == feed.record_ids(step).tolist()
+            assert feed.replay(step)["id"].tolist() == feed.record_ids(step).tolist()
+        with pytest.raises(RuntimeError):
+            next(feed)
+        assert feed.step == 2
+        assert 40 in feed.record_ids(feed.step)
+        assert "step=2, position=32, failed" in repr(feed)
+        lines = [json.loads(record.message) for record in caplog.records if record.name == "meshfeed.steps"]
+        assert [(line["step"], line["position"]) for line in lines] == [(0, 0), (1, 16)]
+        assert [line["record_ids"] for line in lines] == [feed.record_ids(step).tolist() for step in range(2)]
+        with pytest.raises(IndexError, match=r"step 4 is not in this stream, which has 4 steps \(0 to 3\)"):
+            feed.record_ids(4)
+
+
+# ---------------------------------------------------------------------------------------------------- repr
+
+
+class Loud(list):
+    """A sequence whose repr must not be called, as it would hold all of the data."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("the repr of a source that is not meshfeed's was called")
+
+
+def test_the_repr_says_name_source_batch_and_position() -> None:
+    arrays = {"x": np.arange(1000)}
+    feed = meshfeed.Feed(arrays, rows_sharding(), global_batch_size=64, name="train")
+    assert repr(feed) == "<meshfeed.Feed 'train': Memory(1,000 records), global_batch_size=64, step=0, position=0>"
+    next(feed)
+    next(feed)
+    assert repr(feed).endswith(", global_batch_size=64, step=2, position=128>")
+    for _ in feed:
+        pass
+    assert repr(feed).endswith("step=15, position=960, ended>")
+    feed.close()
+    assert repr(feed).endswith("step=15, position=960, closed>")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "expected"),
+    [
+        (lambda: Loud([np.int32(i) for i in range(64)]), {}, "Loud(64 records), global_batch_size=16, step"),
+        (lambda: meshfeed.sources.Stream(open_lane), {}, "Stream(open_lane), global_batch_size=16, step"),
+        (lambda: ({"x": np.zeros(16)} for _ in range(2)), {"global_batch_size": None}, "HostBatches(generator), step"),
+        (
+            lambda: {"x": np.zeros(64)},
+            {"global_batch_size": meshfeed.BatchSchedule([(0, 8), (2, 16)])},
+            "Memory(64 records), global_batch_size=BatchSchedule([(0, 8), (2, 16)]), step",
+        ),
+    ],
+)
+def test_the_repr_of_other_sources_reads_nothing(source: Any, options: dict[str, Any], expected: str) -> None:
+    with meshfeed.Feed(source(), rows_sharding(), **{"global_batch_size": 16, "name": "a", **options}) as feed:
+        assert repr(feed).startswith(f"<meshfeed.Feed 'a': {expected}")
+
+
+def open_lane(lane_index: int, num_lanes: int) -> Any:
+    """A stream that fails at its first record."""
+    raise OSError("no such disk")
+    yield
+
+
+def test_the_repr_of_a_feed_that_failed_or_was_never_made() -> None:
+    stream = meshfeed.sources.Stream(open_lane)
+    feed = meshfeed.Feed(stream, rows_sharding(), global_batch_size=16, name="a", retry=meshfeed.Retry(attempts=1))
+    with pytest.raises(OSError, match="no such disk"):
+        next(feed)
+    assert repr(feed).endswith("step=0, position=0, failed: OSError>")
+    feed.close()
+    half = object.__new__(meshfeed.Feed)
+    assert repr(half) == "<meshfeed.Feed None: not made>"
+    with pytest.raises(meshfeed.SettingsError):
+        half.__init__({"x": np.zeros(64)}, rows_sharding(), global_batch_size=16, end="keep", name="a")  # type: ignore[misc]
+    assert repr(half) == "<meshfeed.Feed 'a': not made>"

@@ -15,9 +15,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
 
 FLOORS: dict[str, str] = {
-    "0": "_errors _types _fork",
+    "0": "_errors _names _border _types _fork",
     "1": (
-        "_exact_json _state _state_files _ledger _timeline _settings _second_pass _retry _threads _process _order "
+        "_exact_json _state _state_files _file_sets _ledger _timeline _settings _second_pass _retry _threads _process _order "
         "_record_random _mixture_order _mixture_stages _plan _plan_table _shardings _topology _reshard _aligned _tree_json "
         "_launcher _ownership"
     ),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         StalledError,
         StateMismatchError,
     )
-    from meshfeed._iterator import MultiHostDataLoadIterator
+    from meshfeed._iterator import Feed, MultiHostDataLoadIterator
     from meshfeed._settings import BatchSchedule, Retry, SkipBad, Workers
     from meshfeed._state import merge_states
     from meshfeed._stats import FeedStats
@@ -35,6 +35,7 @@ _HOME = {
     "BatchSchedule": "meshfeed._settings",
     "CheckpointError": "meshfeed._errors",
     "CorruptDataError": "meshfeed._errors",
+    "Feed": "meshfeed._iterator",
     "FeedStats": "meshfeed._stats",
     "MeshfeedError": "meshfeed._errors",
     "MultiHostDataLoadIterator": "meshfeed._iterator",
@@ -57,6 +58,7 @@ __all__ = [
     "BatchSchedule",
     "CheckpointError",
     "CorruptDataError",
+    "Feed",
     "FeedStats",
     "MeshfeedError",
     "MultiHostDataLoadIterator",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed._iterator import MultiHostDataLoadIterator
+from meshfeed._iterator import Feed
 
 _ROUNDS = 3
 _WARM_UP_STEPS = 3
@@ -80,7 +80,7 @@ def bench(
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     size = settings["global_batch_size"]
     rates, bare_rates, stats = [], [], None
-    with MultiHostDataLoadIterator(source, mesh, num_epochs=None, **settings) as feed:
+    with Feed(source, mesh, num_epochs=None, **settings) as feed:
         for _ in range(_WARM_UP_STEPS):
             jax.block_until_ready(next(feed))
         for _ in range(_ROUNDS):

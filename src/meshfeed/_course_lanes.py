@@ -124,7 +124,7 @@ class LanesCourse:
         here = dataclasses.replace(self.start(), num_lanes=num_lanes)
         saved, current = dict(state.fingerprint), self.fingerprint(here)
         mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
-        _state.compare_fingerprints(saved, current)
+        _state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
         if num_lanes != state.num_lanes:
             raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, remedy)
         if any(size % num_lanes for size in self._schedule.sizes):

@@ -96,7 +96,7 @@ class RandomCourse:
         """The place at the state's position; O(1)."""
         saved, current = dict(state.fingerprint), self.fingerprint(self.start())
         mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
-        _state.compare_fingerprints(saved, current)
+        _state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
         segments = _timeline.parse_segments(state.segments)
         order = self._order
         if self._make_order is not None:

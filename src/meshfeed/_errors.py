@@ -20,11 +20,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshfeed._names import public
 
+
+@public("meshfeed")
 class MeshfeedError(Exception):
     """Base of every exception that meshfeed raises on purpose."""
 
 
+@public("meshfeed")
 class SettingsError(MeshfeedError, ValueError):
     """A setting has a value that it cannot take.
 
@@ -37,10 +41,12 @@ class SettingsError(MeshfeedError, ValueError):
         self.setting = setting
 
 
+@public("meshfeed")
 class PlanError(MeshfeedError, ValueError):
     """A global batch cannot be laid out over the mesh as asked."""
 
 
+@public("meshfeed")
 class SourceError(MeshfeedError):
     """A source, or one of its records, cannot be read or batched.
 
@@ -55,6 +61,7 @@ class SourceError(MeshfeedError):
         self.lane_index = lane_index
 
 
+@public("meshfeed")
 class CorruptDataError(SourceError):
     """Stored bytes are damaged: a file cut short, a checksum that fails, a flipped bit.
 
@@ -69,6 +76,7 @@ class CorruptDataError(SourceError):
         self.path = path
 
 
+@public("meshfeed")
 class StateMismatchError(MeshfeedError, ValueError):
     """A saved state cannot be continued by this feed.
 
@@ -90,10 +98,12 @@ class StateMismatchError(MeshfeedError, ValueError):
         return type(self), (self.field, self.saved, self.current, self.remedy)
 
 
+@public("meshfeed")
 class AgreementError(MeshfeedError):
     """Hosts differ in something that must be the same on all of them."""
 
 
+@public("meshfeed")
 class PeerError(MeshfeedError):
     """Another host failed, so that this one cannot go on.
 
@@ -108,6 +118,7 @@ class PeerError(MeshfeedError):
         self.peer_message = peer_message
 
 
+@public("meshfeed")
 class StalledError(MeshfeedError, TimeoutError):
     """A wait ran past its deadline; the message says who is late and by how much.
 
@@ -122,6 +133,7 @@ class StalledError(MeshfeedError, TimeoutError):
         self.waited_seconds = waited_seconds
 
 
+@public("meshfeed")
 class CheckpointError(MeshfeedError):
     """A checkpoint cannot be written or restored.
 

@@ -21,6 +21,13 @@ from meshfeed._types import PyTree
 _log = logging.getLogger("meshfeed.feed")
 
 
+SINGLE_RECORDS = (
+    "If these are single records, pass the dataset that they come from, not its iterator; if a function generates them, "
+    "wrap it in sources.Stream: meshfeed.sources.Stream(lambda lane_index, num_lanes: "
+    "itertools.islice(make_records(), lane_index, None, num_lanes))."
+)
+
+
 def rows_of(batch: PyTree) -> int:
     """Rows of a host's batch.
 
@@ -30,10 +37,7 @@ def rows_of(batch: PyTree) -> int:
     leaves = jax.tree.leaves(batch)
     if leaves and getattr(leaves[0], "ndim", 0):
         return int(leaves[0].shape[0])
-    expected = (
-        "a host batch is a pytree of arrays with rows first. If these are single records, pass the dataset that they come "
-        "from in place of its iterator, or meshfeed.sources.Stream(open)."
-    )
+    expected = f"a host batch is a pytree of arrays with rows first. {SINGLE_RECORDS}"
     if not leaves:
         raise SourceError(f"a host batch has no leaves: {batch!r}; {expected}")
     path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(batch)[0][0][0])
@@ -144,7 +148,7 @@ class BatchesFeeder:
             num_rows, wanted = rows_of(batch), len(self._host_rows.rows(self._course.size_for(rows_of(batch))))
             if num_rows >= wanted or self._settings.end == "pad":
                 return batch
-            epoch = self._epoch
+            epoch, step = self._epoch, self._step
             self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
             if self._ready is None:
                 return None
@@ -152,7 +156,8 @@ class BatchesFeeder:
                 raise SourceError(
                     f"host batch {self._step} has {num_rows} rows, and others follow; expected {wanted} rows, which is "
                     f"what this host holds of a global batch of {self._course.schedule().sizes[0]}, in all batches but "
-                    "the last. Give batches of that many rows, or leave global_batch_size out to take it from the first."
+                    "the last. Give batches of that many rows, or leave global_batch_size out to take it from the first. "
+                    f"{SINGLE_RECORDS if not step else ''}".rstrip()
                 )
 
     def next(self) -> HostBatch:
@@ -231,6 +236,7 @@ class BatchesFeeder:
             raise SourceError(
                 f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
                 f"rows of a global batch of {self._course.schedule().sizes[0]}; give batches of {num_rows} rows."
+                f"{'' if step else ' ' + SINGLE_RECORDS}"
             )
         return pad_rows(batch, num_rows)
 

@@ -61,6 +61,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     return array
 
 
+_RAGGED = "ragged rows: "
 _NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, as ml_dtypes share the void's kind
 
 
@@ -68,6 +69,13 @@ def _where(record_id: int | None, lane_index: int | None) -> str:
     if record_id is not None:
         return f"record {record_id}"
     return "a record" if lane_index is None else f"a record of lane {lane_index}"
+
+
+def is_ragged(array: np.ndarray) -> bool:
+    """Whether an array of Python objects holds lists or arrays, which numpy keeps apart only if their lengths differ."""
+    return (
+        array.dtype.hasobject and array.size > 0 and all(isinstance(x, list | tuple | np.ndarray) for x in array.flat)
+    )
 
 
 def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
@@ -80,6 +88,12 @@ def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
             f"{error}",
             **place,
         ) from error
+    if is_ragged(array):
+        raise SourceError(
+            f"{_RAGGED}leaf {path or '(the record itself)'} of {where} holds {array.size} lists of unequal lengths. Pad "
+            "or cut them to one length before the feed.",
+            **place,
+        )
     if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
         text = isinstance(leaf, bytes | bytearray | memoryview)
         remedy = (
@@ -180,14 +194,15 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
     place: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
     remedy = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
     if other.treedef != spec.treedef:
+        ragged = _ragged_lists(spec.treedef, other.treedef)
         raise SourceError(
-            f"{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
+            f"{ragged}{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
             f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, other)}. {remedy}",
             **place,
         )
     for wanted, found in zip(spec.leaves, other.leaves, strict=True):
         if wanted != found:
-            what = "ragged rows: " if wanted.dtype == found.dtype else ""
+            what = _RAGGED if wanted.dtype == found.dtype else ""
             raise SourceError(
                 f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
                 f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}",
@@ -236,12 +251,40 @@ def _structures(spec: RecordSpec, other: RecordSpec) -> str:
     return f", in {other.treedef} and {spec.treedef}" if other.leaves == spec.leaves else ""
 
 
+def _differ_in_shape(spec: RecordSpec, other: RecordSpec) -> bool:
+    """Whether the shapes of leaves are all that sets records apart."""
+    return spec.treedef == other.treedef and all(
+        (a.path, a.dtype) == (b.path, b.dtype) for a, b in zip(spec.leaves, other.leaves, strict=True)
+    )
+
+
+def _ragged_lists(first: Any, other: Any) -> str:
+    """``"ragged rows: "`` if only the lengths of lists set two structures apart: a list is a pytree of its items."""
+
+    def same_but_for_lengths(a: Any, b: Any) -> bool:
+        if a == b:
+            return True
+        if a.node_data() is None or b.node_data() is None or a.node_data()[0] is not b.node_data()[0]:
+            return False
+        mine, theirs = a.children(), b.children()
+        if a.node_data()[0] is list and all(jax.tree_util.treedef_is_leaf(child) for child in (*mine, *theirs)):
+            return True
+        return (
+            a.node_data() == b.node_data() and len(mine) == len(theirs) and all(map(same_but_for_lengths, mine, theirs))
+        )
+
+    if not same_but_for_lengths(first, other):
+        return ""
+    return f"{_RAGGED}lists of unequal lengths: "
+
+
 def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: int | None = None) -> None:
     """Raises SourceError where a batch's structure is not that of the first record."""
     if found == spec:
         return
+    ragged = _RAGGED if _differ_in_shape(spec, found) else _ragged_lists(spec.treedef, found.treedef)
     raise SourceError(
-        f"{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, the first had "
+        f"{ragged}{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, the first had "
         f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, found)}. Records of a source must be "
         "alike; pad or cast them in the source (nothing is promoted silently).",
         lane_index=lane_index,

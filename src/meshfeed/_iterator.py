@@ -1,4 +1,4 @@
-"""MultiHostDataLoadIterator: the recipe that joins source, order, plan, reading, agreement and assembly."""
+"""The feed, which joins source, order, plan, reading, agreement and assembly."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from meshfeed import _agree_settings, _process, _state, _state_files
 from meshfeed._agree_pipeline import make_pipeline
+from meshfeed._border import hide_own_frames, hides_own_frames, suggests_keywords
 from meshfeed._courses import make_course
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._exchange import spec_with_mask
@@ -20,16 +21,18 @@ from meshfeed._feeder import Feeder, Place
 from meshfeed._fork import Owner, finalize
 from meshfeed._launcher import warn_if_forgotten
 from meshfeed._layout import make_layout
+from meshfeed._names import public
 from meshfeed._pipeline import Pipeline, Ready
 from meshfeed._read import reads_columns
 from meshfeed._replay import replay_step
 from meshfeed._second_pass import SecondPass
 from meshfeed._settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._shardings import normalize_sharding, participants
-from meshfeed._stats import FeedStats, StatsRecorder
+from meshfeed._stats import FeedStats, StatsRecorder, stats_since
 from meshfeed._steplog import log_step, logs_steps
 from meshfeed._threads import SingleCall
 from meshfeed._types import PyTree, RecordIds
+from meshfeed.sources._recognize import describe_source
 
 _log = logging.getLogger("meshfeed.feed")
 
@@ -44,7 +47,8 @@ class _Generation(NamedTuple):
     because: BaseException | None
 
 
-class MultiHostDataLoadIterator:
+@public("meshfeed")
+class Feed:
     """One stream of global batches over a mesh of any number of hosts.
 
     Step k's global batch is a function of source, settings and k alone: not of the number of hosts, devices, workers,
@@ -63,8 +67,8 @@ class MultiHostDataLoadIterator:
       mask_key: with ``end="pad"``, the name of an added bool ``[global_batch_size]`` leaf, False on padded rows.
       num_lanes: streams only: sequential parts that the rows are divided into; default: the largest divisor of every
         batch size that is at most 64.
-      load: ``"sharded"``: each host reads what its devices hold. ``"once"``: each row is read by one host and resharded
-        on device. A list of process indices: these read for all.
+      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host and
+        resharded on device. A list of process indices: these read for all.
       prefetch: global batches kept ready on device; 0 for none.
       num_workers: processes that read and decode, or a :class:`Workers`. Never changes the stream.
       num_threads: threads that read and decode; None for one.
@@ -80,6 +84,8 @@ class MultiHostDataLoadIterator:
       SourceError: a source that cannot be read.
     """
 
+    @hides_own_frames
+    @suggests_keywords
     def __init__(
         self,
         source: Any,
@@ -162,9 +168,27 @@ class MultiHostDataLoadIterator:
         in_columns = reads_columns(getattr(self._course, "source", None))
         self._host_rows = self._layout.host_rows(self._course.record_spec if in_columns else lambda: None)
 
+    def __repr__(self) -> str:
+        known = vars(self)  # the constructor may have failed before the rest was there
+        course, place, failed = known.get("_course"), known.get("_place"), known.get("_failed")
+        if course is None or place is None:
+            return f"<meshfeed.Feed {known.get('name')!r}: not made>"
+        schedule = getattr(course, "_schedule", None)  # of host batches unknown before the first; a repr reads nothing
+        sizes = () if schedule is None else schedule.sizes
+        parts = [
+            describe_source(course.source),
+            *([f"global_batch_size={sizes[0] if len(sizes) == 1 else schedule}"] if sizes else []),
+            f"step={place.step}",
+            f"position={place.position}",
+            *(["closed"] if known.get("_closed") else []),
+        ]
+        if failed is not None:
+            parts.append("ended" if isinstance(failed, StopIteration) else f"failed: {type(failed).__name__}")
+        return f"<meshfeed.Feed {self.name!r}: {', '.join(parts)}>"
+
     # ------------------------------------------------------------------ iteration
 
-    def __iter__(self) -> MultiHostDataLoadIterator:
+    def __iter__(self) -> Feed:
         if isinstance(self._failed, StopIteration):
             self._second_pass.begins()
         return self
@@ -184,7 +208,6 @@ class MultiHostDataLoadIterator:
         if self._failed is not None:
             raise self._failed.with_traceback(self._failed_at)  # or each call would add to it
         start = time.perf_counter()
-        self._stats.entered_next(start)
         try:
             pipeline = self._running_pipeline()
             ready = self._ready
@@ -193,6 +216,7 @@ class MultiHostDataLoadIterator:
             if not ready.finished:
                 self._finish(ready)
         except Exception as error:
+            hide_own_frames(error)
             self._fail(error)
             raise
         if not ready.counted:
@@ -271,9 +295,10 @@ class MultiHostDataLoadIterator:
     # ------------------------------------------------------------------ state
 
     def get_state(self) -> dict[str, Any]:
-        """State of the last delivered batch, JSON; legal at any moment, talks to nobody."""
+        """State of the last delivered batch, as JSON. May be called at any time; no cross-host communication."""
         return self._course.state(self._place).to_json()
 
+    @hides_own_frames
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``. An interrupt (Ctrl-C) leaves the feed at its old place or at the new one.
 
@@ -312,12 +337,14 @@ class MultiHostDataLoadIterator:
         self._last_opening = opening = SingleCall(open_feeder, f"meshfeed-open-{self.name}")
         return opening
 
+    @hides_own_frames
     def reset(self) -> None:
-        """Back to the first batch of this stream: a number of lanes that came from a state stays."""
+        """Goes back to the first batch of this stream; keeps ``num_lanes`` from a restored state."""
         self._begin(self._course.start(self._place), None, "reset its feed")
 
     def _begin(self, place: Place, opening: SingleCall[Feeder] | None, doing: str) -> None:
         """A new generation of the feed, at ``place``."""
+        self._stats.restart()
         self._rounds.withdraw()
         self._leave(place, opening, doing)
 
@@ -358,6 +385,7 @@ class MultiHostDataLoadIterator:
         spec = spec_with_mask(self._course.record_spec(), self._settings.mask_key)
         return self._layout.element_spec(spec, self._course.batch_size_at(self._place))
 
+    @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
         """Ids of the records of any past or future batch.
 
@@ -374,6 +402,7 @@ class MultiHostDataLoadIterator:
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
         return self._course.record_ids(self._place, int(step))
 
+    @hides_own_frames
     def read(self, record_ids: Any) -> PyTree:
         """Records as host-local numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``.
 
@@ -382,6 +411,7 @@ class MultiHostDataLoadIterator:
         """
         return self._course.read(record_ids)
 
+    @hides_own_frames
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
         """One global batch again, all of its rows, as host-local numpy; this host alone, and the feed does not move.
 
@@ -419,9 +449,17 @@ class MultiHostDataLoadIterator:
         """The underlying local iterator, as MaxText reads it: its state is that of the last delivered batch."""
         return self._course.local_iterator(self)
 
-    def stats(self) -> FeedStats:
-        """What this host has done so far."""
-        return self._stats.snapshot()
+    @hides_own_frames
+    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
+        """Counters and times of this host so far.
+
+        Args:
+          since: what an earlier call returned; the figures then cover the time between the two calls.
+
+        Raises:
+          SettingsError: ``since`` belongs to a different feed, or is not earlier.
+        """
+        return stats_since(self._stats.snapshot(), since)
 
     # ------------------------------------------------------------------ the end
 
@@ -460,11 +498,15 @@ class MultiHostDataLoadIterator:
         self._course.close()
         self._released = True
 
-    def __enter__(self) -> MultiHostDataLoadIterator:
+    def __enter__(self) -> Feed:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(_because=error)
+
+
+MultiHostDataLoadIterator = Feed
+"""The feed under its long name, which MaxText's loader has too."""
 
 
 def _participants(sharding: PyTree) -> Sequence[int]:

@@ -130,7 +130,8 @@ class ShardedLayout:
         if not mine or host_rows % mine:
             raise PlanError(
                 f"a host batch of {host_rows} rows cannot be split over this host's {mine} of the {shards} row shards of "
-                f"the mesh; give a multiple of {mine} rows."
+                f"the mesh; give a multiple of {mine} rows. If this is a single record, wrap what makes the records in "
+                "meshfeed.sources.Stream."
             )
         return host_rows // mine * shards
 

@@ -16,6 +16,7 @@ from meshfeed._feeder import EMPTY_BATCHES
 from meshfeed._fork import Owner
 from meshfeed._iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._maxtext_local import LocalBatches
+from meshfeed._names import public
 from meshfeed._narrow import narrowed_dtype
 from meshfeed._settings import Retry
 from meshfeed._stats import FeedStats
@@ -28,6 +29,7 @@ _NO_DATA = "no host has a single batch, so the shape of padding is unknown. Chec
 _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline, and the other hosts then for it
 
 
+@public("meshfeed.maxtext")
 class MultiHostDataLoadIterator:
     """Host-local batches as global arrays, with the names, signature and behaviour of MaxText's class.
 

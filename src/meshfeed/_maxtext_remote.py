@@ -16,6 +16,7 @@ from meshfeed import _process
 from meshfeed._errors import CheckpointError, StateMismatchError
 from meshfeed._exact_json import decode_value, encode_value
 from meshfeed._maxtext_loader import MultiHostDataLoadIterator
+from meshfeed._names import public
 from meshfeed._remote_client import RemoteClient
 from meshfeed._remote_wire import make_payload
 from meshfeed._state_files import write_json
@@ -26,6 +27,7 @@ class MissingIteratorStateError(CheckpointError, FileNotFoundError):
     """There is no iterator state of this host in a checkpoint: nothing is restored, and the iterator is as it was."""
 
 
+@public("meshfeed.maxtext")
 class RemoteIterator:
     """One host's loader and the files of its state: what runs beside the accelerators.
 
@@ -151,6 +153,7 @@ def _mesh_of(array: Any) -> Mesh:
     return mesh if isinstance(mesh, Mesh) else Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
 
 
+@public("meshfeed.maxtext")
 class RemoteIteratorWrapper:
     """Runs a :class:`RemoteIterator` on each host beside the mesh and puts its batches on the accelerators.
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._errors import SettingsError, SourceError
-from meshfeed._iterator import MultiHostDataLoadIterator
+from meshfeed._iterator import Feed
 from meshfeed._remote_wire import make_payload
 from meshfeed._tree_json import tree_to_json
 from meshfeed._types import PyTree
@@ -36,7 +36,7 @@ class FeedRecipe:
         sharding = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
-        return FeedTarget(MultiHostDataLoadIterator(self.make_source(), sharding, **self.settings))
+        return FeedTarget(Feed(self.make_source(), sharding, **self.settings))
 
 
 def make_feed_payload(make_source: Any, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
@@ -60,7 +60,7 @@ class FeedTarget:
       feed: over CPU devices.
     """
 
-    def __init__(self, feed: MultiHostDataLoadIterator) -> None:
+    def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._size = 0
         schedule = feed.config()["global_batch_size"]

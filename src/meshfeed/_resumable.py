@@ -14,6 +14,7 @@ import xxhash
 
 from meshfeed._errors import SettingsError
 from meshfeed._exact_json import decode_value, encode_value
+from meshfeed._names import public
 
 _SHORT = 3  # batches compared where only the first ones can tell anything new
 
@@ -32,6 +33,7 @@ class _Block:
 _Batch = dict[str, list[_Block]]  # leaf path → its blocks, in a fixed order
 
 
+@public("meshfeed.testing")
 def check_resumable(
     make_feed: Callable[[], Any],
     *,

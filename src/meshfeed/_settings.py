@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshfeed._errors import SettingsError
+from meshfeed._names import public
 
 
 def _integer(setting: str, value: Any, minimum: int, what: str) -> int:
@@ -28,6 +29,7 @@ def _number(setting: str, value: Any, minimum: float, what: str, *, strict: bool
     return float(value)
 
 
+@public("meshfeed")
 class BatchSchedule:
     """A global batch size that changes at given steps (batch ramp-up).
 
@@ -72,6 +74,7 @@ class BatchSchedule:
         return f"BatchSchedule({list(self.stages)!r})"
 
 
+@public("meshfeed")
 @dataclasses.dataclass(frozen=True)
 class Retry:
     """How often, and after what, a read of a source is tried again (exponential back-off with jitter).
@@ -102,6 +105,7 @@ class Retry:
         object.__setattr__(self, "on", kinds)
 
 
+@public("meshfeed")
 class Workers(int):
     """A number of worker processes that says how they collect garbage: ``num_workers=meshfeed.Workers(4, gc_every=50)``.
 
@@ -126,6 +130,7 @@ class Workers(int):
         return f"Workers({int(self)}, gc_every={self.gc_every})"
 
 
+@public("meshfeed")
 @dataclasses.dataclass(frozen=True)
 class SkipBad:
     """Replace records that cannot be read or decoded, count them, and record which they were.

@@ -24,8 +24,9 @@ def normalize_sharding(sharding: PyTree) -> PyTree:
         prefix of the batch.
 
     Raises:
-      SettingsError: anything else, or a sharding that data cannot be laid out in (no devices, an unconstrained or
+      SettingsError: anything else, or a sharding that data cannot be laid out in (an abstract mesh, an unconstrained or
         unreduced spec).
+      PlanError: a mesh without devices.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(sharding)
     if not paths:
@@ -46,6 +47,11 @@ def _normalize_leaf(leaf: Any, path: str) -> NamedSharding:
         raise SettingsError(f"{where} is of type {type(leaf).__name__}: {leaf!r}. {_TAKES}.", setting="sharding")
     if isinstance(leaf.mesh, AbstractMesh):
         raise SettingsError(f"{where} is over an AbstractMesh, which has no devices. Give a Mesh.", setting="sharding")
+    if not leaf.mesh.size:
+        raise PlanError(
+            f"{where} is over a mesh without devices, of shape {dict(leaf.mesh.shape)}. Give each axis a size of at "
+            "least 1."
+        )
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in leaf.spec) or getattr(leaf.spec, "unreduced", None):
         raise SettingsError(
             f"{where} leaves open where data goes: {leaf.spec}. Every entry must be None, an axis, or a tuple of axes.",

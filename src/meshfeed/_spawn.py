@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from meshfeed._errors import SettingsError
 from meshfeed._fork import Owner, finalize
+from meshfeed._names import public
 from meshfeed._spawn_host import LOG_TAIL_BYTES, Host, HostResult, HostRunError, dump_task, free_port
 
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use")
@@ -31,6 +32,7 @@ _START_ATTEMPTS = 5
 _EXIT_SECONDS = 15.0
 
 
+@public("meshfeed.testing")
 class HostPool:
     """A job of several processes that runs one function after another, all hosts the same function.
 
@@ -287,6 +289,7 @@ class HostPool:
         self._dirty = True
 
 
+@public("meshfeed.testing")
 def run_hosts(
     function: Callable[..., Any] | str,
     *args: Any,
@@ -320,6 +323,7 @@ def run_hosts(
         return pool.run(function, *args, check=check, grace_seconds=grace_seconds)
 
 
+@public("meshfeed.testing")
 def start_hosts(
     function: Callable[..., Any] | str,
     *args: Any,

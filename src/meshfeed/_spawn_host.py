@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshfeed._errors import MeshfeedError
+from meshfeed._names import public
 from meshfeed._spawn_child import take_message, write_message
 
 LOG_TAIL_BYTES = 6_000
 _ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 
 
+@public("meshfeed.testing")
 @dataclasses.dataclass(frozen=True)
 class HostResult:
     """What one host made of one function.
@@ -47,6 +49,7 @@ class HostResult:
     traceback: str = ""
 
 
+@public("meshfeed.testing")
 class HostRunError(MeshfeedError):
     """Some hosts failed.
 

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from meshfeed._errors import StateMismatchError
 from meshfeed._exact_json import OTHER
+from meshfeed._file_sets import about_files
+from meshfeed._names import public
 
 VERSION = 2
 _OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
@@ -195,8 +197,15 @@ def _same(left: Any, right: Any) -> bool:
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # to Python True equals 1
 
 
-def compare_fingerprints(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def compare_fingerprints(
+    saved: Mapping[str, Any], current: Mapping[str, Any], file_names: Callable[[], Sequence[str]] | None = None
+) -> None:
     """Raises where a state with fingerprint ``saved`` cannot be continued under ``current``.
+
+    Args:
+      saved: fingerprint of the state.
+      current: of the feed.
+      file_names: gives the files of the current source, to name those that are missing.
 
     Raises:
       StateMismatchError: naming the first field that differs.
@@ -212,11 +221,12 @@ def compare_fingerprints(saved: Mapping[str, Any], current: Mapping[str, Any]) -
             for name in dict.fromkeys((*flat_new, *flat_old))
             if not _same(flat_old.get(name, "missing"), flat_new.get(name, "missing"))
         )
+        files = about_files(flat_old, flat_new, file_names() if file_names else ()) if top == "source" else ""
         raise StateMismatchError(
             field,
             flat_old.get(field, "missing"),
             flat_new.get(field, "missing"),
-            _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
+            files + _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
         )
 
 
@@ -244,6 +254,7 @@ def _join_entries(part: str, left: Any, right: Any) -> Any:
     return None
 
 
+@public("meshfeed")
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins the states of several hosts, taken after the same step, into one.
 

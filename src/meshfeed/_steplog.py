@@ -1,4 +1,4 @@
-"""A log of what each step consumed, one JSON line a step; off unless the logger ``meshfeed.steps`` is at DEBUG."""
+"""A log of what each batch held, one JSON line per batch; off unless the logger ``meshfeed.steps`` is at DEBUG."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ _log = logging.getLogger("meshfeed.steps")
 
 
 def logs_steps() -> bool:
-    """Whether anybody wants the lines."""
+    """Whether the logger takes the lines."""
     return _log.isEnabledFor(logging.DEBUG)
 
 
 def log_step(name: str, host: int, ready: Ready, position: int, wait_seconds: float, source: Any) -> None:
-    """Writes the line of a delivered batch: ids and files of this host's rows, and times in seconds."""
+    """Writes the line of a delivered batch: ids and files of this host's rows, and times in seconds.
+
+    Args:
+      name: of the feed.
+      host: process index.
+      ready: the batch; its index, counted from 0, is logged as ``step``.
+      position: records delivered before it, over all hosts.
+      wait_seconds: time that the caller waited for it.
+      source: of the feed, for the names of files.
+    """
     batch = ready.batch
     line: dict[str, Any] = {
         "time": round(time.time(), 3),

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from meshfeed._errors import SettingsError
+from meshfeed._names import public
 
 _ID_STRIDE = 2048  # real CPU devices of process p start at 2048 * p: ids that are not dense find more faults
 
@@ -45,6 +46,7 @@ class FakeDevice:
         return f"FakeDevice(id={self.id}, process_index={self.process_index})"
 
 
+@public("meshfeed.testing")
 def fake_devices(num_hosts: int, devices_per_host: int, *, this_process: int = 0) -> list[Any]:
     """``num_hosts * devices_per_host`` fake devices, host by host.
 
@@ -66,6 +68,7 @@ def fake_devices(num_hosts: int, devices_per_host: int, *, this_process: int = 0
     ]
 
 
+@public("meshfeed.testing")
 def fake_mesh(
     axes: Mapping[str, int],
     num_hosts: int,
@@ -86,9 +89,12 @@ def fake_mesh(
       this_process: the process whose devices count as addressable.
 
     Raises:
-      SettingsError: the mesh has more positions than there are devices.
+      SettingsError: the mesh has more positions than there are devices, or an axis of size 0.
     """
     devices = fake_devices(num_hosts, devices_per_host, this_process=this_process)
+    for axis, length in axes.items():
+        if length < 1:
+            raise SettingsError(f"mesh axis {axis!r} has size {length}; it must be at least 1", setting="axes")
     size = math.prod(axes.values())
     order = range(size) if permutation is None else permutation
     if size > len(devices) or len(order) != size:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed import _state, _state_files
+from meshfeed._border import hides_own_frames, suggests_keywords
 from meshfeed._errors import MeshfeedError, SettingsError
 from meshfeed._local_iterator import LocalIterator
 from meshfeed._remote_client import RemoteClient
@@ -28,7 +29,7 @@ from meshfeed._remote_target import make_feed_payload
 from meshfeed._second_pass import SecondPass
 from meshfeed._settings import BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._shardings import normalize_sharding, sharding_leaves
-from meshfeed._stats import FeedStats
+from meshfeed._stats import FeedStats, stats_since
 from meshfeed._tree_json import tree_from_json
 from meshfeed._types import PyTree, RecordIds
 
@@ -36,7 +37,7 @@ __all__ = ["RemoteFeed"]
 
 
 class RemoteFeed:
-    """:class:`meshfeed.MultiHostDataLoadIterator` on the hosts beside the accelerators, with the same interface.
+    """:class:`meshfeed.Feed` on the hosts beside the accelerators, with the same interface.
 
     The global batches are those of the local feed, bit for bit, and each continues the other's checkpoints.
 
@@ -52,6 +53,8 @@ class RemoteFeed:
       SourceError, PlanError: as from the feed, raised here with the message of the host.
     """
 
+    @hides_own_frames
+    @suggests_keywords
     def __init__(
         self,
         make_source: Callable[[], Any],
@@ -108,6 +111,14 @@ class RemoteFeed:
         self.name = str(self._client.call("config")[0]["name"])
         self._second_pass = SecondPass(self.name)
 
+    def __repr__(self) -> str:
+        known = vars(self)  # the constructor may have failed before the rest was there
+        header = getattr(known.get("_client"), "header", None)
+        if header is None or "name" not in known:
+            return "<meshfeed.remote.RemoteFeed: not made>"
+        closed = ", closed" if self._closed else ""
+        return f"<meshfeed.remote.RemoteFeed {self.name!r}: step={header.step}, position={header.position}{closed}>"
+
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> RemoteFeed:
@@ -115,6 +126,7 @@ class RemoteFeed:
             self._second_pass.begins()
         return self
 
+    @hides_own_frames
     def __next__(self) -> PyTree:
         """The next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
 
@@ -138,6 +150,7 @@ class RemoteFeed:
         states = [json.loads(text) for text in self._client.call("get_state")]
         return states[0] if len(states) == 1 else _state.merge_states(states)
 
+    @hides_own_frames
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``, which may come from a local feed.
 
@@ -148,6 +161,7 @@ class RemoteFeed:
         self._client.call("set_state", json.dumps(state))
         self._ended = False
 
+    @hides_own_frames
     def reset(self) -> None:
         """Back to the first batch."""
         self._client.call("reset")
@@ -191,12 +205,14 @@ class RemoteFeed:
             specs,
         )
 
+    @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
         """Ids of the records of any past or future batch, int64 ``[rows]``; see the feed."""
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
         return np.array(self._client.call("record_ids", int(step))[0], np.int64)
 
+    @hides_own_frames
     def read(self, record_ids: Any) -> PyTree:
         """Records as numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``; read by one of the hosts."""
         return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]
@@ -214,9 +230,10 @@ class RemoteFeed:
         """A view of this feed: its state is that of the last delivered batch."""
         return LocalIterator(self)
 
-    def stats(self) -> FeedStats:
-        """What the first host has done so far; times are those of that host."""
-        return FeedStats(**self._client.call("stats")[0])
+    @hides_own_frames
+    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
+        """What the first host has done so far, or ``since`` an earlier call; times are those of that host."""
+        return stats_since(FeedStats(**self._client.call("stats")[0]), since)
 
     # ------------------------------------------------------------------ the end
 

@@ -207,9 +207,7 @@ def test_arguments_in_another_order(saved, state):
 def test_feeds_without_a_state(tmp_path, state):
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         for feed in (object(), [1], iter([1])):
-            with pytest.raises(
-                SettingsError, match=r"has no get_state\(\), expected a meshfeed.MultiHostDataLoadIterator"
-            ):
+            with pytest.raises(SettingsError, match=r"has no get_state\(\), expected a meshfeed.Feed"):
                 ckpt.save(1, state, feed)
             with pytest.raises(SettingsError, match=r"has no get_state\(\)"):
                 ckpt.restore(state, feed)

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 
+import meshfeed
 from meshfeed import _errors as errors
 from meshfeed.sources._grain import Grain
 from meshfeed.sources._grain_map import GrainRecords
@@ -132,8 +134,40 @@ def test_a_batched_dataset_is_warned_about(caplog):
             .batch(2)
             .mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
         )
-        Grain(grain.MapDataset.range(8).batch(3).map(lambda x: x))
+        Grain(grain.MapDataset.range(9).batch(3).map(lambda x: x))
     assert [record.args for record in caplog.records if record.levelno == logging.WARNING] == [(4,), (2,)]
+
+
+def test_a_short_last_batch_of_known_length_is_refused_at_construction():
+    numbers = grain.MapDataset.range(70)
+    short = r"ends in batch\(16\), and its 70 elements do not fill the last batch"
+    with pytest.raises(errors.SourceError, match=short + ":"):
+        Grain(numbers.batch(16))
+    shuffled = numbers.map(lambda x: x + 1).to_iter_dataset().map(lambda x: x)
+    for pipeline in (shuffled.batch(16), numbers.to_iter_dataset().batch(16)):
+        with pytest.raises(errors.SourceError, match=short + " in each of 4 lanes"):
+            Grain(pipeline).check_lanes(4)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(errors.SourceError, match="drop_remainder=True"):
+        meshfeed.Feed(shuffled.batch(16), mesh, global_batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: n.batch(16, drop_remainder=True),
+        lambda n: n.batch(14),
+        lambda n: n.batch(16, batch_fn=lambda values: values[:1] * 16),  # may pad
+        lambda n: n.batch(16).map(lambda x: x[:1]),
+        lambda n: n.to_iter_dataset().batch(16, drop_remainder=True),
+        lambda n: n.to_iter_dataset().batch(7),  # 5 lanes of 14
+        lambda n: n.filter(lambda x: x < 64).to_iter_dataset().batch(16),  # of unknown length
+        lambda n: n.repeat().to_iter_dataset().batch(16),  # without an end
+    ],
+)
+def test_other_batches_are_not_refused(make):
+    source = Grain(make(grain.MapDataset.range(70)))
+    getattr(source, "check_lanes", lambda num_lanes: None)(5)
 
 
 def test_an_endless_dataset_has_as_many_records_as_can_be_numbered():

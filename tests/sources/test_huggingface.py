@@ -151,6 +151,20 @@ def test_what_no_device_holds_is_named_with_a_remedy(columns, message):
         HuggingFace(datasets.Dataset.from_dict(columns))
 
 
+@pytest.mark.parametrize(
+    "open_dataset",
+    [
+        lambda d: HuggingFace(d),
+        lambda d: HuggingFace(d.with_transform(lambda batch: batch))[0],
+        lambda d: next(HuggingFace(d.to_iterable_dataset()).open(0, 1)),
+    ],
+    ids=["table", "transform", "stream"],
+)
+def test_a_dataset_of_text_only_is_not_told_to_keep_other_columns(open_dataset):
+    with pytest.raises(SourceError, match=r"column 'text' holds .* Turn it into token ids with map\(\)\.$"):
+        open_dataset(datasets.Dataset.from_dict({"text": ["a", "b"], "author": ["c", "d"]}))
+
+
 @pytest.mark.parametrize("values", [[1, None, 3], [1.5, None, 2.5], [[1], None, [3]], [[1, 2], [None, 3], [4, 5]]])
 def test_a_null_is_an_error_that_names_the_record(values):
     source = HuggingFace(datasets.Dataset.from_dict({"x": values}).select([2, 1, 0]))
@@ -212,7 +226,11 @@ def test_it_travels_to_other_processes(stored):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda d: HuggingFace(d, columns=["nope"]), SettingsError, r"columns names \['nope'\].*it has \['id'"),
+        (
+            lambda d: HuggingFace(d, columns=["nope"]),
+            SettingsError,
+            r"unknown columns \['nope'\]; the dataset has \['id'",
+        ),
         (lambda d: HuggingFace(d, columns="id"), SettingsError, "columns is 'id'; expected a list"),
         (lambda d: HuggingFace(d, columns=[]), SettingsError, "columns is empty"),
         (lambda d: HuggingFace(d, shuffle_buffer=10), SettingsError, "shuffle=True"),

@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+import meshfeed
 from meshfeed import _errors as errors
 from meshfeed.sources._host_batches import HostBatches
 from meshfeed.sources._memory import Memory
-from meshfeed.sources._recognize import as_source
+from meshfeed.sources._recognize import as_source, describe_source
 from meshfeed.sources._stream import Stream
 
 Pair = collections.namedtuple("Pair", "x y")
@@ -159,3 +160,38 @@ def test_nothing_heavy_is_imported_to_find_out():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Memory({"x": np.zeros(1234)}), "Memory(1,234 records)"),
+        (lambda: Stream(open_lane), "Stream(open_lane)"),
+        (lambda: HostBatches([np.zeros(3)]), "HostBatches(list)"),
+        (
+            lambda: meshfeed.sources.Mixture({"a": [1, 2], "b": [3]}, {"a": 1, "b": 1}),
+            "Mixture(a: 2 records, b: 1 records)",
+        ),
+        (lambda: [np.zeros(3)] * 5, "list(5 records)"),
+        (lambda: in_package("torch", "Dataset", __len__=lambda self: 1 // 0), "Dataset"),
+    ],
+)
+def test_a_source_in_a_few_words(make, expected):
+    assert describe_source(make()) == expected
+
+
+def test_an_array_record_source_in_a_few_words(tmp_path):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    for shard in range(2):
+        writer = module.ArrayRecordWriter(str(tmp_path / f"{shard}.array_record"), "group_size:1")
+        writer.write(b"1")
+        writer.close()
+    source = meshfeed.sources.ArrayRecord(tmp_path / "*.array_record")
+    assert describe_source(source) == "ArrayRecord(2 files, 2 records)"
+    assert (
+        describe_source(meshfeed.sources.ArrayRecord(tmp_path / "0.array_record")) == "ArrayRecord(1 file, 1 records)"
+    )
+
+
+def open_lane(lane_index, num_lanes):
+    return iter([])

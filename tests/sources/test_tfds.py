@@ -156,9 +156,9 @@ def test_what_is_not_there_is_named(array_record, make, error, message):
         make(array_record)
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch):
+def test_without_the_library_the_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(SourceError, match=r"TFDS needs tensorflow_datasets.* Install meshfeed with its extra 'tfds'"):
+    with pytest.raises(SourceError, match=r"TFDS needs tensorflow_datasets.* pip install tensorflow-datasets"):
         TFDS("mnist", "train")
 
 

@@ -51,7 +51,7 @@ def check_feed(feed: Any, methods: tuple[str, ...], order: str) -> None:
     lacks = [name for name in methods if feed is not None and not callable(getattr(feed, name, None))]
     if lacks:
         raise SettingsError(
-            f"feed={_short(feed)}: has no {lacks[0]}(), expected a meshfeed.MultiHostDataLoadIterator or another object "
+            f"feed={_short(feed)}: has no {lacks[0]}(), expected a meshfeed.Feed or another object "
             f"with get_state() and set_state(state). {order}",
             setting="feed",
         )

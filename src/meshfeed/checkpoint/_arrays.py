@@ -14,6 +14,7 @@ from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed import _state_files
+from meshfeed._names import public
 from meshfeed._process import process_index
 from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._agreement import Agreement
@@ -138,6 +139,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         return abstract_tree_of(StoredArrays(directory))
 
 
+@public("meshfeed.checkpoint")
 @ocp.args.register_with_handler(ArraysHandler, for_save=True)
 @dataclasses.dataclass
 class ArraysSave(ocp.args.CheckpointArgs):
@@ -157,6 +159,7 @@ class ArraysSave(ocp.args.CheckpointArgs):
     encoded: EncodedTree | None = None
 
 
+@public("meshfeed.checkpoint")
 @ocp.args.register_with_handler(ArraysHandler, for_restore=True)
 @dataclasses.dataclass
 class ArraysRestore(ocp.args.CheckpointArgs):
@@ -175,6 +178,7 @@ class ArraysRestore(ocp.args.CheckpointArgs):
     strict: bool = True
 
 
+@public("meshfeed.checkpoint")
 def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | None = None, **options: Any) -> Any:
     """Restores arrays from an item of a checkpoint, ours or plain Orbax's, reading each stored byte once in the job.
 

@@ -10,9 +10,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from meshfeed import _state_files
+from meshfeed._border import hides_own_frames, suggests_keywords
 from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._fork import Owner
 from meshfeed._launcher import forgotten_processes
+from meshfeed._names import public
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -39,6 +41,7 @@ _log = logging.getLogger("meshfeed.checkpoint")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
+@public("meshfeed.checkpoint")
 class Checkpointer:
     """Saves a training state and a feed's position as one step, and restores both or neither.
 
@@ -75,6 +78,8 @@ class Checkpointer:
         that are meant to be independent, each with its own folder, set ``MESHFEED_INDEPENDENT_PROCESSES=1``.
     """
 
+    @hides_own_frames
+    @suggests_keywords
     def __init__(
         self,
         directory: Any,
@@ -135,6 +140,7 @@ class Checkpointer:
         """Folder of the checkpoints."""
         return self._directory
 
+    @hides_own_frames
     def save(self, step: int, train_state: Any, feed: Any = None, force: bool = False) -> bool:
         """Saves a step; everything is captured before this returns, and written in the background.
 
@@ -198,6 +204,7 @@ class Checkpointer:
                 latest,
             )
 
+    @hides_own_frames
     def restore(self, abstract_or_concrete_state: Any, feed: Any = None, step: int | None = None) -> tuple[int, Any]:
         """Restores the newest intact step, or the one asked for, on any number of hosts and devices.
 
@@ -278,6 +285,7 @@ class Checkpointer:
             _continue(feed, document["state"], agreement, step)
         return state
 
+    @hides_own_frames
     def wait(self) -> None:
         """Waits until what was saved is committed; raises what failed in the background.
 
@@ -295,6 +303,7 @@ class Checkpointer:
         """Numbers of the committed steps, ascending, damaged ones included."""
         return find_steps(self._directory)
 
+    @hides_own_frames
     def metadata(self, step: int | None = None) -> StepMetadata:
         """What a step holds, without reading it: position, and shapes, dtypes and shardings of the train state.
 

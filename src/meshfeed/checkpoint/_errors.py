@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from meshfeed._errors import CheckpointError
+from meshfeed._names import public
 from meshfeed._state_files import DamagedStateError
 
 
+@public("meshfeed.checkpoint")
 class DamagedCheckpointError(DamagedStateError):
     """Stored bytes of a checkpoint are not what was written.
 

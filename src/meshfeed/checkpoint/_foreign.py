@@ -25,6 +25,7 @@ from etils import epath
 
 from meshfeed._errors import CheckpointError
 from meshfeed._exact_json import decode_value, encode_value
+from meshfeed._names import public
 from meshfeed._state import parse_state, seal
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
@@ -69,6 +70,7 @@ def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
     return states, count
 
 
+@public("meshfeed.checkpoint")
 def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuffled: bool = False) -> dict[str, Any]:
     """A state for ``feed`` that continues from the files in ``directory``; the feed itself is not changed.
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from meshfeed._names import public
+
 
 class GrainIteratorFace:
     """What Orbax's peer-to-peer manager and Grain's own handlers save and restore: a state as bytes."""
@@ -28,6 +30,7 @@ class GrainIteratorFace:
         self._feed.set_state(json.loads(state))
 
 
+@public("meshfeed.checkpoint")
 def as_grain_iterator(feed: Any) -> GrainIteratorFace:
     """``feed`` as an iterator with Grain's interface, state and all.
 

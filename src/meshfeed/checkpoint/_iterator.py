@@ -11,6 +11,7 @@ from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed import _state_files
+from meshfeed._names import public
 from meshfeed._process import process_index
 from meshfeed.checkpoint._arguments import check_feed
 
@@ -70,13 +71,14 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         return _state_files.read_state(epath.Path(directory))
 
 
+@public("meshfeed.checkpoint")
 @ocp.args.register_with_handler(IteratorHandler, for_save=True)
 @dataclasses.dataclass
 class IteratorSave(ocp.args.CheckpointArgs):
     """Saves the state of ``feed``.
 
     Attributes:
-      feed: a :class:`meshfeed.MultiHostDataLoadIterator`, or whatever has ``get_state() -> dict``.
+      feed: a :class:`meshfeed.Feed`, or anything that has ``get_state() -> dict``.
       identity: ties the file to the arrays saved with it; :class:`~meshfeed.checkpoint.Checkpointer` sets it.
     """
 
@@ -84,6 +86,7 @@ class IteratorSave(ocp.args.CheckpointArgs):
     identity: Mapping[str, Any] | None = None
 
 
+@public("meshfeed.checkpoint")
 @ocp.args.register_with_handler(IteratorHandler, for_restore=True)
 @dataclasses.dataclass
 class IteratorRestore(ocp.args.CheckpointArgs):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from meshfeed._names import public
 from meshfeed.checkpoint._step import ARRAYS, StepParts
 from meshfeed.checkpoint._stored import StoredArrays
 from meshfeed.checkpoint._tree_restore import abstract_tree_of
 
 
+@public("meshfeed.checkpoint")
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
     """A step without its values.

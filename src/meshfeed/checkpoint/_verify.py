@@ -10,6 +10,7 @@ from etils import epath
 
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError
+from meshfeed._names import public
 from meshfeed.checkpoint._manifest import file_digest
 from meshfeed.checkpoint._read import UnitReader, Wanted
 from meshfeed.checkpoint._step import ARRAYS, find_steps, read_step
@@ -45,6 +46,7 @@ class Finding:
         return not self.problems
 
 
+@public("meshfeed.checkpoint")
 def verify(directory: Any, step: int | None = None) -> list[Finding]:
     """Reads everything in a folder of checkpoints, or in one item of arrays, and compares it with its digests.
 

@@ -10,13 +10,16 @@ import jax
 import numpy as np
 
 from meshfeed import _aligned
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._identity import digest_raw, probe_digest
+from meshfeed._names import public
 from meshfeed._types import Decode, DecodeBatch, JsonValue, Record
 from meshfeed.sources import _array_record_direct as direct
 from meshfeed.sources import _files
 from meshfeed.sources._array_record_readers import OpenFile, ReaderPool, ShardFile, inspect_file, shared_readers
 from meshfeed.sources._array_record_rows import common_width, read_by_library, read_direct, steps
+from meshfeed.sources._decode_raw import refuse_as_decode
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 _FILES_PER_CALL = 32  # that one call holds open; several threads may read
 
 
+@public("meshfeed.sources")
 class ArrayRecord:
     """Records of ArrayRecord files, by id: those of the first file, then those of the second, and so on.
 
@@ -48,6 +52,7 @@ class ArrayRecord:
 
     fresh_arrays = True
 
+    @hides_own_frames
     def __init__(
         self,
         paths: _files.Paths,
@@ -62,6 +67,7 @@ class ArrayRecord:
                 "decode_batch for a list of them.",
                 setting="decode_batch",
             )
+        refuse_as_decode(decode, "ArrayRecord")
         for name, function in (("decode", decode), ("decode_batch", decode_batch)):
             if function is not None and not callable(function):
                 raise SettingsError(
@@ -107,7 +113,7 @@ class ArrayRecord:
         self._readers = shared_readers
 
     def __repr__(self) -> str:
-        return f"ArrayRecord({len(self):,} records in {len(self._files):,} files, first {self._files[0].path!r})"
+        return f"ArrayRecord({len(self._files):,} file{'s' * (len(self._files) != 1)}, {len(self):,} records)"
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -270,9 +276,13 @@ class ArrayRecord:
         """Path or URL of the file that holds a record."""
         return self._files[int(np.searchsorted(self._ends, record_id, side="right"))].path
 
+    def file_names(self) -> list[str]:
+        """Paths and URLs of the files, in the order of their records."""
+        return [file.path for file in self._files]
+
     def fingerprint_files(self) -> JsonValue:
         """Identity of the files: count, total bytes, digest of base names and sizes in order."""
-        return _files.identify_files([file.path for file in self._files], [file.num_bytes for file in self._files])
+        return _files.identify_files(self.file_names(), [file.num_bytes for file in self._files])
 
     def fingerprint(self) -> JsonValue:
         """Identity: files, number of records, and a digest of the bytes of 4 records spread over the source."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed.sources._array_record_direct import DirectFile, open_direct
 from meshfeed.sources._files import is_url
+from meshfeed.sources._formats import reader_hint
 from meshfeed.sources._open_files import Descriptor, Lru, is_out_of_files, max_open_files
 
 if TYPE_CHECKING:
@@ -134,9 +135,13 @@ def _describe_unreadable(path: str, reader: Any) -> str:
         what = "the file is empty (0 bytes)"
     else:
         what = f"{size:,} bytes are not a whole ArrayRecord file ({reason})"
-    return (
-        f"{path}: {what}. Expected a file closed by ArrayRecordWriter, which ends in a footer. "
-        "It was cut short, is still being written, or has another format: write or copy it again."
+    return f"{path}: {what}. Expected a file closed by ArrayRecordWriter, which ends in a footer.{remedy_for(path)}"
+
+
+def remedy_for(path: str) -> str:
+    """What to do about a file that is not a whole ArrayRecord file, as a sentence with a space before it."""
+    return reader_hint(path, unless="ArrayRecord") or (
+        " It was cut short, is still being written, or has a different format: write or copy it again."
     )
 
 

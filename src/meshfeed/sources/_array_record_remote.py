@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed.sources import _files
-from meshfeed.sources._array_record_readers import ShardFile, inspect_file
+from meshfeed.sources._array_record_readers import ShardFile, inspect_file, remedy_for
 
 if TYPE_CHECKING:
     from meshfeed.sources._shard_cache import ShardCache
@@ -40,8 +40,7 @@ def inspect_url(url: str, cache: ShardCache) -> ShardFile:
     if postscript is None or num_bytes < _BLOCK_BYTES:
         raise CorruptDataError(
             f"{url}: {num_bytes:,} bytes without the postscript of an ArrayRecord file. Expected a file closed by "
-            "ArrayRecordWriter. It was cut short, is still being written, or has another format: write or copy it "
-            "again.",
+            f"ArrayRecordWriter.{remedy_for(url)}",
             path=url,
         )
     footer_start = min(_read_varint(postscript[1]), tail_start) // _BLOCK_BYTES * _BLOCK_BYTES

@@ -12,9 +12,14 @@ from typing import Any
 import numpy as np
 
 from meshfeed import _aligned
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SettingsError
+from meshfeed._names import public
+
+_NOT_FOR_ONE = "decodes a list of records and was given one. Pass it as decode_batch=, not as decode=."
 
 
+@public("meshfeed.sources")
 class DecodeRaw:
     """``decode_batch`` for records that are the bytes of one array each, all of one shape.
 
@@ -34,6 +39,7 @@ class DecodeRaw:
 
     fresh_arrays = True
 
+    @hides_own_frames
     def __init__(self, dtype: Any, shape: int | Sequence[int] = (), *, key: str | None = None) -> None:
         try:
             self.dtype = np.dtype(dtype)
@@ -65,8 +71,11 @@ class DecodeRaw:
           A fresh array ``[n, *shape]`` of ``dtype``, or a dict with it.
 
         Raises:
-          ValueError: a record of another size; ``bad_records=SkipBad(…)`` takes it as a bad record.
+          ValueError: a record of a different size, which ``bad_records=SkipBad(…)`` treats as a bad record.
+          TypeError: one record instead of a sequence.
         """
+        if isinstance(records, bytes | bytearray | memoryview):
+            raise TypeError(f"{self!r} {_NOT_FOR_ONE}")
         if set(map(len, records)) - {self.num_bytes}:
             row = next(row for row, record in enumerate(records) if len(record) != self.num_bytes)
             raise self._wrong_size(row, len(records), len(records[row]))
@@ -96,6 +105,16 @@ class DecodeRaw:
     def __repr__(self) -> str:
         key = "" if self.key is None else f", key={self.key!r}"
         return f"DecodeRaw({self.dtype.name!r}, {self.shape}{key})"
+
+
+def refuse_as_decode(decode: Any, source: str) -> None:
+    """Raises if ``decode=`` of a source is a :class:`DecodeRaw`, which is for ``decode_batch=``.
+
+    Raises:
+      SettingsError: it is one.
+    """
+    if isinstance(decode, DecodeRaw):
+        raise SettingsError(f"{source} got decode={decode!r}, which {_NOT_FOR_ONE}", setting="decode")
 
 
 @functools.lru_cache(maxsize=16)

@@ -24,6 +24,16 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # two letters at least: "C:/" is a drive
 _MAGIC = re.compile(r"[*?\[]")
 _MAX_THREADS = 32
+_PACKAGES = {  # protocol → what brings it, fsspec included
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "gcs": "gcsfs",
+    "gs": "gcsfs",
+    "hf": "huggingface_hub fsspec",
+    "http": "aiohttp fsspec",
+    "https": "aiohttp fsspec",
+    "s3": "s3fs",
+}
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -119,16 +129,20 @@ def open_file_system(url: str, source: str) -> tuple[Any, str]:
     try:
         import fsspec.core
     except ImportError as error:
-        raise SourceError(
-            f"{source} got the URL {url!r}, which needs fsspec. Install it: pip install 'meshfeed[cloud]'."
-        ) from error
+        raise SourceError(f"{source} got the URL {url!r}, which needs fsspec. {how_to_install(url)}.") from error
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise SourceError(
-            f"{source} got the URL {url!r}, which fsspec cannot open: {error}. Install the package for this protocol "
-            "(s3fs, gcsfs, adlfs, …) or copy the files to a local disk."
+            f"{source} got the URL {url!r}, which fsspec cannot open: {error}. {how_to_install(url)}, or copy the files "
+            "to a local disk."
         ) from error
+
+
+def how_to_install(url: str) -> str:
+    """How to install what fsspec needs for a URL, without a full stop."""
+    package = _PACKAGES.get(url.partition("://")[0])
+    return f"Run: pip install {package}" if package else "Install fsspec and the package that brings this protocol"
 
 
 @contextlib.contextmanager

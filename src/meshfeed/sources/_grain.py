@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError
+from meshfeed._names import public
+from meshfeed.sources._formats import reader_hint
 from meshfeed.sources._host_batches import HostBatches
 
 if TYPE_CHECKING:
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from meshfeed.sources._grain_stream import GrainStream
 
 
+@public("meshfeed.sources")
+@hides_own_frames
 def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
     """A Grain pipeline as a source.
 
@@ -47,5 +52,5 @@ def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
     raise SourceError(
         f"Grain got a {type(dataset).__name__}. Expected a grain.MapDataset, grain.IterDataset or grain.DataLoader. A "
         "data source such as grain.sources.ArrayRecordDataSource can be passed to the feed as it is, or wrapped: "
-        "grain.MapDataset.source(data_source)."
+        f"grain.MapDataset.source(data_source).{reader_hint(dataset)}"
     )

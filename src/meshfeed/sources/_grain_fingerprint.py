@@ -82,6 +82,17 @@ def _describe_datasets(datasets: Any) -> dict[str, JsonValue]:
     return {**described, "content": digest_of(each)}
 
 
+def file_names(dataset: Any) -> list[str]:
+    """Paths of the files that a pipeline reads, as far as its nodes and data sources tell."""
+    names: list[Any] = []
+    for node in walk(dataset):
+        source = getattr(node, "_source", None)
+        source = source.source if isinstance(source, BatchedSource) else source
+        for paths in (getattr(node, "_paths", ()), getattr(node, "_path", ()), getattr(source, "paths", ())):
+            names += [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    return [os.fspath(name) for name in names if isinstance(name, str | os.PathLike)]
+
+
 def identify(source: Any) -> JsonValue:
     """A data source: its own fingerprint, or its files, or else a digest of 4 records spread over it."""
     source = source.source if isinstance(source, BatchedSource) else source

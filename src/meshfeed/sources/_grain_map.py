@@ -26,7 +26,7 @@ class GrainRecords:
       dataset: a ``grain.MapDataset`` without ``filter`` or ``flat_map``.
 
     Raises:
-      SourceError: it has no element.
+      SourceError: it has no element, or ends in a batch() whose last batch is short.
     """
 
     decode = None
@@ -37,9 +37,13 @@ class GrainRecords:
         self._length = min(len(dataset), _ENDLESS)
         if not self._length:
             raise SourceError(f"the Grain dataset {dataset} has no elements. Expected at least one.")
+        _grain_tree.check_batched(dataset)
         _grain_tree.warn_batched(dataset)
         self._dataset = _grain_tree.copy_tree(dataset, _grain_tree.batched_sources)
         _ = getattr(self._dataset, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
+
+    def __repr__(self) -> str:
+        return f"Grain({len(self):,} records)"
 
     def __len__(self) -> int:
         return self._length
@@ -73,6 +77,10 @@ class GrainRecords:
                     record_id=index,
                 )
         return records
+
+    def file_names(self) -> list[str]:
+        """Paths of the files that the pipeline reads."""
+        return _grain_fingerprint.file_names(self._given)
 
     def fingerprint(self) -> JsonValue:
         """Number of records, the chain of transforms with their settings, and the identity of the data below."""

@@ -27,19 +27,24 @@ class GrainStream:
     def __init__(self, dataset: Any) -> None:
         self._dataset = without_prefetch(dataset)
         _grain_tree.warn_batched(self._dataset)
-        self.check_lanes(1)
+        _grain_cut.check(self._dataset, 1)
         # The state of a rebatch that was saved at the end continues with an empty batch.
         self._exact = not any(
             _grain_tree.is_named(node, "RebatchIterDataset") for node in _grain_tree.walk(self._dataset)
         )
 
+    def __repr__(self) -> str:
+        return f"Grain({type(self._dataset).__name__})"
+
     def check_lanes(self, num_lanes: int) -> None:
-        """Whether the pipeline can be cut; reads no data.
+        """Whether the pipeline can be cut into lanes of equal batches; reads no data.
 
         Raises:
-          SourceError: a node that cannot be cut into ``num_lanes``; the message shows how to write ``Stream(open)``.
+          SourceError: a node that cannot be cut into ``num_lanes``; the message shows how to write ``Stream(open)``. A
+            ``batch()`` at the end whose last batch is known to be short in some lane.
         """
         _grain_cut.check(self._dataset, num_lanes)
+        _grain_tree.check_batched(self._dataset, num_lanes)
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> GrainLane | StatefulGrainLane:
         """Lane ``lane_index`` of ``num_lanes`` from its beginning.
@@ -54,6 +59,10 @@ class GrainStream:
         iterator = dataset.__iter__()
         stateful = self._exact and _has_state(iterator)
         return (StatefulGrainLane if stateful else GrainLane)(dataset, iterator, lane_index)
+
+    def file_names(self) -> list[str]:
+        """Paths of the files that the pipeline reads."""
+        return _grain_fingerprint.file_names(self._dataset)
 
     def fingerprint(self) -> JsonValue:
         """The chain of transforms with their settings, and the identity of the data below; prefetching is left out."""

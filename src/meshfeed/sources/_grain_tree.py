@@ -16,6 +16,11 @@ Node: TypeAlias = "grain.MapDataset[Any] | grain.IterDataset[Any]"
 _logger = logging.getLogger("meshfeed.sources")
 
 NODES = (grain.MapDataset, grain.IterDataset)
+_ENDLESS = 1 << 62
+_KEEP_LENGTH = (
+    "PrefetchIterDataset", "MapIterDataset", "MapWithIndexIterDataset", "RandomMapIterDataset", "WindowShuffleIterDataset",
+    "WithOptionsIterDataset",
+)  # fmt: skip
 
 HOW_TO_OPEN = """\
 Write the cut yourself instead, with one pipeline a lane:
@@ -220,16 +225,53 @@ def _array_record(source: Any) -> Any:
     )
 
 
-def warn_batched(dataset: Any) -> None:
-    """Logs that a pipeline ends in ``batch``, which most people mean for the feed to do."""
+def _last_batch(dataset: Any) -> Any:
+    """The batch node in which a pipeline ends; None if it ends in another."""
     while is_named(dataset, "WithOptionsIterDataset"):
         dataset = private(dataset, "_parent")
-    if is_named(dataset, "BatchMapDataset", "BatchIterDataset", "RebatchIterDataset"):
+    return dataset if is_named(dataset, "BatchMapDataset", "BatchIterDataset", "RebatchIterDataset") else None
+
+
+def warn_batched(dataset: Any) -> None:
+    """Logs that a pipeline ends in ``batch``, which most people mean for the feed to do."""
+    node = _last_batch(dataset)
+    if node is not None:
         _logger.warning(
-            "the Grain pipeline ends in batch(%d), so that every record of the feed is a batch of its own; leave batch() "
+            "the Grain pipeline ends in batch(%d), which makes each of its batches one record of the feed; leave batch() "
             "out, and give its size as global_batch_size",
-            private(dataset, "_batch_size"),
+            private(node, "_batch_size"),
         )
+
+
+def check_batched(dataset: Any, num_lanes: int = 1) -> None:
+    """Refuses a pipeline that ends in ``batch`` if its last batch is known to be short: records must be alike.
+
+    Raises:
+      SourceError: it is short, in one of ``num_lanes`` lanes.
+    """
+    node = _last_batch(dataset)
+    if node is None or is_named(node, "RebatchIterDataset") or getattr(node, "_drop_remainder", True):
+        return
+    if getattr(getattr(node, "_batch_fn", None), "__name__", "") != "make_batch":  # one of the user's may pad
+        return
+    length, size = _known_length(private(node, "_parent")), private(node, "_batch_size")
+    if length is None or not any(part % size for part in (length // num_lanes, -(-length // num_lanes))):
+        return
+    lanes = "" if num_lanes == 1 else f" in each of {num_lanes} lanes"
+    raise SourceError(
+        f"the Grain pipeline ends in batch({size}), and its {length:,} elements do not fill the last batch{lanes}: each "
+        "batch is one record of the feed, and records must have one shape. Leave batch() out and give the feed "
+        "global_batch_size, or pass drop_remainder=True to batch()."
+    )
+
+
+def _known_length(node: Any) -> int | None:
+    """Elements of a pipeline over all lanes; None if it may drop or add some, or has no end."""
+    while is_named(node, *_KEEP_LENGTH):
+        node = private(node, "_parent")
+    if isinstance(node, grain.MapDataset) and sparse_node(node) is None and len(node) < _ENDLESS:
+        return len(node)
+    return None
 
 
 def sparse_node(records: Any) -> Any:

@@ -13,16 +13,20 @@ from typing import Any
 import jax
 
 from meshfeed import _exact_json
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError, StalledError, StateMismatchError
+from meshfeed._names import public
 from meshfeed._ownership import own
 from meshfeed._threads import close_within
 from meshfeed._types import JsonValue, PyTree
+from meshfeed.sources._formats import reader_hint
 
 _logger = logging.getLogger("meshfeed.sources")
 _FIELD = "hosts"
 _TURN_SECONDS = 300.0
 
 
+@public("meshfeed.sources")
 class HostBatches:
     """An iterable of host-local batches; the global batch is the batches of all hosts, one after the other.
 
@@ -49,12 +53,13 @@ class HostBatches:
 
     elastic = False
 
+    @hides_own_frames
     def __init__(self, iterable: Any) -> None:
         can_iterate = hasattr(iterable, "__iter__") or hasattr(iterable, "__next__")
         if not can_iterate or isinstance(iterable, str | bytes):
             raise SourceError(
                 f"HostBatches got a {type(iterable).__name__}. Expected an iterable of batches: pytrees of arrays "
-                "[host_rows, ...]. A function that makes one is to be called first."
+                f"[host_rows, ...].{reader_hint(iterable) or ' If it is a function that makes one, call it first.'}"
             )
         self.iterable = iterable
         if _is_grain(iterable):
@@ -68,6 +73,9 @@ class HostBatches:
         # A one-shot iterator is one object however often it is opened: the last to open it is the only one to use it.
         self._turn = threading.RLock()
         self._owner: HostBatchIterator | None = None
+
+    def __repr__(self) -> str:
+        return f"HostBatches({type(self.iterable).__name__})"
 
     @property
     def restartable(self) -> bool:

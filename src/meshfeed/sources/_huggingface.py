@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SettingsError, SourceError
+from meshfeed._names import public
+from meshfeed.sources._formats import reader_hint
 
 if TYPE_CHECKING:
     from meshfeed.sources._huggingface_stream import HuggingFaceStream
     from meshfeed.sources._huggingface_table import HuggingFaceRows, HuggingFaceTable
 
 
+@public("meshfeed.sources")
+@hides_own_frames
 def HuggingFace(  # reads as the class of a source, and is one of two
     dataset: Any, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
 ) -> HuggingFaceTable | HuggingFaceRows | HuggingFaceStream:
@@ -66,7 +71,7 @@ def HuggingFace(  # reads as the class of a source, and is one of two
         return HuggingFaceStream(dataset, columns, shuffle_buffer)
     raise SourceError(
         f"HuggingFace got a {type(dataset).__name__}. Expected a datasets.Dataset or datasets.IterableDataset, such as "
-        "load_dataset(name, split='train')."
+        f"load_dataset(name, split='train').{reader_hint(dataset)}"
     )
 
 
@@ -84,8 +89,6 @@ def _open_table(dataset: Any, columns: Sequence[str] | None) -> HuggingFaceTable
     else:
         missing = [name for name in columns if name not in stored]
         if missing:
-            raise SettingsError(
-                f"columns names {missing}, which the dataset has not; it has {stored}.", setting="columns"
-            )
+            raise SettingsError(f"unknown columns {missing}; the dataset has {stored}.", setting="columns")
         names = list(columns)
     return HuggingFaceTable(dataset, names)

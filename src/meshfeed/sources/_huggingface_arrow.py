@@ -7,6 +7,7 @@ becomes a dict. Text, nulls and ragged lists are errors that name the column.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import pyarrow as pa
 from meshfeed import _aligned
 from meshfeed._errors import SourceError
 from meshfeed._types import PyTree
+from meshfeed.sources._huggingface_values import leave_out
 
 _MAX_CACHED_CHUNKS = 8192
 _UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -42,12 +44,11 @@ def is_text(arrow_type: pa.DataType) -> bool:
     )
 
 
-def text_error(column: str, arrow_type: Any, all_columns: list[str]) -> SourceError:
-    """The error for a column of text."""
-    others = [name for name in all_columns if name != column]
+def text_error(column: str, arrow_type: Any, all_columns: Sequence[str]) -> SourceError:
+    """The error for a column of text; ``all_columns`` are those that it may advise to keep."""
     return SourceError(
         f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "
-        f"Turn it into token ids with map(), or leave it out: columns={others!r}."
+        f"Turn it into token ids with map(){leave_out(column, all_columns)}."
     )
 
 
@@ -57,13 +58,13 @@ class ColumnRows:
     Args:
       name: the column's name, for errors.
       chunks: the column's chunks, in order.
-      all_columns: names of all columns, for errors.
+      all_columns: names of the columns that an error may advise to keep.
 
     Raises:
       SourceError: a type that has no array form.
     """
 
-    def __init__(self, name: str, chunks: list[pa.Array], arrow_type: pa.DataType, all_columns: list[str]) -> None:
+    def __init__(self, name: str, chunks: list[pa.Array], arrow_type: pa.DataType, all_columns: Sequence[str]) -> None:
         self._name = name
         self._chunks = chunks
         _check_column(name, arrow_type, tuple(all_columns))
@@ -120,10 +121,10 @@ def table_rows(table: pa.Table, start: int, stop: int) -> dict[str, PyTree]:
     Raises:
       SourceError: see :class:`ColumnRows`.
     """
-    names = table.column_names
+    usable = usable_columns(table.schema)
     return {
-        name: ColumnRows(name, column.chunks, column.type, names).read_range(start, stop)
-        for name, column in zip(names, table.columns, strict=True)
+        name: ColumnRows(name, column.chunks, column.type, usable).read_range(start, stop)
+        for name, column in zip(table.column_names, table.columns, strict=True)
     }
 
 
@@ -150,8 +151,22 @@ def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) ->
 @functools.lru_cache(maxsize=1024)  # a stream asks for the same columns thousands of times
 def _check_column(name: str, arrow_type: pa.DataType, all_columns: tuple[str, ...]) -> None:
     if is_text(arrow_type):
-        raise text_error(name, arrow_type, list(all_columns))
+        raise text_error(name, arrow_type, all_columns)
     _check_type(arrow_type, name)
+
+
+@functools.lru_cache(maxsize=64)  # as above
+def usable_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """Names of the columns that have an array form."""
+
+    def is_usable(field: pa.Field) -> bool:
+        try:
+            _check_column(field.name, field.type, ())
+        except SourceError:
+            return False
+        return True
+
+    return tuple(field.name for field in schema if is_usable(field))
 
 
 def _check_type(arrow_type: pa.DataType, name: str) -> None:

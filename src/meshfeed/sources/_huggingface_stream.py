@@ -102,6 +102,14 @@ class HuggingFaceStream:
             )
         return shuffle_windows(lane, window, (seed, epoch, lane_index))
 
+    def __repr__(self) -> str:
+        return f"HuggingFace({type(self._dataset).__name__})"
+
+    def file_names(self) -> list[str]:
+        """Paths and URLs of the dataset's files."""
+        leaves = [leaf for leaf in find_leaves(self._dataset._ex_iterable) if hasattr(leaf, "kwargs")]
+        return [path for leaf in leaves for path in open_files(leaf, None).paths or ()]
+
     def fingerprint(self) -> JsonValue:
         """Identity: files by base name and size, columns, and the names of the dataset's steps and functions."""
         paths: list[str] = []

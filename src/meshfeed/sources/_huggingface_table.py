@@ -13,7 +13,7 @@ from datasets.features.features import require_decoding
 
 from meshfeed._errors import SourceError
 from meshfeed._types import JsonValue, PyTree
-from meshfeed.sources._huggingface_arrow import ColumnRows
+from meshfeed.sources._huggingface_arrow import ColumnRows, usable_columns
 from meshfeed.sources._huggingface_identity import content_digest, function_name
 from meshfeed.sources._huggingface_values import record_to_numpy, value_to_numpy
 
@@ -44,8 +44,10 @@ class HuggingFaceTable:
         features = dataset.features
         self._decoded = [name for name in self._columns if require_decoding(features[name])]
         table = dataset.data.table
+        usable = [*usable_columns(table.schema), *self._decoded]
+        advised = [name for name in self._columns if name in usable]
         self._readers = {
-            name: ColumnRows(name, table.column(name).chunks, table.schema.field(name).type, self._columns)
+            name: ColumnRows(name, table.column(name).chunks, table.schema.field(name).type, advised)
             for name in self._columns
             if name not in self._decoded
         }
@@ -60,6 +62,9 @@ class HuggingFaceTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare()  # views of buffers do not travel
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({len(self):,} records)"
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -139,6 +144,9 @@ class HuggingFaceRows:
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None) -> None:
         self._dataset = dataset
         self._columns = None if columns is None else list(columns)
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({len(self):,} records)"
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -11,6 +11,19 @@ from meshfeed._errors import SourceError
 from meshfeed._types import PyTree
 
 
+def leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
+    """How to read a dataset without a column, as the end of a sentence; nothing if no other column is left.
+
+    Args:
+      name: the column.
+      all_columns: the columns that may be kept, or a record, of which text and nulls are left out.
+    """
+    others = [column for column in all_columns if column != name]
+    if isinstance(all_columns, Mapping):
+        others = [column for column in others if not isinstance(all_columns[column], str | bytes | None)]
+    return f", or leave it out: columns={others!r}" if others else ""
+
+
 def record_to_numpy(
     record: Mapping[str, Any],
     columns: Sequence[str] | None,
@@ -32,6 +45,7 @@ def record_to_numpy(
       SourceError: a column that is missing, text, null or ragged.
     """
     names = list(record) if columns is None else columns
+    advised = record if columns is None else columns
     known = dtypes or {}
     result = {}
     for name in names:
@@ -45,7 +59,7 @@ def record_to_numpy(
                 lane_index=lane_index,
             ) from None
         result[name] = value_to_numpy(
-            value, name, names, dtype=known.get(name), record_id=record_id, lane_index=lane_index
+            value, name, advised, dtype=known.get(name), record_id=record_id, lane_index=lane_index
         )
     return result
 
@@ -53,7 +67,7 @@ def record_to_numpy(
 def value_to_numpy(
     value: Any,
     name: str,
-    all_columns: Sequence[str],
+    all_columns: Sequence[str] | Mapping[str, Any],
     *,
     dtype: np.dtype | None = None,
     record_id: int | None = None,
@@ -81,17 +95,17 @@ def value_to_numpy(
             "array": array[0] if array.ndim == 2 and array.shape[0] == 1 else array,
             "sampling_rate": np.int64(samples.sample_rate),
         }
-    others = [column for column in all_columns if column != name]
+    without = leave_out(name, all_columns)
     if isinstance(value, str | bytes | bytearray):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__}{place}, which no device holds. Expected numbers, booleans, "
-            f"or lists of them. Turn it into token ids with map(), or leave it out: columns={others!r}.",
+            f"or lists of them. Turn it into token ids with map(){without}.",
             **where,
         )
     if value is None:
         raise SourceError(
             f"column {name!r} is null{place}. Expected a value in every record. Fill it with map(), drop such records "
-            f"with filter(), or leave the column out: columns={others!r}.",
+            f"with filter(){without}.",
             **where,
         )
     try:
@@ -105,8 +119,7 @@ def value_to_numpy(
     if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__} of dtype {array.dtype}{place}, which no device holds. "
-            "Expected numbers, booleans, or lists of them. Convert it with map(), or leave it out: "
-            f"columns={others!r}.",
+            f"Expected numbers, booleans, or lists of them. Convert it with map(){without}.",
             **where,
         )
     return array[()]  # a scalar of numpy where it has no dimensions

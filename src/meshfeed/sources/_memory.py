@@ -11,12 +11,17 @@ import numpy as np
 import xxhash
 
 from meshfeed import _aligned
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError
+from meshfeed._host_batch import is_ragged
+from meshfeed._names import public
 from meshfeed._types import ColumnSlices, JsonValue, PyTree
+from meshfeed.sources._formats import reader_hint
 
 _PROBES = 4
 
 
+@public("meshfeed.sources")
 class Memory:
     """Records that are rows of equally long arrays: record i is row i of every leaf.
 
@@ -34,6 +39,7 @@ class Memory:
     reads_columns = True
     fresh_arrays = True
 
+    @hides_own_frames
     def __init__(self, arrays: PyTree) -> None:
         with_paths, self._treedef = jax.tree_util.tree_flatten_with_path(arrays)
         self._paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
@@ -56,6 +62,9 @@ class Memory:
             raise SourceError(
                 f"Memory got 0 records: {where} has shape {self._arrays[0].shape}. Expected at least one row."
             )
+
+    def __repr__(self) -> str:
+        return f"Memory({len(self):,} records)"
 
     def __len__(self) -> int:
         return self._length
@@ -123,12 +132,15 @@ def _check_leaf(path: str, leaf: Any) -> np.ndarray:
     where = f"Memory's leaf {path}" if path else "Memory's array"
     if not isinstance(leaf, np.ndarray) and not hasattr(leaf, "__array__"):
         raise SourceError(
-            f"{where} is a {type(leaf).__name__}. Expected a numpy array [records, ...]. Convert it with numpy.asarray."
+            f"{where} is a {type(leaf).__name__}. Expected a numpy array [records, ...]."
+            f"{reader_hint(leaf) or ' Convert it with numpy.asarray.'}"
         )
     array = np.asarray(leaf)  # a memmap becomes a plain view, which indexes faster
     if array.ndim == 0:
         raise SourceError(f"{where} has shape () and so no rows. Expected an array [records, ...].")
     dtype = array.dtype
+    if is_ragged(array):
+        raise SourceError(f"ragged rows: {where} holds lists of unequal lengths. Pad or cut them to one length first.")
     if dtype.kind in "OUSMm" or dtype.names is not None or dtype.type in (np.void, np.longdouble, np.clongdouble):
         raise SourceError(
             f"{where} has dtype {dtype} and shape {array.shape}, which no device holds. Expected numbers or booleans. "

@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 from meshfeed import _order
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SettingsError, SourceError
 from meshfeed._mixture_order import MixtureOrder, group_by, join_ids, split_ids
 from meshfeed._mixture_stages import Stage, StagedWeights, block_counts, check_all_named, parse_weights
+from meshfeed._names import public
 from meshfeed._read import file_of, read_records, wants_rng
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
 from meshfeed.sources._host_batches import HostBatches
@@ -20,6 +22,8 @@ from meshfeed.sources._mixture_parts import Joiner, check_shapes, compact_identi
 from meshfeed.sources._recognize import as_source
 
 
+@public("meshfeed.sources")
+@hides_own_frames
 def Mixture(
     components: Mapping[str, Any],
     weights: Any,
@@ -119,7 +123,7 @@ class RandomMixture:
         self._identities: dict[str, JsonValue] | None = None
 
     def __repr__(self) -> str:
-        return f"Mixture({', '.join(f'{name}: {len(source):,}' for name, source in self.components.items())} records)"
+        return f"Mixture({', '.join(f'{name}: {len(source):,} records' for name, source in self.components.items())})"
 
     def __len__(self) -> int:
         """Records of all components together."""

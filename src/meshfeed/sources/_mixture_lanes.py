@@ -55,7 +55,7 @@ class StreamMixture:
         self._identities: dict[str, JsonValue] = {}
 
     def __repr__(self) -> str:
-        return f"Mixture({', '.join(map(repr, self.components))}, read as lanes)"
+        return f"Mixture({', '.join(self.components)}, read as lanes)"
 
     def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StreamMixture:
         """This mixture under a feed's settings."""

@@ -14,7 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError
+from meshfeed._names import public
+from meshfeed.sources._formats import reader_hint
 
 _TAKES = """\
 - random access: a list or another Sequence of records, anything with __len__ and __getitem__ (torch datasets, TFDS data
@@ -32,6 +35,8 @@ _TABLES = {
 }
 
 
+@public("meshfeed.sources")
+@hides_own_frames
 def as_source(obj: Any) -> Any:
     """The source that ``obj`` is, or stands for.
 
@@ -48,10 +53,9 @@ def as_source(obj: Any) -> Any:
       SourceError: it is none of what is taken, which the message lists.
     """
     if isinstance(obj, str | bytes | os.PathLike):
-        raise SourceError(
-            f"got the path {os.fspath(obj)!r} as a source; a path does not say what the files are. Pass a source such "
-            "as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened on it."
-        )
+        raise _refused_path(obj)
+    if isinstance(obj, list | tuple) and reader_hint(obj):
+        raise _refused_path(obj[0])
     if inspect.isclass(obj) or inspect.isroutine(obj):
         raise _refused(obj, "Call it first, or give a function open(lane_index, num_lanes) to Stream.")
     found = _by_library(obj)
@@ -74,6 +78,20 @@ def as_source(obj: Any) -> Any:
 
         return HostBatches(obj)
     raise _refused(obj)
+
+
+def describe_source(source: Any) -> str:
+    """A source in a few words, such as ``ArrayRecord(12 files, 1,000,000 records)``.
+
+    The repr of a source that is not ours is not called: that of a list or dataset may hold or read all of its data.
+    """
+    try:
+        if _is_ours(source):
+            return repr(source)
+        count = f"({len(source):,} records)" if hasattr(source, "__len__") else ""
+    except Exception:  # a repr never raises
+        count = ""
+    return f"{type(source).__name__}{count}"
 
 
 def _by_library(obj: Any) -> Any:
@@ -111,7 +129,7 @@ def _is_a(obj: Any, package: str, *names: str) -> bool:
 
 
 def _is_ours(obj: Any) -> bool:
-    return type(obj).__module__.startswith("meshfeed.sources.")
+    return f"{type(obj).__module__}.".startswith("meshfeed.sources.")
 
 
 def _is_stream(obj: Any) -> bool:
@@ -143,6 +161,14 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or (
         hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and bool(getattr(leaf, "shape", ()))
     )
+
+
+def _refused_path(path: str | bytes | os.PathLike[Any]) -> SourceError:
+    remedy = reader_hint(path) or (
+        " Pass a source such as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened "
+        "on it."
+    )
+    return SourceError(f"got the path {os.fspath(path)!r} as a source, and a feed reads records, not paths.{remedy}")
 
 
 def _refused(obj: Any, remedy: str = "") -> SourceError:

@@ -34,6 +34,7 @@ from typing import Any
 import xxhash
 
 from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StalledError
+from meshfeed._names import public
 from meshfeed._retry import call_with_retry
 from meshfeed._settings import Retry
 from meshfeed.sources._file_lock import holder_of, lock_within, locked, remove_unlocked, still_there, try_lock, unlock
@@ -72,6 +73,7 @@ class _Entry:
     key: str
 
 
+@public("meshfeed")
 class ShardCache:
     """A folder on a local disk through which files behind URLs are read.
 

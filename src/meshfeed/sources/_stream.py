@@ -8,10 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SettingsError, SourceError
+from meshfeed._names import public
 from meshfeed._types import JsonValue, Record
+from meshfeed.sources._formats import reader_hint
 
 
+@public("meshfeed.sources")
 class Stream:
     """Any sequential records, cut into lanes by the user's own function.
 
@@ -35,12 +39,14 @@ class Stream:
       SettingsError: ``fingerprint`` is not JSON.
     """
 
+    @hides_own_frames
     def __init__(self, open: Callable[..., Any], *, fingerprint: JsonValue = None) -> None:
         if not callable(open):
             raise SourceError(
                 f"Stream got a {type(open).__name__}. Expected a function open(lane_index, num_lanes) that gives an "
                 "iterator of records. For one iterable of records: Stream(lambda lane_index, num_lanes: "
                 "itertools.islice(make_records(), lane_index, None, num_lanes)); for batches: HostBatches(iterable)."
+                f"{reader_hint(open)}"
             )
         try:
             inspect.signature(open).bind(0, 1, **({"epoch": 0} if _takes_keyword(open, "epoch") else {}))
@@ -63,6 +69,9 @@ class Stream:
         self._fingerprint = fingerprint
         self._takes_epoch = _takes_keyword(open, "epoch")
         self._given: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        return f"Stream({getattr(self._open, '__qualname__', type(self._open).__name__)})"
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> StreamLane | StatefulStreamLane:
         """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.

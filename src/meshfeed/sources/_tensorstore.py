@@ -10,14 +10,17 @@ import jax
 import numpy as np
 
 from meshfeed import _aligned
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import MeshfeedError, SettingsError, SourceError
 from meshfeed._identity import digest_tree, probe_digest
+from meshfeed._names import public
 from meshfeed._types import ColumnSlices, JsonValue, PyTree, Record, RecordIds
 from meshfeed.sources._tensorstore_array import Array, inspect_array, read_error
 
 _CACHE_BYTES = 1 << 28
 
 
+@public("meshfeed.sources")
 class TensorStore:
     """Records that are rows of stored arrays: record i is row i of every leaf.
 
@@ -47,6 +50,7 @@ class TensorStore:
     reads_columns = True
     fresh_arrays = True
 
+    @hides_own_frames
     def __init__(
         self,
         spec_or_specs: Any,

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshfeed._errors import CorruptDataError, SourceError
 from meshfeed._types import JsonValue, RecordIds
+from meshfeed.sources._formats import reader_hint
 
 _STRICT_DRIVERS = ("zarr", "zarr2", "zarr3", "n5")
 # Status codes of storage that cannot be reached just now; the others say that what was read is not what was written.
@@ -122,7 +123,8 @@ def inspect_array(spec: Any, leaf: str, window: int | None, *, fill_missing: boo
             raise OSError(f"{where} ({leaf}) cannot be opened: {_message(error)}") from error
         raise SourceError(
             f"TensorStore cannot open {where} ({leaf}): {_message(error)}. Expected a zarr, zarr3 or N5 array; a group's "
-            "arrays are opened one by one. Check the path, or pass a TensorStore spec with its driver."
+            "arrays are opened one by one."
+            f"{reader_hint(where, unless='TensorStore') or ' Check the path, or pass a TensorStore spec with its driver.'}"
         ) from error
     dtype = np.dtype(store.dtype.numpy_dtype)
     if not store.rank:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SourceError
+from meshfeed._names import public
 from meshfeed._read import accepts_keyword
 from meshfeed._types import JsonValue
 from meshfeed.sources._tfdata_lane import TFDataLane, is_shuffle, steps_of
 
 
+@public("meshfeed.sources")
 class TFData:
     """Any tf.data pipeline of single records, cut into lanes by the user's own function.
 
@@ -36,6 +39,7 @@ class TFData:
       SourceError: ``open`` is no function.
     """
 
+    @hides_own_frames
     def __init__(self, open: Callable[..., Any], *, fingerprint: JsonValue = None) -> None:
         if not callable(open):
             raise SourceError(
@@ -46,6 +50,9 @@ class TFData:
         self._open = open
         self._fingerprint = fingerprint
         self._checked = False
+
+    def __repr__(self) -> str:
+        return f"TFData({getattr(self._open, '__qualname__', type(self._open).__name__)})"
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDataLane:
         """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.

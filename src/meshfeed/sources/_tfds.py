@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from meshfeed._border import hides_own_frames
 from meshfeed._errors import SettingsError, SourceError
+from meshfeed._names import public
+from meshfeed.sources._formats import reader_hint
 from meshfeed.sources._tfds_records import TFDSRecords
 from meshfeed.sources._tfds_shards import TFDSShards
 
 
+@public("meshfeed.sources")
+@hides_own_frames
 def TFDS(  # reads as the class of a source, and is one of two
     name_or_builder: Any, split: str, data_dir: str | os.PathLike[str] | None = None, decode: Any = None
 ) -> TFDSRecords | TFDSShards:
@@ -71,7 +76,8 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise SourceError(
-            f"TFDS needs tensorflow_datasets, which cannot be imported: {error}. Install meshfeed with its extra 'tfds'."
+            f"TFDS needs tensorflow_datasets, which cannot be imported: {error}. Install it: "
+            "pip install tensorflow-datasets."
         ) from error
 
     if isinstance(name_or_builder, tfds.core.DatasetBuilder):
@@ -95,7 +101,7 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
     except ValueError as error:  # what tfds says of a path
         raise SourceError(
             f"{name!r} is neither the name of a dataset nor the folder of a prepared one, which holds "
-            "dataset_info.json (beside its shards: <data_dir>/<name>/<version>)."
+            f"dataset_info.json (beside its shards: <data_dir>/<name>/<version>).{reader_hint(name)}"
         ) from error
 
 

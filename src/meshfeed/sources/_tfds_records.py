@@ -66,6 +66,9 @@ class TFDSRecords:
         # What to add to an id of the split to have the id in the files.
         self._shift = shards[:-1] + np.asarray([instruction.skip for instruction in instructions]) - self._starts[:-1]
 
+    def __repr__(self) -> str:
+        return f"TFDS({self._name!r}, {self._split!r}, {len(self):,} records)"
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 

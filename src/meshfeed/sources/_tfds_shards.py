@@ -41,6 +41,9 @@ class TFDSShards:
             self._parts.append(Piece(index, instruction.skip, stop))
         self._first_ids = np.cumsum([0, *(part.stop - part.start for part in self._parts if part.stop is not None)])
 
+    def __repr__(self) -> str:
+        return f"TFDS({self._name!r}, {self._split!r}, {int(self._first_ids[-1]):,} records)"
+
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDSLane:
         """The records of lane ``lane_index`` of ``num_lanes`` from the beginning, the same in every epoch."""
         cut = cut_files(self._parts, lane_index, num_lanes, lambda index: [self._rows[index]])

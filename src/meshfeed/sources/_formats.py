@@ -1,0 +1,71 @@
+"""Which source reads a file, by its name: for the errors of sources that do not."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+_LOAD = "datasets.load_dataset({format!r}, data_files={path!r}, split='train')"
+_ARRAY_RECORD = ("an ArrayRecord file", "meshfeed.sources.ArrayRecord({path!r}, decode=…)")
+_JSON = ("a JSON file", _LOAD.replace("{format!r}", "'json'"))
+_NUMPY = ("a numpy file", "meshfeed.sources.Memory(numpy.load({path!r}, mmap_mode='r'))")
+_TAR = ("a tar archive", "meshfeed.sources.Stream(open), where open(lane_index, num_lanes) yields the decoded samples")
+_TFRECORD = (
+    "a TFRecord file",
+    "meshfeed.sources.TFData(open), where open(lane_index, num_lanes) makes a tf.data.Dataset",
+)
+_ZARR = ("a zarr array", "meshfeed.sources.TensorStore({path!r})")
+
+# ending → what the file is, and what to pass to the feed
+_READERS = {
+    "array_record": _ARRAY_RECORD,
+    "arrayrecord": _ARRAY_RECORD,
+    "arrow": ("an Arrow file", "datasets.Dataset.from_file({path!r})"),
+    "bin": (
+        "a file of bare tokens",
+        "meshfeed.sources.Memory(numpy.memmap({path!r}, dtype, 'r').reshape(-1, sequence_length))",
+    ),
+    "csv": ("a CSV file", _LOAD.replace("{format!r}", "'csv'")),
+    "json": _JSON,
+    "jsonl": _JSON,
+    "mds": (
+        "a shard of Mosaic Streaming",
+        "an object with __len__ and __getitem__ around streaming.StreamingDataset, as "
+        "docs/how-to/migrate-from-mosaic-streaming.md shows",
+    ),
+    "npy": _NUMPY,
+    "parquet": (
+        "a Parquet file",
+        _LOAD.replace("{format!r}", "'parquet'") + " or grain.experimental.ParquetIterDataset({path!r})",
+    ),
+    "tar": _TAR,
+    "tfrecord": _TFRECORD,
+    "tfrecords": _TFRECORD,
+    "txt": ("a text file", _LOAD.replace("{format!r}", "'text'")),
+    "zarr": _ZARR,
+    "zarr3": _ZARR,
+}
+_ENDING = re.compile(rf"\.({'|'.join(sorted(_READERS, key=len, reverse=True))})(?=$|[.-])", re.IGNORECASE)
+
+
+def reader_hint(path: Any, *, unless: str = "") -> str:
+    """A sentence that says what a file is and what to pass to the feed, with a space before it; empty if unknown.
+
+    Args:
+      path: a path, glob or URL, or a list of them, of which the first counts; anything else gives no hint.
+      unless: name of the source that asks. If it is the one that reads such files, there is no hint.
+    """
+    if isinstance(path, list | tuple) and path:
+        path = path[0]
+    if not isinstance(path, str | os.PathLike):
+        return ""
+    name = os.fspath(path)
+    endings = _ENDING.findall(os.path.basename(name.rstrip("/")))  # "x.array_record-00000-of-00016", "x.csv.gz"
+    if not endings:
+        return ""
+    what, reader = _READERS[endings[-1].lower()]
+    reader = reader.format(path=name)
+    if unless and reader.startswith(f"meshfeed.sources.{unless}("):
+        return ""
+    return f" Its name suggests {what}: pass {reader}."
