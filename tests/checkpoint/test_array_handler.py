@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_trees import abstract, assert_same, make_mesh, place, special_floats
+from checkpoint_trees import abstract, assert_same, make_mesh, orbax_args, place, registered, special_floats
 
 from meshfeed._errors import CheckpointError, CorruptDataError, SettingsError
-from meshfeed.checkpoint import ArrayHandler, ArraysHandler, ArraysRestore, ArraysSave, restore_once
+from meshfeed.checkpoint import ArraysHandler, ArraysRestore, ArraysSave, restore_once
 from meshfeed.checkpoint._stored import StoredArrays
-
-
-@contextlib.contextmanager
-def registered(**settings):
-    """Our handler in Orbax's global registry, as people do with SingleReplicaArrayHandler."""
-    before = ocp.type_handlers.get_type_handler(jax.Array)
-    ocp.type_handlers.register_type_handler(jax.Array, ArrayHandler(**settings), override=True)
-    try:
-        yield
-    finally:
-        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +30,6 @@ def tree(mesh):
         "n": np.arange(4),
         "key": jax.random.split(jax.random.key(0), 4),
     }
-
-
-def orbax_args(tree, **extra):
-    return ocp.args.PyTreeRestore(tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree, **extra))
 
 
 @pytest.mark.parametrize("restore", ["once", "single_replica", "every_host"])

@@ -28,8 +28,8 @@ from meshfeed.checkpoint._tree_restore import abstract_tree_of, restore_tree
 class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores a pytree of arrays, numpy values, numbers and text, each exactly as it was.
 
-    Plain Orbax (``PyTreeCheckpointHandler``) reads what it writes; what Orbax itself cannot store exactly comes out of
-    plain Orbax as unsigned bits, from this handler as it was.
+    Plain Orbax (``PyTreeCheckpointHandler``) reads what it writes. Dtypes that TensorStore has no type for come out of
+    plain Orbax as equal numbers of another dtype, from this handler as they were.
 
     Args:
       restore: see :class:`ArrayHandler`, as all of these.

@@ -18,7 +18,7 @@ from etils import epath
 from meshfeed._errors import CheckpointError
 from meshfeed.checkpoint._errors import DamagedCheckpointError
 from meshfeed.checkpoint._grid import Box, Grid, box_shape, joint_cell, slices
-from meshfeed.checkpoint._leaves import dtype_of, numpy_from_bits
+from meshfeed.checkpoint._leaves import CARRIERS, dtype_of, numpy_from_stored
 from meshfeed.checkpoint._manifest import Manifest, read_manifest
 
 _TREE_METADATA = "_METADATA"
@@ -41,7 +41,7 @@ class StoredLeaf:
       name: Orbax's parameter name.
       shape: of the stored values; key data for PRNG keys.
       dtype: of the values as they were in the tree; key data's for keys.
-      bits: whether storage holds their bits as uint8.
+      carried: whether storage holds them in another dtype.
       cell: shape of the boxes that have a digest, or None.
       chunk: shape of the stored chunks.
       digests: digest by number of the cell.
@@ -51,7 +51,7 @@ class StoredLeaf:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    bits: bool
+    carried: bool
     cell: tuple[int, ...] | None
     chunk: tuple[int, ...]
     digests: Mapping[int, str]
@@ -194,7 +194,7 @@ class StoredArrays:
         chunk = tuple(entry.get("chunk") or (self.chunk_of(name) if stored != "nothing" else shape))
         cell = tuple(entry["cell"]) if "cell" in entry else None
         digests = self.manifest.digests.get(name, {})
-        return StoredLeaf(name, shape, dtype, stored == "bits", cell, chunk, digests, entry.get("impl"))
+        return StoredLeaf(name, shape, dtype, stored in CARRIERS, cell, chunk, digests, entry.get("impl"))
 
     def start_read(self, leaf: StoredLeaf, box: Box) -> ts.Future:
         """Starts to read a box; its result goes to :meth:`finish_read`."""
@@ -206,7 +206,7 @@ class StoredArrays:
     def start_read_into(self, leaf: StoredLeaf, box: Box, room: np.ndarray[Any, Any]) -> Any:
         """As :meth:`start_read`, into memory of the caller's; None where the stored dtype is another."""
         store: Any = self.open(leaf.name)
-        if leaf.bits or store.dtype.numpy_dtype != room.dtype:
+        if leaf.carried or store.dtype.numpy_dtype != room.dtype:
             return None
         part = store[slices(box)][ts.d[:].translate_to[0]]
         return _ReadInto(room, ts.array(room, copy=False, write=True, context=self._context).write(part))
@@ -236,7 +236,7 @@ class StoredArrays:
                         "earlier step.",
                         path=str(self.directory),
                     )
-        return numpy_from_bits(values, leaf.dtype) if leaf.bits else values
+        return numpy_from_stored(values, leaf.dtype) if leaf.carried else values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
