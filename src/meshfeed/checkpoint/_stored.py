@@ -22,7 +22,7 @@ from meshfeed.checkpoint._leaves import CARRIERS, dtype_of, numpy_from_stored
 from meshfeed.checkpoint._manifest import Manifest, read_manifest
 
 _TREE_METADATA = "_METADATA"
-
+_KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 
 _BYTES_KEPT_BY_A_THREAD = 64 << 20
 
@@ -98,6 +98,7 @@ class StoredArrays:
         self._opening: dict[str, ts.Future] = {}
         self._leaves: dict[str, StoredLeaf] = {}
         self._metadata: dict[str, Any] | None = None
+        self._impls: dict[str, str] | None = None
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -106,11 +107,7 @@ class StoredArrays:
             path = self.directory / _TREE_METADATA
             if not path.exists():
                 raise CheckpointError(f"{path}: not there, so this is no item of arrays that Orbax wrote.")
-            try:
-                self._metadata = json.loads(path.read_text())
-            except ValueError as error:
-                raise DamagedCheckpointError(f"{path}: not JSON ({error}). Restore an earlier step.") from None
-        assert self._metadata is not None
+            self._metadata = _read_json(path)
         return self._metadata
 
     def plain_leaves(self) -> dict[str, dict[str, Any]]:
@@ -121,6 +118,16 @@ class StoredArrays:
             keys = keys or [str(key) for key in ast.literal_eval(text)]
             found[".".join(keys)] = {"keys": keys, "value_type": entry["value_metadata"]["value_type"]}
         return found
+
+    def _plain_impls(self) -> dict[str, str]:
+        """Parameter name → kind of PRNG keys, as plain Orbax notes it."""
+        if self._impls is None:
+            path = self.directory / _KEY_METADATA
+            entries = _read_json(path)["array_metadatas"] if path.exists() else []
+            found = {entry["array_metadata"]["param_name"]: entry["array_metadata"] for entry in entries}
+            extras = {name: entry.get("ext_metadata") or {} for name, entry in found.items()}
+            self._impls = {name: extra["random_key_impl"] for name, extra in extras.items() if "random_key_impl" in extra}
+        return self._impls
 
     def _spec(self, name: str) -> dict[str, Any]:
         plain = self.metadata if self.manifest is None or (self.directory / _TREE_METADATA).exists() else {}
@@ -184,7 +191,9 @@ class StoredArrays:
         if entry is None:
             store = self.open(name)
             shape, chunk = tuple(int(size) for size in store.shape), tuple(self.chunk_of(name))
-            return StoredLeaf(name, shape, jnp.dtype(store.dtype.numpy_dtype), False, None, chunk, {})
+            dtype = jnp.dtype(store.dtype.numpy_dtype)
+            impl = self._plain_impls().get(name) if dtype == np.uint32 else None
+            return StoredLeaf(name, shape, dtype, False, None, chunk, {}, impl)
         assert self.manifest is not None
         dtype, stored = dtype_of(entry), entry.get("stored")
         shape = tuple(entry.get("data_shape", entry["shape"]))
@@ -239,6 +248,13 @@ class StoredArrays:
         return numpy_from_stored(values, leaf.dtype) if leaf.carried else values
 
 
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: not JSON ({error}). Restore an earlier step.") from None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ReadInto:
     """A read whose result is where it was to be put."""
@@ -249,6 +265,11 @@ class _ReadInto:
     def result(self) -> np.ndarray[Any, Any]:
         self.written.result()
         return self.room
+
+
+def key_dtype(impl: str) -> Any:
+    """The dtype of PRNG keys of a kind."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def key_shape(shape: tuple[int, ...], impl: str) -> tuple[int, ...]:
