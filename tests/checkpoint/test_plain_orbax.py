@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from checkpoint_feeds import CountingFeed
 from checkpoint_trees import assert_same, make_mesh, place, registered
 from orbax.checkpoint import v1
 
-from meshfeed.checkpoint import ArraysHandler, ArraysRestore, restore_once
+from meshfeed.checkpoint import (
+    ArraysHandler,
+    ArraysRestore,
+    Checkpointer,
+    IteratorRestore,
+    IteratorSave,
+    restore_once,
+    verify,
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +84,64 @@ def test_shardings_that_do_not_fit_these_devices(tmp_path, tree):
     ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(state))
     (tmp_path / "a/_sharding").unlink()
     assert_same(state, restore_once(tmp_path / "a", None), shardings=False)
+
+
+WITHOUT_MESHFEED = """
+import json, sys
+import jax, numpy as np
+from orbax.checkpoint import v1
+import orbax.checkpoint as v0
+loaded = v1.load_checkpointables(sys.argv[1])
+with v1.training.Checkpointer(sys.argv[1].rpartition("/")[0]) as checkpointer:
+    again = checkpointer.load_checkpointables(1)
+assert "meshfeed" not in sys.modules
+assert loaded["iterator"] == again["iterator"]
+assert str(loaded["arrays"]["f8"].dtype) == "float8_e4m3fn"
+print(json.dumps([loaded["iterator"], np.asarray(loaded["arrays"]["f8"]).view(np.uint8).tolist(), sorted(loaded)]))
+"""
+
+
+def test_orbax_v1_loads_our_steps_without_arguments(tmp_path, tree):
+    feed, f8 = CountingFeed(), np.arange(256, dtype=np.uint8)
+    next(feed)
+    state = {**tree, "f8": place(f8.view("float8_e4m3fn"), make_mesh(1))}
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, state, feed)
+        ckpt.save(2, {"w": np.arange(3)})
+    loaded = v1.load_checkpointables(tmp_path / "c/1")
+    assert_same(v1.load(tmp_path / "c/1"), loaded["arrays"])
+    assert_same({"w": np.arange(3)}, v1.load_checkpointables(tmp_path / "c/2")["arrays"])
+    environment = {**os.environ, "PYTHONPATH": ""}
+    command = [sys.executable, "-c", WITHOUT_MESHFEED, str(tmp_path / "c/1")]
+    elsewhere = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert elsewhere.returncode == 0, elsewhere.stderr
+    position, values, names = json.loads(elsewhere.stdout)
+    assert (values, names) == (f8.tolist(), ["arrays", "iterator"])
+    for state in (loaded["iterator"], position):
+        other = CountingFeed()
+        other.set_state(state)
+        assert other.position == 4
+
+
+def test_orbax_v0_restores_a_position_without_arguments(tmp_path):
+    feed = CountingFeed()
+    next(feed)
+    with ocp.CheckpointManager(tmp_path / "m") as manager:
+        manager.save(1, args=ocp.args.Composite(data=IteratorSave(feed)))
+    with ocp.CheckpointManager(tmp_path / "m") as manager:
+        assert manager.restore(1).data == feed.get_state()
+        other = CountingFeed()
+        manager.restore(1, args=ocp.args.Composite(data=IteratorRestore(other)))
+        assert other.position == 4
+        assert manager.save(2, args=ocp.args.Composite(data=IteratorSave(other)))
+
+
+def test_the_state_that_plain_orbax_reads_is_verified(tmp_path):
+    feed = CountingFeed()
+    with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
+        ckpt.save(1, {"w": np.arange(3)}, feed)
+    assert verify(tmp_path / "c")[0].intact
+    copy = tmp_path / "c/1/iterator/metadata"
+    copy.write_text(copy.read_text().replace('"position":0', '"position":8'))
+    (found,) = verify(tmp_path / "c")
+    assert [problem for problem in found.problems if str(copy) in problem]

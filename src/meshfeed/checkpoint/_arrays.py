@@ -186,7 +186,7 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
 
     Args:
       directory: the item's folder (``<step>/arrays``, ``<step>/default``), or a step's folder that has one such item.
-      abstract_tree: see :class:`ArraysRestore`.
+      abstract_tree: see :class:`ArraysRestore`; None for a plain Orbax checkpoint: the tree that Orbax would give.
       memory_limit_bytes: limit on extra memory of a process, beside the result and one shard.
       **options: further fields of ``RestoreOptions``: ``restore``, ``verify``, ``replica_axis``, ….
 

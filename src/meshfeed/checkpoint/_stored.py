@@ -126,7 +126,9 @@ class StoredArrays:
             entries = _read_json(path)["array_metadatas"] if path.exists() else []
             found = {entry["array_metadata"]["param_name"]: entry["array_metadata"] for entry in entries}
             extras = {name: entry.get("ext_metadata") or {} for name, entry in found.items()}
-            self._impls = {name: extra["random_key_impl"] for name, extra in extras.items() if "random_key_impl" in extra}
+            self._impls = {
+                name: extra["random_key_impl"] for name, extra in extras.items() if "random_key_impl" in extra
+            }
         return self._impls
 
     def _spec(self, name: str) -> dict[str, Any]:
