@@ -77,10 +77,15 @@ def test_nothing_more_is_saved_where_nothing_was_skipped_or_that_is_told(tmp_pat
 
 
 def test_an_exception_saves_nothing(tmp_path):
-    with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path / "c", save_interval_steps=10) as ckpt:
-        train(ckpt, CountingFeed(), 12)
-        1 / 0  # noqa: B018
-    assert ckpt.steps() == [1, 10]
+    def fail():
+        with Checkpointer(tmp_path / "c", save_interval_steps=10) as ckpt:
+            train(ckpt, CountingFeed(), 12)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with Checkpointer(tmp_path / "c") as ckpt:
+        assert ckpt.steps() == [1, 10]
 
 
 def test_a_skipped_step_costs_neither_a_state_nor_a_copy(tmp_path, monkeypatch):
