@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 from typing import Any, Self
@@ -30,7 +31,6 @@ from meshfeed.checkpoint._iterator import IteratorHandler, IteratorSave
 from meshfeed.checkpoint._last_step import SkippedStep, number_of
 from meshfeed.checkpoint._leaves import encode_tree
 from meshfeed.checkpoint._metadata import StepMetadata, describe_step
-from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._step import ARRAYS, ITERATOR, find_steps, read_step
 from meshfeed.checkpoint._stored import StoredArrays
 from meshfeed.checkpoint._tree_restore import restore_tree
@@ -102,13 +102,11 @@ class Checkpointer:
             if not isinstance(value, bool):
                 raise SettingsError(f"{name}={value!r}: takes True or False", setting=name)
         check_settings(timeout_seconds, array_options=array_options, orbax_options=orbax_options)
-        self._options = RestoreOptions(
-            restore, replica_axis, primary_replica, memory_limit_bytes, verify, timeout_seconds
-        )
         with naming("array_options"):
             self._arrays = ArraysHandler(
                 restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
             )
+        self._options = dataclasses.replace(self._arrays.restore_options, timeout_seconds=timeout_seconds)
         with naming("orbax_options"):
             options = ocp.CheckpointManagerOptions(
                 **{

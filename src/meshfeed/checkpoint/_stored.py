@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
@@ -22,6 +23,7 @@ from meshfeed.checkpoint._leaves import CARRIERS, dtype_of, numpy_from_stored
 from meshfeed.checkpoint._manifest import Manifest, read_manifest
 
 _TREE_METADATA = "_METADATA"
+_JAX_ARRAY = "jax.Array"
 _KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 
 _BYTES_KEPT_BY_A_THREAD = 64 << 20
@@ -74,13 +76,14 @@ class StoredArrays:
     Args:
       directory: the item's folder, such as ``<checkpoint>/<step>/arrays``.
       memory_limit_bytes: of a restore; few threads read and decode then.
+      metadata_key: see ``RestoreOptions``; not needed for what our manifest knows.
 
     Raises:
       CheckpointError: no arrays are there.
       DamagedCheckpointError: its manifest is not what was written.
     """
 
-    def __init__(self, directory: Any, memory_limit_bytes: int | None = None) -> None:
+    def __init__(self, directory: Any, memory_limit_bytes: int | None = None, metadata_key: str | None = None) -> None:
         self.directory = epath.Path(directory)
         if not self.directory.exists():
             raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
@@ -94,6 +97,9 @@ class StoredArrays:
             }
         )
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
+        entries = {} if self.manifest is None else self.manifest.leaves
+        keys = {entry["metadata_key"] for entry in entries.values() if "metadata_key" in entry}
+        self.metadata_key = next(iter(keys), metadata_key)
         self._stores: dict[str, ts.TensorStore] = {}
         self._opening: dict[str, ts.Future] = {}
         self._leaves: dict[str, StoredLeaf] = {}
@@ -142,13 +148,25 @@ class StoredArrays:
         else:
             kvstore = {"driver": "file", "path": f"{base}/{name}/"}
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
+        of_arrays = self.metadata_key is not None and self.plain_leaves()[name]["value_type"] == _JAX_ARRAY
         return {
             "driver": "zarr3" if plain.get("use_zarr3") else "zarr",
             "kvstore": kvstore,
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
             "fill_missing_data_reads": fill and self.manifest is None,
+            **({"metadata_key": self.metadata_key} if of_arrays else {}),
         }
+
+    def param_info(self, name: str) -> ocp.type_handlers.ParamInfo:
+        """The parameter as Orbax's handlers want it."""
+        return ocp.type_handlers.ParamInfo(
+            name=name,
+            parent_dir=self.directory,
+            is_ocdbt_checkpoint=self._ocdbt,
+            use_zarr3=bool(self.metadata.get("use_zarr3")),
+            ts_context=self._context,
+        )
 
     def open_soon(self, names: Iterable[str]) -> None:
         """Starts to open parameters side by side, so that each :meth:`open` need not wait its turn."""

@@ -184,9 +184,23 @@ def abstract_tree_of(stored: StoredArrays) -> Any:
         return tree_of(manifest.skeleton, lambda name: _abstract(stored, name, manifest.leaves[name]))
     kinds = stored_kinds(stored)
     # Orbax's own description of the tree, so that its containers are those that Orbax gives.
-    plain = ocp.PyTreeCheckpointHandler().metadata(stored.directory).tree
+    arrays = ocp.type_handlers.ArrayHandler(metadata_key=stored.metadata_key)
+    orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays))
+    plain = orbax.metadata(stored.directory).tree
     return jax.tree_util.tree_map_with_path(
         lambda path, described: _abstract_plain(stored, leaf_name(path), kinds[leaf_name(path)], described), plain
+    )
+
+
+def type_handlers(arrays: ocp.type_handlers.ArrayHandler) -> Any:
+    """Orbax's registry of handlers by type of leaf, with this one for arrays."""
+    handlers = ocp.type_handlers
+    return handlers.create_type_handler_registry(
+        (int, handlers.ScalarHandler()),
+        (float, handlers.ScalarHandler()),
+        (np.ndarray, handlers.NumpyHandler()),
+        (jax.Array, arrays),
+        (str, handlers.StringHandler()),
     )
 
 
