@@ -42,12 +42,16 @@ def main() -> None:
             ckpt.save(step, state_at(step), feed)
     (epath.Path(directory) / "7/iterator/state.json").write_text("{}")
     other = CountingFeed()
-    with Checkpointer(directory) as ckpt:
+    with Checkpointer(directory, save_interval_steps=1) as ckpt:
         assert ckpt.steps() == [6, 7]
         step, state = ckpt.restore(abstract(state_at(0)), other)
         assert (step, other.position) == (6, 12)
         assert_same(state_at(6), state)
         assert ckpt.metadata(6).position == 12
+        next(other)
+        assert ckpt.save(7, state_at(7), other)  # over the damaged one, which is set aside
+        ckpt.wait()
+        assert ckpt.restore(abstract(state_at(0)), CountingFeed())[0] == 7
     assert_same(state_at(6), restore_once(f"{directory}/6/arrays", abstract(state_at(6))))
     print(json.dumps([finding.intact for finding in verify(directory)]))
 

@@ -38,7 +38,7 @@ def test_google_cloud_storage():
         check=False,
     )
     assert child.returncode == 0, child.stderr[-4000:]
-    assert json.loads(child.stdout.splitlines()[-1]) == [True, False]
+    assert json.loads(child.stdout.splitlines()[-1]) == [True, True]
 
 
 def test_s3_is_refused_for_as_long_as_orbax_takes_it_for_a_relative_path():
