@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,8 +22,10 @@ from meshfeed.checkpoint._digests import ShardDigests
 from meshfeed.checkpoint._leaves import describe_array, is_key
 from meshfeed.checkpoint._options import options_of
 from meshfeed.checkpoint._save_layout import MIN_SLICE_BYTES, lay_out
-from meshfeed.checkpoint._stored import StoredArrays
-from meshfeed.checkpoint._work import LeafRequest
+
+if TYPE_CHECKING:
+    from meshfeed.checkpoint._stored import StoredArrays
+    from meshfeed.checkpoint._work import LeafRequest
 
 
 class ArrayHandler(ocp.type_handlers.ArrayHandler):

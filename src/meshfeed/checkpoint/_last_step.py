@@ -25,7 +25,7 @@ def _place_of(feed: Any) -> Any:
 
 
 class SkippedStep:
-    """A training state and a feed as they were at one step. Copies nothing, so later changes are looked for.
+    """A training state and a feed as they were at one step. Nothing is copied, so :meth:`problem` compares.
 
     Args:
       step: the caller's number.
