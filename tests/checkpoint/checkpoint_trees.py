@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -113,3 +115,25 @@ def assert_same(first: Any, second: Any, *, shardings: bool = True) -> None:
         for shard in a.addressable_shards:
             assert shard.index == theirs[shard.device].index, where
             assert np.asarray(shard.data).tobytes() == np.asarray(theirs[shard.device].data).tobytes(), where
+
+
+@contextlib.contextmanager
+def registered(**settings: Any) -> Iterator[None]:
+    """Our handler in Orbax's global registry, as people do with SingleReplicaArrayHandler."""
+    import orbax.checkpoint as ocp
+
+    from meshfeed.checkpoint import ArrayHandler
+
+    before = ocp.type_handlers.get_type_handler(jax.Array)
+    ocp.type_handlers.register_type_handler(jax.Array, ArrayHandler(**settings), override=True)
+    try:
+        yield
+    finally:
+        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
+
+
+def orbax_args(tree: Any, **extra: Any) -> Any:
+    """What plain Orbax needs to restore a tree of abstract arrays."""
+    import orbax.checkpoint as ocp
+
+    return ocp.args.PyTreeRestore(tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree, **extra))

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_trees import abstract, assert_same, make_mesh, place, special_floats
+from checkpoint_trees import abstract, assert_same, make_mesh, orbax_args, place, registered, special_floats
+from orbax.checkpoint._src.multihost import dispatchers
 
 from meshfeed._errors import CheckpointError, CorruptDataError, SettingsError
-from meshfeed.checkpoint import ArrayHandler, ArraysHandler, ArraysRestore, ArraysSave, restore_once
+from meshfeed.checkpoint import (
+    ArrayHandler,
+    ArraysHandler,
+    ArraysRestore,
+    ArraysSave,
+    Checkpointer,
+    _engine,
+    restore_once,
+    verify,
+)
+from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._stored import StoredArrays
-
-
-@contextlib.contextmanager
-def registered(**settings):
-    """Our handler in Orbax's global registry, as people do with SingleReplicaArrayHandler."""
-    before = ocp.type_handlers.get_type_handler(jax.Array)
-    ocp.type_handlers.register_type_handler(jax.Array, ArrayHandler(**settings), override=True)
-    try:
-        yield
-    finally:
-        ocp.type_handlers.register_type_handler(jax.Array, before, override=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +41,6 @@ def tree(mesh):
         "n": np.arange(4),
         "key": jax.random.split(jax.random.key(0), 4),
     }
-
-
-def orbax_args(tree, **extra):
-    return ocp.args.PyTreeRestore(tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree, **extra))
 
 
 @pytest.mark.parametrize("restore", ["once", "single_replica", "every_host"])
@@ -236,31 +230,128 @@ def test_local_storage_per_host(tmp_path, mesh):
     assert_same(state, restore_once(tmp_path / "a", abstract(state)))
 
 
-def test_dispatchers_are_passed_through(tmp_path, mesh):
-    from orbax.checkpoint._src.multihost import dispatchers
+class LocalDispatcher(dispatchers.Dispatcher):
+    """Runs on this host what a dispatcher of remote workers runs there."""
 
-    class Local(dispatchers.Dispatcher):
-        """Runs on this host what a dispatcher of remote workers runs there."""
+    def __init__(self):
+        self.calls = 0
 
-        calls = 0
+    def name(self):
+        return "local"
 
-        def name(self):
-            return "local"
+    def device_to_host(self, arrays):
+        return arrays
 
-        def device_to_host(self, arrays):
-            return arrays
+    def dispatch(self, func, *, input_arrays=None, result_specs=None, func_args=(), func_kwargs=None):
+        self.calls += 1
+        arrays = () if input_arrays is None else (input_arrays,)
+        return func(*arrays, *func_args, **(func_kwargs or {}))
 
-        def dispatch(self, func, *, input_arrays=None, result_specs=None, func_args=(), func_kwargs=None):
-            type(self).calls += 1
-            return func(input_arrays, *func_args, **(func_kwargs or {}))
 
-    state = {"w": place(np.arange(64, dtype=np.float32), mesh, "data")}
-    handler = ArraysHandler(array_handler={"dispatcher": Local()})
-    with ocp.AsyncCheckpointer(handler) as checkpointer:
-        checkpointer.save(tmp_path / "a", args=ArraysSave(state))
-        checkpointer.wait_until_finished()
-    assert Local.calls >= 1
+@pytest.mark.parametrize("how", ["ArraysHandler", "ArrayHandler"])
+def test_dispatchers_save_and_restore(tmp_path, mesh, how):
+    state = {
+        "w": place(np.arange(64, dtype=np.float32), mesh, "data"),
+        "f8": place(special_floats("float8_e5m2", 256), mesh),
+        "carried": place(special_floats("float8_e4m3", 256), mesh),
+        "empty": place(np.zeros((0, 3), np.float32), mesh),
+        "keys": jax.random.split(jax.random.key(0), 4),
+        "n": np.arange(3),
+    }
+    dispatcher = LocalDispatcher()
+    if how == "ArrayHandler":
+        with registered(dispatcher=dispatcher):
+            ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(state))
+            saved = dispatcher.calls
+            restored = ocp.PyTreeCheckpointer().restore(tmp_path / "a", args=orbax_args(abstract(state)))
+    else:
+        handler = ArraysHandler(array_handler={"dispatcher": dispatcher})
+        with ocp.AsyncCheckpointer(handler) as checkpointer:
+            checkpointer.save(tmp_path / "a", args=ArraysSave(state))
+            checkpointer.wait_until_finished()
+            saved = dispatcher.calls
+            restored = checkpointer.restore(tmp_path / "a", args=ArraysRestore(abstract(state)))
+    assert dispatcher.calls == saved + 1 > 1
+    assert_same(state, restored)
     assert_same(state, restore_once(tmp_path / "a", abstract(state)))
+
+
+def test_a_metadata_key_is_kept(tmp_path, mesh, tree):
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler()),
+        (jax.Array, ocp.type_handlers.ArrayHandler(metadata_key="custom")),
+    )
+    plain = {"w": tree["f32"], "n": tree["n"]}
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=False)
+    ocp.Checkpointer(handler).save(tmp_path / "plain", args=ocp.args.PyTreeSave(plain))
+    for wanted in (abstract(plain), None):
+        assert_same(
+            plain, restore_once(tmp_path / "plain", wanted, metadata_key="custom"), shardings=wanted is not None
+        )
+    ours = ArraysHandler(array_handler={"metadata_key": "custom"}, use_ocdbt=False)
+    ocp.Checkpointer(ours).save(tmp_path / "ours", args=ArraysSave(tree))
+    assert (tmp_path / "ours/f32/custom").exists()
+    assert_same(tree, ocp.Checkpointer(ours).restore(tmp_path / "ours", args=ArraysRestore(abstract(tree))))
+    assert_same(tree, restore_once(tmp_path / "ours", abstract(tree)))  # our manifest knows the key
+    assert verify(tmp_path / "ours")[0].intact
+    with registered(metadata_key="custom"):
+        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))
+        checkpointer.save(tmp_path / "handler", args=ocp.args.PyTreeSave(plain))
+        for path in (tmp_path / "handler", tmp_path / "plain"):
+            assert_same(plain, checkpointer.restore(path, args=orbax_args(abstract(plain))))
+    assert_same(plain, restore_once(tmp_path / "handler", None), shardings=False)
+
+
+def test_a_metadata_key_where_orbax_cannot_use_it(tmp_path, tree):
+    with pytest.raises(SettingsError, match="use_ocdbt=False"):
+        ArraysHandler(array_handler={"metadata_key": "custom"})
+    with pytest.raises(SettingsError, match="use_ocdbt=False"):
+        Checkpointer(tmp_path / "c", array_options={"metadata_key": "custom"})
+    with registered(metadata_key="custom"), pytest.raises(SettingsError, match="use_ocdbt=False"):
+        ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(tree))
+
+
+def test_names_of_orbax_single_replica_handler(tmp_path, mesh, tree):
+    theirs = {"replica_axis_index": 1, "primary_replica_id": 1, "broadcast_memory_limit_bytes": 1 << 20}
+    ours = {"replica_axis": 1, "primary_replica": 1, "memory_limit_bytes": 1 << 20}
+    for settings in (theirs, {**ours, **theirs}):
+        assert ArrayHandler("single_replica", **settings).restore_options == RestoreOptions("single_replica", **ours)
+    defaults = {"replica_axis_index": 0, "primary_replica_id": 0, "broadcast_memory_limit_bytes": None}
+    assert ArrayHandler(**defaults).restore_options == RestoreOptions(replica_axis=0)
+    for name, value in (("replica_axis", "data"), ("primary_replica", 2), ("memory_limit_bytes", 5)):
+        with pytest.raises(SettingsError, match=f"two names of one setting|{name}"):
+            ArrayHandler(**{name: value}, **theirs)
+    with pytest.raises(SettingsError, match="broadcast_memory_scaling_factor"):
+        ArrayHandler(broadcast_memory_scaling_factor=1.5)
+    with registered(restore="single_replica", **theirs):
+        ocp.PyTreeCheckpointer().save(tmp_path / "a", args=ocp.args.PyTreeSave(tree))
+        assert_same(tree, ocp.PyTreeCheckpointer().restore(tmp_path / "a", args=orbax_args(abstract(tree))))
+    with Checkpointer(tmp_path / "c", array_options={"primary_replica_id": 5}, restore="single_replica") as ckpt:
+        ckpt.save(1, tree)
+        ckpt.wait()
+        with pytest.raises(SettingsError, match="primary_replica=5"):
+            ckpt.restore(abstract(tree))
+
+
+def test_a_fraction_of_the_free_memory_is_a_limit(tmp_path, tree, monkeypatch):
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(tree))
+    limits = []
+    exact = _engine.UnitReader
+
+    def reader(stored, **settings):
+        limits.append(settings["bytes_in_flight"])
+        return exact(stored, **settings)
+
+    monkeypatch.setattr(_engine, "UnitReader", reader)
+    monkeypatch.setattr(_engine, "_device_bytes", lambda: 1 << 30)
+    handler = ArraysHandler(array_handler={"broadcast_memory_scaling_factor": 0.5})
+    assert_same(tree, handler.restore(tmp_path / "a", ArraysRestore(abstract(tree))))
+    handler = ArraysHandler(
+        array_handler={"broadcast_memory_scaling_factor": 0.5, "broadcast_memory_limit_bytes": 1 << 20}
+    )
+    handler.restore(tmp_path / "a", ArraysRestore(abstract(tree)))
+    assert 0.24 < limits[0] / (1 << 30) < 0.25
+    assert limits[1] == 1 << 19
 
 
 def test_placeholders_and_partial_trees(tmp_path, tree):

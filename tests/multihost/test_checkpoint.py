@@ -165,6 +165,37 @@ def restore_on_parts(directory: str):
     return "saved"
 
 
+def leave(directory: str):
+    """Steps after leaving: all alike; the feed of host 1 has moved on; host 1 leaves by an exception."""
+    import jax
+    import numpy as np
+
+    from meshfeed.checkpoint import Checkpointer
+
+    mesh = checkpoint_trees.make_mesh(4, 2)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("meshfeed").addHandler(handler)
+    found = []
+    for way in ("together", "moved", "raised"):
+        feed = checkpoint_feeds.CountingFeed()
+        here = jax.process_index() == 1
+        try:
+            with Checkpointer(f"{directory}/{way}", save_interval_steps=10) as ckpt:
+                for step in (1, 2):
+                    next(feed)
+                    ckpt.save(step, {"w": checkpoint_trees.place(np.full((8, 8), step), mesh, "data")}, feed)
+                if here and way == "moved":
+                    next(feed)
+                if here and way == "raised":
+                    raise KeyError("host 1 alone")
+        except KeyError:
+            assert here
+        found.append(ckpt.steps())
+    return found, [record.split(": ")[1:3] for record in records if "step 2" in record]
+
+
 def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
     modes = [("once", None), ("once", 1 << 20), ("single_replica", None), ("every_host", None)]
     save_on_one_device(str(tmp_path))
@@ -189,6 +220,13 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
             assert f"leaf '{name}' holds 1048576" in message
         assert "has no device on the hosts [2, 3]" in pool.run(restore_on_parts, str(tmp_path))[0].value
         assert {result.value for result in pool.run(fall_back, str(tmp_path))} == {(1, 2, True)}
+        for host, result in enumerate(pool.run(leave, str(tmp_path))):
+            steps, warnings = result.value
+            assert steps == [[1, 2], [1], [1]]
+            reasons = ["the feed has moved on since", "was left by KeyError"]
+            assert [[first, second.partition(".")[0]] for first, second in warnings] == [
+                ["host 1", reason] for reason in (reasons if host != 1 else reasons[:1])
+            ]
     with HostPool(num_hosts=2, devices_per_host=2, timeout_seconds=120) as pool:
         for saved, shape in (("4x2", (2, 2)), ("1x8", (4, 1))):
             read = [result.value for result in pool.run(restore_elsewhere, str(tmp_path), saved, shape)]

@@ -80,7 +80,7 @@ def as_directory(directory: Any) -> epath.Path:
     if is_url and scheme not in _WRITTEN:
         raise SettingsError(
             f"directory={str(directory)!r}: Orbax writes checkpoints to folders and to gs:// only, not to {scheme}://. "
-            "Give the path of a folder; another object store has to be mounted as one.",
+            f"Give the path of a folder, such as that of a mounted bucket: Orbax takes {scheme}:// for a relative path.",
             setting="directory",
         )
     if re.match(r"(gs|s3):/[^/]", str(directory)):  # else a folder "gs:" would be made where the program runs

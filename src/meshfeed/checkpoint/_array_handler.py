@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,14 +14,18 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as orbax_future
 
-from meshfeed._errors import CheckpointError
+from meshfeed._errors import CheckpointError, SettingsError
 from meshfeed._process import process_count, process_index
 from meshfeed._reshard import without_ambient_mesh
 from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._digests import ShardDigests
 from meshfeed.checkpoint._leaves import describe_array, is_key
-from meshfeed.checkpoint._options import RestoreOptions
+from meshfeed.checkpoint._options import options_of
 from meshfeed.checkpoint._save_layout import MIN_SLICE_BYTES, lay_out
+
+if TYPE_CHECKING:
+    from meshfeed.checkpoint._stored import StoredArrays
+    from meshfeed.checkpoint._work import LeafRequest
 
 
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -41,10 +46,14 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
       primary_replica: likewise.
       memory_limit_bytes: likewise.
       verify: check digests, where there are any.
-      **orbax: what ``ocp.type_handlers.ArrayHandler`` takes, passed through.
+      **orbax: what ``ocp.type_handlers.ArrayHandler`` takes, passed through; and the names of
+        ``SingleReplicaArrayHandler`` for the settings above: ``replica_axis_index``, ``primary_replica_id``,
+        ``broadcast_memory_limit_bytes`` (of a process here), and ``broadcast_memory_scaling_factor``, the fraction of a
+        device's free memory to use if there is no limit. With a ``dispatcher``, Orbax reads on the workers, so that
+        ``restore``, the limit and ``verify`` are without effect for what they read.
 
     Raises:
-      SettingsError: an unknown ``restore``, or a limit that is no positive int.
+      SettingsError: an unknown ``restore``, a limit that is no positive int, or two names of one setting that differ.
     """
 
     def __init__(
@@ -57,7 +66,16 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         verify: bool = True,
         **orbax: Any,
     ) -> None:
-        self._options = RestoreOptions(restore, replica_axis, primary_replica, memory_limit_bytes, verify)
+        self.restore_options = options_of(
+            orbax,
+            restore=restore,
+            replica_axis=replica_axis,
+            primary_replica=primary_replica,
+            memory_limit_bytes=memory_limit_bytes,
+            verify=verify,
+            metadata_key=orbax.get("metadata_key"),
+            dispatch=None if orbax.get("dispatcher") is None else self._dispatched,
+        )
         orbax.setdefault("array_metadata_store", _metadata_store())
         least = self._min_slice_bytes = orbax.get("min_slice_bytes_for_replica_parallel")
         # Or Orbax would slice again, on the device and by default without a least size: eight chunks for 16 KiB.
@@ -77,6 +95,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     ) -> Sequence[orbax_future.Future]:
         """Captures the arrays, and gives futures that write them and their digests."""
         args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
+        if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
+            check_metadata_key(self.restore_options.metadata_key)
         with without_ambient_mesh():  # not over an await: another coroutine of this thread may want the caller's
             laid_values, entries, pending = self._lay_out(values, infos, args)
         for shards in pending.values():  # before Orbax's threads start and want the interpreter too
@@ -133,6 +153,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                     if asked is None:  # a slice is a chunk, or a few where Orbax slices too: known without opening it
                         entry["chunk"] = entry["cell"]
                     pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
+            if self.restore_options.metadata_key is not None:
+                entry["metadata_key"] = self.restore_options.metadata_key
             entries[info.name] = entry
         return laid_values, entries, pending
 
@@ -159,7 +181,33 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         saved = None
         if any(getattr(arg, "sharding", None) is None and getattr(arg, "mesh", None) is None for arg in args):
             saved = await self.metadata(infos)
-        return restore_for_handler(infos, args, saved, self._options)
+        return restore_for_handler(infos, args, saved, self.restore_options)
+
+    def _dispatched(self, stored: StoredArrays, requests: Sequence[LeafRequest]) -> list[jax.Array]:
+        """Restores through Orbax, whose dispatcher lets the workers read."""
+        infos = [stored.param_info(request.leaf.name) for request in requests]
+        args = [
+            ocp.ArrayRestoreArgs(
+                sharding=request.sharding, global_shape=request.shape, dtype=request.dtype, strict=False
+            )
+            for request in requests
+        ]
+        restored: list[Any] = []
+        # In a thread, as the caller may run in an event loop already.
+        coroutine = super().deserialize(infos, args)
+        worker = threading.Thread(target=lambda: restored.append(_outcome(coroutine)), daemon=True)
+        worker.start()
+        worker.join()
+        if isinstance(restored[0], BaseException):
+            raise restored[0]
+        return list(restored[0])
+
+
+def _outcome(coroutine: Any) -> Any:
+    try:
+        return asyncio.run(coroutine)
+    except BaseException as error:
+        return error
 
 
 def _metadata_store() -> Any:
@@ -170,6 +218,20 @@ def _metadata_store() -> Any:
     except ImportError:
         return None
     return Store()
+
+
+def check_metadata_key(key: str | None) -> None:
+    """Refuses the key for a checkpoint in which Orbax would miss its own metadata files, after writing them all.
+
+    Raises:
+      SettingsError: there is a key.
+    """
+    if key is not None:
+        raise SettingsError(
+            f"metadata_key={key!r}: Orbax takes it for zarr files without OCDBT only. Set use_ocdbt=False (and not "
+            "use_zarr3) on the handler of the tree, or leave metadata_key out.",
+            setting="metadata_key",
+        )
 
 
 def _check_hosts(name: str, value: jax.Array) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as orbax_future
@@ -18,19 +17,19 @@ from meshfeed._names import public
 from meshfeed._process import process_index
 from meshfeed.checkpoint import _manifest
 from meshfeed.checkpoint._agreement import Agreement
-from meshfeed.checkpoint._array_handler import ArrayHandler
+from meshfeed.checkpoint._array_handler import ArrayHandler, check_metadata_key
 from meshfeed.checkpoint._digests import digest
 from meshfeed.checkpoint._leaves import EncodedTree, encode_tree
 from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._stored import StoredArrays
-from meshfeed.checkpoint._tree_restore import abstract_tree_of, restore_tree
+from meshfeed.checkpoint._tree_restore import abstract_tree_of, restore_tree, type_handlers
 
 
 class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores a pytree of arrays, numpy values, numbers and text, each exactly as it was.
 
-    Plain Orbax (``PyTreeCheckpointHandler``) reads what it writes; what Orbax itself cannot store exactly comes out of
-    plain Orbax as unsigned bits, from this handler as it was.
+    Plain Orbax (``PyTreeCheckpointHandler``) reads what it writes. Dtypes that TensorStore has no type for come out of
+    plain Orbax as equal numbers of another dtype, from this handler as they were.
 
     Args:
       restore: see :class:`ArrayHandler`, as all of these.
@@ -54,20 +53,14 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         array_handler: Mapping[str, Any] | None = None,
         **orbax: Any,
     ) -> None:
-        self._options = RestoreOptions(restore, replica_axis, primary_replica, memory_limit_bytes, verify)
         arrays = ArrayHandler(
             restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, **(array_handler or {})
         )
-        handlers = ocp.type_handlers
+        self.restore_options = arrays.restore_options
+        if orbax.get("use_ocdbt", True) or orbax.get("use_zarr3"):
+            check_metadata_key(self.restore_options.metadata_key)
         self._all_primary = (array_handler or {}).get("primary_host", 0) is None
-        registry = handlers.create_type_handler_registry(
-            (int, handlers.ScalarHandler()),
-            (float, handlers.ScalarHandler()),
-            (np.ndarray, handlers.NumpyHandler()),
-            (jax.Array, arrays),
-            (str, handlers.StringHandler()),
-        )
-        self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **orbax)
+        self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
 
     async def async_save(self, directory: Any, args: ArraysSave) -> list[orbax_future.Future]:
         """Captures the tree, and gives futures that write it."""
@@ -112,10 +105,11 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
           DamagedCheckpointError: likewise, for stored bytes that are not what was written.
         """
         args = args or ArraysRestore()
-        agreement = Agreement(f"restoring {directory}", self._options.timeout_seconds)
-        stored = agreement.attempt(lambda: StoredArrays(directory, self._options.memory_limit_bytes))
+        agreement = Agreement(f"restoring {directory}", self.restore_options.timeout_seconds)
+        options = self.restore_options
+        stored = agreement.attempt(lambda: StoredArrays(directory, options.memory_limit_bytes, options.metadata_key))
         return restore_tree(
-            stored, args.abstract_tree, self._options, agreement, partial=args.partial_restore, strict=args.strict
+            stored, args.abstract_tree, options, agreement, partial=args.partial_restore, strict=args.strict
         )
 
     def finalize(self, directory: Any) -> None:
@@ -187,7 +181,7 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
 
     Args:
       directory: the item's folder (``<step>/arrays``, ``<step>/default``), or a step's folder that has one such item.
-      abstract_tree: see :class:`ArraysRestore`.
+      abstract_tree: see :class:`ArraysRestore`; None for a plain Orbax checkpoint: the tree that Orbax would give.
       memory_limit_bytes: limit on extra memory of a process, beside the result and one shard.
       **options: further fields of ``RestoreOptions``: ``restore``, ``verify``, ``replica_axis``, ….
 
@@ -197,7 +191,9 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
     """
     chosen = RestoreOptions(**{"restore": "once", "memory_limit_bytes": memory_limit_bytes, **options})
     agreement = Agreement(f"restoring {directory}", chosen.timeout_seconds)
-    stored = agreement.attempt(lambda: StoredArrays(find_item(directory), chosen.memory_limit_bytes))
+    stored = agreement.attempt(
+        lambda: StoredArrays(find_item(directory), chosen.memory_limit_bytes, chosen.metadata_key)
+    )
     return restore_tree(stored, abstract_tree, chosen, agreement)
 
 

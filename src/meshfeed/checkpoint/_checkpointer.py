@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 from typing import Any, Self
@@ -15,6 +16,7 @@ from meshfeed._errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._fork import Owner
 from meshfeed._launcher import forgotten_processes
 from meshfeed._names import public
+from meshfeed._process import process_count
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._arguments import (
     RESTORE_ORDER,
@@ -30,15 +32,17 @@ from meshfeed.checkpoint._arguments import (
 from meshfeed.checkpoint._arrays import ArraysHandler, ArraysSave
 from meshfeed.checkpoint._errors import DamagedCheckpointError
 from meshfeed.checkpoint._iterator import IteratorHandler, IteratorSave
+from meshfeed.checkpoint._last_step import SkippedStep, number_of
 from meshfeed.checkpoint._leaves import encode_tree
 from meshfeed.checkpoint._metadata import StepMetadata, describe_step
-from meshfeed.checkpoint._options import RestoreOptions
 from meshfeed.checkpoint._step import ARRAYS, ITERATOR, find_steps, read_step
 from meshfeed.checkpoint._stored import StoredArrays
 from meshfeed.checkpoint._tree_restore import restore_tree
 
 _log = logging.getLogger("meshfeed.checkpoint")
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_CLOSE_SECONDS = 300.0
+_GOODBYE_SECONDS = 1.0
 
 
 @public("meshfeed.checkpoint")
@@ -61,6 +65,8 @@ class Checkpointer:
         in ``<directory>/<step>/``, as the Orbax item ``arrays`` and, beside it, ``iterator``.
       max_to_keep: how many of the newest steps are kept; None: all.
       save_interval_steps: :meth:`save` skips other steps.
+      save_last: save the last step that the interval skipped when the checkpointer is closed, so that the end of a run
+        is not lost; see :meth:`close`. Arrays of that step stay alive until then, unless they are donated.
       restore: "once": each stored byte is read by one host, then sent over the accelerators' network;
         "single_replica": the hosts of one replica read, then send; "every_host": each host reads what it holds.
       verify: check digests of everything that is restored.
@@ -91,6 +97,7 @@ class Checkpointer:
         primary_replica: int = 0,
         memory_limit_bytes: int | None = None,
         *,
+        save_last: bool = True,
         timeout_seconds: float = 1800,
         array_options: dict[str, Any] | None = None,
         orbax_options: dict[str, Any] | None = None,
@@ -100,16 +107,15 @@ class Checkpointer:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SettingsError(f"{name}={value!r}: takes a positive int", setting=name)
-        if not isinstance(verify, bool):
-            raise SettingsError(f"verify={verify!r}: takes True or False", setting="verify")
+        for name, value in (("verify", verify), ("save_last", save_last)):
+            if not isinstance(value, bool):
+                raise SettingsError(f"{name}={value!r}: takes True or False", setting=name)
         check_settings(timeout_seconds, array_options=array_options, orbax_options=orbax_options)
-        self._options = RestoreOptions(
-            restore, replica_axis, primary_replica, memory_limit_bytes, verify, timeout_seconds
-        )
         with naming("array_options"):
             self._arrays = ArraysHandler(
                 restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
             )
+        self._options = dataclasses.replace(self._arrays.restore_options, timeout_seconds=timeout_seconds)
         with naming("orbax_options"):
             options = ocp.CheckpointManagerOptions(
                 **{
@@ -130,6 +136,8 @@ class Checkpointer:
         self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._owner = Owner()
         self._saves = 0
+        self._save_last = save_last
+        self._last: SkippedStep | None = None  # the newest that the interval skipped since the last save
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
@@ -145,7 +153,7 @@ class Checkpointer:
         """Saves a step; everything is captured before this returns, and written in the background.
 
         Arrays may be donated, numpy leaves refilled, and the feed advanced at once. Errors of the background come from
-        :meth:`wait`, or the next ``save``.
+        :meth:`wait`, or the next ``save``. The newest step that the interval skips is saved by :meth:`close`.
 
         Args:
           step: the caller's number, an int from 0; not ``feed.step`` where gradients are accumulated.
@@ -167,13 +175,20 @@ class Checkpointer:
         self._begin_to_write()
         self._set_damaged_aside(step)
         if not force and not self._manager.should_save(step):
-            self._warn_if_behind(step)
+            latest = self._manager.latest_step()
+            if self._save_last and (latest is None or latest < step):
+                self._last = SkippedStep(step, train_state, feed)
+            self._warn_if_behind(step, latest)
             return False
+        return self._write(step, train_state, feed)
+
+    def _write(self, step: int, train_state: Any, feed: Any) -> bool:
+        self._last = None
         identity = {
             "id": f"{self._job_id}-{self._saves}",
             "step": step,
-            "feed_step": None if feed is None else _number(feed, "step"),
-            "position": None if feed is None else _number(feed, "position"),
+            "feed_step": number_of(feed, "step"),
+            "position": number_of(feed, "position"),
             "parts": [ARRAYS] if feed is None else [ARRAYS, ITERATOR],
         }
         items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, identity=identity, encoded=encode_tree(train_state))}
@@ -192,8 +207,7 @@ class Checkpointer:
                 ) from error
             raise
 
-    def _warn_if_behind(self, step: int) -> None:
-        latest = self._manager.latest_step()
+    def _warn_if_behind(self, step: int, latest: int | None) -> None:
         if latest is not None and latest > step and not self._warned:
             self._warned = True
             _log.warning(
@@ -364,27 +378,63 @@ class Checkpointer:
         self._manager.reload()
 
     def close(self) -> None:
-        """Waits for what was saved, and releases threads; a second time, or in a forked child, does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if not self._owner.is_here:
+        """Saves the last step if the interval skipped it, waits for what was saved, and releases threads.
+
+        Leaving the ``with`` block does the same, or saves nothing if an exception leaves it. A step whose arrays were
+        donated, whose numpy leaves were changed, or whose feed has moved on cannot be saved any more: that is a WARNING
+        of the logger ``meshfeed.checkpoint``, on every host. A second call, or one in a forked child, does nothing.
+
+        Raises:
+          CheckpointError: a save failed; the step before it stays the newest.
+          StalledError: another host did not close its checkpointer.
+        """
+        if self._closed or not self._owner.is_here:
             return
         try:
-            self.wait()
+            self._save_skipped()
         finally:
-            self._manager.close()
+            self._closed = True
+            try:
+                self.wait()
+            finally:
+                self._manager.close()
+
+    def _save_skipped(self) -> None:
+        last, self._last = self._last, None
+        if last is None:
+            return
+        found = self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)).collect(last.problem())
+        problems = [f"host {host}: {problem}" for host, problem in sorted(found.items()) if problem is not None]
+        if not problems:
+            self._write(last.step, last.train_state, last.feed)
+            return
+        _log.warning(
+            "step %d, which the interval skipped, is not saved in %s at the end: %s. Call save(step, train_state, feed, "
+            "force=True) for the step that ends a run, or set save_last=False.",
+            last.step,
+            self._directory,
+            problems[0],
+        )
+
+    def _leaving(self, timeout_seconds: float) -> Agreement:
+        return Agreement(f"saving the last step in {self._directory}", timeout_seconds)
+
+    def _abandon_skipped(self, reason: str) -> None:
+        """Saves nothing, and lets hosts that leave without an exception know why, as they wait for this one."""
+        last, self._last = self._last, None
+        if last is not None and process_count() > 1:
+            try:
+                self._leaving(_GOODBYE_SECONDS).collect(reason)
+            except MeshfeedError:
+                pass  # they failed as well, or wait for a collective that this host has left
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not self._closed and self._owner.is_here:
+            self._abandon_skipped(f"was left by {kind.__name__}")
         self.close()
-
-
-def _number(feed: Any, name: str) -> int | None:
-    value = getattr(feed, name, None)
-    return None if value is None else int(value)
 
 
 def _document(folder: epath.Path, step: int) -> dict[str, Any]:

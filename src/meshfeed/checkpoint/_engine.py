@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import gc
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -127,9 +130,11 @@ def restore_leaves(
       CheckpointError: on all hosts, when one could not read.
       DamagedCheckpointError: on all hosts, when one found bytes changed.
     """
+    if options.dispatch is not None:
+        return _restore_dispatched(stored, requests, options, agreement)
     results: list[Any] = [None] * len(requests)
     works, packed, loads = agreement.attempt(lambda: _plan_all(requests, options))
-    limit = options.memory_limit_bytes
+    limit = _limit_bytes(requests, options, agreement)
     with Progress(stored.directory, sum(request.nbytes for request in requests)) as progress:
         in_flight = None if limit is None else limit // 2
         reader = UnitReader(
@@ -151,6 +156,44 @@ def restore_leaves(
             _exchange_packed(requests, packed, loads, results, reader, agreement, limit)
         progress.finish(reader.bytes_read, sum(_result_bytes(result) for result in results))
     return results
+
+
+def _restore_dispatched(
+    stored: StoredArrays, requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement
+) -> list[Any]:
+    """Workers restore what Orbax stores and casts as we do; the rest, mostly small, is restored here."""
+    assert options.dispatch is not None
+    remote = [
+        index
+        for index, request in enumerate(requests)
+        if request.sharding is not None and request.leaf.impl is None and not (request.leaf.carried or request.must_fit)
+    ]
+    here = sorted(set(range(len(requests))) - set(remote))
+    results: list[Any] = [None] * len(requests)
+    if remote:
+        dispatch, wanted = options.dispatch, [requests[index] for index in remote]
+        for index, array in zip(remote, agreement.attempt(lambda: dispatch(stored, wanted)), strict=True):
+            results[index] = array
+    rest = dataclasses.replace(options, dispatch=None)
+    for index, result in zip(
+        here, restore_leaves(stored, [requests[index] for index in here], rest, agreement), strict=True
+    ):
+        results[index] = result
+    return results
+
+
+def _limit_bytes(requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement) -> int | None:
+    """The limit on memory, the same on every host, as plans depend on it."""
+    if options.memory_limit_bytes is not None or options.memory_fraction is None:
+        return options.memory_limit_bytes
+    shards = [(r.sharding.shard_shape(r.shape), r.dtype.itemsize) for r in requests if r.sharding is not None]
+    free = _device_bytes() - sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+    return min(agreement.collect(max(1, int(free * options.memory_fraction))).values())
+
+
+def _device_bytes() -> int:
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _result_bytes(result: Any) -> int:

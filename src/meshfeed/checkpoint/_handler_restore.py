@@ -30,7 +30,7 @@ def restore_for_handler(
     agreement = Agreement(f"restoring {infos[0].parent_dir}", options.timeout_seconds)
 
     def plan() -> tuple[StoredArrays, list[Any]]:
-        stored = StoredArrays(infos[0].parent_dir, options.memory_limit_bytes)
+        stored = StoredArrays(infos[0].parent_dir, options.memory_limit_bytes, options.metadata_key)
         wanted = []
         for number, (info, arg) in enumerate(zip(infos, args, strict=True)):
             shape = getattr(arg, "global_shape", None)

@@ -15,6 +15,13 @@ from meshfeed._names import public
 from meshfeed._process import process_index
 from meshfeed.checkpoint._arguments import check_feed
 
+PLAIN_FILE = "metadata"
+"""A copy of the state under the name that Orbax's own JSON handlers read."""
+
+# By this name Orbax v1 finds its JSON handler, also in a process that never imports meshfeed. Orbax v0 knows this name
+# by our class alone, and so uses it.
+_JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler"
+
 
 class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores the state of a feed as one item of an Orbax checkpoint.
@@ -25,8 +32,13 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         manager.restore(step, args=ocp.args.Composite(data=IteratorRestore(feed), …))
 
     The state is captured before ``save`` returns, also with asynchronous managers. One file holds it for all hosts, and
-    it is restored in place, on any number of hosts.
+    it is restored in place, on any number of hosts. Plain Orbax restores the item as JSON: the state itself.
     """
+
+    @classmethod
+    def typestr(cls) -> str:
+        """What Orbax notes in a step as the kind of this item, to find a handler when no arguments are given."""
+        return _JSON_HANDLER
 
     async def async_save(self, directory: Any, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state, and gives futures that write it."""
@@ -65,6 +77,8 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         """Joins the files of all hosts in one; Orbax calls it on the primary host when all have written."""
         _state_files.merge_files(directory)
+        if _state_files.state_paths(directory):
+            _state_files.write_json(epath.Path(directory) / PLAIN_FILE, _state_files.read_state(directory))
 
     def metadata(self, directory: Any) -> dict[str, Any]:
         """The saved state, without a feed."""

@@ -1,18 +1,20 @@
 """Which leaves a tree has, what Orbax stores for each, and what must be remembered to give back exactly the same.
 
-Orbax stores most arrays as they are. It refuses numpy scalars and empty arrays and changes some 8-bit floats (NaN
-payloads) and 4-bit integers; those are stored as the unsigned integers of their bits, or not at all, and the manifest
-says what they were. Plain Orbax then reads the bits.
+Most arrays are stored as they are, and plain Orbax reads them. TensorStore has no type for some narrow dtypes; their
+values are stored as equal numbers of another dtype, so plain Orbax that is asked for the narrow dtype gets the right
+values. The manifest keeps the dtype. Empty arrays are not stored at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from jax.core import Tracer
 
 from meshfeed._errors import CheckpointError
@@ -20,7 +22,9 @@ from meshfeed._exact_json import decode_value, encode_value
 from meshfeed._process import process_count
 from meshfeed._reshard import bit_width, without_ambient_mesh
 
-_AS_THEY_ARE = frozenset({"bfloat16", "float16", "int4"})
+CARRIERS = {"bits": np.uint8, "int8": np.int8, "float16": np.float16}
+"""What the manifest says of a leaf that is stored in another dtype, and that dtype."""
+
 _PYTHON = {"bool": bool, "int": int, "float": float, "complex": complex, "str": str, "bytes": bytes}
 
 
@@ -36,10 +40,22 @@ def _key(entry: Any) -> Any:
     return entry
 
 
-def needs_bits(dtype: Any) -> bool:
-    """Whether values of ``dtype`` are stored as unsigned integers because Orbax or XLA would change some."""
+@functools.lru_cache(maxsize=64)
+def carrier_of(dtype: Any) -> np.dtype[Any]:
+    """The dtype in which values of ``dtype`` are stored: itself, unless TensorStore has no such type.
+
+    Then narrow integers are carried as uint8 or int8 and narrow floats as float16, which hold each of their values.
+    """
     dtype = np.dtype(dtype)
-    return _is_extension(dtype) and dtype.name not in _AS_THEY_ARE and bit_width(dtype) <= 8
+    if not _is_extension(dtype):
+        return dtype
+    try:
+        ts.dtype(dtype.name)
+    except ValueError:
+        if not jnp.issubdtype(dtype, jnp.integer):
+            return np.dtype(np.float16)
+        return np.dtype(np.int8 if int(jnp.iinfo(dtype).min) < 0 else np.uint8)
+    return dtype
 
 
 def _is_extension(dtype: np.dtype[Any]) -> bool:
@@ -59,20 +75,48 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def numpy_to_bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The stored form of host values whose dtype needs it: uint8, nibbles one to a byte."""
-    dtype = array.dtype
-    if bit_width(dtype) < 8 and jnp.issubdtype(dtype, jnp.integer):
-        return array.astype(np.int8).view(np.uint8)  # by way of int8: uint8 has no cast from the signed ones
-    return array.view(np.uint8)
+def _stored_as(dtype: Any) -> dict[str, str]:
+    """What the manifest's entry says of the carrier; nothing for most dtypes."""
+    carrier = carrier_of(dtype)
+    return {} if carrier == dtype else {"stored": next(name for name, held in CARRIERS.items() if held == carrier)}
 
 
-def numpy_from_bits(bits: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
-    """The inverse of :func:`numpy_to_bits`."""
-    dtype = np.dtype(dtype)
-    if bit_width(dtype) < 8 and jnp.issubdtype(dtype, jnp.integer):
-        return np.ascontiguousarray(bits).view(np.int8).astype(dtype)
-    return np.ascontiguousarray(bits).view(dtype)
+@functools.lru_cache(maxsize=16)
+def half_bits(dtype: Any) -> np.ndarray[Any, Any]:
+    """The bits of the float16 that carries each value of a narrow float, by the bits of that value; uint16."""
+    codes = np.arange(1 << bit_width(dtype), dtype=np.uint8)
+    values = codes.view(dtype)
+    halves = values.astype(np.float16).view(np.uint16)
+    # A cast would give all NaNs one payload: theirs is the code itself.
+    return np.where(np.isnan(values.astype(np.float32)), np.uint16(0x7E00) + codes, halves)
+
+
+@functools.lru_cache(maxsize=16)
+def _codes_by_half(dtype: Any) -> np.ndarray[Any, Any]:
+    halves = half_bits(dtype)
+    codes = np.zeros(1 << 16, np.uint8)
+    codes[halves] = np.arange(halves.size, dtype=np.uint8)
+    return codes
+
+
+def numpy_to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Host values in the dtype that carries them."""
+    carrier = carrier_of(array.dtype)
+    if carrier == array.dtype:
+        return array
+    if carrier == np.float16:
+        return half_bits(array.dtype)[array.view(np.uint8)].view(np.float16)
+    return array.astype(carrier)
+
+
+def numpy_from_stored(values: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """The inverse of :func:`numpy_to_stored`; also of versions that stored narrow floats as the uint8 of their bits."""
+    dtype, values = np.dtype(dtype), np.ascontiguousarray(values)
+    if values.dtype == np.float16:
+        return _codes_by_half(dtype)[values.view(np.uint16)].view(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return values.view(np.int8).astype(dtype)
+    return values.view(dtype)
 
 
 def describe_array(leaf: Any) -> dict[str, Any]:
@@ -83,8 +127,7 @@ def describe_array(leaf: Any) -> dict[str, Any]:
         entry |= {"dtype": data.dtype.name, "impl": str(jax.random.key_impl(leaf)), "data_shape": list(data.shape)}
     else:
         entry["dtype"] = np.dtype(leaf.dtype).name
-        if needs_bits(leaf.dtype):
-            entry["stored"] = "bits"
+        entry |= _stored_as(leaf.dtype)
     if leaf.size == 0:
         entry["stored"] = "nothing"
     sharding = describe_sharding(leaf.sharding)
@@ -179,7 +222,7 @@ def _encode_local(leaf: jax.Array) -> tuple[dict[str, Any], np.ndarray[Any, Any]
         return entry, np.zeros((1,) * leaf.ndim, np.uint8)
     with without_ambient_mesh():  # one over all hosts has devices that this array lacks
         values = np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-    return entry, numpy_to_bits(values) if entry.get("stored") == "bits" else values
+    return entry, numpy_to_stored(values)
 
 
 def _encode_host(leaf: Any, where: str) -> tuple[dict[str, Any], Any]:
@@ -217,7 +260,7 @@ def _encode_numpy(array: np.ndarray[Any, Any], where: str) -> tuple[dict[str, An
         return {**entry, "stored": "nothing"}, np.zeros((1,) * array.ndim, np.uint8)
     if _is_extension(dtype):
         array = np.array(array)
-        return ({**entry, "stored": "bits"}, numpy_to_bits(array)) if needs_bits(dtype) else (entry, array)
+        return entry | _stored_as(dtype), numpy_to_stored(array)
     if dtype.kind in "biufc" and dtype.name not in ("longdouble", "clongdouble", "float128", "complex256"):
         return entry, np.array(array, dtype=dtype.newbyteorder("="))
     return {**entry, "stored": "bytes"}, np.array(array).reshape(-1).view(np.uint8)

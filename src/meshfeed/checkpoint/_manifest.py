@@ -27,6 +27,7 @@ _TREE = "tree.json"
 _ARRAYS = "arrays-"
 _VERSION = 1
 SMALL_FILE_BYTES = 1 << 20
+_WRITTEN_LATER = "_CHECKPOINT_METADATA"  # by Orbax's Checkpointer, again after all handlers have finished
 
 
 @dataclasses.dataclass
@@ -112,6 +113,7 @@ def read_manifest(item: Any) -> Manifest | None:
         manifest.skeleton = content.get("skeleton", manifest.skeleton)
         for name, cells in content.get("digests", {}).items():
             manifest.digests.setdefault(name, {}).update({int(cell): digest for cell, digest in cells.items()})
+    manifest.files.pop(_WRITTEN_LATER, None)
     return manifest if paths else None
 
 

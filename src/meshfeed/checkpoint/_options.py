@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from meshfeed._errors import SettingsError
 
 MODES = ("once", "single_replica", "every_host")
+
+# Orbax's names of the constructor of SingleReplicaArrayHandler, and ours.
+_ORBAX_NAMES = {
+    "replica_axis_index": "replica_axis",
+    "primary_replica_id": "primary_replica",
+    "broadcast_memory_limit_bytes": "memory_limit_bytes",
+    "broadcast_memory_scaling_factor": "memory_fraction",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +33,10 @@ class RestoreOptions:
         shard; a stored chunk for each device that reads, where that is more; None: none.
       verify: check digests.
       timeout_seconds: how long hosts wait for one another's reads.
+      memory_fraction: without ``memory_limit_bytes``: limit it to this fraction of what a device has beside the
+        restored arrays.
+      metadata_key: name of TensorStore's metadata files of arrays, if they were saved under another than its own.
+      dispatch: restores arrays on remote workers instead of here: (stored arrays, requests) → arrays.
     """
 
     restore: str = "once"
@@ -31,6 +45,9 @@ class RestoreOptions:
     memory_limit_bytes: int | None = None
     verify: bool = True
     timeout_seconds: float = 1800
+    memory_fraction: float | None = None
+    metadata_key: str | None = None
+    dispatch: Callable[[Any, Any], list[Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.restore not in MODES:
@@ -52,3 +69,32 @@ class RestoreOptions:
             raise SettingsError(
                 f"primary_replica={replica!r}: takes an index along replica_axis", setting="primary_replica"
             )
+        fraction = self.memory_fraction
+        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if fraction is not None and not (number and 0 < fraction <= 1):
+            raise SettingsError(
+                f"memory_fraction={fraction!r} (in Orbax broadcast_memory_scaling_factor): takes a number above 0 and up "
+                "to 1, or None",
+                setting="memory_fraction",
+            )
+
+
+def options_of(orbax: dict[str, Any], **ours: Any) -> RestoreOptions:
+    """Options from our keywords and from Orbax's names for the same, which are taken out of ``orbax``.
+
+    Raises:
+      SettingsError: a value is wrong, or a keyword and its synonym differ.
+    """
+    defaults: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
+    for theirs, name in _ORBAX_NAMES.items():
+        value = orbax.pop(theirs, None)
+        if value is None:
+            continue
+        given = ours.get(name, defaults[name])
+        if given not in (defaults[name], value):
+            raise SettingsError(
+                f"{theirs}={value!r} and {name}={given!r} are two names of one setting. Give one of them.",
+                setting=theirs,
+            )
+        ours[name] = value
+    return RestoreOptions(**ours)

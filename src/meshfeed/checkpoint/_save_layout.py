@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._reshard import from_bits, to_bits
-from meshfeed.checkpoint._leaves import needs_bits
+from meshfeed.checkpoint._leaves import carrier_of, half_bits
 
 TARGET_CHUNK_BYTES = 16 << 20
 _LEAST_CHUNK_BYTES = 1 << 20  # a dimension without good divisors would be cut to crumbs: leave the slice whole
@@ -100,8 +100,16 @@ def cut_sharding(sharding: NamedSharding, rank: int, cut: Cut) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*(part or None for part in axes)))
 
 
+def _carry(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Values of ``dtype``, given as their bits, in the dtype in which they are stored; for use under ``jit``."""
+    carrier = carrier_of(dtype)
+    if carrier == dtype:
+        return from_bits(bits, dtype)
+    return bits if carrier == bits.dtype else from_bits(jnp.asarray(half_bits(dtype))[bits], carrier)
+
+
 @functools.lru_cache(maxsize=1024)
-def _cutter(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, bits: bool, cut: Cut) -> Any:
+def _cutter(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, cut: Cut) -> Any:
     mesh, rank = sharding.mesh, len(shape)
     size = sharding.shard_shape(shape)[cut.dimension] // math.prod(mesh.shape[axis] for axis in cut.axes)
     spec = PartitionSpec(*(part or None for part in spec_axes(sharding, rank)))
@@ -110,7 +118,7 @@ def _cutter(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, bits: b
         carried = to_bits(block)
         number = lax.axis_index(cut.axes)
         taken = lax.dynamic_slice_in_dim(carried, number * size, size, cut.dimension)
-        return taken if bits else from_bits(taken, dtype)
+        return _carry(taken, dtype)
 
     body = jax.shard_map(
         take, mesh=mesh, in_specs=spec, out_specs=cut_sharding(sharding, rank, cut).spec, check_vma=False
@@ -119,8 +127,8 @@ def _cutter(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, bits: b
 
 
 @functools.lru_cache(maxsize=256)
-def _bits_of(sharding: Any) -> Any:
-    return jax.jit(to_bits, out_shardings=sharding)
+def _carrier(sharding: Any) -> Any:
+    return jax.jit(lambda array: _carry(to_bits(array), array.dtype), out_shardings=sharding)
 
 
 @dataclasses.dataclass
@@ -128,7 +136,7 @@ class Laid:
     """An array as it goes to Orbax.
 
     Attributes:
-      array: cut among replicas, in bits where its dtype needs it.
+      array: cut among replicas, in the dtype in which it is stored.
       cell: shape of the boxes that get a digest, which are the stored chunks.
       chunk_byte_size: what to ask of Orbax for that; None: a slice is one chunk.
     """
@@ -149,13 +157,12 @@ def lay_out(array: jax.Array, *, dtype: Any = None, share: bool = True, min_slic
     """
     if dtype is not None and np.dtype(dtype) != array.dtype:
         array = jax.jit(lambda x: x.astype(dtype), out_shardings=array.sharding)(array)
-    bits = needs_bits(array.dtype)
     cut = choose_cut(array.shape, array.dtype.itemsize, array.sharding, min_slice_bytes) if share else None
     if cut is not None:
         assert isinstance(array.sharding, NamedSharding)
-        array = _cutter(array.sharding, array.shape, array.dtype, bits, cut)(array)
-    elif bits:
-        array = _bits_of(array.sharding)(array)
+        array = _cutter(array.sharding, array.shape, array.dtype, cut)(array)
+    elif carrier_of(array.dtype) != array.dtype:
+        array = _carrier(array.sharding)(array)
     piece = array.sharding.shard_shape(array.shape)
     chunk, asked = chunk_shape(array.shape, piece, jnp.dtype(array.dtype).itemsize)
     return Laid(array, chunk, asked)

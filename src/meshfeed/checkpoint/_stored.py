@@ -12,17 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
 from meshfeed._errors import CheckpointError
 from meshfeed.checkpoint._errors import DamagedCheckpointError
 from meshfeed.checkpoint._grid import Box, Grid, box_shape, joint_cell, slices
-from meshfeed.checkpoint._leaves import dtype_of, numpy_from_bits
+from meshfeed.checkpoint._leaves import CARRIERS, dtype_of, numpy_from_stored
 from meshfeed.checkpoint._manifest import Manifest, read_manifest
 
 _TREE_METADATA = "_METADATA"
-
+_JAX_ARRAY = "jax.Array"
+_KEY_METADATA = "array_metadatas/process_0"  # every process writes the same
 
 _BYTES_KEPT_BY_A_THREAD = 64 << 20
 
@@ -41,7 +43,7 @@ class StoredLeaf:
       name: Orbax's parameter name.
       shape: of the stored values; key data for PRNG keys.
       dtype: of the values as they were in the tree; key data's for keys.
-      bits: whether storage holds their bits as uint8.
+      carried: whether storage holds them in another dtype.
       cell: shape of the boxes that have a digest, or None.
       chunk: shape of the stored chunks.
       digests: digest by number of the cell.
@@ -51,7 +53,7 @@ class StoredLeaf:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    bits: bool
+    carried: bool
     cell: tuple[int, ...] | None
     chunk: tuple[int, ...]
     digests: Mapping[int, str]
@@ -74,13 +76,14 @@ class StoredArrays:
     Args:
       directory: the item's folder, such as ``<checkpoint>/<step>/arrays``.
       memory_limit_bytes: of a restore; few threads read and decode then.
+      metadata_key: see ``RestoreOptions``; not needed for what our manifest knows.
 
     Raises:
       CheckpointError: no arrays are there.
       DamagedCheckpointError: its manifest is not what was written.
     """
 
-    def __init__(self, directory: Any, memory_limit_bytes: int | None = None) -> None:
+    def __init__(self, directory: Any, memory_limit_bytes: int | None = None, metadata_key: str | None = None) -> None:
         self.directory = epath.Path(directory)
         if not self.directory.exists():
             raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
@@ -94,10 +97,14 @@ class StoredArrays:
             }
         )
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
+        entries = {} if self.manifest is None else self.manifest.leaves
+        keys = {entry["metadata_key"] for entry in entries.values() if "metadata_key" in entry}
+        self.metadata_key = next(iter(keys), metadata_key)
         self._stores: dict[str, ts.TensorStore] = {}
         self._opening: dict[str, ts.Future] = {}
         self._leaves: dict[str, StoredLeaf] = {}
         self._metadata: dict[str, Any] | None = None
+        self._impls: dict[str, str] | None = None
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -106,11 +113,7 @@ class StoredArrays:
             path = self.directory / _TREE_METADATA
             if not path.exists():
                 raise CheckpointError(f"{path}: not there, so this is no item of arrays that Orbax wrote.")
-            try:
-                self._metadata = json.loads(path.read_text())
-            except ValueError as error:
-                raise DamagedCheckpointError(f"{path}: not JSON ({error}). Restore an earlier step.") from None
-        assert self._metadata is not None
+            self._metadata = _read_json(path)
         return self._metadata
 
     def plain_leaves(self) -> dict[str, dict[str, Any]]:
@@ -121,6 +124,18 @@ class StoredArrays:
             keys = keys or [str(key) for key in ast.literal_eval(text)]
             found[".".join(keys)] = {"keys": keys, "value_type": entry["value_metadata"]["value_type"]}
         return found
+
+    def _plain_impls(self) -> dict[str, str]:
+        """Parameter name → kind of PRNG keys, as plain Orbax notes it."""
+        if self._impls is None:
+            path = self.directory / _KEY_METADATA
+            entries = _read_json(path)["array_metadatas"] if path.exists() else []
+            found = {entry["array_metadata"]["param_name"]: entry["array_metadata"] for entry in entries}
+            extras = {name: entry.get("ext_metadata") or {} for name, entry in found.items()}
+            self._impls = {
+                name: extra["random_key_impl"] for name, extra in extras.items() if "random_key_impl" in extra
+            }
+        return self._impls
 
     def _spec(self, name: str) -> dict[str, Any]:
         plain = self.metadata if self.manifest is None or (self.directory / _TREE_METADATA).exists() else {}
@@ -133,13 +148,25 @@ class StoredArrays:
         else:
             kvstore = {"driver": "file", "path": f"{base}/{name}/"}
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
+        of_arrays = self.metadata_key is not None and self.plain_leaves()[name]["value_type"] == _JAX_ARRAY
         return {
             "driver": "zarr3" if plain.get("use_zarr3") else "zarr",
             "kvstore": kvstore,
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
             "fill_missing_data_reads": fill and self.manifest is None,
+            **({"metadata_key": self.metadata_key} if of_arrays else {}),
         }
+
+    def param_info(self, name: str) -> ocp.type_handlers.ParamInfo:
+        """The parameter as Orbax's handlers want it."""
+        return ocp.type_handlers.ParamInfo(
+            name=name,
+            parent_dir=self.directory,
+            is_ocdbt_checkpoint=self._ocdbt,
+            use_zarr3=bool(self.metadata.get("use_zarr3")),
+            ts_context=self._context,
+        )
 
     def open_soon(self, names: Iterable[str]) -> None:
         """Starts to open parameters side by side, so that each :meth:`open` need not wait its turn."""
@@ -184,7 +211,9 @@ class StoredArrays:
         if entry is None:
             store = self.open(name)
             shape, chunk = tuple(int(size) for size in store.shape), tuple(self.chunk_of(name))
-            return StoredLeaf(name, shape, jnp.dtype(store.dtype.numpy_dtype), False, None, chunk, {})
+            dtype = jnp.dtype(store.dtype.numpy_dtype)
+            impl = self._plain_impls().get(name) if dtype == np.uint32 else None
+            return StoredLeaf(name, shape, dtype, False, None, chunk, {}, impl)
         assert self.manifest is not None
         dtype, stored = dtype_of(entry), entry.get("stored")
         shape = tuple(entry.get("data_shape", entry["shape"]))
@@ -194,7 +223,7 @@ class StoredArrays:
         chunk = tuple(entry.get("chunk") or (self.chunk_of(name) if stored != "nothing" else shape))
         cell = tuple(entry["cell"]) if "cell" in entry else None
         digests = self.manifest.digests.get(name, {})
-        return StoredLeaf(name, shape, dtype, stored == "bits", cell, chunk, digests, entry.get("impl"))
+        return StoredLeaf(name, shape, dtype, stored in CARRIERS, cell, chunk, digests, entry.get("impl"))
 
     def start_read(self, leaf: StoredLeaf, box: Box) -> ts.Future:
         """Starts to read a box; its result goes to :meth:`finish_read`."""
@@ -206,7 +235,7 @@ class StoredArrays:
     def start_read_into(self, leaf: StoredLeaf, box: Box, room: np.ndarray[Any, Any]) -> Any:
         """As :meth:`start_read`, into memory of the caller's; None where the stored dtype is another."""
         store: Any = self.open(leaf.name)
-        if leaf.bits or store.dtype.numpy_dtype != room.dtype:
+        if leaf.carried or store.dtype.numpy_dtype != room.dtype:
             return None
         part = store[slices(box)][ts.d[:].translate_to[0]]
         return _ReadInto(room, ts.array(room, copy=False, write=True, context=self._context).write(part))
@@ -236,7 +265,14 @@ class StoredArrays:
                         "earlier step.",
                         path=str(self.directory),
                     )
-        return numpy_from_bits(values, leaf.dtype) if leaf.bits else values
+        return numpy_from_stored(values, leaf.dtype) if leaf.carried else values
+
+
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: not JSON ({error}). Restore an earlier step.") from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,6 +285,11 @@ class _ReadInto:
     def result(self) -> np.ndarray[Any, Any]:
         self.written.result()
         return self.room
+
+
+def key_dtype(impl: str) -> Any:
+    """The dtype of PRNG keys of a kind."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def key_shape(shape: tuple[int, ...], impl: str) -> tuple[int, ...]:

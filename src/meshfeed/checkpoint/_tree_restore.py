@@ -7,16 +7,18 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from meshfeed._errors import CheckpointError
+from meshfeed._process import process_count
 from meshfeed._reshard import without_ambient_mesh
 from meshfeed.checkpoint._agreement import Agreement
 from meshfeed.checkpoint._casts import check_python, python_type_of
 from meshfeed.checkpoint._engine import LeafRequest, restore_leaves
 from meshfeed.checkpoint._leaves import dtype_of, leaf_name, python_value, tree_of
 from meshfeed.checkpoint._options import RestoreOptions
-from meshfeed.checkpoint._stored import StoredArrays
-from meshfeed.checkpoint._want import Finish, array_wanted, host_wanted, saved_sharding
+from meshfeed.checkpoint._stored import StoredArrays, key_dtype, key_shape
+from meshfeed.checkpoint._want import Finish, array_wanted, cut_to_rank, host_wanted, saved_sharding
 
 _PYTHON = (bool, int, float, complex, str, bytes)
 _PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "string": "str"}
@@ -180,14 +182,26 @@ def abstract_tree_of(stored: StoredArrays) -> Any:
     manifest = stored.manifest
     if manifest is not None and manifest.skeleton is not None:
         return tree_of(manifest.skeleton, lambda name: _abstract(stored, name, manifest.leaves[name]))
-    tree: dict[str, Any] = {}
-    for name, entry in stored.plain_leaves().items():
-        kind = _PLAIN_KINDS.get(entry["value_type"])
-        node = tree
-        for key in entry["keys"][:-1]:
-            node = node.setdefault(key, {})
-        node[entry["keys"][-1]] = None if kind is None else _abstract_plain(stored, name, kind)
-    return tree
+    kinds = stored_kinds(stored)
+    # Orbax's own description of the tree, so that its containers are those that Orbax gives.
+    arrays = ocp.type_handlers.ArrayHandler(metadata_key=stored.metadata_key)
+    orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays))
+    plain = orbax.metadata(stored.directory).tree
+    return jax.tree_util.tree_map_with_path(
+        lambda path, described: _abstract_plain(stored, leaf_name(path), kinds[leaf_name(path)], described), plain
+    )
+
+
+def type_handlers(arrays: ocp.type_handlers.ArrayHandler) -> Any:
+    """Orbax's registry of handlers by type of leaf, with this one for arrays."""
+    handlers = ocp.type_handlers
+    return handlers.create_type_handler_registry(
+        (int, handlers.ScalarHandler()),
+        (float, handlers.ScalarHandler()),
+        (np.ndarray, handlers.NumpyHandler()),
+        (jax.Array, arrays),
+        (str, handlers.StringHandler()),
+    )
 
 
 def _abstract(stored: StoredArrays, name: str, entry: dict[str, Any]) -> Any:
@@ -200,14 +214,32 @@ def _abstract(stored: StoredArrays, name: str, entry: dict[str, Any]) -> Any:
     if kind == "numpy_scalar":
         return np.zeros((), dtype)[()]
     if "impl" in entry:
-        dtype = jax.eval_shape(lambda: jax.random.key(0, impl=entry["impl"])).dtype
+        dtype = key_dtype(entry["impl"])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=saved_sharding(stored, name))
 
 
-def _abstract_plain(stored: StoredArrays, name: str, kind: str) -> Any:
+def _abstract_plain(stored: StoredArrays, name: str, kind: str, described: Any) -> Any:
     if kind == "str":
         return ""
     leaf = stored.leaf(name)
-    if kind == "jax":
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=saved_sharding(stored, name))
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    if kind == "numpy":
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    if kind == "scalar":
+        return np.zeros((), leaf.dtype).item()
+    shape, dtype = leaf.shape, leaf.dtype
+    if leaf.impl is not None:
+        dtype = key_dtype(leaf.impl)
+        shape = shape[: len(shape) - len(key_shape((), leaf.impl))]
+    sharding = _plain_sharding(described, len(shape)) or saved_sharding(stored, name)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _plain_sharding(described: Any, rank: int) -> Any:
+    """The sharding that plain Orbax noted; None if this job's devices do not allow it on every process."""
+    try:
+        sharding = described.sharding.to_jax_sharding()
+    except Exception:  # none was noted, or it is of another topology, for which Orbax raises errors of many kinds
+        return None
+    if len({device.process_index for device in sharding.device_set}) < process_count():
+        return None
+    return cut_to_rank(sharding, rank)

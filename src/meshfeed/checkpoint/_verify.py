@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from typing import Any
 
@@ -11,9 +12,10 @@ from etils import epath
 from meshfeed import _state_files
 from meshfeed._errors import CheckpointError, MeshfeedError
 from meshfeed._names import public
+from meshfeed.checkpoint._iterator import PLAIN_FILE
 from meshfeed.checkpoint._manifest import file_digest
 from meshfeed.checkpoint._read import UnitReader, Wanted
-from meshfeed.checkpoint._step import ARRAYS, find_steps, read_step
+from meshfeed.checkpoint._step import ARRAYS, ITERATOR, StepParts, find_steps, read_step
 from meshfeed.checkpoint._stored import StoredArrays
 from meshfeed.checkpoint._tree_restore import stored_kinds
 
@@ -85,10 +87,24 @@ def verify(directory: Any, step: int | None = None) -> list[Finding]:
 def _verify_step(directory: epath.Path, step: int) -> Finding:
     problems: list[str] = []
     try:
-        read_step(directory, step)
+        parts = read_step(directory, step)
     except CheckpointError as error:
         problems.append(str(error))
+    else:
+        problems += _check_copy(parts)
     return _finding(directory / str(step) / ARRAYS, step, problems)
+
+
+def _check_copy(parts: StepParts) -> list[str]:
+    """Plain Orbax has no digest of the state that it reads."""
+    path = parts.directory / ITERATOR / PLAIN_FILE
+    if parts.document is None or not path.exists():
+        return []
+    try:
+        same = json.loads(path.read_text()) == parts.document["state"]
+    except ValueError:
+        same = False
+    return [] if same else [f"{path}: is not a copy of the iterator's state"]
 
 
 def _finding(item: epath.Path, step: int | None, problems: list[str]) -> Finding:

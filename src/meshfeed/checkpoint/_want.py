@@ -78,6 +78,8 @@ def array_wanted(
     if impl is not None:
         logical = leaf.shape[: len(leaf.shape) - len(key_shape((), impl))] if shape is None else tuple(shape)
         _check_shape(stored, name, leaf.shape, key_shape(logical, impl), strict)
+        if final is sharding:
+            sharding = final = cut_to_rank(final, len(logical))
         _check_sharding(name, logical, final)
         request = LeafRequest(leaf, key_shape(logical, impl), leaf.dtype, _readable(final))
         return request, lambda data: _placed(_wrap_keys(data, impl, _readable(final)), sharding)
@@ -91,6 +93,14 @@ def array_wanted(
         )
     request = LeafRequest(leaf, wanted, final_dtype, _readable(final), wrap=any_cast)
     return request, lambda array: _placed(array, sharding)
+
+
+def cut_to_rank(sharding: Any, rank: int) -> Any:
+    """The sharding that Orbax notes for PRNG keys is of their data, which has more dimensions: cut to the keys' own."""
+    if not isinstance(sharding, jax.sharding.NamedSharding) or any(sharding.spec[rank:]):
+        return sharding
+    spec = jax.sharding.PartitionSpec(*sharding.spec[:rank])
+    return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def _local_wanted(

@@ -1,0 +1,158 @@
+"""The step that ends a run is saved when the checkpointer is closed, or a warning says why it cannot be."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_feeds import CountingFeed
+from checkpoint_trees import assert_same, make_mesh, place
+
+from meshfeed._errors import CheckpointError, SettingsError
+from meshfeed.checkpoint import Checkpointer, _checkpointer
+
+
+def state_at(step: int):
+    return {
+        "w": place(np.full((64, 8), step, np.float32), make_mesh(4, 2), "data"),
+        "step": step,
+        "n": np.full(3, step),
+    }
+
+
+class Feed(CountingFeed):
+    states = 0
+
+    def get_state(self):
+        self.states += 1
+        return super().get_state()
+
+
+def train(ckpt: Checkpointer, feed: CountingFeed, steps: int):
+    for step in range(1, steps + 1):
+        next(feed)
+        state = state_at(step)
+        ckpt.save(step, state, feed)
+    return state
+
+
+def newest(directory):
+    feed = CountingFeed()
+    with Checkpointer(directory) as ckpt:
+        step, state = ckpt.restore(state_at(0), feed)
+    assert_same(state_at(step), state)
+    assert feed.position == 4 * step
+    return step
+
+
+def test_leaving_and_closing_save_it(tmp_path):
+    with Checkpointer(tmp_path / "with", save_interval_steps=10) as ckpt:
+        train(ckpt, CountingFeed(), 17)
+    assert ckpt.steps() == [1, 10, 17]
+    assert newest(tmp_path / "with") == 17
+    ckpt = Checkpointer(tmp_path / "close", save_interval_steps=100)
+    train(ckpt, CountingFeed(), 3)
+    ckpt.close()
+    ckpt.close()
+    assert ckpt.steps() == [1, 3]
+    with pytest.raises(CheckpointError, match="closed"):
+        ckpt.save(4, state_at(4))
+
+
+def test_nothing_more_is_saved_where_nothing_was_skipped_or_that_is_told(tmp_path):
+    with Checkpointer(tmp_path / "told", save_interval_steps=10, save_last=False) as ckpt:
+        train(ckpt, CountingFeed(), 12)
+    assert ckpt.steps() == [1, 10]
+    with Checkpointer(tmp_path / "forced", save_interval_steps=10) as ckpt:
+        feed = CountingFeed()
+        state = train(ckpt, feed, 12)
+        assert ckpt.save(12, state, feed, force=True)
+        assert not ckpt.save(12, state, feed)
+        assert not ckpt.save(11, state, feed)  # steps rise only
+    assert ckpt.steps() == [1, 10, 12]
+    with pytest.raises(SettingsError, match="save_last"):
+        Checkpointer(tmp_path / "c", save_last="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_an_exception_saves_nothing(tmp_path):
+    def fail():
+        with Checkpointer(tmp_path / "c", save_interval_steps=10) as ckpt:
+            train(ckpt, CountingFeed(), 12)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with Checkpointer(tmp_path / "c") as ckpt:
+        assert ckpt.steps() == [1, 10]
+
+
+def test_a_skipped_step_costs_neither_a_state_nor_a_copy(tmp_path, monkeypatch):
+    captured = []
+    encode = _checkpointer.encode_tree
+    monkeypatch.setattr(_checkpointer, "encode_tree", lambda tree: captured.append(tree["step"]) or encode(tree))
+    feed = Feed()
+    with Checkpointer(tmp_path / "c", save_interval_steps=100) as ckpt:
+        train(ckpt, feed, 1)
+        ckpt.wait()
+        seen = feed.states
+        train(ckpt, feed, 20)
+        assert feed.states == seen
+        assert captured == [1]
+    assert captured == [1, 20]
+
+
+@pytest.mark.parametrize("change", ["donate", "refill", "move on"])
+def test_what_changed_since_is_a_warning_and_never_saved(tmp_path, caplog, change):
+    feed = CountingFeed()
+    with caplog.at_level(logging.WARNING, "meshfeed"), Checkpointer(tmp_path / "c", save_interval_steps=10) as ckpt:
+        state = train(ckpt, feed, 12)
+        if change == "donate":
+            jax.block_until_ready(jax.jit(lambda w: w + 1, donate_argnums=0)(state["w"]))
+        elif change == "refill":
+            state["n"][:] = -1
+        else:
+            next(feed)
+    assert ckpt.steps() == [1, 10]
+    (record,) = [record for record in caplog.records if "step 12" in record.message]
+    reason = {"donate": "['w'] was donated", "refill": "numpy leaf was changed", "move on": "the feed has moved on"}
+    assert reason[change] in record.message
+    assert "force=True" in record.message
+
+
+def test_containers_may_be_refilled(tmp_path):
+    feed, state = CountingFeed(), {}
+    with Checkpointer(tmp_path / "c", save_interval_steps=10) as ckpt:
+        for step in range(1, 13):
+            next(feed)
+            state |= state_at(step)
+            ckpt.save(step, state, feed)
+        state |= state_at(99)
+    assert newest(tmp_path / "c") == 12
+
+
+def test_feeds_that_count_nothing(tmp_path):
+    class Bare:
+        place = 0
+
+        def get_state(self):
+            return {"meshfeed": 1, "kind": "random_access", "position": self.place, "segments": [], "fingerprint": {}}
+
+    for moved, steps in ((False, [1, 2]), (True, [1])):
+        feed = Bare()
+        with Checkpointer(tmp_path / str(moved), save_interval_steps=10) as ckpt:
+            ckpt.save(1, state_at(1), feed)
+            ckpt.save(2, state_at(2), feed)
+            feed.place += moved
+        assert ckpt.steps() == steps
+
+
+def test_a_save_that_fails_at_the_end_is_raised(tmp_path):
+    ckpt = Checkpointer(tmp_path / "c", save_interval_steps=10)
+    ckpt.save(1, state_at(1))
+    ckpt.save(2, {**state_at(2), "fn": print})
+    with pytest.raises(CheckpointError, match="'fn'"):
+        ckpt.close()
+    assert ckpt.steps() == [1]
+    ckpt.close()
