@@ -19,8 +19,8 @@ class BuildPy(build_py):
 
 
 extension = Extension(
-    "meshfeed.sources._riegeli",
-    ["src/meshfeed/sources/_riegeli.c"],
+    "meshfeed._src.sources.array_record._riegeli",
+    ["src/meshfeed/_src/sources/array_record/_riegeli.c"],
     extra_compile_args=["-std=c11", "-O3"],
     libraries=["dl", "pthread"],
     optional=True,  # without a C compiler the install succeeds, and the array_record library reads instead

@@ -86,11 +86,11 @@ def simulate(num_hosts: int, windows: int, threads: int) -> dict[str, Any]:
     import jax
     from jax.experimental import multihost_utils
 
-    from meshfeed import _process
-    from meshfeed._agree import WindowAgreement
-    from meshfeed._agree_rules import Part, full_window
+    from meshfeed._src.agreement.rules import Part, full_window
+    from meshfeed._src.agreement.windows import WindowAgreement
+    from meshfeed._src.base import coordination
 
-    real = _process.key_value_store()
+    real = coordination.key_value_store()
     assert real is not None
     store = Counted(real)
     here, processes = jax.process_index(), jax.process_count()

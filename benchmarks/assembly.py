@@ -46,16 +46,16 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     from jax._src.lib import xla_client
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from meshfeed import _aligned
-    from meshfeed._global import Assembler
-    from meshfeed._plan import plan_host
-    from meshfeed._put import Putter
+    from meshfeed._src.arrays.assemble import Assembler
+    from meshfeed._src.arrays.device_put import Putter
+    from meshfeed._src.base import memory
+    from meshfeed._src.plan.plan import plan_host
 
     mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     devices = list(mesh.devices.flat)
     num_rows = max(num_devices, num_bytes // (COLUMNS * 4 * num_leaves) // num_devices * num_devices)
-    batch = {f"leaf_{i}": _aligned.empty((num_rows, COLUMNS), np.int32) for i in range(num_leaves)}
+    batch = {f"leaf_{i}": memory.empty((num_rows, COLUMNS), np.int32) for i in range(num_leaves)}
     for i, leaf in enumerate(batch.values()):
         leaf[:] = i
     plan = plan_host(sharding, num_rows, 0)

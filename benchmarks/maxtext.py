@@ -28,15 +28,15 @@ def host_batches(rows: int, kind: str) -> list[dict[str, Any]]:
     """Four batches of int32 leaves ``[rows, COLUMNS]``."""
     import numpy as np
 
-    from meshfeed import _aligned, _ownership
+    from meshfeed._src.base import memory, ownership
 
     made = []
     for number in range(4):
         batch = {}
         for leaf in range(LEAVES):
             row = np.full(COLUMNS, number + leaf, np.int32)
-            array = np.stack([row] * rows) if kind == STACKED else _aligned.copy(np.broadcast_to(row, (rows, COLUMNS)))
-            batch[f"leaf{leaf}"] = _ownership.seal(array) if kind == READ_ONLY else array
+            array = np.stack([row] * rows) if kind == STACKED else memory.copy(np.broadcast_to(row, (rows, COLUMNS)))
+            batch[f"leaf{leaf}"] = ownership.seal(array) if kind == READ_ONLY else array
         made.append(batch)
     return made
 
@@ -73,7 +73,8 @@ def loaders(rows: int, kind: str, rounds: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from meshfeed import _aligned, maxtext
+    from meshfeed import maxtext
+    from meshfeed._src.base import memory
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     made = host_batches(rows, kind)
@@ -88,7 +89,7 @@ def loaders(rows: int, kind: str, rounds: int) -> dict[str, Any]:
         jax.block_until_ready(maxtext_way(next(turn), mesh))
         return 1
 
-    ready = iter(Repeating([{path: _aligned.copy(leaf) for path, leaf in batch.items()} for batch in made]))
+    ready = iter(Repeating([{path: memory.copy(leaf) for path, leaf in batch.items()} for batch in made]))
 
     def copy_alone() -> int:
         target = next(ready)  # memory that is there already: fresh pages cost as much again

@@ -26,11 +26,11 @@ class Slow:
     """A batch takes a fixed time to read, during which the processor is free, as it is while a disk is read."""
 
     def __init__(self, seconds: float) -> None:
-        from meshfeed import _aligned, _ownership
+        from meshfeed._src.base import memory, ownership
 
-        self._batch = _aligned.empty((ROWS, TOKENS), np.int32)
+        self._batch = memory.empty((ROWS, TOKENS), np.int32)
         self._batch[:] = 0
-        _ownership.seal(self._batch)  # an array that a source may write to again is copied, which is part of reading
+        ownership.seal(self._batch)  # an array that a source may write to again is copied, which is part of reading
         self._seconds = seconds
 
     def __len__(self) -> int:
@@ -103,8 +103,8 @@ def bookkeeping(options: argparse.Namespace) -> Table:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from meshfeed._global import Assembler
-    from meshfeed._plan import plan_host
+    from meshfeed._src.arrays.assemble import Assembler
+    from meshfeed._src.plan.plan import plan_host
 
     source = Slow(0.0)
     sharding = NamedSharding(make_mesh(), PartitionSpec("data"))

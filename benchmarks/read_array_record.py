@@ -18,7 +18,7 @@ import numpy as np
 from array_record.python import array_record_data_source, array_record_module
 
 from benchmarks._measure import Table, Way, main, rates, take_turns
-from meshfeed.sources._array_record import ArrayRecord
+from meshfeed._src.sources.array_record.source import ArrayRecord
 
 LM_TOKENS = 2048
 LM_BATCH = 64

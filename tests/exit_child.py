@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 import meshfeed
-from meshfeed import _prefetch, _threads
+from meshfeed._src.base import threads
+from meshfeed._src.feed import prefetch
 
 FOREVER = threading.Event()
 
@@ -171,7 +172,7 @@ def stall(kind: str, *, close: bool) -> Any:
 
 
 def main() -> None:
-    _prefetch._JOIN_SECONDS = _threads._CLOSE_SECONDS = 0.2
+    prefetch._JOIN_SECONDS = threads._CLOSE_SECONDS = 0.2
     close, kinds = sys.argv[1] == "close", sys.argv[2:]
     feeds = [stall(kind, close=close) for kind in kinds]
     waited_for = [thread.name for thread in threading.enumerate() if not thread.daemon]

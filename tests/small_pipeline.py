@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed._agree import WindowAgreement
-from meshfeed._exchange import Exchange
-from meshfeed._feeder import HostBatch
-from meshfeed._pipeline import Pipeline
-from meshfeed._stats import StatsRecorder
+from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.base.stats import StatsRecorder
+from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.streams.protocol import HostBatch
 
 
 class Numbers:

@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent / "chaos"))
 
 from memory_store import MemoryStore
 
-from meshfeed import PeerError, SkipBad, StalledError, _process
-from meshfeed._agree import WindowAgreement
-from meshfeed._agree_bad import BadRecords
-from meshfeed._agree_late import Lateness
-from meshfeed._agree_rules import (
+from meshfeed import PeerError, SkipBad, StalledError
+from meshfeed._src.agreement.bad_records import BadRecords
+from meshfeed._src.agreement.handshake import Rounds
+from meshfeed._src.agreement.rules import (
     Part,
     Stop,
     Verdict,
@@ -33,10 +32,12 @@ from meshfeed._agree_rules import (
     overrule,
     window_ends,
 )
-from meshfeed._agree_settings import Rounds
-from meshfeed._exchange import Exchange
-from meshfeed._feeder import HostBatch
-from meshfeed._pipeline import Pipeline
+from meshfeed._src.agreement.stragglers import Lateness
+from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.base import coordination
+from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.streams.protocol import HostBatch
 from tests.small_pipeline import new_exchange, numbers_pipeline
 
 STEP_SECONDS = 0.02
@@ -145,7 +146,7 @@ def test_an_announcement_that_the_other_thread_has_just_seen_is_not_waited_for(r
 def test_thousands_of_hosts_ask_again_less_often(hosts: int, seconds: float) -> None:
     store = CountingStore()
     store.set("key", "value")
-    assert _process.wait_for_key(store, "key", time.monotonic() + 60, num_waiting=hosts) == "value"  # type: ignore[arg-type]
+    assert coordination.wait_for_key(store, "key", time.monotonic() + 60, num_waiting=hosts) == "value"  # type: ignore[arg-type]
     assert store.seconds == [pytest.approx(seconds, abs=0.01)]
 
 
@@ -153,8 +154,8 @@ def test_thousands_of_hosts_ask_again_less_often(hosts: int, seconds: float) -> 
 
 
 def wait_a_little(store: MemoryStore, prefix: str, hosts: range, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_process, "_FIRST_NOTE_SECONDS", 0.0)
-    _process.wait_for_hosts(store, prefix, hosts, time.monotonic() + 0.01, note=note)  # type: ignore[arg-type]
+    monkeypatch.setattr(coordination, "_FIRST_NOTE_SECONDS", 0.0)
+    coordination.wait_for_hosts(store, prefix, hosts, time.monotonic() + 0.01, note=note)  # type: ignore[arg-type]
 
 
 def test_who_is_late_costs_each_host_a_few_requests_however_many_hosts_there_are(
@@ -187,14 +188,14 @@ def test_many_late_hosts_are_counted_and_some_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_note_is_taken_away_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    monkeypatch.setattr(_process, "_FIRST_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(coordination, "_FIRST_NOTE_SECONDS", 0.0)
 
     def come(values: Any) -> bool:
         store._values.setdefault("run/in/1", "{}")
         return False
 
     store.set("run/in/0", "{}")
-    _process.wait_for_hosts(store, "run/in", range(2), time.monotonic() + 60, come, note="run/late")  # type: ignore[arg-type]
+    coordination.wait_for_hosts(store, "run/in", range(2), time.monotonic() + 60, come, note="run/late")  # type: ignore[arg-type]
     assert sorted(store._values) == ["run/in/0", "run/in/1"]
 
 
@@ -212,9 +213,9 @@ def test_hosts_that_do_not_come_to_an_exchange_are_named(
     here: int, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CountingStore()
-    monkeypatch.setattr(_process, "_FIRST_NOTE_SECONDS", 0.0)
-    monkeypatch.setattr(_process, "key_value_store", lambda: store)
-    monkeypatch.setattr(_process, "process_index", lambda: here)
+    monkeypatch.setattr(coordination, "_FIRST_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(coordination, "key_value_store", lambda: store)
+    monkeypatch.setattr(coordination, "process_index", lambda: here)
     prefix = "meshfeed/feed/train/settings/0" if rounds else "meshfeed/restore/0"
     store.set(f"{prefix}/in/{1 - here}", "{}")
     if here == 1:
@@ -226,7 +227,7 @@ def test_hosts_that_do_not_come_to_an_exchange_are_named(
             Rounds("feed/train", range(4)).agree({"seed": 0}, 0.05)
         else:
             options: dict[str, Any] = {"timeout_seconds": 0.05, "doing": "choosing a step"}
-            _process.reduce_json("restore", 0, {}, lambda values: None, participants=range(4), **options)
+            coordination.reduce_json("restore", 0, {}, lambda values: None, participants=range(4), **options)
 
     with pytest.raises(
         StalledError, match=r"hosts 2, 3 did not arrive within 0 s \(host . of 4 is waiting\)"
@@ -259,7 +260,9 @@ def take(one: Pipeline, steps: int) -> None:
 def test_a_host_that_closes_early_is_named_on_those_that_go_on(
     leaver: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed._agree._ERROR_GRACE_SECONDS", 0.5)  # here hosts wait for one another in one thread
+    monkeypatch.setattr(
+        "meshfeed._src.agreement.windows._ERROR_GRACE_SECONDS", 0.5
+    )  # here hosts wait for one another in one thread
     store = MemoryStore()
     pipelines = [pipeline(store, host, 3, prefetch) for host in range(3)]
     for step in range(5):
@@ -467,13 +470,13 @@ def test_what_the_last_host_said_at_the_very_end_of_the_wait_is_heard(monkeypatc
     key = "meshfeed/run"
     store.set(f"{key}/w/0/0", "{}")
     announcement = {"upto": 0, "stop": {"0": "it left"}, "window": 1, "info": {}}
-    real = _process.wait_for_key
+    real = coordination.wait_for_key
 
     def times_out(*args: Any, **kwargs: Any) -> None:
         assert real(*args, **kwargs) is None
         store.set(f"{key}/a/0", json.dumps(announcement))
 
-    monkeypatch.setattr(_process, "wait_for_key", times_out)
+    monkeypatch.setattr(coordination, "wait_for_key", times_out)
     stop = agreement.wait_for(0)
     assert stop is not None
     assert stop.errors == {0: "it left"}

@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 import meshfeed
-from meshfeed import cli
-from meshfeed._errors import CheckpointError, SettingsError
+from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.cli import main
 
 BIG = "plan --hosts 4096 --devices-per-host 4 --mesh data=4096,model=4 --spec data --global-batch-size 16384"
 SMALL = "plan --hosts 4 --devices-per-host 2"
 
 
 def run(line: str) -> Result:
-    return CliRunner().invoke(cli.main, line.split())
+    return CliRunner().invoke(main.main, line.split())
 
 
 def test_plan_of_4096_hosts_as_json() -> None:
@@ -93,7 +93,7 @@ def test_plan_refuses_with_one_message_and_status_2(line: str, message: str) -> 
     ("error", "status"), [(CheckpointError("step 7 is damaged"), 1), (SettingsError("end='x'"), 2)]
 )
 def test_errors_of_meshfeed_are_one_line(error: Exception, status: int) -> None:
-    @click.group(cls=type(cli.main))
+    @click.group(cls=type(main.main))
     def group() -> None: ...
 
     @group.command()
@@ -106,13 +106,13 @@ def test_errors_of_meshfeed_are_one_line(error: Exception, status: int) -> None:
 
 
 def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
-    code = f"import sys; sys.path[:] = {sys.path!r}; from meshfeed.cli import main; main()"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from meshfeed._src.cli.main import main; main()"
     ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 0
     assert "plan" in ended.stdout
 
 
-@pytest.mark.parametrize("command", [None, *cli.main.commands])
+@pytest.mark.parametrize("command", [None, *main.main.commands])
 def test_help_fits_80_columns_and_cuts_nothing_off(command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = run(f"{command or ''} --help").output.splitlines()
@@ -121,7 +121,7 @@ def test_help_fits_80_columns_and_cuts_nothing_off(command: str | None, monkeypa
     assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
 
 
-@pytest.mark.parametrize("command", cli.main.commands.values(), ids=str)
+@pytest.mark.parametrize("command", main.main.commands.values(), ids=str)
 def test_every_option_has_a_help_text(command: click.Command) -> None:
     options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
     assert [option.name for option in options if not option.help] == []

@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from meshfeed import _cli_bench, cli
+from meshfeed._src.cli import bench as cli_bench
+from meshfeed._src.cli import main
 
 pytest.importorskip("array_record")
 
 
 def test_rows_are_cut_and_padded() -> None:
-    rows = _cli_bench.FixedBytes(3)([b"abcd", b"e", b""])["bytes"]
+    rows = cli_bench.FixedBytes(3)([b"abcd", b"e", b""])["bytes"]
     assert rows.dtype == np.uint8
     assert rows.tolist() == [[97, 98, 99], [101, 0, 0], [0, 0, 0]]
 
 
 def test_figures_of_own_files(tmp_path: pathlib.Path) -> None:
-    with _cli_bench.example_files(200, 64) as paths:
+    with cli_bench.example_files(200, 64) as paths:
         assert len(paths) == 2
         arguments = ["bench", *paths, "--steps", "4", "--global-batch-size", "16", "--step-ms", "1", "--json"]
-        result = CliRunner().invoke(cli.main, arguments)
+        result = CliRunner().invoke(main.main, arguments)
     assert result.exit_code == 0, result.output
     figures = json.loads(result.output)
     assert not any(pathlib.Path(path).exists() for path in paths)
@@ -37,17 +38,17 @@ def test_figures_of_own_files(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_report_in_words() -> None:
-    with _cli_bench.example_files(64, 32) as paths:
-        result = CliRunner().invoke(cli.main, ["bench", *paths, "--steps", "2", "--global-batch-size", "8"])
+    with cli_bench.example_files(64, 32) as paths:
+        result = CliRunner().invoke(main.main, ["bench", *paths, "--steps", "2", "--global-batch-size", "8"])
     assert result.output.startswith("64 records of 32 bytes, batches of 8 to 8 cpu devices\n")
     assert "the loop waits" not in result.output
     assert "paced" not in result.output
 
 
 def test_the_report_says_what_the_simulated_step_paced() -> None:
-    with _cli_bench.example_files(64, 32) as paths:
+    with cli_bench.example_files(64, 32) as paths:
         arguments = ["bench", *paths, "--steps", "2", "--global-batch-size", "8", "--step-ms", "2"]
-        lines = CliRunner().invoke(cli.main, arguments).output.splitlines()
+        lines = CliRunner().invoke(main.main, arguments).output.splitlines()
     assert lines[1] == (
         "the feed is paced by simulated steps of 2 ms, so it is asked for at most 4,000 records/s; without --step-ms it "
         "runs freely"
@@ -59,10 +60,10 @@ def test_the_report_says_what_the_simulated_step_paced() -> None:
 
 
 def test_wrong_values_are_refused(tmp_path: pathlib.Path) -> None:
-    with _cli_bench.example_files(64, 32) as paths:
-        result = CliRunner().invoke(cli.main, ["bench", *paths, "--global-batch-size", "13"])
+    with cli_bench.example_files(64, 32) as paths:
+        result = CliRunner().invoke(main.main, ["bench", *paths, "--global-batch-size", "13"])
     assert result.exit_code == 2
     assert "13" in result.output
-    missing = CliRunner().invoke(cli.main, ["bench", str(tmp_path / "none-*.array_record")])
+    missing = CliRunner().invoke(main.main, ["bench", str(tmp_path / "none-*.array_record")])
     assert missing.exit_code == 1
     assert "none-" in missing.output

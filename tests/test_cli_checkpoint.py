@@ -15,14 +15,14 @@ from click.testing import CliRunner, Result
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed import cli
+from meshfeed._src.cli import main
 from meshfeed.checkpoint import IteratorHandler, IteratorRestore
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.main, list(map(str, arguments)))
+    return CliRunner().invoke(main.main, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ from click.testing import CliRunner, Result
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed import _state_files, cli
+from meshfeed._src.cli import main
+from meshfeed._src.state import files as state_files
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.main, ["replay", *map(str, arguments)])
+    return CliRunner().invoke(main.main, ["replay", *map(str, arguments)])
 
 
 def make_feed(source: Any, **settings: Any) -> meshfeed.MultiHostDataLoadIterator:
@@ -74,7 +75,7 @@ def test_it_finds_the_newest_step_of_a_checkpoint(tmp_path: pathlib.Path) -> Non
             next(feed)
             folder = tmp_path / str(step) / "iterator"
             folder.mkdir(parents=True)
-            _state_files.write_state(folder, feed.get_state())
+            state_files.write_state(folder, feed.get_state())
     assert json.loads(run(tmp_path, "--json").output)["batch_index"] == 1
     assert json.loads(run(tmp_path / "9", "--json").output)["batch_index"] == 0
 
@@ -85,7 +86,7 @@ def test_inspect_and_replay_have_the_same_numbers_for_a_state(tmp_path: pathlib.
         for _ in range(3):
             next(feed)
         checkpoints.save(70, {"w": np.zeros(2)}, feed, force=True)  # the caller counts otherwise
-    inspected = CliRunner().invoke(cli.main, ["inspect", str(tmp_path / "run"), "--json"])
+    inspected = CliRunner().invoke(main.main, ["inspect", str(tmp_path / "run"), "--json"])
     (step,) = json.loads(inspected.output)["steps"]
     replayed = json.loads(run(tmp_path / "run", "--json").output)
     assert (step["step"], step["feed_step"], step["position"]) == (70, 3, 12)

@@ -20,11 +20,12 @@ pytest.importorskip("optax")
 
 from rich.console import Console
 
-from meshfeed import MeshfeedError, SourceError, cli
-from meshfeed._demo import BREAKS, JOURNEY, QUICK, Demo, Leg, Plan, broken
-from meshfeed._demo_corpus import build_corpus, read_records
-from meshfeed._demo_job import Job, Topology, example_script
-from meshfeed._demo_proof import JobLog, Step, effective, prove, read_job
+from meshfeed import MeshfeedError, SourceError
+from meshfeed._src.cli import main
+from meshfeed._src.demo.corpus import build_corpus, read_records
+from meshfeed._src.demo.demo import BREAKS, JOURNEY, QUICK, Demo, Leg, Plan, broken
+from meshfeed._src.demo.job import Job, Topology, example_script
+from meshfeed._src.demo.proof import JobLog, Step, effective, prove, read_job
 
 RECORDS = [bytes([number]) * 8 for number in range(10)]
 NUM_STEPS, BATCH = 5, 2  # one epoch
@@ -136,7 +137,7 @@ def test_hosts_end_when_the_demo_is_killed(tmp_path: pathlib.Path) -> None:
     script.write_text("import time, sys\nprint('started', flush=True)\ntime.sleep(100)\n")
     parent = (
         "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'meshfeed._demo_child', {str(script)!r}], "
+        f"child = subprocess.Popen([sys.executable, '-m', 'meshfeed._src.demo.child', {str(script)!r}], "
         "stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
@@ -173,14 +174,14 @@ def test_a_host_that_fails_is_quoted(tmp_path: pathlib.Path) -> None:
 
 def test_a_folder_that_holds_something_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x").write_text("")
-    result = CliRunner().invoke(cli.main, ["demo", "--directory", str(tmp_path)])
+    result = CliRunner().invoke(main.main, ["demo", "--directory", str(tmp_path)])
     assert result.exit_code == 2
     assert "is not empty; name a new folder" in result.output
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "optax" else object())
-    result = CliRunner().invoke(cli.main, ["demo"])
+    result = CliRunner().invoke(main.main, ["demo"])
     assert result.exit_code == 1
     assert "the demo needs optax: pip install optax." in result.output
 
@@ -224,7 +225,7 @@ def test_how_long_it_takes_is_said_first(
         return job(0, 5)
 
     monkeypatch.setattr(Demo, "_run_leg", run_leg)
-    result = CliRunner().invoke(cli.main, ["demo", "--directory", str(tmp_path / "d"), *arguments])
+    result = CliRunner().invoke(main.main, ["demo", "--directory", str(tmp_path / "d"), *arguments])
     lines = result.stdout.splitlines()
     assert lines[0].split()[:5] == ["Time", "about", *duration.split(), "on"]
     assert ("--quick is shorter" in lines[0]) == ("--quick" not in arguments)
@@ -317,7 +318,7 @@ def test_another_seed_is_refused(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.multihost
 def test_an_interrupted_demo_leaves_no_process(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "meshfeed.cli", "demo", "--directory", str(tmp_path / "demo")]
+    command = [sys.executable, "-m", "meshfeed._src.cli.main", "demo", "--directory", str(tmp_path / "demo")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         log = tmp_path / "demo" / "job-1-1x8" / "host-0.log"
         deadline = time.monotonic() + 60

@@ -112,7 +112,7 @@ def test_streams() -> None:
 
 def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("optax")
-    from meshfeed._demo_corpus import build_corpus
+    from meshfeed._src.demo.corpus import build_corpus
 
     corpus = build_corpus(tmp_path / "corpus", num_records=101, record_bytes=17)
     common = ["--data", corpus.pattern, "--batch", "8", "--save-every", "2", "--audit"]

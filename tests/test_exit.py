@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from meshfeed import _workers
+from meshfeed._src.reading.workers import pool as worker_pool
 
 CHILD = pathlib.Path(__file__).with_name("exit_child.py")
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "meshfeed"
@@ -42,12 +42,12 @@ def test_a_process_whose_reads_hang_exits(how: str, kinds: list[str]) -> None:
 
 
 FORBIDDEN = {
-    "ThreadPoolExecutor": "joins its threads at exit; use meshfeed._threads.Threads",
-    "ProcessPoolExecutor": "joins its processes at exit; use meshfeed._workers",
+    "ThreadPoolExecutor": "joins its threads at exit; use meshfeed._src.base.threads.Threads",
+    "ProcessPoolExecutor": "joins its processes at exit; use meshfeed._src.reading.workers.pool",
     "to_thread": "runs on a ThreadPoolExecutor, which joins its threads at exit",
     "run_in_executor": "runs on a ThreadPoolExecutor, which joins its threads at exit",
     "Timer": "is a thread that Python joins at exit",
-    "multiprocessing": "joins its processes at exit; use meshfeed._workers",
+    "multiprocessing": "joins its processes at exit; use meshfeed._src.reading.workers.pool",
 }
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_started_that_python_waits_for_at_exit(path: pathlib.Path) ->
 
 def test_a_worker_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """A process in an uninterruptible read of a dead disk stays after SIGKILL until that read returns."""
-    monkeypatch.setattr(_workers, "_EXIT_SECONDS", 0.1)
+    monkeypatch.setattr(worker_pool, "_EXIT_SECONDS", 0.1)
     killed = []
 
     class Unkillable:
@@ -104,7 +104,7 @@ def test_a_worker_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.Mo
         def kill(self) -> None:
             killed.append(True)
 
-    worker = object.__new__(_workers._Worker)
+    worker = object.__new__(worker_pool._Worker)
     worker.process, worker._label = Unkillable(), "worker 0"  # type: ignore[assignment]
     worker.finish_close(time.monotonic())
     assert killed

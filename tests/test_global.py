@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshfeed import _aligned
-from meshfeed._errors import PlanError, SourceError
-from meshfeed._global import Assembler, narrow
-from meshfeed._plan import plan_host
-from meshfeed._put import Putter, probe_fast_call
-from meshfeed._topology import fake_mesh
+from meshfeed._src.arrays.assemble import Assembler, narrow
+from meshfeed._src.arrays.device_put import Putter, probe_fast_call
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import PlanError, SourceError
+from meshfeed._src.plan.plan import plan_host
+from meshfeed._src.plan.topology import fake_mesh
 
 BOTH_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 BOTH_WAYS = pytest.mark.parametrize("fast", [True, False], ids=["fast", "public"])
@@ -157,7 +157,7 @@ def test_aligned_buffers_are_used_as_they_are(fast: bool) -> None:
     assemble = assembler(sharding, fast)
     plan = plan_host(sharding, 16, 0)
     for _ in range(2):
-        host = _aligned.empty((16, 32), np.int32)
+        host = memory.empty((16, 32), np.int32)
         host[:] = 7
         array = assemble(host, plan)
         pointers = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
@@ -170,7 +170,7 @@ def test_an_unaligned_buffer_is_copied_once_and_whole(fast: bool) -> None:
     assemble = assembler(sharding, fast)
     plan = plan_host(sharding, 16, 0)
     for _ in range(2):
-        host = _aligned.empty((17 * 32,), np.int32)[1 : 1 + 16 * 32].reshape(16, 32)  # as b"".join may give it
+        host = memory.empty((17 * 32,), np.int32)[1 : 1 + 16 * 32].reshape(16, 32)  # as b"".join may give it
         host[:] = np.arange(16)[:, None]
         array = assemble(host, plan)
         pointers = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
@@ -199,7 +199,7 @@ def test_donating_a_batch_does_not_write_to_the_host_buffer() -> None:
     plan = plan_host(sharding, 16, 0)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     for _ in range(3):
-        host = _aligned.empty((16, 32), np.float32)
+        host = memory.empty((16, 32), np.float32)
         host[:] = 7
         out = jax.block_until_ready(step(assemble(host, plan)))
         assert all((np.asarray(shard.data) == 8).all() for shard in out.addressable_shards)
@@ -312,10 +312,10 @@ def test_element_spec_is_what_a_batch_is() -> None:
 
 def test_aligned_arrays() -> None:
     for shape, dtype in (((3, 5), np.int32), ((), np.float64), ((0, 4), np.int8), ((7,), ml_dtypes.bfloat16)):
-        array = _aligned.empty(shape, dtype)
+        array = memory.empty(shape, dtype)
         assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
         assert array.size == 0 or array.ctypes.data % 64 == 0
         assert array.flags.c_contiguous
         assert array.flags.writeable
     turned = np.arange(6).reshape(2, 3).T
-    np.testing.assert_array_equal(_aligned.copy(turned, np.int8), turned)
+    np.testing.assert_array_equal(memory.copy(turned, np.int8), turned)

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed import CheckpointError, _launcher, _process
-from meshfeed._launcher import other_processes
+from meshfeed import CheckpointError
+from meshfeed._src.base import coordination, launcher
+from meshfeed._src.base.launcher import other_processes
 
 SLURM_TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
 POD = {"TPU_WORKER_HOSTNAMES": "t1k-0.svc,t1k-1.svc", "TPU_WORKER_ID": "0"}
@@ -50,9 +51,9 @@ def test_variables_that_a_launcher_sets_for_each_task(
 @pytest.fixture
 def one_of_four(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    _launcher.warn_if_forgotten.cache_clear()
+    launcher.warn_if_forgotten.cache_clear()
     yield
-    _launcher.warn_if_forgotten.cache_clear()
+    launcher.warn_if_forgotten.cache_clear()
 
 
 def make_feed() -> Any:
@@ -91,7 +92,7 @@ def test_independent_jobs_and_jobs_of_one_process_are_left_alone(
     if how == "independent":
         monkeypatch.setenv("MESHFEED_INDEPENDENT_PROCESSES", "1")
     else:
-        monkeypatch.setattr(_process, "is_distributed", lambda: True)
+        monkeypatch.setattr(coordination, "is_distributed", lambda: True)
     with caplog.at_level(logging.WARNING, "meshfeed"), make_feed(), meshfeed.checkpoint.Checkpointer(tmp_path):
         pass
     assert not caplog.records

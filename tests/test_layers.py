@@ -159,5 +159,5 @@ def test_only_one_module_asks_jax_about_processes() -> None:
                 and isinstance(node.value, ast.Name)
                 and node.value.id == "jax"
             ):
-                wrong.append(f"{module}:{node.lineno}: jax.{node.attr}; use meshfeed._process")
+                wrong.append(f"{module}:{node.lineno}: jax.{node.attr}; use meshfeed._src.base.coordination")
     assert not wrong, "\n".join(sorted(wrong))

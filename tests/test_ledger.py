@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed import _ledger
-from meshfeed._ledger import Ledgers
+from meshfeed._src.state import ledger
+from meshfeed._src.state.ledger import Ledgers
 from tests import old_states
 
 
@@ -37,8 +37,8 @@ def make_feed(num_records: int = 400, max_fraction: float = 0.6) -> meshfeed.Mul
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ledger, "MAX_LISTED", 50)
-    monkeypatch.setattr(_ledger, "MAX_REASONS", 30)
+    monkeypatch.setattr(ledger, "MAX_LISTED", 50)
+    monkeypatch.setattr(ledger, "MAX_REASONS", 30)
 
 
 @pytest.mark.usefixtures("small")

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshfeed import _load
-from meshfeed._errors import PlanError, SettingsError, SourceError
-from meshfeed._load import Deal, Loader, LoadPlan, load_participants
-from meshfeed._load_move import carrier_of, make_mover, to_carrier
-from meshfeed._reshard import without_ambient_mesh
-from meshfeed._topology import fake_devices, fake_mesh
+from meshfeed._src.arrays import load_once
+from meshfeed._src.arrays.load_once import Deal, Loader, LoadPlan, load_participants
+from meshfeed._src.arrays.move_rows import carrier_of, make_mover, to_carrier
+from meshfeed._src.arrays.reshard import without_ambient_mesh
+from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
+from meshfeed._src.plan.topology import fake_devices, fake_mesh
 
 DTYPES = [
     *("bool", "int8", "uint16", "int32", "float16", "float32", "complex64"),
@@ -58,7 +58,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xAB, np.uint8).view(dtype).reshape(shape)
 
-    monkeypatch.setattr(_load, "placeholder", poison)
+    monkeypatch.setattr(load_once, "placeholder", poison)
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import meshfeed
 from meshfeed import maxtext
-from meshfeed._threads import Threads
+from meshfeed._src.base.threads import Threads
 from meshfeed.maxtext import MultiHostDataLoadIterator, RemoteIterator, RemoteIteratorWrapper
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -376,7 +376,7 @@ def tensorflow(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     fake.errors = types.SimpleNamespace(FailedPreconditionError=NotReadyError)
     monkeypatch.setitem(sys.modules, "tensorflow", fake)
     pauses: list[float] = []
-    monkeypatch.setattr("meshfeed._retry.time", types.SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr("meshfeed._src.base.retry.time", types.SimpleNamespace(sleep=pauses.append))
     return pauses
 
 
@@ -506,7 +506,7 @@ class Hanging(WithState):
 
 @pytest.fixture
 def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr("meshfeed._prefetch._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("meshfeed._src.feed.prefetch._JOIN_SECONDS", 0.1)
     made = Hanging(read_once=getattr(request, "param", False))
     yield made
     made.released.set()
@@ -535,7 +535,7 @@ def test_what_is_ready_is_delivered_while_the_loader_hangs(mesh: Mesh, hanging: 
 def test_a_loader_that_hangs_longer_than_the_deadline_is_a_stalled_error(
     mesh: Mesh, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed._maxtext_loader._TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr("meshfeed._src.maxtext.loader._TIMEOUT_SECONDS", 1.0)
     loader = MultiHostDataLoadIterator(hanging, mesh)
     assert numbers([promptly(next, loader), promptly(next, loader)]) == [0, 1]
     with pytest.raises(meshfeed.StalledError, match="waiting for host batch 2"):
@@ -561,7 +561,7 @@ def test_a_loader_that_starts_again_is_set_and_reset_while_it_hangs(mesh: Mesh, 
 def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
     mesh: Mesh, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed._maxtext_open_loaders._TURN_SECONDS", 0.2)
+    monkeypatch.setattr("meshfeed._src.maxtext.open_loaders._TURN_SECONDS", 0.2)
     loader = MultiHostDataLoadIterator(hanging, mesh)
     start = loader.local_iterator.get_state()
     assert numbers([promptly(next, loader)]) == [0]
@@ -569,7 +569,7 @@ def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
     with pytest.raises(meshfeed.StalledError, match="another thread has been in next"):
         promptly(loader.local_iterator.set_state, start)
     hanging.released.set()
-    monkeypatch.setattr("meshfeed._maxtext_open_loaders._TURN_SECONDS", 60)
+    monkeypatch.setattr("meshfeed._src.maxtext.open_loaders._TURN_SECONDS", 60)
     assert numbers([promptly(next, loader)]) == [1]  # refused, so nothing has changed
     loader.local_iterator.set_state(start)
     assert numbers([promptly(next, loader) for _ in range(6)]) == [0, 1, 2, 3, 4, 5]

@@ -11,7 +11,7 @@ import pytest
 
 import meshfeed
 from meshfeed import SettingsError, SourceError, StateMismatchError
-from meshfeed._mixture_order import join_ids, split_ids
+from meshfeed._src.order.mixture import join_ids, split_ids
 from meshfeed.sources import Memory, Mixture, Stream
 from meshfeed.testing import check_resumable
 

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 import pytest
 
-from meshfeed import SourceError, _remote_wire
-from meshfeed._agree_rules import Part
-from meshfeed._feeder import HostBatch
+from meshfeed import SourceError
+from meshfeed._src.agreement.rules import Part
+from meshfeed._src.remote import wire
+from meshfeed._src.streams.protocol import HostBatch
 from tests.small_pipeline import new_exchange
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
@@ -144,7 +145,7 @@ class Node:
     ],
 )
 def test_answers_of_remote_hosts_need_no_pickle(value: Any) -> None:
-    back = _remote_wire.decode_answer(_remote_wire.encode_answer(value))
+    back = wire.decode_answer(wire.encode_answer(value))
     assert jax.tree.structure(back) == jax.tree.structure(value)
     for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(value), strict=True):
         assert type(one) is type(other)
@@ -158,5 +159,5 @@ def test_a_pickle_from_another_host_is_not_read(tmp_path: pathlib.Path) -> None:
     with pytest.raises((TypeError, ValueError, KeyError)):
         exchange.materialize(HostBatch(0, 4, None, 0))
     with pytest.raises(ValueError):
-        _remote_wire.decode_answer(b"P" + payload)
+        wire.decode_answer(b"P" + payload)
     assert not list(tmp_path.iterdir())

@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import meshfeed
-from meshfeed import _aligned, _ownership
+from meshfeed._src.base import memory as base_memory
+from meshfeed._src.base import ownership
 
 ROWS, COLUMNS, RECORDS = 8, 16, 64  # a record's leaf is 64 bytes, so that blocks of any rows can be aliased on CPU
 
@@ -339,32 +340,32 @@ def test_a_maxtext_loader_that_is_read_once_goes_on_with_what_was_read_ahead() -
 
 
 def test_only_memory_that_nobody_can_write_is_immutable() -> None:
-    whole = _aligned.empty((4, 16), np.int32)
-    assert not _ownership.is_immutable(whole)
+    whole = base_memory.empty((4, 16), np.int32)
+    assert not ownership.is_immutable(whole)
     read_only = whole[:]
     read_only.flags.writeable = False
-    assert not _ownership.is_immutable(read_only), "whoever holds `whole` can write"
-    assert _ownership.is_immutable(_ownership.seal(whole))
-    assert _ownership.is_immutable(whole[1:3])
-    assert _ownership.is_immutable(np.frombuffer(bytes(64), np.int32).reshape(4, 4)[1:])
-    assert _ownership.is_immutable(np.frombuffer(memoryview(bytes(64))[8:], np.int32))
+    assert not ownership.is_immutable(read_only), "whoever holds `whole` can write"
+    assert ownership.is_immutable(ownership.seal(whole))
+    assert ownership.is_immutable(whole[1:3])
+    assert ownership.is_immutable(np.frombuffer(bytes(64), np.int32).reshape(4, 4)[1:])
+    assert ownership.is_immutable(np.frombuffer(memoryview(bytes(64))[8:], np.int32))
     frozen = np.arange(6)
     frozen.flags.writeable = False
-    assert not _ownership.is_immutable(frozen), "its owner may set the flag again"
-    assert not _ownership.is_immutable(np.asarray(jax.numpy.arange(6)))
+    assert not ownership.is_immutable(frozen), "its owner may set the flag again"
+    assert not ownership.is_immutable(np.asarray(jax.numpy.arange(6)))
 
 
 def test_arrays_are_copied_once_into_memory_that_the_devices_take_as_it_is() -> None:
     array = np.arange(64).reshape(4, 16)
-    owned = _ownership.own(array)
+    owned = ownership.own(array)
     assert not np.shares_memory(owned, array)
-    assert _aligned.is_aligned(owned)
+    assert base_memory.is_aligned(owned)
     np.testing.assert_array_equal(owned, array)
-    np.testing.assert_array_equal(_ownership.own(array.T), array.T)
-    assert _ownership.own("text") == "text"
-    assert _ownership.own(b"bytes") == b"bytes"
+    np.testing.assert_array_equal(ownership.own(array.T), array.T)
+    assert ownership.own("text") == "text"
+    assert ownership.own(b"bytes") == b"bytes"
     key = jax.random.key(0)
-    assert _ownership.own(key) is key, "it is refused by name where batches are checked"
+    assert ownership.own(key) is key, "it is refused by name where batches are checked"
 
 
 @pytest.mark.parametrize(
@@ -386,8 +387,8 @@ def test_what_meshfeed_reads_itself_is_not_copied_again(
         writer.write(np.full(COLUMNS, number, np.int32).tobytes())
     writer.close()
     copies: list[Any] = []
-    copy = _aligned.copy
-    monkeypatch.setattr(_aligned, "copy", lambda *args: copies.append(args) or copy(*args))
+    copy = base_memory.copy
+    monkeypatch.setattr(base_memory, "copy", lambda *args: copies.append(args) or copy(*args))
     with meshfeed.MultiHostDataLoadIterator(make(str(tmp_path / "records")), mesh(), global_batch_size=ROWS) as feed:
         assert len(list(feed)) == RECORDS // ROWS
     assert not copies

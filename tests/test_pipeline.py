@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfeed._agree import WindowAgreement
-from meshfeed._feeder import HostBatch
+from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.streams.protocol import HostBatch
 from tests.small_pipeline import new_exchange, numbers_pipeline
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshfeed._errors import PlanError, SettingsError, SourceError
-from meshfeed._plan import (
+from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
+from meshfeed._src.plan.plan import (
     HostPlan,
     broadcast_shardings,
     cut_spec,
@@ -21,7 +21,7 @@ from meshfeed._plan import (
     participants,
     plan_host,
 )
-from meshfeed._topology import fake_devices, fake_mesh
+from meshfeed._src.plan.topology import fake_devices, fake_mesh
 
 
 @st.composite

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshfeed._errors import PlanError, SettingsError
-from meshfeed._plan import plan_host
-from meshfeed._plan_table import plan_table
-from meshfeed._topology import fake_mesh
+from meshfeed._src.base.errors import PlanError, SettingsError
+from meshfeed._src.plan.plan import plan_host
+from meshfeed._src.plan.table import plan_table
+from meshfeed._src.plan.topology import fake_mesh
 
 
 @st.composite

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent / "chaos"))
 
 from memory_store import MemoryStore
 
-from meshfeed import MeshfeedError, _process
+from meshfeed import MeshfeedError
+from meshfeed._src.base import coordination
 
 
 @pytest.mark.parametrize(
@@ -32,18 +33,18 @@ from meshfeed import MeshfeedError, _process
 def test_several_processes_without_a_store_are_refused(
     initialized: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_process, "is_distributed", lambda: initialized)
-    monkeypatch.setattr(_process, "process_count", lambda: 4)
+    monkeypatch.setattr(coordination, "is_distributed", lambda: initialized)
+    monkeypatch.setattr(coordination, "process_count", lambda: 4)
     options: dict[str, Any] = {"participants": range(4), "timeout_seconds": 5, "doing": "testing"}
     with pytest.raises(MeshfeedError, match=message):
-        _process.reduce_json("test", 0, None, lambda values: None, **options)
+        coordination.reduce_json("test", 0, None, lambda values: None, **options)
 
 
 def test_a_round_leaves_no_key_and_deletes_none_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     store, hosts = MemoryStore(), range(3)
     here = threading.local()
-    monkeypatch.setattr(_process, "key_value_store", lambda: store)
-    monkeypatch.setattr(_process, "process_index", lambda: here.host)
+    monkeypatch.setattr(coordination, "key_value_store", lambda: store)
+    monkeypatch.setattr(coordination, "process_index", lambda: here.host)
     options: dict[str, Any] = {"participants": hosts, "timeout_seconds": 30, "doing": "testing"}
 
     def run(host: int) -> list[int]:
@@ -51,7 +52,9 @@ def test_a_round_leaves_no_key_and_deletes_none_that_is_still_read(monkeypatch: 
         results = []
         for number in range(20):
             time.sleep(0.002 * ((host + number) % 3))
-            results.append(_process.reduce_json("test", number, host, lambda values: sum(values.values()), **options))
+            results.append(
+                coordination.reduce_json("test", number, host, lambda values: sum(values.values()), **options)
+            )
         return results
 
     with concurrent.futures.ThreadPoolExecutor(len(hosts)) as threads:
@@ -62,7 +65,7 @@ def test_a_round_leaves_no_key_and_deletes_none_that_is_still_read(monkeypatch: 
 def test_a_coordinator_that_is_gone_holds_nobody_up() -> None:
     gone = threading.Event()
     start = time.monotonic()
-    _process.call_briefly(lambda: gone.wait(60) and None, name="test", at_exit=False)
+    coordination.call_briefly(lambda: gone.wait(60) and None, name="test", at_exit=False)
     assert time.monotonic() - start < 30
     gone.set()
 
@@ -73,5 +76,5 @@ def test_an_error_while_leaving_is_logged_and_not_raised(caplog: pytest.LogCaptu
             raise RuntimeError("UNAVAILABLE")
 
     with caplog.at_level(logging.DEBUG, "meshfeed.process"):
-        _process.leave(Gone(), "test", 2)  # type: ignore[arg-type]
+        coordination.leave(Gone(), "test", 2)  # type: ignore[arg-type]
     assert [record.getMessage() for record in caplog.records] == ["meshfeed-leave: UNAVAILABLE"]

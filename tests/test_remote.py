@@ -17,11 +17,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshfeed
-from meshfeed._remote_client import RemoteClient
-from meshfeed._remote_endpoint import Endpoint
-from meshfeed._remote_target import make_feed_payload
-from meshfeed._remote_wire import END, ERROR, OK, Header, decode_answer, encode_answer, encode_error, rows_of, to_rows
-from meshfeed._shardings import normalize_sharding
+from meshfeed._src.plan.shardings import normalize_sharding
+from meshfeed._src.remote.client import RemoteClient
+from meshfeed._src.remote.endpoint import Endpoint
+from meshfeed._src.remote.target import make_feed_payload
+from meshfeed._src.remote.wire import (
+    END,
+    ERROR,
+    OK,
+    Header,
+    decode_answer,
+    encode_answer,
+    encode_error,
+    rows_of,
+    to_rows,
+)
 from meshfeed.remote import RemoteFeed
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -111,7 +121,7 @@ def test_batches_go_from_the_cpus_to_the_devices_beside_them(case: str, monkeypa
     devices = np.array(jax.devices())  # the first four stand for accelerators, the others for the CPUs beside them
     mesh = Mesh(devices[[2, 0, 3, 1]].reshape(2, 2), ("data", "model"), axis_types=AUTO)
     beside = Mesh(devices[[6, 4, 7, 5]].reshape(2, 2), ("data", "model"), axis_types=AUTO)
-    monkeypatch.setattr("meshfeed._remote_client.colocated_mesh", lambda _: beside)
+    monkeypatch.setattr("meshfeed._src.remote.client.colocated_mesh", lambda _: beside)
     make, settings = CASES[case]
     sharding = NamedSharding(mesh, P("data"))
     with (
@@ -290,7 +300,7 @@ def test_hosts_that_answer_alike_are_told_apart(
             rows = []
             for device in range(buffer.shape[0]):
                 host = min(device // 3, 2)
-                monkeypatch.setattr("meshfeed._process.process_index", lambda host=host: host)
+                monkeypatch.setattr("meshfeed._src.base.coordination.process_index", lambda host=host: host)
                 endpoint = Endpoint(b"")
                 endpoint._answer = encode_answer(answers[host])
                 rows.append(rows_of(endpoint.fetch(buffer))[device])

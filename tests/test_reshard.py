@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._reshard import bits_dtype, from_bits, host_bits, reshard, to_bits
+from meshfeed._src.arrays.reshard import bits_dtype, from_bits, host_bits, reshard, to_bits
 
 NARROW_FLOATS = [
     name

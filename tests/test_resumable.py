@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshfeed._errors import SettingsError
+from meshfeed._src.base.errors import SettingsError
 from meshfeed.testing import check_resumable
 
 ROWS, STEPS = 4, 6

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._retry import call_with_retry
+from meshfeed._src.base.retry import call_with_retry
 
 RECORDS, ROWS, TWICE = 32, 8, 2
 RETRY = meshfeed.Retry(attempts=TWICE + 1, initial_seconds=0)

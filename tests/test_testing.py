@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshfeed import testing
-from meshfeed._errors import SettingsError
+from meshfeed._src.base.errors import SettingsError
 
 _SCALE = 10
 

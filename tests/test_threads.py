@@ -13,11 +13,12 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed import _prefetch, _threads
+from meshfeed._src.base import threads as base_threads
+from meshfeed._src.feed import prefetch
 
 
 def test_map_keeps_the_order_and_raises_what_was_raised() -> None:
-    threads = _threads.Threads(3, "test")
+    threads = base_threads.Threads(3, "test")
     assert threads.map(lambda value: value * 2, range(20)) == [2 * value for value in range(20)]
     with pytest.raises(ZeroDivisionError):
         threads.map(lambda value: 1 // value, [1, 0, 2])
@@ -35,7 +36,7 @@ def test_threads_start_as_work_arrives_and_end_with_their_owner() -> None:
             time.sleep(0.01)
         return running()
 
-    threads = _threads.Threads(3, "owned")
+    threads = base_threads.Threads(3, "owned")
     assert running() == 0
     assert threads.submit(pow, 2, 3).result() == 8
     assert running() == 1
@@ -53,7 +54,7 @@ def test_shutdown_finishes_what_was_submitted_and_close_does_not() -> None:
             begun.set()
             go_on.wait(30)
 
-        threads = _threads.Threads(1, "ends")
+        threads = base_threads.Threads(1, "ends")
         first = threads.submit(wait)
         second = threads.submit(done.append, 1)
         assert begun.wait(30)
@@ -77,18 +78,18 @@ def test_a_close_that_hangs_is_not_waited_for(caplog) -> None:
         def close(self) -> None:
             raise ValueError("generator already executing")
 
-    _threads.close_within(object())  # nothing to close
-    _threads.close_within(Reader(), 0.1)
+    base_threads.close_within(object())  # nothing to close
+    base_threads.close_within(Reader(), 0.1)
     assert "close() of a Reader has not returned" in caplog.text
     with pytest.raises(ValueError, match="already executing"):
-        _threads.close_within(Failing())
+        base_threads.close_within(Failing())
     go_on.set()
 
 
 @pytest.mark.parametrize("kind", ["threads", "lane", "lanes", "batches"])
 def test_a_feed_whose_read_hangs_can_be_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prefetch, "_JOIN_SECONDS", 0.2)
-    monkeypatch.setattr(_threads, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(prefetch, "_JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(base_threads, "_CLOSE_SECONDS", 0.2)
     go_on = threading.Event()
 
     class Records:

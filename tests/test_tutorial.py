@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from meshfeed._spawn_host import free_port
+from meshfeed._src.testing.spawn_host import free_port
 
 pytestmark = pytest.mark.multihost
 
@@ -27,7 +27,7 @@ def run(script: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
     """Runs commands in one shell, as typed; the variables that the page sets are set."""
     tools = folder / ".tools"  # the page's `python` and `meshfeed` are those that run this test
     tools.mkdir(exist_ok=True)
-    for name, command in (("python", ""), ("meshfeed", " -m meshfeed.cli")):
+    for name, command in (("python", ""), ("meshfeed", " -m meshfeed._src.cli.main")):
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
         (tools / name).chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}

@@ -75,7 +75,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: pathlib.Path) -> None:
 @pytest.mark.skipif(not shutil.which(sysconfig.get_config_var("CC").split()[0]), reason="no C compiler")
 def test_it_holds_the_extension(wheel: pathlib.Path, installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert "-cp311-abi3-" in wheel.name
-    script = "from meshfeed.sources._array_record_direct import riegeli; print(riegeli.hash(b''))"
+    script = "from meshfeed._src.sources.array_record.direct import riegeli; print(riegeli.hash(b''))"
     ended = _run([str(installed / "bin" / "python"), "-c", script], tmp_path, JAX_PLATFORMS="cpu")
     assert int(ended.stdout) == int.from_bytes(bytes.fromhex("e19f13c0e9b1c372"), "little")
 
@@ -114,7 +114,7 @@ def test_it_imports_away_from_the_source_tree(installed: pathlib.Path, tmp_path:
 def test_its_command_runs(wheel: pathlib.Path, installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
-    assert "meshfeed = meshfeed.cli:main" in archive.read(entry_points).decode()
-    script = "import sys; sys.argv[0] = 'meshfeed'; from meshfeed.cli import main; sys.exit(main())"
+    assert "meshfeed = meshfeed._src.cli.main:main" in archive.read(entry_points).decode()
+    script = "import sys; sys.argv[0] = 'meshfeed'; from meshfeed._src.cli.main import main; sys.exit(main())"
     ended = _run([str(installed / "bin" / "python"), "-c", script, "--help"], tmp_path, JAX_PLATFORMS="cpu")
     assert "plan" in ended.stdout

@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import pytest
 
-from meshfeed import _worker_wire
-from meshfeed._errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, StalledError
-from meshfeed._workers import WorkerPool, pickle_task
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._src.reading.workers import wire as worker_wire
+from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
 
 SECONDS = 60.0  # far beyond what anything here takes
 
@@ -130,16 +130,16 @@ def test_arrays_arrive_bit_for_bit_aligned_and_read_only(echo) -> None:
             leaf.flags.writeable = True
 
 
-@pytest.mark.skipif(_worker_wire.memory_file_flags() is None, reason="needs memfd_create")
+@pytest.mark.skipif(worker_wire.memory_file_flags() is None, reason="needs memfd_create")
 def test_both_ways_of_the_wire_give_the_same(monkeypatch) -> None:
     tree = arrays_of_all_kinds()
-    for flags in (_worker_wire.memory_file_flags(), None):
-        monkeypatch.setattr(_worker_wire, "memory_file_flags", lambda flags=flags: flags)
+    for flags in (worker_wire.memory_file_flags(), None):
+        monkeypatch.setattr(worker_wire, "memory_file_flags", lambda flags=flags: flags)
         left, right = socket.socketpair()
         with left, right:
-            sender = threading.Thread(target=lambda left=left: [_worker_wire.send_value(left, k, tree) for k in (9, 8)])
+            sender = threading.Thread(target=lambda left=left: [worker_wire.send_value(left, k, tree) for k in (9, 8)])
             sender.start()
-            inbox, frames = _worker_wire.Inbox(right), []
+            inbox, frames = worker_wire.Inbox(right), []
             while len(frames) < 2:
                 frame = inbox.take()
                 if frame is None:
@@ -390,7 +390,7 @@ def test_a_killed_parent_leaves_no_worker_and_no_memory(forked: bool, tmp_path) 
         textwrap.dedent(f"""
         import os, time
         import numpy as np
-        from meshfeed._workers import WorkerPool, pickle_task
+        from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
 
         class Mine(Exception):
             pass

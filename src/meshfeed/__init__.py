@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed import checkpoint, maxtext, remote, sources, testing
-    from meshfeed._errors import (
+    from meshfeed._src.base.errors import (
         AgreementError,
         CheckpointError,
         CorruptDataError,
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
         StalledError,
         StateMismatchError,
     )
-    from meshfeed._iterator import Feed, MultiHostDataLoadIterator
-    from meshfeed._settings import BatchSchedule, Retry, SkipBad, Workers
-    from meshfeed._state import merge_states
-    from meshfeed._stats import FeedStats
-    from meshfeed.sources._shard_cache import ShardCache
+    from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, Workers
+    from meshfeed._src.base.stats import FeedStats
+    from meshfeed._src.feed.iterator import Feed, MultiHostDataLoadIterator
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+    from meshfeed._src.state.state import merge_states
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AgreementError": "meshfeed._errors",
-    "BatchSchedule": "meshfeed._settings",
-    "CheckpointError": "meshfeed._errors",
-    "CorruptDataError": "meshfeed._errors",
-    "Feed": "meshfeed._iterator",
-    "FeedStats": "meshfeed._stats",
-    "MeshfeedError": "meshfeed._errors",
-    "MultiHostDataLoadIterator": "meshfeed._iterator",
-    "PeerError": "meshfeed._errors",
-    "PlanError": "meshfeed._errors",
-    "Retry": "meshfeed._settings",
-    "SettingsError": "meshfeed._errors",
-    "ShardCache": "meshfeed.sources._shard_cache",
-    "SkipBad": "meshfeed._settings",
-    "SourceError": "meshfeed._errors",
-    "StalledError": "meshfeed._errors",
-    "StateMismatchError": "meshfeed._errors",
-    "Workers": "meshfeed._settings",
-    "merge_states": "meshfeed._state",
+    "AgreementError": "meshfeed._src.base.errors",
+    "BatchSchedule": "meshfeed._src.base.settings",
+    "CheckpointError": "meshfeed._src.base.errors",
+    "CorruptDataError": "meshfeed._src.base.errors",
+    "Feed": "meshfeed._src.feed.iterator",
+    "FeedStats": "meshfeed._src.base.stats",
+    "MeshfeedError": "meshfeed._src.base.errors",
+    "MultiHostDataLoadIterator": "meshfeed._src.feed.iterator",
+    "PeerError": "meshfeed._src.base.errors",
+    "PlanError": "meshfeed._src.base.errors",
+    "Retry": "meshfeed._src.base.settings",
+    "SettingsError": "meshfeed._src.base.errors",
+    "ShardCache": "meshfeed._src.sources.files.shard_cache",
+    "SkipBad": "meshfeed._src.base.settings",
+    "SourceError": "meshfeed._src.base.errors",
+    "StalledError": "meshfeed._src.base.errors",
+    "StateMismatchError": "meshfeed._src.base.errors",
+    "Workers": "meshfeed._src.base.settings",
+    "merge_states": "meshfeed._src.state.state",
 }
 _MODULES = ("checkpoint", "maxtext", "remote", "sources", "testing")
 

@@ -10,7 +10,7 @@ Each difference from MaxText is listed in docs/how-to/migrate-from-maxtext.md.
 
 from __future__ import annotations
 
-from meshfeed._maxtext_loader import MultiHostDataLoadIterator
-from meshfeed._maxtext_remote import RemoteIterator, RemoteIteratorWrapper
+from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
+from meshfeed._src.maxtext.remote import RemoteIterator, RemoteIteratorWrapper
 
 __all__ = ["MultiHostDataLoadIterator", "RemoteIterator", "RemoteIteratorWrapper"]

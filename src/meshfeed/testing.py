@@ -7,10 +7,10 @@ single hosts can be killed. ``fake_devices`` and ``fake_mesh`` make plans for th
 
 from __future__ import annotations
 
-from meshfeed._resumable import check_resumable
-from meshfeed._spawn import HostPool, run_hosts, start_hosts
-from meshfeed._spawn_host import HostResult, HostRunError
-from meshfeed._topology import fake_devices, fake_mesh
+from meshfeed._src.plan.topology import fake_devices, fake_mesh
+from meshfeed._src.testing.resumable import check_resumable
+from meshfeed._src.testing.spawn import HostPool, run_hosts, start_hosts
+from meshfeed._src.testing.spawn_host import HostResult, HostRunError
 
 __all__ = [
     "HostPool",

@@ -16,14 +16,14 @@ from memory_store import MemoryStore
 from scenario import DiskGone, Scenario
 
 import meshfeed
-from meshfeed._agree import WindowAgreement
-from meshfeed._courses import make_course
-from meshfeed._exchange import Exchange
-from meshfeed._feeder import HostRows
-from meshfeed._pipeline import Pipeline
-from meshfeed._settings import check_settings
-from meshfeed._state import merge_states, parse_state
-from meshfeed._stats import StatsRecorder
+from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.base.settings import check_settings
+from meshfeed._src.base.stats import StatsRecorder
+from meshfeed._src.feed.open_stream import make_course
+from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.state.state import merge_states, parse_state
+from meshfeed._src.streams.protocol import HostRows
 
 TIMEOUT_SECONDS = 6.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshfeed._errors import StateMismatchError
-from meshfeed._state import parse_state, seal
+from meshfeed._src.base.errors import StateMismatchError
+from meshfeed._src.state.state import parse_state, seal
 
 
 class CountingFeed:

@@ -10,19 +10,19 @@ import pytest
 from checkpoint_trees import abstract, assert_same, make_mesh, orbax_args, place, registered, special_floats
 from orbax.checkpoint._src.multihost import dispatchers
 
-from meshfeed._errors import CheckpointError, CorruptDataError, SettingsError
+from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError
+from meshfeed._src.checkpoint import engine
+from meshfeed._src.checkpoint.options import RestoreOptions
+from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import (
     ArrayHandler,
     ArraysHandler,
     ArraysRestore,
     ArraysSave,
     Checkpointer,
-    _engine,
     restore_once,
     verify,
 )
-from meshfeed.checkpoint._options import RestoreOptions
-from meshfeed.checkpoint._stored import StoredArrays
 
 
 @pytest.fixture(scope="module")
@@ -336,14 +336,14 @@ def test_names_of_orbax_single_replica_handler(tmp_path, mesh, tree):
 def test_a_fraction_of_the_free_memory_is_a_limit(tmp_path, tree, monkeypatch):
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(tree))
     limits = []
-    exact = _engine.UnitReader
+    exact = engine.UnitReader
 
     def reader(stored, **settings):
         limits.append(settings["bytes_in_flight"])
         return exact(stored, **settings)
 
-    monkeypatch.setattr(_engine, "UnitReader", reader)
-    monkeypatch.setattr(_engine, "_device_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(engine, "UnitReader", reader)
+    monkeypatch.setattr(engine, "_device_bytes", lambda: 1 << 30)
     handler = ArraysHandler(array_handler={"broadcast_memory_scaling_factor": 0.5})
     assert_same(tree, handler.restore(tmp_path / "a", ArraysRestore(abstract(tree))))
     handler = ArraysHandler(

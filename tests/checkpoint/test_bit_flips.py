@@ -11,7 +11,7 @@ import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import assert_same, make_mesh, mixed_tree
 
-from meshfeed._errors import CheckpointError
+from meshfeed._src.base.errors import CheckpointError
 from meshfeed.checkpoint import Checkpointer, verify
 
 

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, mixed_tree, place
 
-from meshfeed._errors import CheckpointError, CorruptDataError, SettingsError, StateMismatchError
+from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError, StateMismatchError
 from meshfeed.checkpoint import Checkpointer
 
 

@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoint_feeds import CountingFeed, LaneFeed
 
-from meshfeed import _state_files
-from meshfeed._errors import CheckpointError, CorruptDataError, StateMismatchError
+from meshfeed._src.base.errors import CheckpointError, CorruptDataError, StateMismatchError
+from meshfeed._src.state import files as state_files
 from meshfeed.checkpoint import IteratorHandler, IteratorRestore, IteratorSave
 
 
@@ -52,10 +52,10 @@ def test_orbax_v1_stateful_checkpointable(tmp_path):
 
     class Feed(CountingFeed):
         async def save(self, directory):
-            return await _state_files.save(self, directory)
+            return await state_files.save(self, directory)
 
         async def load(self, directory):
-            return await _state_files.load(self, directory)
+            return await state_files.load(self, directory)
 
     feed = Feed()
     next(feed)
@@ -72,43 +72,43 @@ def test_parts_of_several_hosts_are_joined_and_restored_on_another_number(tmp_pa
     for process, feed in enumerate(hosts):
         next(feed)
         next(feed)
-        _state_files.write_state(tmp_path, feed.get_state(), process=process)
+        state_files.write_state(tmp_path, feed.get_state(), process=process)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part-0.json", "part-1.json"]
     for _ in range(2):  # before and after the parts are merged
         for lanes in ([0, 1, 2, 3], [3], [1, 2]):
             feed = LaneFeed(lanes, 4)
-            feed.set_state(_state_files.read_state(tmp_path))
+            feed.set_state(state_files.read_state(tmp_path))
             assert feed.counters == {lane: 2 * (1 + lane) for lane in lanes}
-        _state_files.merge_files(tmp_path)
+        state_files.merge_files(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
 def test_parts_of_different_steps_are_refused(tmp_path):
     first, second = LaneFeed([0], 2), LaneFeed([1], 2)
     next(second)
-    _state_files.write_state(tmp_path, first.get_state(), process=0)
-    _state_files.write_state(tmp_path, second.get_state(), process=1)
+    state_files.write_state(tmp_path, first.get_state(), process=0)
+    state_files.write_state(tmp_path, second.get_state(), process=1)
     with pytest.raises(CheckpointError, match="do not belong together"):
-        _state_files.read_state(tmp_path)
+        state_files.read_state(tmp_path)
 
 
 def test_only_one_host_writes_a_state_that_all_share(tmp_path):
     state = advanced(1).get_state()
     for process in range(5):
-        _state_files.write_state(tmp_path, state, process=process)
+        state_files.write_state(tmp_path, state, process=process)
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
 def test_ledgers_of_replaced_records_come_from_every_host(tmp_path):
     for process in range(3):
         state = {**advanced(1).get_state(), "skipped": {str(process): [[process, 0, "bad", 0]]}}
-        _state_files.write_state(tmp_path, state, process=process)
-    assert sorted(_state_files.read_state(tmp_path)["skipped"]) == ["0", "1", "2"]
+        state_files.write_state(tmp_path, state, process=process)
+    assert sorted(state_files.read_state(tmp_path)["skipped"]) == ["0", "1", "2"]
 
 
 def test_every_flipped_bit_is_found_or_harmless(tmp_path):
     feed = advanced(7)
-    _state_files.write_state(tmp_path, feed.get_state())
+    state_files.write_state(tmp_path, feed.get_state())
     path = tmp_path / "state.json"
     whole = path.read_bytes()
     for bit in range(0, len(whole) * 8, 5):
@@ -116,7 +116,7 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path):
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bytes(damaged))
         try:
-            state = _state_files.read_state(tmp_path)
+            state = state_files.read_state(tmp_path)
         except (CorruptDataError, CheckpointError):
             continue
         assert state == feed.get_state()
@@ -124,14 +124,14 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path):
 
 def test_an_empty_folder_and_a_cut_file_are_errors(tmp_path):
     with pytest.raises(CheckpointError, match="no iterator state"):
-        _state_files.read_state(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps(_state_files.make_document(advanced(1).get_state(), None, 0))[:-9])
+        state_files.read_state(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps(state_files.make_document(advanced(1).get_state(), None, 0))[:-9])
     with pytest.raises(CorruptDataError, match="not JSON"):
-        _state_files.read_state(tmp_path)
+        state_files.read_state(tmp_path)
 
 
 def test_a_state_that_does_not_fit_leaves_the_feed_as_it_was(tmp_path):
-    _state_files.write_state(tmp_path, advanced(2).get_state())
+    state_files.write_state(tmp_path, advanced(2).get_state())
     other = CountingFeed(records=7)
     next(other)
     with pytest.raises(StateMismatchError):
@@ -143,9 +143,9 @@ def test_v1_save_captures_before_it_returns(tmp_path):
     feed = advanced(1)
 
     async def run():
-        write = await _state_files.save(feed, tmp_path)
+        write = await state_files.save(feed, tmp_path)
         next(feed)
         await write
 
     asyncio.run(run())
-    assert _state_files.read_state(tmp_path)["position"] == 4
+    assert state_files.read_state(tmp_path)["position"] == 4

@@ -10,8 +10,9 @@ import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import assert_same, make_mesh, place
 
-from meshfeed._errors import CheckpointError, SettingsError
-from meshfeed.checkpoint import Checkpointer, _checkpointer
+from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.checkpoint import checkpointer
+from meshfeed.checkpoint import Checkpointer
 
 
 def state_at(step: int):
@@ -90,8 +91,8 @@ def test_an_exception_saves_nothing(tmp_path):
 
 def test_a_skipped_step_costs_neither_a_state_nor_a_copy(tmp_path, monkeypatch):
     captured = []
-    encode = _checkpointer.encode_tree
-    monkeypatch.setattr(_checkpointer, "encode_tree", lambda tree: captured.append(tree["step"]) or encode(tree))
+    encode = checkpointer.encode_tree
+    monkeypatch.setattr(checkpointer, "encode_tree", lambda tree: captured.append(tree["step"]) or encode(tree))
     feed = Feed()
     with Checkpointer(tmp_path / "c", save_interval_steps=100) as ckpt:
         train(ckpt, feed, 1)

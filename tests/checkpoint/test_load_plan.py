@@ -8,15 +8,15 @@ import pytest
 from checkpoint_trees import make_mesh, special_floats
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshfeed import _aligned
-from meshfeed._topology import fake_mesh
-from meshfeed.checkpoint import _load_plan
-from meshfeed.checkpoint._blocks import BlockGather, cut_block, rows_in_flight
-from meshfeed.checkpoint._gather import gather_group, host_bits_of, piece_shape
-from meshfeed.checkpoint._grid import Grid, box_shape, joint_cell, slices
-from meshfeed.checkpoint._packed import assign_units
-from meshfeed.checkpoint._save_layout import Cut, choose_cut, chunk_shape
-from meshfeed.checkpoint._stored import StoredLeaf
+from meshfeed._src.base import memory
+from meshfeed._src.checkpoint import load_plan
+from meshfeed._src.checkpoint.blocks import BlockGather, cut_block, rows_in_flight
+from meshfeed._src.checkpoint.gather import gather_group, host_bits_of, piece_shape
+from meshfeed._src.checkpoint.grid import Grid, box_shape, joint_cell, slices
+from meshfeed._src.checkpoint.packed import assign_units
+from meshfeed._src.checkpoint.save_layout import Cut, choose_cut, chunk_shape
+from meshfeed._src.checkpoint.stored import StoredLeaf
+from meshfeed._src.plan.topology import fake_mesh
 
 CASES = [
     ((4, 2), (16, 24), ()),
@@ -34,7 +34,7 @@ CASES = [
 def pieces_of(plan, values):
     buffers = {}
     for device, box in plan.boxes().items():
-        buffer = _aligned.zeros(piece_shape(plan), values.dtype)
+        buffer = memory.zeros(piece_shape(plan), values.dtype)
         if box is not None:
             buffer[tuple(slice(0, size) for size in box_shape(box))] = values[slices(box)]
         buffers[device] = host_bits_of(buffer)
@@ -56,11 +56,11 @@ def test_every_plan_is_exact(mesh_shape, shape, spec, axis_type):
     mesh = make_mesh(*mesh_shape)
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(axis_type,) * len(mesh_shape))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    plans = [plan for plan in _load_plan._candidates(sharding, shape) if not plan.direct]
+    plans = [plan for plan in load_plan._candidates(sharding, shape) if not plan.direct]
     plans += [
-        _load_plan.replica_plan(sharding, shape, name, mesh.shape[name] - 1)
+        load_plan.replica_plan(sharding, shape, name, mesh.shape[name] - 1)
         for name in mesh.axis_names
-        if name in _load_plan.free_axes(sharding)
+        if name in load_plan.free_axes(sharding)
     ]
     for plan in plans:
         values, buffers = np.zeros(shape), {}
@@ -91,7 +91,7 @@ def test_every_plan_is_exact(mesh_shape, shape, spec, axis_type):
 def test_the_chosen_plan_reads_each_chunk_on_one_host(saved, spec, shape):
     mesh = fake_mesh({"data": 4, "model": 2}, 4, 2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    plan, cost = _load_plan.best_plan(sharding, shape, Grid(shape, saved), 4)
+    plan, cost = load_plan.best_plan(sharding, shape, Grid(shape, saved), 4)
     assert cost.ratio <= 1.1
     assert max(count for _, count in cost.by_process) * 4 <= 1.5 * cost.total
     assert len(set(plan.boxes().values())) > 1
@@ -153,7 +153,7 @@ def test_chunks_are_what_orbax_makes_of_the_request(shape, piece):
 def test_rows_in_flight_are_whole_units_or_all():
     mesh = make_mesh(4, 2)
     sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
-    plan = _load_plan.LoadPlan(sharding, (1024, 64), 0, ("data",), (), None, 256)
+    plan = load_plan.LoadPlan(sharding, (1024, 64), 0, ("data",), (), None, 256)
     read, sent = rows_in_flight(plan, Grid((1024, 64), (32, 64)), 4, 2, 1 << 16)
     assert read % 32 == 0
     assert 256 % read == 0

@@ -11,7 +11,7 @@ import sys
 import pytest
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from meshfeed._errors import SettingsError
+from meshfeed._src.base.errors import SettingsError
 from meshfeed.checkpoint import Checkpointer
 
 # No search for credentials, which takes seconds each time; etils through gcsfs, as TensorFlow knows no emulator.

@@ -17,13 +17,14 @@ import pytest
 from checkpoint_trees import abstract, assert_same, make_mesh, place, special_floats
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshfeed import _aligned
-from meshfeed._reshard import bits_dtype
-from meshfeed.checkpoint import ArraysHandler, ArraysSave, _engine, restore_once
-from meshfeed.checkpoint._blocks import BlockGather, _block_updater
-from meshfeed.checkpoint._gather import piece_sharding
-from meshfeed.checkpoint._load_plan import LoadPlan, replica_plan
-from meshfeed.checkpoint._stored import StoredArrays
+from meshfeed._src.arrays.reshard import bits_dtype
+from meshfeed._src.base import memory as base_memory
+from meshfeed._src.checkpoint import engine
+from meshfeed._src.checkpoint.blocks import BlockGather, _block_updater
+from meshfeed._src.checkpoint.gather import piece_sharding
+from meshfeed._src.checkpoint.load_plan import LoadPlan, replica_plan
+from meshfeed._src.checkpoint.stored import StoredArrays
+from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once
 
 LIMIT = 4 << 20
 SHAPE = (2048, 1024)
@@ -36,7 +37,7 @@ class Buffers:
         self.now = self.most = 0
         self._lock = threading.RLock()  # a collection within it may run a finalizer on the same thread
         for name in ("empty", "zeros", "copy"):
-            monkeypatch.setattr(_aligned, name, self._counted(getattr(_aligned, name)))
+            monkeypatch.setattr(base_memory, name, self._counted(getattr(base_memory, name)))
 
     def _counted(self, make: Any) -> Any:
         def counted(*args: Any) -> np.ndarray:
@@ -110,7 +111,7 @@ def test_buffers_of_one_group_are_gone_before_those_of_the_next(tmp_path, monkey
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
     own = Buffers(monkeypatch)
     # Where the engine lets go of a group's buffers, XLA's threads are given the time to do so, too.
-    monkeypatch.setattr(_engine, "gc", types.SimpleNamespace(collect=lambda _: own.settled()))
+    monkeypatch.setattr(engine, "gc", types.SimpleNamespace(collect=lambda _: own.settled()))
     restored = restore_once(tmp_path / "a", abstract(state), memory_limit_bytes=32 << 20, restore="single_replica")
     assert_same(state, restored)
     assert own.most == 16 << 20  # four leaves: 1 MiB on each of four replicas, and as much for the result

@@ -11,8 +11,9 @@ import pytest
 from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
 
-from meshfeed._errors import CheckpointError
-from meshfeed.checkpoint import Checkpointer, _manifest, _progress, restore_once
+from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.checkpoint import manifest, progress
+from meshfeed.checkpoint import Checkpointer, restore_once
 
 
 @pytest.mark.parametrize("part", ["write_arrays_part", "write_tree_part", "join_parts"])
@@ -28,7 +29,7 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(_manifest, part, fail)
+            patch.setattr(manifest, part, fail)
             ckpt.save(2, state, feed)
             with pytest.raises(CheckpointError, match="No space left"):
                 ckpt.wait()
@@ -63,7 +64,7 @@ def test_a_bar_on_terminals(tmp_path, monkeypatch):
     state = {"w": place(np.ones((64, 8), np.float32), make_mesh(4, 2), "data")}
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         ckpt.save(1, state)
-    monkeypatch.setattr(_progress, "_BAR_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "_BAR_AFTER_SECONDS", -1.0)
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     restore_once(tmp_path / "c/1", abstract(state))

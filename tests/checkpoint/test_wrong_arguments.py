@@ -13,8 +13,9 @@ from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshfeed._errors import CheckpointError, SettingsError
-from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, _cli, restore_once
+from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.checkpoint import commands as checkpoint_commands
+from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, restore_once
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +284,12 @@ def test_a_folder_that_cannot_be_made_is_named():
 
 
 def test_a_url_from_which_nothing_is_read_is_named(state):
-    for call in (restore_once, lambda url, _: _cli.verify(url), lambda url, _: _cli.inspect(url), _cli.diff):
+    for call in (
+        restore_once,
+        lambda url, _: checkpoint_commands.verify(url),
+        lambda url, _: checkpoint_commands.inspect(url),
+        checkpoint_commands.diff,
+    ):
         with pytest.raises(CheckpointError, match=r"memory://run/1.* folders and gs://, not from memory://"):
             call("memory://run/1", state)
 

@@ -17,7 +17,7 @@ from feed_jobs import data, mesh_of
 from jax.experimental import multihost_utils
 
 import meshfeed
-from meshfeed import _process
+from meshfeed._src.base import coordination
 
 
 def make_feed(**options: Any) -> Any:
@@ -114,7 +114,7 @@ def _checkpoints(directory: str) -> None:
 
 def keys_after(directory: str) -> dict[str, list[str]]:
     """Keys that stay in the coordination service after each way to use and leave a feed on all hosts."""
-    store = _process.key_value_store()
+    store = coordination.key_value_store()
     assert store is not None
     ways: dict[str, Callable[[], None]] = {
         "to the end": _all_of_it,
@@ -179,8 +179,8 @@ def forks(how: str, host: int) -> dict[str, Any]:
 
 def without_a_store(directory: str) -> list[str]:
     """A feed and a checkpointer where the private client of JAX is gone."""
-    real = _process._client
-    _process._client = lambda: None
+    real = coordination._client
+    coordination._client = lambda: None
     said = []
     try:
         for make in (make_feed, lambda: meshfeed.checkpoint.Checkpointer(pathlib.Path(directory) / "none")):
@@ -190,5 +190,5 @@ def without_a_store(directory: str) -> list[str]:
             except meshfeed.MeshfeedError as error:
                 said.append(str(error))
     finally:
-        _process._client = real
+        coordination._client = real
     return said

@@ -229,8 +229,8 @@ def hanging() -> dict[str, Any]:
             yield batch
 
     with (
-        mock.patch("meshfeed._maxtext_loader._TIMEOUT_SECONDS", 8.0),
-        mock.patch("meshfeed._prefetch._JOIN_SECONDS", 0.1),
+        mock.patch("meshfeed._src.maxtext.loader._TIMEOUT_SECONDS", 8.0),
+        mock.patch("meshfeed._src.feed.prefetch._JOIN_SECONDS", 0.1),
     ):
         loader = maxtext.MultiHostDataLoadIterator(read(), mesh())
         start = time.monotonic()
@@ -389,7 +389,7 @@ def _same(here: jax.Array, there: jax.Array) -> None:
 
 def beside_other_devices() -> int:
     """Half of each host's devices stand for accelerators, the others for the CPUs beside them."""
-    import meshfeed._remote_client as client
+    import meshfeed._src.remote.client as client
 
     devices = np.array(jax.devices()).reshape(jax.process_count(), 2, -1)
     auto = (AxisType.Auto, AxisType.Auto)
@@ -438,7 +438,7 @@ def remote_failing() -> dict[str, Any]:
 
 def poisoned_placeholders() -> list[list[int]]:
     """``load=[0]`` with poison where nothing was read: none of it may reach the batch."""
-    import meshfeed._load as load
+    import meshfeed._src.arrays.load_once as load
 
     def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         block = np.empty(shape, dtype)

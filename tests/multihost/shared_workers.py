@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from meshfeed import _lane_group, _worker_reader, _workers
+from meshfeed._src.reading.workers import pool as worker_pool
+from meshfeed._src.reading.workers import reader as worker_reader
+from meshfeed._src.streams.lanes import group as lane_group
 
 
 def _make_task() -> Any:
@@ -36,7 +38,7 @@ def _make_task() -> Any:
 class SharedPool:
     """The interface of ``WorkerPool`` over processes that are there already."""
 
-    workers: _workers.WorkerPool
+    workers: worker_pool.WorkerPool
     numbers = itertools.count()
     pids: set[int]
 
@@ -70,11 +72,11 @@ class SharedPool:
 @contextlib.contextmanager
 def shared_workers(num_workers: int) -> Iterator[set[int]]:
     """Feeds made within use these processes, at most ``num_workers`` each; gives the ids of those that were used."""
-    pool = _workers.WorkerPool(num_workers, _workers.pickle_task(_make_task), name="shared workers")
+    pool = worker_pool.WorkerPool(num_workers, worker_pool.pickle_task(_make_task), name="shared workers")
     used: set[int] = set()
     kind = type("SharedPool", (SharedPool,), {"workers": pool, "pids": used})
     try:
-        with mock.patch.object(_lane_group, "WorkerPool", kind), mock.patch.object(_worker_reader, "WorkerPool", kind):
+        with mock.patch.object(lane_group, "WorkerPool", kind), mock.patch.object(worker_reader, "WorkerPool", kind):
             yield used
     finally:
         pool.close()

@@ -29,25 +29,26 @@ def fail_on_host_1(directory: str):
     """Host 1 cannot read: the same error on every host, feeds as they were; then it can, and all go on."""
     import jax
 
-    from meshfeed.checkpoint import Checkpointer, _stored
+    from meshfeed._src.checkpoint import stored as checkpoint_stored
+    from meshfeed.checkpoint import Checkpointer
 
     tree = checkpoint_trees.mixed_tree(checkpoint_trees.make_mesh(4, 2))
     feed = checkpoint_feeds.LaneFeed(lanes(), NUM_LANES)
-    whole = _stored.StoredArrays.finish_read
+    whole = checkpoint_stored.StoredArrays.finish_read
 
     def fail(self, leaf, box, future, verify):
         raise OSError(5, "Input/output error", leaf.name)
 
     with Checkpointer(f"{directory}/4x2") as ckpt:
         if jax.process_index() == 1:
-            _stored.StoredArrays.finish_read = fail
+            checkpoint_stored.StoredArrays.finish_read = fail
         try:
             ckpt.restore(checkpoint_trees.abstract(tree), feed, step=3)
             message = "restored"
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
         finally:
-            _stored.StoredArrays.finish_read = whole
+            checkpoint_stored.StoredArrays.finish_read = whole
         assert feed.position == 0
         assert ckpt.restore(checkpoint_trees.abstract(tree), feed)[0] == 3
     return message

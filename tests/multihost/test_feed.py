@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import feed_jobs
 from host_pools import host_pools
 
-from meshfeed._order import EpochOrder
+from meshfeed._src.order.epochs import EpochOrder
 
 BATCH = 24
 SETTINGS: dict[str, Any] = {"global_batch_size": BATCH, "shuffle": True, "seed": 7, "num_epochs": 2}

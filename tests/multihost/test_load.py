@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshfeed import _load, testing
-from meshfeed._global import Assembler
-from meshfeed._load import LoadPlan
-from meshfeed._plan import plan_host
-from meshfeed._put import Putter, probe_fast_call
+from meshfeed import testing
+from meshfeed._src.arrays import load_once
+from meshfeed._src.arrays.assemble import Assembler
+from meshfeed._src.arrays.device_put import Putter, probe_fast_call
+from meshfeed._src.arrays.load_once import LoadPlan
+from meshfeed._src.plan.plan import plan_host
 
 pytestmark = pytest.mark.multihost
 
@@ -96,7 +97,7 @@ def _loaded(load: Any, num_rows: int, meshes: list[str]) -> list[int]:
     def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xAB, np.uint8).view(dtype).reshape(shape)
 
-    _load.placeholder = poison
+    load_once.placeholder = poison
     whole = _whole_batch(num_rows)
     for name in meshes:
         mesh = _meshes()[name]

@@ -16,7 +16,7 @@ import stream_jobs
 from host_pools import host_pools
 
 import meshfeed
-from meshfeed._order import EpochOrder
+from meshfeed._src.order.epochs import EpochOrder
 
 TOPOLOGIES = [(1, 8), (2, 4), (4, 2)]
 UNEVEN = [57, 40, 90, 90, 41, 40, 88, 73]

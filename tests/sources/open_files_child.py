@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import meshfeed
-from meshfeed._read import RecordReader, read_records
+from meshfeed._src.reading.records import RecordReader, read_records
 from meshfeed.sources import ArrayRecord, DecodeRaw, Mixture
 
 LIMIT, RECORDS = 192, 4
@@ -32,7 +32,7 @@ def rows(paths: list[str]) -> None:
 
 def library(paths: list[str]) -> None:
     """One after the other, through the library: what cannot be read directly."""
-    from meshfeed.sources import _array_record_direct as direct
+    from meshfeed._src.sources.array_record import direct
 
     riegeli, direct.riegeli = direct.riegeli, None
     try:
@@ -85,7 +85,7 @@ def mixture(paths: list[str]) -> None:
 def grain(paths: list[str]) -> None:
     import grain as library
 
-    from meshfeed.sources._grain_map import GrainRecords
+    from meshfeed._src.sources.grain.map import GrainRecords
 
     dataset = library.MapDataset.source(library.sources.ArrayRecordDataSource(paths))
     records = GrainRecords(dataset)

@@ -16,12 +16,12 @@ pytest.importorskip("array_record")
 
 from array_record_files import some_records, write
 
-from meshfeed._errors import CorruptDataError, SettingsError, SourceError
-from meshfeed.sources import _array_record as array_record
-from meshfeed.sources import _array_record_readers as readers
-from meshfeed.sources import _array_record_rows as rows_module
-from meshfeed.sources._array_record import ArrayRecord
-from meshfeed.sources._array_record_rows import expected_microseconds
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.sources.array_record import readers
+from meshfeed._src.sources.array_record import rows as rows_module
+from meshfeed._src.sources.array_record import source as array_record
+from meshfeed._src.sources.array_record.rows import expected_microseconds
+from meshfeed._src.sources.array_record.source import ArrayRecord
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +322,7 @@ def test_pickle_carries_no_open_file(three_files) -> None:
 
 def test_the_library_is_imported_only_when_needed() -> None:
     code = (
-        "import sys, meshfeed.sources._array_record;"
+        "import sys, meshfeed._src.sources.array_record.source;"
         "assert not {'array_record', 'fsspec', 'grain', 'orbax'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -17,14 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed import CorruptDataError, SourceError
-from meshfeed._aligned import is_aligned
-from meshfeed._read import read_records
-from meshfeed.sources import ArrayRecord, DecodeRaw, _open_files
-from meshfeed.sources import _array_record_direct as direct
-from meshfeed.sources._array_record_readers import ReaderPool
-from meshfeed.sources._open_files import Descriptor
+from meshfeed._src.base.memory import is_aligned
+from meshfeed._src.reading.records import read_records
+from meshfeed._src.sources.array_record import direct
+from meshfeed._src.sources.array_record.readers import ReaderPool
+from meshfeed._src.sources.files import open_files as files_open_files
+from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed.sources import ArrayRecord, DecodeRaw
 
-riegeli = pytest.importorskip("meshfeed.sources._riegeli", reason="the package was installed without a C compiler")
+riegeli = pytest.importorskip(
+    "meshfeed._src.sources.array_record._riegeli", reason="the package was installed without a C compiler"
+)
 
 PLAIN = "group_size:1,uncompressed"
 ZSTD = "group_size:1,zstd:3"
@@ -261,8 +264,8 @@ def test_a_failed_import_of_the_extension_is_logged_at_debug_level() -> None:
     program = """
 import logging, sys
 logging.basicConfig(level="DEBUG")
-sys.modules["meshfeed.sources._riegeli"] = None
-import meshfeed.sources._array_record_direct as direct
+sys.modules["meshfeed._src.sources.array_record._riegeli"] = None
+import meshfeed._src.sources.array_record.direct as direct
 print(direct.riegeli)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
@@ -470,7 +473,9 @@ def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:
 
 
 def test_most_of_the_files_that_a_process_may_open_are_left_to_others(monkeypatch) -> None:
-    monkeypatch.setattr(_open_files.resource, "getrlimit", lambda _: (1024, 1024))
-    assert _open_files.max_open_files() == 256
-    monkeypatch.setattr(_open_files.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert _open_files.max_open_files() == 1024
+    monkeypatch.setattr(files_open_files.resource, "getrlimit", lambda _: (1024, 1024))
+    assert files_open_files.max_open_files() == 256
+    monkeypatch.setattr(
+        files_open_files.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
+    assert files_open_files.max_open_files() == 1024

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed.sources._file_stream import Cut, Piece, cut_files, keep_rows
+from meshfeed._src.sources.files.stream import Cut, Piece, cut_files, keep_rows
 
 
 def rows_of(piece: Piece, file_rows: int) -> list[int]:

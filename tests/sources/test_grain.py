@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import meshfeed
-from meshfeed import _errors as errors
-from meshfeed.sources._grain import Grain
-from meshfeed.sources._grain_map import GrainRecords
-from meshfeed.sources._grain_stream import GrainStream
-from meshfeed.sources._host_batches import HostBatches
+from meshfeed._src.base import errors
+from meshfeed._src.sources.grain.map import GrainRecords
+from meshfeed._src.sources.grain.source import Grain
+from meshfeed._src.sources.grain.stream import GrainStream
+from meshfeed._src.sources.host_batches import HostBatches
 
 grain = pytest.importorskip("grain")
 
@@ -187,7 +187,7 @@ def test_an_endless_dataset_has_as_many_records_as_can_be_numbered():
     ],
 )
 def test_fingerprint_names_what_differs(field, other):
-    from meshfeed._state import compare_fingerprints
+    from meshfeed._src.state.state import compare_fingerprints
 
     def make():
         return {"source": Grain(grain.MapDataset.range(9).shuffle(seed=3).map(float)).fingerprint()}
@@ -209,7 +209,7 @@ def test_other_content_of_the_same_shape_is_another_source():
 
 IDENTIFY = """
 import functools, json, grain
-from meshfeed.sources._grain import Grain
+from meshfeed._src.sources.grain.source import Grain
 class Add(grain.transforms.Map):
     def __init__(self): self.table = object()
     def map(self, x): return x
@@ -294,7 +294,7 @@ def test_a_data_loader_needs_no_absl_app():
     code = textwrap.dedent("""
         import grain
         from absl import flags
-        from meshfeed.sources._recognize import as_source
+        from meshfeed._src.sources.recognize import as_source
         sampler = grain.samplers.IndexSampler(8, shard_options=grain.sharding.NoSharding(), num_epochs=1)
         source = as_source(grain.DataLoader(data_source=list(range(8)), sampler=sampler, worker_count=1))
         print(flags.FLAGS.is_parsed())
@@ -305,8 +305,8 @@ def test_a_data_loader_needs_no_absl_app():
 
 def test_array_record_is_read_by_our_reader_where_that_is_the_same(tmp_path):
     module = pytest.importorskip("array_record.python.array_record_module")
-    from meshfeed.sources._array_record import ArrayRecord
-    from meshfeed.sources._grain_tree import BatchedSource
+    from meshfeed._src.sources.array_record.source import ArrayRecord
+    from meshfeed._src.sources.grain.tree import BatchedSource
 
     paths = []
     for name in ("a", "b"):

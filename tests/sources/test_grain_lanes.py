@@ -9,8 +9,8 @@ import struct
 import numpy as np
 import pytest
 
-from meshfeed.sources._grain import Grain
-from meshfeed.sources._stream import StreamLane
+from meshfeed._src.sources.grain.source import Grain
+from meshfeed._src.sources.stream import StreamLane
 from meshfeed.testing import check_resumable
 
 grain = pytest.importorskip("grain")

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from meshfeed import _errors as errors
-from meshfeed.sources._host_batches import HostBatches
+from meshfeed._src.base import errors
+from meshfeed._src.sources.host_batches import HostBatches
 
 
 def batches(count=7):

@@ -14,7 +14,7 @@ datasets = pytest.importorskip("datasets")
 from datasets import Array2D, Features, List, Value  # noqa: E402  # after the check that it is installed
 
 import meshfeed  # noqa: E402
-from meshfeed._errors import SettingsError, SourceError, StateMismatchError  # noqa: E402
+from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError  # noqa: E402
 from meshfeed.sources import HuggingFace  # noqa: E402
 
 N = 3100  # more than the 1,000 rows of a chunk

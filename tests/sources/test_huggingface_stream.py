@@ -24,7 +24,7 @@ from huggingface_files import BUILDERS, table_of, write_files  # noqa: E402
 from lane_checks import check_lanes, read_batches, read_ids, restored, saved  # noqa: E402
 
 import meshfeed  # noqa: E402
-from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
 from meshfeed.sources import HuggingFace  # noqa: E402
 
 LANES = [1, 2, 3, 4, 5, 12]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._errors import SourceError
-from meshfeed.sources._memory import Memory
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.memory import Memory
 
 
 def _tree(num_records: int = 50) -> dict:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meshfeed.sources._open_files import Lru
+from meshfeed._src.sources.files.open_files import Lru
 
 CHILD = pathlib.Path(__file__).with_name("open_files_child.py")
 

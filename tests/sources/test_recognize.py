@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import meshfeed
-from meshfeed import _errors as errors
-from meshfeed.sources._host_batches import HostBatches
-from meshfeed.sources._memory import Memory
-from meshfeed.sources._recognize import as_source, describe_source
-from meshfeed.sources._stream import Stream
+from meshfeed._src.base import errors
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.memory import Memory
+from meshfeed._src.sources.recognize import as_source, describe_source
+from meshfeed._src.sources.stream import Stream
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -153,7 +153,7 @@ def test_a_dict_of_splits_names_them():
 def test_nothing_heavy_is_imported_to_find_out():
     code = (
         "import sys\n"
-        "from meshfeed.sources._recognize import as_source\n"
+        "from meshfeed._src.sources.recognize import as_source\n"
         "as_source([1, 2]); as_source(x for x in [1]); as_source(range(3))\n"
         "heavy = {'grain', 'datasets', 'tensorflow', 'tensorflow_datasets', 'torch', 'orbax', 'pyarrow'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"

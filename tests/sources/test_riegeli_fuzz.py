@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from array_record_files import write
 
-from meshfeed.sources import _array_record_direct as direct
-from meshfeed.sources._open_files import Descriptor
+from meshfeed._src.sources.array_record import direct
+from meshfeed._src.sources.files.open_files import Descriptor
 
-riegeli = pytest.importorskip("meshfeed.sources._riegeli", reason="the package was installed without a C compiler")
+riegeli = pytest.importorskip(
+    "meshfeed._src.sources.array_record._riegeli", reason="the package was installed without a C compiler"
+)
 
 SECONDS = float(os.environ.get("MESHFEED_FUZZ_SECONDS", "2"))
 SEED = int(os.environ.get("MESHFEED_FUZZ_SEED", time.time_ns() % 2**32))

@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StalledError
-from meshfeed._settings import Retry
-from meshfeed.sources import _file_lock as file_lock
-from meshfeed.sources import _shard_cache as shard_cache
-from meshfeed.sources._shard_cache import ShardCache
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.settings import Retry
+from meshfeed._src.sources.files import file_lock, shard_cache
+from meshfeed._src.sources.files.shard_cache import ShardCache
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -271,7 +270,7 @@ def test_threads_fetch_a_file_once_and_keep_within_the_limit(store: Store, tmp_p
 
 FETCHER = """
     import sys
-    from meshfeed.sources._shard_cache import ShardCache
+    from meshfeed._src.sources.files.shard_cache import ShardCache
     with ShardCache({directory!r}, max_bytes=3_000_000).open({url!r}) as path:
         print(path.stat().st_size, flush=True)
 """
@@ -326,7 +325,7 @@ def test_the_files_of_a_batch_are_fetched_side_by_side(store: Store, tmp_path) -
     pytest.importorskip("array_record")
     from array_record_files import some_records, write
 
-    from meshfeed.sources._array_record import ArrayRecord
+    from meshfeed._src.sources.array_record.source import ArrayRecord
 
     urls = []
     for i in range(3):
@@ -350,7 +349,7 @@ def test_a_long_footer_takes_two_requests(store: Store, tmp_path) -> None:
     pytest.importorskip("array_record")
     from array_record_files import write
 
-    from meshfeed.sources._array_record import ArrayRecord
+    from meshfeed._src.sources.array_record.source import ArrayRecord
 
     path = write(tmp_path / "many", [b"%d" % i for i in range(40_000)])
     assert len(ArrayRecord(store.put("many", pathlib.Path(path).read_bytes()), cache=ShardCache(tmp_path))) == 40_000
@@ -363,7 +362,7 @@ def test_array_record_over_the_cache(store: Store, tmp_path, ranges: bool) -> No
     pytest.importorskip("array_record")
     from array_record_files import some_records, write
 
-    from meshfeed.sources._array_record import ArrayRecord
+    from meshfeed._src.sources.array_record.source import ArrayRecord
 
     store.ranges = ranges
     contents = [some_records(5000), some_records(700, 5000)]
@@ -441,7 +440,7 @@ def test_a_real_s3_server(tmp_path, monkeypatch) -> None:
     pytest.importorskip("array_record")
     from array_record_files import some_records, write
 
-    from meshfeed.sources._array_record import ArrayRecord
+    from meshfeed._src.sources.array_record.source import ArrayRecord
 
     s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     s3.start()
@@ -514,7 +513,7 @@ def test_copies_of_a_version_without_the_prefix_are_used(store: Store, tmp_path)
 
 HOLDER = """
     import sys, time, pathlib
-    from meshfeed.sources._file_lock import locked
+    from meshfeed._src.sources.files.file_lock import locked
     with locked(pathlib.Path(sys.argv[1]), 10):
         print("held", flush=True)
         time.sleep(1000)

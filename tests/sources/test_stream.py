@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from meshfeed import _errors as errors
-from meshfeed.sources._stream import Stream
+from meshfeed._src.base import errors
+from meshfeed._src.sources.stream import Stream
 
 
 class Counter:

@@ -16,7 +16,7 @@ tf = pytest.importorskip("tensorflow")
 from lane_checks import check_lanes, read_ids, restored, saved  # noqa: E402  # after the check that it is installed
 
 import meshfeed  # noqa: E402
-from meshfeed._errors import CorruptDataError, SourceError, StateMismatchError  # noqa: E402
+from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError  # noqa: E402
 from meshfeed.sources import TFData  # noqa: E402
 
 N = 24

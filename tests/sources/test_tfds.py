@@ -19,7 +19,7 @@ pytest.importorskip("array_record")
 from lane_checks import check_lanes, read_ids, restored, saved  # noqa: E402  # after the checks above
 
 import meshfeed  # noqa: E402
-from meshfeed._errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
 from meshfeed.sources import TFDS  # noqa: E402
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from lane_checks import check_lanes, read_batches, read_ids
 
-from meshfeed._errors import StateMismatchError
-from meshfeed.sources._window_shuffle import permutation, shuffle_windows
+from meshfeed._src.base.errors import StateMismatchError
+from meshfeed._src.sources.window_shuffle import permutation, shuffle_windows
 
 
 class Plain:

@@ -1,0 +1,277 @@
+"""What hosts tell each other about a window of batches, and what the reducer makes of it.
+
+Carried by :mod:`meshfeed._src.agreement.windows`: sizes (for the window's length), the structure of the records, lanes that ended,
+counts of bad records, and digests of replicated rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from meshfeed._src.agreement.bad_records import BadRecords, RecordsAfter
+from meshfeed._src.agreement.rules import Part, Verdict
+from meshfeed._src.base.coordination import format_hosts
+from meshfeed._src.base.errors import AgreementError, MeshfeedError, SourceError
+from meshfeed._src.base.settings import SkipBad
+from meshfeed._src.base.tree_json import tree_from_json, tree_to_json
+from meshfeed._src.base.types import PyTree
+from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
+from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
+
+_log = logging.getLogger("meshfeed.exchange")
+_CHECKED_STEPS = 4
+BlocksOf = Callable[[PyTree, int], "dict[str, np.ndarray]"]
+"""Host tree and global batch size → label of each block of rows (and columns) that devices here hold, and the block."""
+
+
+class Exchange:
+    """This host's side of the exchange, and the reducer's rules.
+
+    Args:
+      first_step: of the feed's present generation.
+      bad_records: the feed's setting.
+      blocks_of: for ``check_replicas``, else None.
+      num_rows: global batch size → rows of this host.
+      num_skipped: bad records in the batches delivered so far.
+      records_after: step and lanes that ended → records of the stream up to and including the step.
+      compare_records: whether hosts read whole records, so that their structure can be compared.
+      largest_batch: global batch size that a schedule comes to; windows are as long as memory allows with that one.
+      compare_sizes: whether each host finds the global batch size from its own rows, so that they can differ.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_step: int,
+        bad_records: SkipBad | None,
+        blocks_of: BlocksOf | None,
+        num_rows: Callable[[int], int],
+        num_skipped: int = 0,
+        records_after: RecordsAfter = lambda step, ended: 0,
+        compare_records: bool = True,
+        compare_sizes: bool = False,
+        largest_batch: int = 0,
+    ) -> None:
+        self._largest_batch = largest_batch
+        self._compare_sizes = compare_sizes
+        self._first_step = first_step
+        self._bad = BadRecords(bad_records, num_skipped, records_after)
+        self._blocks_of = blocks_of
+        self._num_rows = num_rows
+        self._compare_records = compare_records
+        self._element: dict[str, Any] | None = None  # structure, shapes and dtypes of a batch, as announced
+        self._ended: Mapping[int, int] = {}  # as announced
+        self._sizes: dict[int, int] = {}  # step → global batch size, for steps in which some host has only padding
+        self._own_ended: dict[int, int] = {}
+        self._judged_ended: dict[int, int] = {}
+        self._lock = threading.Lock()  # without other hosts the reader learns what it has read itself
+
+    # ------------------------------------------------------------------ this host's part
+
+    def part_info(self, batches: list[HostBatch]) -> dict[str, Any]:
+        """What this host publishes of the batches of a window, JSON."""
+        info: dict[str, Any] = {}
+        ended: dict[int, int] = {}
+        unsized: dict[int, int] = {}
+        for batch in batches:
+            _log_bad(batch)
+            (unsized if batch.size_from_others else ended).update(batch.ended)
+        if unsized:
+            info["unsized"] = {"size": batches[-1].global_batch_size, "ended": unsized}
+        if ended:
+            info["ended"] = {str(lane): length for lane, length in ended.items()}
+        if not self._compare_sizes:
+            self._own_ended.update(ended)
+        info.update(self._bad.part(batches, self._own_ended))
+        if self._compare_sizes:
+            info["sizes"] = {
+                str(batch.step): batch.global_batch_size for batch in batches if not batch.size_from_others
+            }
+        if batches and batches[0].step == self._first_step and batches[0].tree is not None:
+            tree = batches[0].tree
+            size = batches[0].global_batch_size
+            info["bytes"] = num_bytes(tree) * max(size, self._largest_batch) // size
+            if self._compare_records and jax.tree.leaves(tree)[0].shape[0]:
+                spec = spec_of_batch(tree, jax.tree.leaves(tree)[0].shape[0], what="the source")
+                info["records_are"] = ", ".join(leaf.describe() for leaf in spec.leaves)
+                info["element"] = tree_to_json(jax.tree.map(lambda leaf: leaf[:0], tree))
+        if any(batch.tree is None for batch in batches):
+            info["needs_element"] = True
+        if self._blocks_of is not None:
+            digests = {}
+            for batch in batches:
+                if batch.step < self._first_step + _CHECKED_STEPS and batch.tree is not None:
+                    for label, block in self._blocks_of(batch.tree, batch.global_batch_size).items():
+                        digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(block).tobytes())
+                        digests[f"step {batch.step}, {label}"] = digest
+            if digests:
+                info["digests"] = digests
+        return info
+
+    def judge_alone(self, batch: HostBatch) -> None:
+        """The reducer's rule on bad records, for one process.
+
+        Raises:
+          SourceError: too many bad records.
+        """
+        if not batch.bad and not batch.ended and self._bad.none_so_far:  # nearly always
+            return
+        _log_bad(batch)
+        if batch.ended:
+            with self._lock:
+                self._ended = {**self._ended, **self._by_step(batch.ended)}
+        verdict = self._bad.judge_alone(batch, self._ended)
+        if verdict is not None:
+            raise self.verdict_error(verdict)
+
+    # ------------------------------------------------------------------ the reducer's rules
+
+    def judge(self, parts: Mapping[int, Part], first: int, end: int) -> tuple[dict[str, Any], Verdict | None]:
+        """Joins the parts of a window; see :data:`meshfeed._src.agreement.rules.Judge`."""
+        info: dict[str, Any] = {}
+        ended: dict[int, int] = {}
+        for part in parts.values():
+            ended.update((int(lane), length) for lane, length in part.info.get("ended", {}).items())
+            if "element" not in info and "element" in part.info:
+                info["element"] = part.info["element"]
+        sizes, padding = _size_padding(parts)
+        ended.update(padding)
+        if sizes:
+            info["sizes"] = sizes
+        if ended:
+            ended = self._by_step(ended)
+            info["ended"] = {str(lane): length for lane, length in ended.items()}
+            if not self._compare_sizes:
+                self._judged_ended.update(ended)
+        counts, too_many = self._bad.judge(parts, first, end, self._judged_ended)
+        info.update(counts)
+        for host, part in parts.items():
+            if "failed" in part.info:
+                message = f"source|host {host} failed while it prepared its batches: {part.info['failed']}"
+                return info, Verdict(message)
+        if all(part.info.get("empty") for part in parts.values()):
+            return info, Verdict(f"source|{EMPTY_BATCHES if self._compare_sizes else EMPTY_STREAM}")
+        if any("needs_element" in part.info for part in parts.values()) and "unsupported" in info.get("element", {}):
+            return info, Verdict(f"source|a host has no record of its own, and {info['element']['unsupported']}")
+        differ = self._judge_records(parts) or self._judge_sizes(parts) or self._judge_replicas(parts)
+        return info, too_many if differ is None else Verdict(differ)
+
+    def _by_step(self, ended: Mapping[int, int]) -> dict[int, int]:
+        """Padding of host batches summed up by step, once rows that several hosts hold are joined; lanes as they are."""
+        if not self._compare_sizes:
+            return dict(ended)
+        padding: dict[int, int] = {}
+        for key, missing in ended.items():
+            padding[key >> 32 << 32] = padding.get(key >> 32 << 32, 0) + missing
+        return padding
+
+    def _judge_records(self, parts: Mapping[int, Part]) -> str | None:
+        groups: dict[str, list[int]] = {}
+        for host, part in parts.items():
+            if "records_are" in part.info:
+                groups.setdefault(part.info["records_are"], []).append(host)
+        if len(groups) < 2:
+            return None
+        shown = "; ".join(f"{format_hosts(hosts)}: {what}" for what, hosts in groups.items())
+        return f"agreement|hosts read records of different structure ({shown}). Start all hosts with the same source."
+
+    def _judge_sizes(self, parts: Mapping[int, Part]) -> str | None:
+        seen: dict[str, tuple[int, int]] = {}
+        for host, part in sorted(parts.items()):
+            for step, size in part.info.get("sizes", {}).items():
+                first = seen.setdefault(step, (size, host))
+                if first[0] != size:
+                    return (
+                        f"agreement|the host batches of step {step} do not make one global batch: the rows of host "
+                        f"{first[1]} are part of {first[0]}, those of host {host} part of {size}. Give batches of as many "
+                        "rows for each device on all hosts."
+                    )
+        return None
+
+    def _judge_replicas(self, parts: Mapping[int, Part]) -> str | None:
+        seen: dict[str, tuple[str, int]] = {}
+        for host, part in sorted(parts.items()):
+            for label, digest in part.info.get("digests", {}).items():
+                first = seen.setdefault(label, (digest, host))
+                if first[0] != digest:
+                    return (
+                        f"agreement|hosts {first[1]} and {host} hold the same rows but read different bytes ({label}). "
+                        "Their sources or decoders differ: compare the files, and look for randomness without rng=."
+                    )
+        return None
+
+    @staticmethod
+    def verdict_error(verdict: str) -> MeshfeedError:
+        """The exception of a verdict, the same on all hosts."""
+        kind, _, message = verdict.partition("|")
+        return AgreementError(message) if kind == "agreement" else SourceError(message)
+
+    # ------------------------------------------------------------------ what was announced
+
+    def learn(self, info: Mapping[str, Any]) -> None:
+        """Takes in the JSON of an announcement."""
+        if "ended" in info:
+            self._ended = {**self._ended, **{int(lane): length for lane, length in info["ended"].items()}}
+        self._sizes.update((int(step), size) for step, size in info.get("sizes", {}).items())
+        self._bad.learn(info)
+        if "element" in info and self._element is None:
+            self._element = info["element"]
+
+    def known_at(self, step: int) -> tuple[Mapping[int, int], int]:
+        """Lanes that ended (or padding by step), and bad records up to ``step``; steps are asked for in order."""
+        if self._compare_sizes and self._ended:
+            with self._lock:  # padding of delivered steps is in the position
+                self._ended = {key: missing for key, missing in self._ended.items() if key >> 32 > step}
+            self._sizes = {at: size for at, size in self._sizes.items() if at > step}
+        return self._ended, self._bad.up_to(step)
+
+    def materialize(self, batch: HostBatch) -> PyTree:
+        """The batch's tree; rows of zeros for a host that has no record and takes size and structure from the others.
+
+        Raises:
+          SourceError: no host has a record.
+        """
+        if batch.tree is not None:
+            return batch.tree
+        if batch.size_from_others:
+            batch.global_batch_size = self._sizes.get(batch.step, batch.global_batch_size)
+        if self._element is None:
+            raise SourceError("no host has a single record, so that not even padding can be made; check the source.")
+        rows = self._num_rows(batch.global_batch_size)
+        return jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), tree_from_json(self._element))
+
+
+def _size_padding(parts: Mapping[int, Part]) -> tuple[dict[int, int], dict[int, int]]:
+    """Sizes of the steps in which hosts have only padding and do not know the size, and what they pad, as in ``ended``."""
+    known = {int(step): size for part in parts.values() for step, size in part.info.get("sizes", {}).items()}
+    sizes: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    for part in parts.values():
+        unsized = part.info.get("unsized", {"size": 1, "ended": {}})
+        for key, count in unsized["ended"].items():
+            end, first_row = int(key) >> 32, int(key) & 0xFFFFFFFF
+            if end - 1 in known:  # the others have ended before the step, so that it is not delivered
+                sizes[end - 1] = known[end - 1]
+                times = known[end - 1] // unsized["size"]
+                ended[end << 32 | first_row * times] = count * times
+    return sizes, ended
+
+
+def _log_bad(batch: HostBatch) -> None:
+    if batch.bad:
+        record_id, _, reason = batch.bad[-1]
+        _log.warning("replaced %d bad records in step %d; record %d: %s", len(batch.bad), batch.step, record_id, reason)
+
+
+def spec_with_mask(spec: RecordSpec, mask_key: str | None) -> RecordSpec:
+    """The structure of a batch's rows, its mask included."""
+    if mask_key is None:
+        return spec
+    return spec_of_batch(add_mask(spec.zeros(0), mask_key, np.zeros(0, bool)), 0, what="the source")

@@ -1,0 +1,234 @@
+"""One leaf's host array to one global ``jax.Array``.
+
+The fast way is a call that JAX itself ends in, ``jax._src.lib.xla_client.batched_device_put``: 1.5 to 5 times as
+fast as the public ways because nothing is worked out again for each batch. It is private, so it is probed before use
+and given up for good, with one log line, when it turns out to be another than expected. The public way
+(``jax.make_array_from_callback``) gives the same array, and also makes the first of each kind: the abstract value that
+the fast call wants is taken from that one, so that no private class has to be built here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshfeed._src.arrays.dtypes import narrow
+from meshfeed._src.base import memory
+from meshfeed._src.plan.plan import LeafPlan
+
+_log = logging.getLogger("meshfeed.put")
+
+FastCall = Callable[..., jax.Array]
+
+_GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")  # those named *_explicit mean these transfers too
+
+
+def probe_fast_call() -> FastCall | None:
+    """The private call, or None where this JAX has no such function or its parameters are others."""
+    try:
+        from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+        call = xla_client.batched_device_put
+    except (ImportError, AttributeError):
+        return None
+    # It is C++, which tells its parameters in its docstring only: "batched_device_put(aval: object, ...) -> object".
+    names = re.findall(r"(\w+):", (call.__doc__ or "").partition("->")[0])
+    return call if names[:5] == ["aval", "sharding", "xs", "devices", "committed"] and "enable_x64" in names else None
+
+
+class Putter:
+    """Holds which way is used, for all leaves of one feed.
+
+    Args:
+      fast_call: the private call (:func:`probe_fast_call`), or None for the public way only.
+      x64: whether 64-bit types are on. Given explicitly because a thread does not see another thread's
+        ``jax.enable_x64`` context.
+    """
+
+    def __init__(self, fast_call: FastCall | None, x64: bool) -> None:
+        self.fast_call = fast_call
+        self.x64 = x64
+
+    def give_up(self, error: Exception) -> None:
+        """Use the public way from now on."""
+        if self.fast_call is not None:
+            self.fast_call = None
+            _log.warning(
+                "batched_device_put of JAX %s does not take what it used to (%s: %s); arrays are assembled by the "
+                "public make_array_from_callback from now on, which is slower and otherwise the same",
+                jax.__version__,
+                type(error).__name__,
+                error,
+            )
+
+    def transfer(self) -> contextlib.AbstractContextManager[Any]:
+        """To transfer in: :meth:`allowed`, and a profiler shows it."""
+        annotation = jax.profiler.TraceAnnotation("meshfeed.transfer")
+        return _both(self.allowed(), annotation) if _is_guarded() else annotation
+
+    def allowed(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a guard against implicit transfers lets these through: they are asked for."""
+        return jax.transfer_guard_host_to_device("allow") if _is_guarded() else contextlib.nullcontext()
+
+    def public_call(
+        self, global_shape: tuple[int, ...], sharding: Any, dtype: Any, block_of: Callable[[Any], Any]
+    ) -> jax.Array:
+        """``jax.make_array_from_callback`` with 64-bit types on or off as the feed was made."""
+        with x64_types(self.x64):
+            return jax.make_array_from_callback(global_shape, sharding, block_of, dtype=dtype)
+
+    def without_blocks(self, global_shape: tuple[int, ...], sharding: Any, dtype: Any) -> jax.Array:
+        """The array of a host without a device in the sharding: shape and type, no addressable shards."""
+        with x64_types(self.x64):  # make_array_from_callback asks such a host for a block if all are the same
+            return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
+
+
+def _is_guarded() -> bool:
+    return jax.config.jax_transfer_guard_host_to_device in _GUARDS_OF_IMPLICIT_TRANSFERS  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+
+
+@contextlib.contextmanager
+def _both(
+    first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+@contextlib.contextmanager
+def x64_types(wanted: bool) -> Iterator[None]:
+    """Switches 64-bit dtypes on or off for this thread, where they are not so already."""
+    if jax.config.jax_enable_x64 == wanted:  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+        yield
+        return
+    with jax.enable_x64(wanted):
+        yield
+
+
+class BlockPutter:
+    """Puts the blocks of arrays of one shape, dtype and sharding on the devices of this host.
+
+    Args:
+      putter: shared by the leaves.
+      global_shape: of the arrays.
+      sharding: of the arrays.
+      dtype: of the blocks, already as JAX takes it.
+      devices: this host's devices in the sharding, in the sharding's order; none on a host outside its mesh.
+      indices: the block's place in the global array, for each of ``devices``.
+    """
+
+    def __init__(
+        self,
+        putter: Putter,
+        global_shape: tuple[int, ...],
+        sharding: NamedSharding,
+        dtype: Any,
+        devices: Sequence[Any],
+        indices: Sequence[tuple[slice, ...]],
+    ) -> None:
+        self._putter = putter
+        self._shape = global_shape
+        self._sharding = sharding
+        self._dtype = np.dtype(dtype)
+        self._devices = list(devices)
+        self._number_of_index = {_key(index): number for number, index in enumerate(indices)}
+        self._aval: Any = None
+
+    def __call__(self, blocks: list[np.ndarray[Any, Any]]) -> jax.Array:
+        """The global array.
+
+        Args:
+          blocks: one for each device, C-contiguous, of the dtype; several may be the same array. They and the result
+            share memory on CPU: never write to them again.
+        """
+        if not self._devices:
+            return self._putter.without_blocks(self._shape, self._sharding, self._dtype)
+        fast_call = self._putter.fast_call
+        if fast_call is not None and self._aval is not None:
+            try:
+                return fast_call(self._aval, self._sharding, blocks, self._devices, True, enable_x64=self._putter.x64)
+            except (TypeError, AttributeError) as error:
+                self._putter.give_up(error)
+        array = self._putter.public_call(self._shape, self._sharding, self._dtype, lambda i: blocks[self._number(i)])
+        self._aval = getattr(array, "aval", None)
+        return array
+
+    def _number(self, index: tuple[slice, ...]) -> int:
+        whole = (slice(*part.indices(size)[:2]) for part, size in zip(index, self._shape, strict=True))
+        return self._number_of_index[_key(whole)]
+
+
+class LeafPutter:
+    """Puts the host arrays of one leaf, all of one shape and dtype, on the devices of its plan.
+
+    Args:
+      putter: shared by the leaves.
+      plan: where the blocks go.
+      host_shape: of the host arrays.
+      dtype: of the arrays, as JAX takes it; host arrays of other dtypes are narrowed to it.
+      local: for each block of the plan, where it lies in the host array.
+      path: the leaf's path, for messages.
+    """
+
+    def __init__(
+        self,
+        putter: Putter,
+        plan: LeafPlan,
+        host_shape: tuple[int, ...],
+        dtype: Any,
+        local: Sequence[tuple[slice, ...]],
+        path: str,
+    ) -> None:
+        self._putter, self._path, self._dtype = putter, path, np.dtype(dtype)
+        devices = [block.device for block in plan.blocks]
+        indices = [block.index for block in plan.blocks]
+        self._put = BlockPutter(putter, plan.global_shape, plan.sharding, dtype, devices, indices)
+        keys = [_key(index) for index in local]
+        distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        # Replicas on this host share one block: one view, or one copy where its columns are cut.
+        self._distinct = [local[keys.index(key)] for key in distinct]
+        self._number_of_block = [distinct[key] for key in keys]
+        whole = all(key[1:] == tuple((0, size) for size in host_shape[1:]) for key in keys)
+        # The usual case, whole rows, needs neither indices of the columns nor a look at each part's layout.
+        self._rows = [index[0] for index in local] if whole else None
+        row_bytes = math.prod(host_shape[1:]) * np.dtype(dtype).itemsize
+        self._align = all(device.platform == "cpu" for device in devices) and all(
+            index[0].start * row_bytes % memory.ALIGNMENT == 0 for index in local
+        )
+
+    def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
+        """The global array.
+
+        Args:
+          host: the rows and columns of this host. It and the arrays made from it share memory on CPU: never write to
+            it again.
+
+        Raises:
+          SourceError: an integer that does not fit in the dtype.
+        """
+        if host.dtype != self._dtype:
+            host = narrow(host, self._path, self._putter.x64)
+        if self._rows is not None and host.flags.c_contiguous:
+            if self._align and not memory.is_aligned(host):
+                # JAX would copy each block by itself: up to twice as slow as one copy here, which it then takes as it is.
+                host = memory.copy(host)
+            return self._put([host[rows] for rows in self._rows])
+        parts = [contiguous(host[index]) for index in self._distinct]
+        return self._put([parts[number] for number in self._number_of_block])
+
+
+def _key(index: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in index)
+
+
+def contiguous(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The part itself where it is C-contiguous, else a fresh aligned copy."""
+    return part if part.flags.c_contiguous else memory.copy(part)

@@ -1,0 +1,234 @@
+"""How rows get from hosts onto the mesh: each host its own (``load="sharded"``), or some for all, resharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshfeed._src.arrays.assemble import Assembler
+from meshfeed._src.arrays.load_once import Loader, load_participants
+from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import PlanError
+from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
+from meshfeed._src.plan.plan import HostPlan, cut_spec, normalize_sharding, participants, plan_host
+from meshfeed._src.plan.shardings import axes_of, sharding_leaves
+from meshfeed._src.reading.host_batch import RecordSpec
+from meshfeed._src.streams.protocol import HostRows
+
+
+class Layout(Protocol):
+    """Host batch → global arrays, in a part for any thread and a part for the caller's thread."""
+
+    participants: tuple[int, ...]
+    """Process indices with a device in the sharding."""
+    finish_computes: bool
+    """Whether ``finish`` is a device computation, in which all hosts take part once for each batch."""
+
+    def host_rows(self, spec_of: Any) -> HostRows:
+        """Rows and columns that this host reads; ``spec_of() -> RecordSpec`` is called for sources of columns."""
+        ...
+
+    def global_batch_size_of(self, host_rows: int) -> int:
+        """The global batch of which this host holds ``host_rows`` rows."""
+        ...
+
+    def smallest_batch_size(self) -> int:
+        """The smallest global batch size that can be split over the row shards; all others are multiples of it."""
+        ...
+
+    def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
+        """Starts the transfer; any thread."""
+        ...
+
+    def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
+        """The caller's global arrays; caller's thread."""
+        ...
+
+    def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
+        """Shapes, dtypes and shardings of a batch."""
+        ...
+
+
+def _masked_prefix(prefix: PyTree, mask_key: str | None) -> PyTree:
+    """``prefix`` with a sharding for the mask: bool ``[B]``, laid out like the rows."""
+    if mask_key is None or not isinstance(prefix, Mapping) or mask_key in prefix:
+        return prefix
+    return {**prefix, mask_key: cut_spec(sharding_leaves(prefix)[0], 1)}
+
+
+def _without_mask(prefix: PyTree, mask_key: str | None) -> PyTree:
+    """``prefix`` for records as the source gives them."""
+    if mask_key is None or not isinstance(prefix, Mapping):
+        return prefix
+    return {key: sharding for key, sharding in prefix.items() if key != mask_key}
+
+
+class ShardedLayout:
+    """Each host reads what its devices hold.
+
+    Args:
+      prefix: normalised shardings.
+      process_index: this host.
+      mask_key: the leaf of ``prefix`` that records do not have.
+    """
+
+    finish_computes = False
+
+    def __init__(self, prefix: PyTree, process_index: int, mask_key: str | None = None) -> None:
+        self.participants = participants(prefix)
+        self._of_records = Assembler(_without_mask(prefix, mask_key))
+        self.prefix = prefix
+        self._process_index = process_index
+        self._assembler = Assembler(prefix)
+        self._plans: dict[int, HostPlan] = {}
+        self._shapes: PyTree | None = None
+
+    def plan(self, global_batch_size: int) -> HostPlan:
+        """This host's plan, made once a batch size."""
+        plan = self._plans.get(global_batch_size)
+        if plan is None:
+            plan = self._plans[global_batch_size] = plan_host(self.prefix, global_batch_size, self._process_index)
+        return plan
+
+    def host_rows(self, spec_of: Any) -> HostRows:
+        """See :class:`Layout`."""
+        cached: dict[int, ColumnSlices | None] = {}
+
+        def columns(size: int) -> ColumnSlices | None:
+            if size not in cached:
+                spec: RecordSpec | None = spec_of()
+                if spec is None:
+                    cached[size] = None
+                else:
+                    self._shapes = spec.shapes()
+                    cached[size] = self._of_records.columns(self._shapes, self.plan(size))
+            return cached[size]
+
+        def rows(size: int) -> RecordIds:
+            return self.plan(size).rows
+
+        return HostRows(rows, columns)
+
+    def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
+        """See :class:`Layout`."""
+        return self._assembler(tree, self.plan(global_batch_size), self._record_shapes(tree))
+
+    def global_batch_size_of(self, host_rows: int) -> int:
+        """See :class:`Layout`.
+
+        Raises:
+          PlanError: this host's rows cannot be spread evenly over its devices.
+        """
+        shards = self.smallest_batch_size()
+        mine = self.plan(shards).num_rows
+        if not mine or host_rows % mine:
+            raise PlanError(
+                f"a host batch of {host_rows} rows cannot be split over this host's {mine} of the {shards} row shards of "
+                f"the mesh; give a multiple of {mine} rows. If this is a single record, wrap what makes the records in "
+                "meshfeed.sources.Stream."
+            )
+        return host_rows // mine * shards
+
+    def smallest_batch_size(self) -> int:
+        """See :class:`Layout`."""
+        return math.lcm(*(_row_shards(sharding) for sharding in sharding_leaves(self.prefix)))
+
+    def _record_shapes(self, tree: PyTree) -> PyTree | None:
+        if self._shapes is None or not isinstance(tree, Mapping) or not isinstance(self._shapes, Mapping):
+            return self._shapes
+        extra = {key: np.empty(()) for key in tree if key not in self._shapes}  # the mask has no columns
+        return {**self._shapes, **extra} if extra else self._shapes
+
+    def record_shape(self, path: Any, leaf: np.ndarray) -> tuple[int, ...]:
+        """Shape of a record's leaf, of which the host array may hold some columns only."""
+        for key_path, spec in jax.tree_util.tree_flatten_with_path(self._shapes)[0]:
+            if key_path == path:
+                return spec.shape
+        return leaf.shape[1:]
+
+    def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
+        """The arrays are where they belong already."""
+        del global_batch_size
+        return arrays
+
+    def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
+        """See :class:`Layout`."""
+        return self._assembler.element_spec(spec.shapes(), global_batch_size)
+
+
+def _row_shards(sharding: NamedSharding) -> int:
+    entry = sharding.spec[0] if len(sharding.spec) else None
+    return math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry))
+
+
+class LoadedLayout:
+    """Each row is read by one host and resharded on device, on unsigned bits.
+
+    Args:
+      prefix: normalised shardings.
+      load: ``"once"`` or process indices.
+      process_index: this host.
+    """
+
+    finish_computes = True
+
+    def __init__(self, prefix: PyTree, load: Any, process_index: int) -> None:
+        self.participants = load_participants(prefix, load)
+        self._prefix = prefix
+        self._loader = Loader(prefix, load, process_index)
+        self._specs = Assembler(prefix)
+
+    def host_rows(self, spec_of: Any) -> HostRows:
+        """See :class:`Layout`; whole records are read."""
+        del spec_of
+
+        def columns(size: int) -> None:
+            del size
+
+        return HostRows(lambda size: self._loader.plan(size).host_rows, columns)
+
+    def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
+        """See :class:`Layout`."""
+        return self._loader.plan(global_batch_size).put(tree)
+
+    def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
+        """Reshards; a device computation, so the caller's thread only."""
+        return self._loader.plan(global_batch_size).reshard(arrays)
+
+    def global_batch_size_of(self, host_rows: int) -> int:
+        """Not for host batches, which refuse ``load=``."""
+        raise PlanError(f"a host batch of {host_rows} rows needs load='sharded'.")
+
+    def smallest_batch_size(self) -> int:
+        """Not for host batches, which refuse ``load=``."""
+        raise PlanError("host batches need load='sharded'.")
+
+    def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
+        """See :class:`Layout`."""
+        return self._specs.element_spec(spec.shapes(), global_batch_size)
+
+
+def make_layout(sharding: PyTree, settings: FeedSettings) -> ShardedLayout | LoadedLayout:
+    """The layout that ``load=`` asks for.
+
+    Raises:
+      SettingsError: a ``sharding`` or ``load`` that cannot be used.
+      PlanError: a batch size that the mesh cannot divide.
+    """
+    prefix = _masked_prefix(normalize_sharding(sharding), settings.mask_key)
+    here = coordination.process_index()
+    if settings.load == "sharded":
+        layout: ShardedLayout | LoadedLayout = ShardedLayout(prefix, here, settings.mask_key)
+    else:
+        layout = LoadedLayout(prefix, settings.load, here)
+    if settings.schedule is not None:
+        check = ShardedLayout(prefix, here) if not isinstance(layout, ShardedLayout) else layout
+        for size in settings.schedule.sizes:
+            check.plan(size)  # refuses a size that does not divide
+    return layout

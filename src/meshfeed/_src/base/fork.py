@@ -1,0 +1,50 @@
+"""Guards for objects that end up in a forked child.
+
+A fork copies every object but none of the threads, and shares sockets and child processes with the parent. A child that
+runs its parent's finalizers would close a feed that the parent still uses, on all hosts. So an object with something to
+close remembers the process that made it, and its copies in forked children close nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from meshfeed._src.base.errors import MeshfeedError
+
+
+class Owner:
+    """The process that made an object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child."""
+        return os.getpid() == self._pid
+
+    def check(self, what: str) -> None:
+        """Refuses to go on in a forked child.
+
+        Raises:
+          MeshfeedError: this is a forked child.
+        """
+        if not self.is_here:
+            raise MeshfeedError(
+                f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
+                "none of its threads and connections. Make a new one in the child, or start the child with "
+                'multiprocessing\'s "spawn" method.'
+            )
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls ``function`` unless this is a forked child."""
+        if self.is_here:
+            function(*args)
+
+
+def finalize(target: Any, function: Callable[..., Any], *args: Any) -> weakref.finalize[..., Any]:
+    """``weakref.finalize`` that does nothing in a forked child."""
+    return weakref.finalize(target, Owner().call, function, *args)

@@ -1,0 +1,72 @@
+"""What the launcher of a job says about other processes, for jobs that forgot ``jax.distributed.initialize()``.
+
+Without that call each process takes itself for the whole job: it reads all of the data, and all of them write to the same
+checkpoint folder. Only variables count that the launcher sets for each task: in a Slurm batch script or an interactive
+``salloc`` shell, ``SLURM_NTASKS`` is the size of the allocation, and a single process there is right.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+
+import jax
+
+from meshfeed._src.base import coordination
+
+INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
+_COUNTS = (
+    "SLURM_STEP_NUM_TASKS",  # of srun; absent outside a step, and 1 in an interactive one
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+)
+_TPU_LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+_COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # of a pod of an indexed Kubernetes Job, and so of a JobSet
+_log = logging.getLogger("meshfeed.feed")
+
+
+def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | None:
+    """The variable and value that show more than one process, such as ``"OMPI_COMM_WORLD_SIZE=4"``; else None.
+
+    Args:
+      environment: of this process.
+      on_tpu: whether JAX runs on a TPU; the list of a pod's hosts does not concern a program on the CPU.
+    """
+    if environment.get(INDEPENDENT, "0") not in ("", "0"):
+        return None
+    found = [name for name in _COUNTS if _number(environment.get(name)) > 1]
+    if _number(environment.get(_COMPLETION_INDEX)) > 0:  # the first pod has 0, and cannot tell how many there are
+        found.append(_COMPLETION_INDEX)
+    if on_tpu:
+        found += [name for name in _TPU_LISTS if "," in environment.get(name, "")]
+        found += ["MEGASCALE_NUM_SLICES"] if _number(environment.get("MEGASCALE_NUM_SLICES")) > 1 else []
+    return f"{found[0]}={environment[found[0]]}" if found else None
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.strip().isdecimal() else 0
+
+
+def forgotten_processes() -> str | None:
+    """A sentence on the processes that JAX does not know of, and the fix; None if there are none."""
+    if coordination.process_count() > 1 or coordination.is_distributed():
+        return None
+    shown = other_processes(os.environ, on_tpu=jax.default_backend() == "tpu")
+    if shown is None:
+        return None
+    return (
+        f"{shown} shows that this job has several processes, but JAX knows only this one. Call "
+        f"jax.distributed.initialize() before anything else. If the processes are meant to be independent jobs, set the "
+        f"environment variable {INDEPENDENT}=1."
+    )
+
+
+@functools.cache
+def warn_if_forgotten() -> None:
+    """Warns once per process that the hosts do not share the data."""
+    text = forgotten_processes()
+    if text is not None:
+        _log.warning("each process reads all of the data: %s", text)

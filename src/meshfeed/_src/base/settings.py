@@ -1,0 +1,299 @@
+"""The feed's keywords: small values that check themselves, and the checks of the plain ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.names import public
+
+
+def _integer(setting: str, value: Any, minimum: int, what: str) -> int:
+    """``value`` as an int; bool, float and everything below ``minimum`` is a SettingsError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
+        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+    return int(value)
+
+
+def _number(setting: str, value: Any, minimum: float, what: str, *, strict: bool = False) -> float:
+    ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(float(value))
+    if not ok or float(value) < minimum or (strict and float(value) == minimum):
+        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+    return float(value)
+
+
+@public("meshfeed")
+class BatchSchedule:
+    """A global batch size that changes at given steps (batch ramp-up).
+
+    Args:
+      stages: ``[(first_step, global_batch_size), …]``; the first ``first_step`` is 0 and they increase.
+
+    Raises:
+      SettingsError: stages that are empty, do not begin at 0 or do not increase, or a size below 1.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, int]]) -> None:
+        what = "a list of (first_step, global_batch_size) with first_step 0 first and rising, sizes of at least 1"
+        try:
+            pairs = [(first, size) for first, size in stages]
+        except (TypeError, ValueError):
+            raise SettingsError(f"BatchSchedule({stages!r}); it takes {what}.", setting="global_batch_size") from None
+        checked = [
+            (_integer("global_batch_size", first, 0, what), _integer("global_batch_size", size, 1, what))
+            for first, size in pairs
+        ]
+        firsts = [first for first, _ in checked]
+        if not checked or firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
+            raise SettingsError(f"BatchSchedule({pairs!r}); it takes {what}.", setting="global_batch_size")
+        self.stages: tuple[tuple[int, int], ...] = tuple(checked)
+
+    def size_at(self, step: int) -> int:
+        """Global batch size of ``step``."""
+        return next(size for first, size in reversed(self.stages) if first <= step)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The distinct sizes, in order of first use."""
+        return tuple(dict.fromkeys(size for _, size in self.stages))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchSchedule) and self.stages == other.stages
+
+    def __hash__(self) -> int:
+        return hash(self.stages)
+
+    def __repr__(self) -> str:
+        return f"BatchSchedule({list(self.stages)!r})"
+
+
+@public("meshfeed")
+@dataclasses.dataclass(frozen=True)
+class Retry:
+    """How often, and after what, a read of a source is tried again (exponential back-off with jitter).
+
+    Attributes:
+      attempts: tries of a record in all; 1 means none again. A call that reads several records and fails is a try of each
+        of them; after it they are read in smaller calls, and once a record was read, the tries of the next are counted
+        from the beginning.
+      initial_seconds: upper end of the first pause; it doubles from try to try.
+      max_seconds: longest pause.
+      on: exception types that are worth another try. The transient errors of TensorFlow (FailedPreconditionError,
+        UnavailableError) and of aiohttp are added where those libraries are loaded.
+    """
+
+    attempts: int = 5
+    initial_seconds: float = 0.5
+    max_seconds: float = 30.0
+    on: tuple[type[BaseException], ...] = (OSError,)
+
+    def __post_init__(self) -> None:
+        _integer("retry.attempts", self.attempts, 1, "an int of at least 1 (1: no second try)")
+        _number("retry.initial_seconds", self.initial_seconds, 0, "a number of seconds of at least 0")
+        _number("retry.max_seconds", self.max_seconds, 0, "a number of seconds of at least 0")
+        given = (self.on,) if isinstance(self.on, type) else self.on
+        kinds = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+            raise SettingsError(f"retry.on={self.on!r}; it takes exception types.", setting="retry")
+        object.__setattr__(self, "on", kinds)
+
+
+@public("meshfeed")
+class Workers(int):
+    """A number of worker processes that says how they collect garbage: ``num_workers=meshfeed.Workers(4, gc_every=50)``.
+
+    Args:
+      count: processes, at least 0. A plain int is the same with the default.
+      gc_every: reads of a worker between two runs of its garbage collector, which is off in between so that no batch
+        waits for it; 0 leaves Python's own schedule.
+
+    Raises:
+      SettingsError: a number out of range.
+    """
+
+    gc_every: int
+
+    def __new__(cls, count: int, *, gc_every: int = 100) -> Workers:
+        """See the class."""
+        value = super().__new__(cls, _integer("num_workers", count, 0, "a number of processes of at least 0"))
+        value.gc_every = _integer("num_workers.gc_every", gc_every, 0, "a number of reads of at least 0")
+        return value
+
+    def __repr__(self) -> str:
+        return f"Workers({int(self)}, gc_every={self.gc_every})"
+
+
+@public("meshfeed")
+@dataclasses.dataclass(frozen=True)
+class SkipBad:
+    """Replace records that cannot be read or decoded, count them, and record which they were.
+
+    Attributes:
+      max_fraction: share of the records read, over all hosts, above which the run fails after all. It is judged from
+        ``1 / max_fraction`` records on.
+    """
+
+    max_fraction: float = 1e-4
+
+    def __post_init__(self) -> None:
+        value = _number("bad_records.max_fraction", self.max_fraction, 0, "a fraction in (0, 1]", strict=True)
+        if value > 1:
+            raise SettingsError(
+                f"bad_records.max_fraction={self.max_fraction!r}; it takes a fraction in (0, 1].", setting="bad_records"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedSettings:
+    """The checked keywords of a feed, all but source and sharding."""
+
+    schedule: BatchSchedule | None
+    shuffle: bool | int
+    seed: int
+    num_epochs: int | None
+    end: Literal["drop", "pad"]
+    mask_key: str | None
+    num_lanes: int | None
+    load: Literal["sharded", "once"] | tuple[int, ...]
+    prefetch: int
+    num_workers: Workers
+    num_threads: int | None
+    retry: Retry
+    bad_records: SkipBad | None
+    check_replicas: bool
+    timeout_seconds: float
+    name: str | None
+
+
+def _choice(setting: str, value: Any, choices: tuple[str, ...]) -> Any:
+    if not isinstance(value, str) or value not in choices:
+        listed = " or ".join(repr(choice) for choice in choices)
+        raise SettingsError(f"{setting}={value!r}; it takes {listed}.", setting=setting)
+    return value
+
+
+def _flag(setting: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes True or False.", setting=setting)
+    return bool(value)
+
+
+def _instance(setting: str, value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+    return value
+
+
+def _load(value: Any) -> Any:
+    if isinstance(value, str) and value in ("sharded", "once"):
+        return value
+    what = "'sharded', 'once', or a list of distinct process indices that read for all"
+    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset) or not value:
+        raise SettingsError(f"load={value!r}; it takes {what}.", setting="load")
+    hosts = [_integer("load", host, 0, what) for host in value]
+    if len(set(hosts)) != len(hosts):
+        raise SettingsError(f"load={value!r}; it takes {what}.", setting="load")
+    return tuple(sorted(hosts))
+
+
+def check_settings(
+    *,
+    global_batch_size: Any,
+    shuffle: Any,
+    seed: Any,
+    num_epochs: Any,
+    end: Any,
+    mask_key: Any,
+    num_lanes: Any,
+    load: Any,
+    prefetch: Any,
+    num_workers: Any,
+    num_threads: Any,
+    retry: Any,
+    bad_records: Any,
+    check_replicas: Any,
+    timeout_seconds: Any,
+    name: Any,
+) -> FeedSettings:
+    """Checks every keyword of a feed.
+
+    Raises:
+      SettingsError: naming the first keyword with a value that it cannot take, and what it takes.
+    """
+    schedule: BatchSchedule | None
+    if global_batch_size is None or isinstance(global_batch_size, BatchSchedule):
+        schedule = global_batch_size
+    else:
+        what = "an int of at least 1 or a meshfeed.BatchSchedule"
+        schedule = BatchSchedule([(0, _integer("global_batch_size", global_batch_size, 1, what))])
+    if isinstance(shuffle, bool | np.bool_):
+        shuffle = bool(shuffle)
+    else:
+        shuffle = _integer("shuffle", shuffle, 1, "False, True, or a number of records per block of at least 1")
+    seed = _integer("seed", seed, 0, "an int from 0 to 2**64 - 1")
+    if seed >= 2**64:
+        raise SettingsError(f"seed={seed}; it takes an int from 0 to 2**64 - 1.", setting="seed")
+    if num_epochs is not None:
+        num_epochs = _integer("num_epochs", num_epochs, 1, "an int of at least 1, or None to go on for ever")
+    _choice("end", end, ("drop", "pad"))
+    if mask_key is not None:
+        if not isinstance(mask_key, str) or not mask_key:
+            raise SettingsError(
+                f"mask_key={mask_key!r}; it takes the name of the leaf to add, or None.", setting="mask_key"
+            )
+        if end != "pad":
+            raise SettingsError(
+                f"mask_key={mask_key!r} with end={end!r}; a mask needs end='pad' (with end='drop' every row is real).",
+                setting="mask_key",
+            )
+    if num_lanes is not None:
+        num_lanes = _integer("num_lanes", num_lanes, 1, "an int of at least 1, or None")
+    if num_threads is not None:
+        num_threads = _integer("num_threads", num_threads, 1, "an int of at least 1, or None")
+    if bad_records is not None:
+        _instance("bad_records", bad_records, SkipBad, "None (raise) or a meshfeed.SkipBad")
+    if name is not None and (not isinstance(name, str) or not name or "/" in name):
+        raise SettingsError(f"name={name!r}; it takes a string without '/', or None.", setting="name")
+    return FeedSettings(
+        schedule=schedule,
+        shuffle=shuffle,
+        seed=seed,
+        num_epochs=num_epochs,
+        end=end,
+        mask_key=mask_key,
+        num_lanes=num_lanes,
+        load=_load(load),
+        prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
+        num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),
+        num_threads=num_threads,
+        retry=_instance("retry", retry, Retry, "a meshfeed.Retry; meshfeed.Retry(attempts=1) never tries again"),
+        bad_records=bad_records,
+        check_replicas=_flag("check_replicas", check_replicas),
+        timeout_seconds=_number(
+            "timeout_seconds", timeout_seconds, 0, "a finite number of seconds above 0", strict=True
+        ),
+        name=name,
+    )
+
+
+def settings_json(settings: FeedSettings) -> dict[str, Any]:
+    """Every setting as JSON, under the name of its keyword."""
+    value = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    schedule = value.pop("schedule")
+    stages = None if schedule is None else [list(stage) for stage in schedule.stages]
+    retry, bad_records = settings.retry, settings.bad_records
+    return {
+        **value,
+        "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
+        "num_workers": int(settings.num_workers),
+        "load": settings.load if isinstance(settings.load, str) else list(settings.load),
+        "retry": {**dataclasses.asdict(retry), "on": [kind.__name__ for kind in retry.on]},
+        "bad_records": None if bad_records is None else dataclasses.asdict(bad_records),
+    }

@@ -1,0 +1,106 @@
+"""What the calls that users make have in common: short tracebacks, and a suggestion for a misspelt keyword.
+
+A traceback shows the caller's line, and then the user's source or decoder if one raised.
+``MESHFEED_FULL_TRACEBACK=1`` in the environment keeps every frame.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from meshfeed._src.base.errors import MeshfeedError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+VARIABLE = "MESHFEED_FULL_TRACEBACK"
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
+_EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # written as a user would, and run by the demo
+_CARRIERS = ("concurrent.futures.", "contextlib.", "tenacity.")
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Takes meshfeed's frames out of the traceback of ``error`` and of the exceptions that led to it.
+
+    An exception that meshfeed did not raise on purpose keeps all frames if it comes from meshfeed's own code: it is
+    probably a fault of meshfeed. Call this in an ``except`` clause that ends in a bare ``raise``, which adds no frame.
+    """
+    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+        return
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            _trim(one)
+            todo += [one.__cause__, one.__context__]
+
+
+def hides_own_frames(function: F) -> F:
+    """A decorator for functions that users call: :func:`hide_own_frames` on whatever they raise."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
+
+    return cast("F", call)
+
+
+def suggests_keywords(function: F) -> F:
+    """A decorator: an unknown keyword is a TypeError that names the nearest one that the function takes."""
+    takes = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        unknown = [name for name in kwargs if name not in takes]
+        if unknown:
+            raise TypeError(_unknown_keyword(function.__qualname__.removesuffix(".__init__"), unknown[0], takes))
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
+def _unknown_keyword(function: str, name: str, takes: list[str]) -> str:
+    words = set(name.split("_"))
+    near = difflib.get_close_matches(name, takes, n=1) or [known for known in takes if words & set(known.split("_"))]
+    remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
+    return f"{function}() got an unexpected keyword argument {name!r}; {remedy}"
+
+
+def _trim(error: BaseException) -> None:
+    kept: list[types.TracebackType] = []
+    hidden, last, entry = False, "", error.__traceback__
+    while entry is not None:
+        last = entry.tb_frame.f_code.co_filename
+        hidden = _is_own(entry.tb_frame) or (hidden and _is_carrier(entry.tb_frame))
+        if not hidden:
+            kept.append(entry)
+        entry = entry.tb_next
+    # from the decorators here comes only the TypeError of a call with wrong arguments
+    if hidden and last != __file__ and not isinstance(error, MeshfeedError | StopIteration):
+        return
+    shown = None
+    for entry in reversed(kept):
+        shown = types.TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = shown
+
+
+def _is_own(frame: types.FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_ROOT) and not file.startswith(_EXAMPLES)
+
+
+def _is_carrier(frame: types.FrameType) -> bool:
+    """Whether it only carries a call of meshfeed's: to another thread, or again after a failure."""
+    return f"{frame.f_globals.get('__name__', '')}.".startswith(_CARRIERS)

@@ -1,0 +1,104 @@
+"""Hosts tell one another whether they could read, before any of them enters a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshfeed._src.base.coordination import next_use, process_count, process_index, reduce_json, require_store
+from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.checkpoint.errors import DamagedCheckpointError, as_checkpoint_error
+
+
+def _first_error(reports: dict[int, Any]) -> Any:
+    for host, report in sorted(reports.items()):
+        if report is not None:
+            return {"host": host, **report}
+    return None
+
+
+def _all_reports(reports: dict[int, Any]) -> Any:
+    return {str(host): report for host, report in reports.items()}
+
+
+class Agreement:
+    """Rounds of agreement among all processes of the job about one operation.
+
+    Args:
+      doing: the operation, for messages.
+      timeout_seconds: how long to wait for the slowest host.
+
+    Raises:
+      MeshfeedError: there are several processes and no key-value store.
+    """
+
+    def __init__(self, doing: str, timeout_seconds: float) -> None:
+        self._doing = doing
+        self._timeout_seconds = timeout_seconds
+        self._scope = f"checkpoint/{next_use('checkpoint')}"
+        self._round = 0
+        self._participants = list(range(process_count()))
+        if len(self._participants) > 1:
+            require_store()
+
+    def _reduce(self, value: Any, reduce: Callable[[dict[int, Any]], Any]) -> Any:
+        number, self._round = self._round, self._round + 1
+        return reduce_json(
+            self._scope,
+            number,
+            value,
+            reduce,
+            participants=self._participants,
+            timeout_seconds=self._timeout_seconds,
+            doing=self._doing,
+        )
+
+    def confirm(self, error: BaseException | None) -> None:
+        """Returns where no host has an error; else raises the same one on every host.
+
+        Raises:
+          DamagedCheckpointError: the lowest host that failed found stored bytes changed.
+          CheckpointError: it could not read for another reason.
+        """
+        report = None
+        if error is not None:
+            kind = "damaged" if isinstance(error, DamagedCheckpointError) else "unreadable"
+            text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
+            report = {"kind": kind, "text": text}
+        if len(self._participants) == 1:
+            if error is not None:
+                if isinstance(error, MeshfeedError):
+                    raise error
+                raise as_checkpoint_error("unreadable", f"{self._doing}: {report and report['text']}") from error
+            return
+        failed = self._reduce(report, _first_error)
+        if failed is not None:
+            message = f"host {failed['host']}: {failed['text']}"
+            raise as_checkpoint_error(failed["kind"], message) from error
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` and agrees that it worked on all hosts; gives its result."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        self.confirm(error)
+        return result
+
+    def publish(self, work: Callable[[], Any]) -> Any:
+        """The JSON value that ``work`` gives on host 0, on all hosts; what it raises there, all raise."""
+        if len(self._participants) == 1:
+            return work()
+        value, error = None, None
+        if process_index() == 0:
+            try:
+                value = work()
+            except Exception as caught:
+                error = caught
+        self.confirm(error)
+        return self._reduce(value, lambda reports: reports[0])
+
+    def collect(self, value: Any) -> dict[int, Any]:
+        """Every host's JSON value, on all hosts."""
+        return {int(host): report for host, report in self._reduce(value, _all_reports).items()}

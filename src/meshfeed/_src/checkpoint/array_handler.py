@@ -1,0 +1,252 @@
+"""An Orbax TypeHandler for ``jax.Array`` that saves with digests and restores with each stored byte read once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import future as orbax_future
+
+from meshfeed._src.arrays.reshard import without_ambient_mesh
+from meshfeed._src.base.coordination import process_count, process_index
+from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.checkpoint import manifest
+from meshfeed._src.checkpoint.digests import ShardDigests
+from meshfeed._src.checkpoint.leaves import describe_array, is_key
+from meshfeed._src.checkpoint.options import options_of
+from meshfeed._src.checkpoint.save_layout import MIN_SLICE_BYTES, lay_out
+
+if TYPE_CHECKING:
+    from meshfeed._src.checkpoint.stored import StoredArrays
+    from meshfeed._src.checkpoint.work import LeafRequest
+
+
+class ArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Orbax's handler of ``jax.Array``, saving exactly and with digests, restoring read-once and bit for bit.
+
+    ::
+
+        ocp.type_handlers.register_type_handler(jax.Array, ArrayHandler(restore="once"), override=True)
+
+    Every process of the job must restore the same tree. Hosts agree that all could read before anything is gathered.
+    Errors that Orbax meets around the handler (in its own metadata files) are outside that agreement, and
+    ``ocp.Checkpointer.restore`` ends in a barrier of Orbax's own: a process that fails there leaves the others waiting
+    until Orbax's time-out.
+
+    Args:
+      restore: see :class:`RestoreOptions`.
+      replica_axis: likewise.
+      primary_replica: likewise.
+      memory_limit_bytes: likewise.
+      verify: check digests, where there are any.
+      **orbax: what ``ocp.type_handlers.ArrayHandler`` takes, passed through; and the names of
+        ``SingleReplicaArrayHandler`` for the settings above: ``replica_axis_index``, ``primary_replica_id``,
+        ``broadcast_memory_limit_bytes`` (of a process here), and ``broadcast_memory_scaling_factor``, the fraction of a
+        device's free memory to use if there is no limit. With a ``dispatcher``, Orbax reads on the workers, so that
+        ``restore``, the limit and ``verify`` are without effect for what they read.
+
+    Raises:
+      SettingsError: an unknown ``restore``, a limit that is no positive int, or two names of one setting that differ.
+    """
+
+    def __init__(
+        self,
+        restore: str = "once",
+        replica_axis: str | int | None = None,
+        primary_replica: int = 0,
+        memory_limit_bytes: int | None = None,
+        *,
+        verify: bool = True,
+        **orbax: Any,
+    ) -> None:
+        self.restore_options = options_of(
+            orbax,
+            restore=restore,
+            replica_axis=replica_axis,
+            primary_replica=primary_replica,
+            memory_limit_bytes=memory_limit_bytes,
+            verify=verify,
+            metadata_key=orbax.get("metadata_key"),
+            dispatch=None if orbax.get("dispatcher") is None else self._dispatched,
+        )
+        orbax.setdefault("array_metadata_store", _metadata_store())
+        least = self._min_slice_bytes = orbax.get("min_slice_bytes_for_replica_parallel")
+        # Or Orbax would slice again, on the device and by default without a least size: eight chunks for 16 KiB.
+        least = MIN_SLICE_BYTES if least is None else least
+        super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
+        self._share = orbax.get("use_replica_parallel") is not False and orbax.get("replica_id", 0) is not None
+        self._share = self._share and orbax.get("max_replicas_for_replica_parallel") is None
+        self._replica = orbax.get("replica_id", 0)
+        self._local_storage = orbax.get("primary_host", 0) is None  # each host has a folder of its own
+        self._status = orbax.get("callback")
+
+    async def serialize(
+        self,
+        values: Sequence[jax.Array],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
+    ) -> Sequence[orbax_future.Future]:
+        """Captures the arrays, and gives futures that write them and their digests."""
+        args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
+        if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
+            check_metadata_key(self.restore_options.metadata_key)
+        with without_ambient_mesh():  # not over an await: another coroutine of this thread may want the caller's
+            laid_values, entries, pending = self._lay_out(values, infos, args)
+        for shards in pending.values():  # before Orbax's threads start and want the interpreter too
+            shards.capture()
+        futures = list(await super().serialize(laid_values, infos, args))
+        process = process_index()
+        info = infos[0]
+
+        async def write_digests() -> None:
+            await info.await_path_creation()
+
+            digests = {name: shards.compute() for name, shards in pending.items()}
+            keeps = process == 0 or self._local_storage
+            manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries if keeps else {}, digests)
+
+        futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
+        return futures
+
+    def _lay_out(
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: list[Any]
+    ) -> tuple[list[jax.Array], dict[str, Any], dict[str, ShardDigests]]:
+        """Arrays for Orbax to write, manifest entries and digests to come by name; adapts ``args`` in place."""
+        entries: dict[str, Any] = {}
+        pending: dict[str, ShardDigests] = {}
+        limited = getattr(infos[0].device_host_byte_limiter, "max_bytes", None) is not None if infos else False
+        laid_values: list[jax.Array] = []
+        for number, (value, info) in enumerate(zip(values, infos, strict=True)):
+            entry = describe_array(value)
+            laid_values.append(value)
+            if process_count() > 1 and value.is_fully_addressable:
+                continue  # Orbax refuses it with a good message
+            _check_hosts(info.name, value)
+            early = not limited or self._is_synchronous(info)
+            if value.size == 0:
+                laid_values[number] = _placeholder(value)
+            elif is_key(value):
+                data = jax.random.key_data(value)
+                entry["cell"] = list(data.sharding.shard_shape(data.shape))
+                entry["chunk"] = entry["cell"]
+                pending[info.name] = ShardDigests(data, tuple(entry["cell"]), replica_id=self._replica, early=early)
+            else:
+                laid = lay_out(
+                    value,
+                    dtype=args[number].dtype,
+                    share=self._share and early,
+                    min_slice_bytes=self._min_slice_bytes,
+                )
+                entry["dtype"] = np.dtype(args[number].dtype or value.dtype).name
+                entry["cell"] = list(laid.cell)
+                asked = args[number].chunk_byte_size or laid.chunk_byte_size
+                args[number] = dataclasses.replace(args[number], dtype=None, chunk_byte_size=asked)
+                laid_values[number] = laid.array
+                if not self.has_dispatcher():
+                    if asked is None:  # a slice is a chunk, or a few where Orbax slices too: known without opening it
+                        entry["chunk"] = entry["cell"]
+                    pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
+            if self.restore_options.metadata_key is not None:
+                entry["metadata_key"] = self.restore_options.metadata_key
+            entries[info.name] = entry
+        return laid_values, entries, pending
+
+    def _is_synchronous(self, info: Any) -> bool:
+        # Values that Orbax moves to the host later must be kept by the caller until then, and are not copied here.
+        return self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
+
+    async def deserialize(
+        self,
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.type_handlers.RestoreArgs] | None = None,
+    ) -> Sequence[jax.Array]:
+        """Restores the arrays; all processes of the job call it with the same parameters.
+
+        Raises:
+          CheckpointError: on every host, when any could not read; names that host and the parameter.
+          DamagedCheckpointError: likewise, for bytes that are not what was written.
+        """
+        from meshfeed._src.checkpoint.handler_restore import restore_for_handler
+
+        if args is None:
+            raise ValueError("ArrayRestoreArgs are needed to restore a jax.Array; none were given.")
+        await asyncio.gather(*(info.await_path_creation() for info in infos))
+        saved = None
+        if any(getattr(arg, "sharding", None) is None and getattr(arg, "mesh", None) is None for arg in args):
+            saved = await self.metadata(infos)
+        return restore_for_handler(infos, args, saved, self.restore_options)
+
+    def _dispatched(self, stored: StoredArrays, requests: Sequence[LeafRequest]) -> list[jax.Array]:
+        """Restores through Orbax, whose dispatcher lets the workers read."""
+        infos = [stored.param_info(request.leaf.name) for request in requests]
+        args = [
+            ocp.ArrayRestoreArgs(
+                sharding=request.sharding, global_shape=request.shape, dtype=request.dtype, strict=False
+            )
+            for request in requests
+        ]
+        restored: list[Any] = []
+        # In a thread, as the caller may run in an event loop already.
+        coroutine = super().deserialize(infos, args)
+        worker = threading.Thread(target=lambda: restored.append(_outcome(coroutine)), daemon=True)
+        worker.start()
+        worker.join()
+        if isinstance(restored[0], BaseException):
+            raise restored[0]
+        return list(restored[0])
+
+
+def _outcome(coroutine: Any) -> Any:
+    try:
+        return asyncio.run(coroutine)
+    except BaseException as error:
+        return error
+
+
+def _metadata_store() -> Any:
+    # Where Orbax keeps the kind of PRNG keys, so that plain Orbax restores keys that we saved. Not exported by name;
+    # without it such keys come back from plain Orbax as their uint32 data, and from meshfeed as keys all the same.
+    try:
+        from orbax.checkpoint._src.metadata.array_metadata_store import Store
+    except ImportError:
+        return None
+    return Store()
+
+
+def check_metadata_key(key: str | None) -> None:
+    """Refuses the key for a checkpoint in which Orbax would miss its own metadata files, after writing them all.
+
+    Raises:
+      SettingsError: there is a key.
+    """
+    if key is not None:
+        raise SettingsError(
+            f"metadata_key={key!r}: Orbax takes it for zarr files without OCDBT only. Set use_ocdbt=False (and not "
+            "use_zarr3) on the handler of the tree, or leave metadata_key out.",
+            setting="metadata_key",
+        )
+
+
+def _check_hosts(name: str, value: jax.Array) -> None:
+    hosts = {device.process_index for device in value.sharding.device_set}
+    if 1 < len(hosts) < process_count():
+        absent = sorted(set(range(process_count())) - hosts)
+        raise CheckpointError(
+            f"parameter {name!r} has no device on the hosts {absent}; Orbax saves arrays that have one on every host. "
+            "Save it by a job of its hosts, or replicate it over all hosts before."
+        )
+
+
+def _placeholder(value: jax.Array) -> jax.Array:
+    shape = (1,) * value.ndim
+    sharding = value.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(shape, np.uint8))

@@ -1,0 +1,206 @@
+"""Orbax handler for a tree of arrays: saved with digests, restored with each stored byte read once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import future as orbax_future
+
+from meshfeed._src.base.coordination import process_index
+from meshfeed._src.base.names import public
+from meshfeed._src.checkpoint import manifest
+from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.array_handler import ArrayHandler, check_metadata_key
+from meshfeed._src.checkpoint.digests import digest
+from meshfeed._src.checkpoint.leaves import EncodedTree, encode_tree
+from meshfeed._src.checkpoint.options import RestoreOptions
+from meshfeed._src.checkpoint.stored import StoredArrays
+from meshfeed._src.checkpoint.tree_restore import abstract_tree_of, restore_tree, type_handlers
+from meshfeed._src.state import files as state_files
+
+
+class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
+    """Saves and restores a pytree of arrays, numpy values, numbers and text, each exactly as it was.
+
+    Plain Orbax (``PyTreeCheckpointHandler``) reads what it writes. Dtypes that TensorStore has no type for come out of
+    plain Orbax as equal numbers of another dtype, from this handler as they were.
+
+    Args:
+      restore: see :class:`ArrayHandler`, as all of these.
+      replica_axis: likewise.
+      primary_replica: likewise.
+      memory_limit_bytes: likewise.
+      verify: check digests while restoring.
+      array_handler: keywords for Orbax's array handler, such as ``min_slice_bytes_for_replica_parallel``,
+        ``primary_host`` or ``dispatcher``.
+      **orbax: keywords for ``ocp.PyTreeCheckpointHandler``, such as ``save_device_host_concurrent_gb``.
+    """
+
+    def __init__(
+        self,
+        restore: str = "once",
+        replica_axis: str | int | None = None,
+        primary_replica: int = 0,
+        memory_limit_bytes: int | None = None,
+        *,
+        verify: bool = True,
+        array_handler: Mapping[str, Any] | None = None,
+        **orbax: Any,
+    ) -> None:
+        arrays = ArrayHandler(
+            restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, **(array_handler or {})
+        )
+        self.restore_options = arrays.restore_options
+        if orbax.get("use_ocdbt", True) or orbax.get("use_zarr3"):
+            check_metadata_key(self.restore_options.metadata_key)
+        self._all_primary = (array_handler or {}).get("primary_host", 0) is None
+        self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
+
+    async def async_save(self, directory: Any, args: ArraysSave) -> list[orbax_future.Future]:
+        """Captures the tree, and gives futures that write it."""
+        encoded = args.encoded or encode_tree(args.tree)
+        futures: list[orbax_future.Future] = []
+        if jax.tree.leaves(encoded.tree):
+            save_args = args.save_args
+            futures += await self._orbax.async_save(directory, args=ocp.args.PyTreeSave(encoded.tree, save_args)) or []
+        if process_index() == 0 or self._all_primary:
+            identity = args.identity
+
+            async def write() -> None:
+                path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
+
+                digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
+                leaves = encoded.leaves
+                for name, values in encoded.host_arrays.items():
+                    leaves[name]["cell"] = leaves[name]["chunk"] = [max(1, size) for size in values.shape]
+                manifest.write_tree_part(path, identity, leaves, digests, encoded.skeleton)
+
+            futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
+        return futures
+
+    def save(self, directory: Any, args: ArraysSave) -> None:
+        """Writes the tree before it returns."""
+
+        async def run() -> None:
+            for future in await self.async_save(epath.Path(directory), args):
+                future.result()
+
+        asyncio.run(run())
+
+    def restore(self, directory: Any, args: ArraysRestore | None = None) -> Any:
+        """Reads the tree; every process of the job calls it.
+
+        Args:
+          directory: the item.
+          args: what is wanted; without it, everything as it was saved.
+
+        Raises:
+          CheckpointError: on every host the same, naming the host that could not read and the parameter.
+          DamagedCheckpointError: likewise, for stored bytes that are not what was written.
+        """
+        args = args or ArraysRestore()
+        agreement = Agreement(f"restoring {directory}", self.restore_options.timeout_seconds)
+        options = self.restore_options
+        stored = agreement.attempt(lambda: StoredArrays(directory, options.memory_limit_bytes, options.metadata_key))
+        return restore_tree(
+            stored, args.abstract_tree, options, agreement, partial=args.partial_restore, strict=args.strict
+        )
+
+    def finalize(self, directory: Any) -> None:
+        """Merges what all hosts wrote; Orbax calls it on the primary host when all have written."""
+        directory = epath.Path(directory)
+        if (directory / "_METADATA").exists():
+            self._orbax.finalize(directory)
+        stored = StoredArrays(directory)
+        unknown: list[str] = []
+        chunks: dict[str, list[int]] = {}
+        if stored.manifest is not None:
+            for name, entry in stored.manifest.leaves.items():
+                if "dtype" in entry and "chunk" not in entry and entry.get("stored") != "nothing":
+                    unknown.append(name)
+            stored.open_soon(unknown)
+            chunks = {name: stored.chunk_of(name) for name in unknown}
+        manifest.join_parts(directory, chunks)
+
+    def metadata(self, directory: Any) -> Any:
+        """The saved tree as ``jax.ShapeDtypeStruct`` with shardings, numpy dtypes and values; see ``Checkpointer``."""
+        return abstract_tree_of(StoredArrays(directory))
+
+
+@public("meshfeed.checkpoint")
+@ocp.args.register_with_handler(ArraysHandler, for_save=True)
+@dataclasses.dataclass
+class ArraysSave(ocp.args.CheckpointArgs):
+    """Saves ``tree``.
+
+    Attributes:
+      tree: pytree of arrays, numpy values, numbers and text. Arrays may be donated and host values changed as soon as
+        ``save`` has returned.
+      save_args: tree of ``ocp.SaveArgs``, to cast or to choose chunks.
+      identity: ties the arrays to the data position saved with them; ``Checkpointer`` sets it.
+      encoded: the tree made ready before, so that a leaf that cannot be saved is known before Orbax makes folders.
+    """
+
+    tree: Any
+    save_args: Any = None
+    identity: Mapping[str, Any] | None = None
+    encoded: EncodedTree | None = None
+
+
+@public("meshfeed.checkpoint")
+@ocp.args.register_with_handler(ArraysHandler, for_restore=True)
+@dataclasses.dataclass
+class ArraysRestore(ocp.args.CheckpointArgs):
+    """Restores a tree.
+
+    Attributes:
+      abstract_tree: pytree of ``jax.ShapeDtypeStruct`` with shardings, of arrays, or of numpy and Python values, whose
+        structure, shapes, dtypes (cast where they differ) and shardings are wanted; ``...`` for what is to be left
+        out. None: everything as it was saved, where these devices allow it.
+      partial_restore: ignore stored leaves that ``abstract_tree`` lacks.
+      strict: refuse shapes that differ from the stored ones; False: cut them, or fill them with zeros.
+    """
+
+    abstract_tree: Any = None
+    partial_restore: bool = False
+    strict: bool = True
+
+
+@public("meshfeed.checkpoint")
+def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | None = None, **options: Any) -> Any:
+    """Restores arrays from an item of a checkpoint, ours or plain Orbax's, reading each stored byte once in the job.
+
+    Every process of the job calls it. On a checkpoint that plain Orbax saved without replica-parallel slices, or with
+    chunks larger than a host's share, whole chunks are read by one host each and sent.
+
+    Args:
+      directory: the item's folder (``<step>/arrays``, ``<step>/default``), or a step's folder that has one such item.
+      abstract_tree: see :class:`ArraysRestore`; None for a plain Orbax checkpoint: the tree that Orbax would give.
+      memory_limit_bytes: limit on extra memory of a process, beside the result and one shard.
+      **options: further fields of ``RestoreOptions``: ``restore``, ``verify``, ``replica_axis``, ….
+
+    Raises:
+      CheckpointError: on every host the same, naming the host that could not read and the parameter.
+      DamagedCheckpointError: likewise, for stored bytes that are not what was written.
+    """
+    chosen = RestoreOptions(**{"restore": "once", "memory_limit_bytes": memory_limit_bytes, **options})
+    agreement = Agreement(f"restoring {directory}", chosen.timeout_seconds)
+    stored = agreement.attempt(
+        lambda: StoredArrays(find_item(directory), chosen.memory_limit_bytes, chosen.metadata_key)
+    )
+    return restore_tree(stored, abstract_tree, chosen, agreement)
+
+
+def find_item(directory: Any) -> epath.Path:
+    """The folder of arrays: the one given, or the only one in it."""
+    directory = state_files.readable_path(directory)
+    if (directory / "_METADATA").exists() or (directory / manifest.FOLDER).exists() or not directory.exists():
+        return directory
+    found = [path for path in directory.iterdir() if path.is_dir() and (path / "_METADATA").exists()]
+    return found[0] if len(found) == 1 else directory

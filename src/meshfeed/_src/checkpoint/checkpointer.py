@@ -1,0 +1,468 @@
+"""Arrays and data position saved and restored together."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from typing import Any, Self
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meshfeed._src.base.coordination import process_count
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.launcher import forgotten_processes
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
+from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.arguments import (
+    RESTORE_ORDER,
+    SAVE_ORDER,
+    as_directory,
+    as_step,
+    check_feed,
+    check_settings,
+    check_train_state,
+    naming,
+    opening,
+)
+from meshfeed._src.checkpoint.arrays import ArraysHandler, ArraysSave
+from meshfeed._src.checkpoint.errors import DamagedCheckpointError
+from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorSave
+from meshfeed._src.checkpoint.last_step import SkippedStep, number_of
+from meshfeed._src.checkpoint.leaves import encode_tree
+from meshfeed._src.checkpoint.metadata import StepMetadata, describe_step
+from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, find_steps, read_step
+from meshfeed._src.checkpoint.stored import StoredArrays
+from meshfeed._src.checkpoint.tree_restore import restore_tree
+from meshfeed._src.state import files as state_files
+
+_log = logging.getLogger("meshfeed.checkpoint")
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_CLOSE_SECONDS = 300.0
+_GOODBYE_SECONDS = 1.0
+
+
+@public("meshfeed.checkpoint")
+class Checkpointer:
+    """Saves a training state and a feed's position as one step, and restores both or neither.
+
+    ::
+
+        with Checkpointer(directory) as ckpt:
+            step, train_state = ckpt.restore(train_state, feed)
+            for batch in feed:
+                train_state = train_step(train_state, batch)
+                step += 1
+                ckpt.save(step, train_state, feed)
+
+    Every process of the job makes one, with the same settings, and calls its methods in the same order.
+
+    Args:
+      directory: folder of the checkpoints, a path or ``gs://…``, the same on every host; made if absent. A step lies
+        in ``<directory>/<step>/``, as the Orbax item ``arrays`` and, beside it, ``iterator``.
+      max_to_keep: how many of the newest steps are kept; None: all.
+      save_interval_steps: :meth:`save` skips other steps.
+      save_last: save the last step that the interval skipped when the checkpointer is closed, so that the end of a run
+        is not lost; see :meth:`close`. Arrays of that step stay alive until then, unless they are donated.
+      restore: "once": each stored byte is read by one host, then sent over the accelerators' network;
+        "single_replica": the hosts of one replica read, then send; "every_host": each host reads what it holds.
+      verify: check digests of everything that is restored.
+      replica_axis: for "single_replica": name or number of a mesh axis; None: the one that leaves least to read.
+      primary_replica: index on that axis of the replica that reads.
+      memory_limit_bytes: limit on a process's extra memory while restoring, beside the result and one shard.
+      timeout_seconds: how long hosts wait for one another while restoring.
+      array_options: keywords for Orbax's array handler, see :class:`ArraysHandler`.
+      orbax_options: further keywords for ``ocp.CheckpointManagerOptions``.
+
+    Raises:
+      SettingsError: a setting has a value that it cannot take.
+      CheckpointError: the folder cannot be made or listed; or the launcher (Slurm, MPI, Kubernetes, a TPU pod) started
+        several processes and ``jax.distributed`` is not initialized, so that all would save into one folder. For jobs
+        that are meant to be independent, each with its own folder, set ``MESHFEED_INDEPENDENT_PROCESSES=1``.
+    """
+
+    @hides_own_frames
+    @suggests_keywords
+    def __init__(
+        self,
+        directory: Any,
+        max_to_keep: int | None = 3,
+        save_interval_steps: int = 100,
+        restore: str = "once",
+        verify: bool = True,
+        replica_axis: str | int | None = None,
+        primary_replica: int = 0,
+        memory_limit_bytes: int | None = None,
+        *,
+        save_last: bool = True,
+        timeout_seconds: float = 1800,
+        array_options: dict[str, Any] | None = None,
+        orbax_options: dict[str, Any] | None = None,
+    ) -> None:
+        for name, value in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
+            if value is None and name == "max_to_keep":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingsError(f"{name}={value!r}: takes a positive int", setting=name)
+        for name, value in (("verify", verify), ("save_last", save_last)):
+            if not isinstance(value, bool):
+                raise SettingsError(f"{name}={value!r}: takes True or False", setting=name)
+        check_settings(timeout_seconds, array_options=array_options, orbax_options=orbax_options)
+        with naming("array_options"):
+            self._arrays = ArraysHandler(
+                restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
+            )
+        self._options = dataclasses.replace(self._arrays.restore_options, timeout_seconds=timeout_seconds)
+        with naming("orbax_options"):
+            options = ocp.CheckpointManagerOptions(
+                **{
+                    "max_to_keep": max_to_keep,
+                    "save_interval_steps": save_interval_steps,
+                    **(orbax_options or {}),
+                }
+            )
+        if (forgotten := forgotten_processes()) is not None:
+            raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
+        agreement = Agreement("starting a checkpointer", timeout_seconds)
+        self._directory = agreement.attempt(lambda: as_directory(directory))
+        with opening(self._directory):
+            self._manager = ocp.CheckpointManager(
+                self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
+            )
+        # One random word for the job and a count tell saves apart, without talking at each save.
+        self._job_id = agreement.publish(lambda: secrets.token_hex(8))
+        self._owner = Owner()
+        self._saves = 0
+        self._save_last = save_last
+        self._last: SkippedStep | None = None  # the newest that the interval skipped since the last save
+        self._damaged: set[int] = set()
+        self._warned = False
+        self._writes = False  # whether this job has saved
+        self._closed = False
+
+    @property
+    def directory(self) -> epath.Path:
+        """Folder of the checkpoints."""
+        return self._directory
+
+    @hides_own_frames
+    def save(self, step: int, train_state: Any, feed: Any = None, force: bool = False) -> bool:
+        """Saves a step; everything is captured before this returns, and written in the background.
+
+        Arrays may be donated, numpy leaves refilled, and the feed advanced at once. Errors of the background come from
+        :meth:`wait`, or the next ``save``. The newest step that the interval skips is saved by :meth:`close`.
+
+        Args:
+          step: the caller's number, an int from 0; not ``feed.step`` where gradients are accumulated.
+          train_state: pytree of arrays, numpy values, numbers and text.
+          feed: whose state is saved with it; may be left out.
+          force: save also where the interval skips this step.
+
+        Returns:
+          False where the interval skips the step, or a newer step is there.
+
+        Raises:
+          SettingsError: an argument is not what it should be, such as arguments in another order.
+          CheckpointError: the step is there already, a leaf cannot be saved, or the checkpointer is closed.
+        """
+        step = as_step(step, SAVE_ORDER)
+        check_train_state(train_state, SAVE_ORDER)
+        check_feed(feed, ("get_state",), SAVE_ORDER)
+        self._check_open()
+        self._begin_to_write()
+        self._set_damaged_aside(step)
+        if not force and not self._manager.should_save(step):
+            latest = self._manager.latest_step()
+            if self._save_last and (latest is None or latest < step):
+                self._last = SkippedStep(step, train_state, feed)
+            self._warn_if_behind(step, latest)
+            return False
+        return self._write(step, train_state, feed)
+
+    def _write(self, step: int, train_state: Any, feed: Any) -> bool:
+        self._last = None
+        identity = {
+            "id": f"{self._job_id}-{self._saves}",
+            "step": step,
+            "feed_step": number_of(feed, "step"),
+            "position": number_of(feed, "position"),
+            "parts": [ARRAYS] if feed is None else [ARRAYS, ITERATOR],
+        }
+        items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, identity=identity, encoded=encode_tree(train_state))}
+        if feed is not None:
+            items[ITERATOR] = IteratorSave(feed, identity=identity)
+        self._saves += 1
+        try:
+            return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
+        except MeshfeedError:
+            raise
+        except Exception as error:
+            if type(error).__name__ == "StepAlreadyExistsError":
+                raise CheckpointError(
+                    f"step {step} is in {self._directory} already. Save under another number, or remove it first.",
+                    step=step,
+                ) from error
+            raise
+
+    def _warn_if_behind(self, step: int, latest: int | None) -> None:
+        if latest is not None and latest > step and not self._warned:
+            self._warned = True
+            _log.warning(
+                "step %d is not saved: %s has the newer step %d, and Orbax keeps steps ascending. Remove the newer "
+                "steps to continue from an older one.",
+                step,
+                self._directory,
+                latest,
+            )
+
+    @hides_own_frames
+    def restore(self, abstract_or_concrete_state: Any, feed: Any = None, step: int | None = None) -> tuple[int, Any]:
+        """Restores the newest intact step, or the one asked for, on any number of hosts and devices.
+
+        Args:
+          abstract_or_concrete_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays like those that
+            are wanted; None: everything as it was saved.
+          feed: continued in place; as it was, when this raises.
+          step: the number to restore; None: the newest intact step.
+
+        Returns:
+          the step and the train state; ``(0, abstract_or_concrete_state)`` where the folder has no step at all.
+
+        Raises:
+          SettingsError: an argument is not what it should be, such as arguments in another order.
+          CheckpointError: the step asked for is absent or damaged, or steps are there and none is intact; or a leaf
+            is not what is stored: absent, of another shape, or of a dtype to which it is not cast. The same on every
+            host.
+          StateMismatchError: the feed cannot continue the saved position.
+        """
+        step = None if step is None else as_step(step, RESTORE_ORDER)
+        check_feed(feed, ("get_state", "set_state"), RESTORE_ORDER)
+        check_train_state(abstract_or_concrete_state, RESTORE_ORDER)
+        self._check_open()
+        self.wait()
+        agreement = Agreement(f"restoring from {self._directory}", self._options.timeout_seconds)
+        if step is not None:
+            agreement.publish(lambda: bool(read_step(self._directory, step)))
+            try:
+                return step, self._restore_step(step, abstract_or_concrete_state, feed, agreement)
+            except CheckpointError as error:
+                error.step = step
+                raise
+        steps = agreement.publish(lambda: find_steps(self._directory))
+        if not steps:
+            return 0, abstract_or_concrete_state
+        reasons = []
+        while steps:
+            # One host looks and publishes, so that hosts never restore different steps.
+            found = agreement.publish(lambda steps=steps: self._newest_whole(steps))
+            for number, reason in found["passed"]:
+                reasons.append(self._pass_over(int(number), reason))
+            if found["step"] is None:
+                break
+            number = int(found["step"])
+            try:
+                return number, self._restore_step(number, abstract_or_concrete_state, feed, agreement)
+            except DamagedCheckpointError as error:
+                reasons.append(self._pass_over(number, str(error)))
+                steps = [other for other in steps if other < number]
+        raise CheckpointError(
+            f"{self._directory}: none of its steps is intact: {'; '.join(reasons)}. Move the folder away to start anew."
+        )
+
+    def _newest_whole(self, steps: list[int]) -> dict[str, Any]:
+        passed = []
+        for number in sorted(steps, reverse=True):
+            try:
+                read_step(self._directory, number)
+            except CheckpointError as error:
+                passed.append([number, str(error)])
+            else:
+                return {"step": number, "passed": passed}
+        return {"step": None, "passed": passed}
+
+    def _pass_over(self, step: int, reason: str) -> str:
+        self._damaged.add(step)
+        _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
+        return f"step {step}: {reason}"
+
+    def _restore_step(self, step: int, wanted: Any, feed: Any, agreement: Agreement) -> Any:
+        folder = self._directory / str(step)
+        document = None
+        if feed is not None:
+            document = agreement.attempt(lambda: _document(folder, step))
+        stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS, self._options.memory_limit_bytes))
+        state = restore_tree(stored, wanted, self._options, agreement)
+        if document is not None:
+            _continue(feed, document["state"], agreement, step)
+        return state
+
+    @hides_own_frames
+    def wait(self) -> None:
+        """Waits until what was saved is committed; raises what failed in the background.
+
+        Raises:
+          CheckpointError: a save failed; the step before it stays the newest.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except MeshfeedError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self._directory}: the last save failed: {error}") from error
+
+    def steps(self) -> list[int]:
+        """Numbers of the committed steps, ascending, damaged ones included."""
+        return find_steps(self._directory)
+
+    @hides_own_frames
+    def metadata(self, step: int | None = None) -> StepMetadata:
+        """What a step holds, without reading it: position, and shapes, dtypes and shardings of the train state.
+
+        Args:
+          step: the number; None: the newest.
+
+        Raises:
+          CheckpointError: the step is absent or incomplete.
+        """
+        if step is None:
+            steps = self.steps()
+            if not steps:
+                raise CheckpointError(f"{self._directory}: no step is there.")
+            step = steps[-1]
+        return describe_step(read_step(self._directory, as_step(step, "It is metadata(step).")))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self._directory}: this Checkpointer is closed. Make another one.")
+        self._owner.check("this Checkpointer")
+
+    def _begin_to_write(self) -> None:
+        # What a kill left unfinished is in the way of the same step. Not before this job saves: one that only reads,
+        # to evaluate say, must not remove what a training job is just writing.
+        if self._writes:
+            return
+
+        def remove() -> list[str]:
+            if not self._directory.exists():  # an object store has no folder before its first file
+                return []
+            left = [path for path in self._directory.iterdir() if _UNFINISHED in path.name and path.is_dir()]
+            for path in left:
+                path.rmtree()
+            return [path.name for path in left]
+
+        removed = Agreement("removing unfinished steps", self._options.timeout_seconds).publish(remove)
+        if removed:
+            _log.info("removed what a kill left unfinished in %s: %s", self._directory, ", ".join(removed))
+        self._writes = True
+
+    def _set_damaged_aside(self, step: int) -> None:
+        # They lie where the steps to come go: Orbax would skip those, or refuse to write them.
+        newer = sorted(number for number in self._damaged if number >= step)
+        if not newer:
+            return
+
+        def rename() -> list[int]:
+            for number in newer:
+                path = self._directory / str(number)
+                if path.exists():
+                    aside = self._directory / f"{number}.damaged-{secrets.token_hex(3)}"
+                    path.rename(aside)
+                    _log.warning("the damaged step %d is set aside as %s", number, aside)
+            return newer
+
+        Agreement("setting damaged steps aside", self._options.timeout_seconds).publish(rename)
+        self._damaged.difference_update(newer)
+        self._manager.reload()
+
+    def close(self) -> None:
+        """Saves the last step if the interval skipped it, waits for what was saved, and releases threads.
+
+        Leaving the ``with`` block does the same, or saves nothing if an exception leaves it. A step whose arrays were
+        donated, whose numpy leaves were changed, or whose feed has moved on cannot be saved any more: that is a WARNING
+        of the logger ``meshfeed.checkpoint``, on every host. A second call, or one in a forked child, does nothing.
+
+        Raises:
+          CheckpointError: a save failed; the step before it stays the newest.
+          StalledError: another host did not close its checkpointer.
+        """
+        if self._closed or not self._owner.is_here:
+            return
+        try:
+            self._save_skipped()
+        finally:
+            self._closed = True
+            try:
+                self.wait()
+            finally:
+                self._manager.close()
+
+    def _save_skipped(self) -> None:
+        last, self._last = self._last, None
+        if last is None:
+            return
+        found = self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)).collect(last.problem())
+        problems = [f"host {host}: {problem}" for host, problem in sorted(found.items()) if problem is not None]
+        if not problems:
+            self._write(last.step, last.train_state, last.feed)
+            return
+        _log.warning(
+            "step %d, which the interval skipped, is not saved in %s at the end: %s. Call save(step, train_state, feed, "
+            "force=True) for the step that ends a run, or set save_last=False.",
+            last.step,
+            self._directory,
+            problems[0],
+        )
+
+    def _leaving(self, timeout_seconds: float) -> Agreement:
+        return Agreement(f"saving the last step in {self._directory}", timeout_seconds)
+
+    def _abandon_skipped(self, reason: str) -> None:
+        """Saves nothing, and lets hosts that leave without an exception know why, as they wait for this one."""
+        last, self._last = self._last, None
+        if last is not None and process_count() > 1:
+            try:
+                self._leaving(_GOODBYE_SECONDS).collect(reason)
+            except MeshfeedError:
+                pass  # they failed as well, or wait for a collective that this host has left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not self._closed and self._owner.is_here:
+            self._abandon_skipped(f"was left by {kind.__name__}")
+        self.close()
+
+
+def _document(folder: epath.Path, step: int) -> dict[str, Any]:
+    if not (folder / ITERATOR).exists():
+        raise CheckpointError(
+            f"step {step} in {folder.parent} was saved without a feed, so there is no position to continue. Restore it "
+            "without a feed, and set the feed's position by feed.set_state.",
+            step=step,
+        )
+    return state_files.read_document(folder / ITERATOR)
+
+
+def _continue(feed: Any, state: Any, agreement: Agreement, step: int) -> None:
+    """Sets the feed's state on all hosts, or on none."""
+    before = feed.get_state()
+    failure: BaseException | None = None
+    try:
+        feed.set_state(state)
+    except Exception as error:
+        failure = error
+    reports = agreement.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+    failed = sorted(host for host, report in reports.items() if report is not None)
+    if not failed:
+        return
+    if failure is not None:
+        raise failure
+    feed.set_state(before)
+    raise CheckpointError(
+        f"step {step}: host {failed[0]} cannot continue the feed: {reports[failed[0]]}. Every feed is as it was.",
+        step=step,
+    )

@@ -1,0 +1,347 @@
+"""Positions that Grain and MaxText saved, as states of a feed over the same data, if that can be exact.
+
+Grain and MaxText write ``process_<i>-of-<n>.json`` for each host (MaxText also ``-of-2.0``, from a scaling factor), or one
+``process_0.json`` from Grain's ElasticIterator. Three kinds of feed can continue from them:
+
+* **Random access**: a feed over the ``MapDataset`` without its batch and its slice for one host. Hosts that read every n-th
+  record and have read equally many have consumed the first records of the dataset's order. Each batch then has the same
+  records as before, its rows in our order.
+* **Lanes**, as many as there were hosts, each the same pipeline as one host had, without its ``batch`` and ``mp_prefetch``.
+* **Host batches**: the same iterators on the same number of hosts.
+
+The files hold an index and do not say what it counts, nor how the records were ordered. The caller states both: the number
+of batches delivered, and a feed over records in the order of the old run. What contradicts that is refused, and so is what
+later epochs would make wrong: Grain gives each epoch of a shuffled dataset an order of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.names import public
+from meshfeed._src.state.state import parse_state, seal
+
+_NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
+_ELASTIC = "global_next_index"
+_LOADER = "last_seen_indices"
+_WORKERS = "iterators_in_use_states"
+_SLICES = "remainder_slices"
+
+
+def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
+    """The states that hosts wrote, by host, and the number of hosts (None for an elastic state).
+
+    Args:
+      directory: a folder of such files, such as ``<step>/iter``.
+
+    Raises:
+      CheckpointError: no such files, files of different host counts, missing hosts, or no JSON.
+    """
+    directory = epath.Path(directory)
+    states: dict[int, Any] = {}
+    counts: set[int | None] = set()
+    for path in sorted(directory.iterdir(), key=lambda path: path.name) if directory.exists() else []:
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            states[int(match[1])] = decode_value(json.loads(path.read_text()))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: not JSON ({error}); it is damaged. Use another step.") from None
+        counts.add(int(match[2]) if match[2] else None)
+    if not states:
+        raise CheckpointError(
+            f"{directory}: no process_<i>-of-<n>.json or process_0.json there. Give the folder in which MaxText or "
+            "Grain keeps the iterator of one step."
+        )
+    if len(counts) > 1:
+        raise CheckpointError(f"{directory}: files of different numbers of hosts ({sorted(map(str, counts))}).")
+    count = counts.pop()
+    missing = [] if count is None else sorted(set(range(count)) - set(states))
+    if missing:
+        raise CheckpointError(f"{directory}: hosts {missing} of {count} are missing. Bring their files together.")
+    return states, count
+
+
+@public("meshfeed.checkpoint")
+def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuffled: bool = False) -> dict[str, Any]:
+    """A state for ``feed`` that continues from the files in ``directory``; the feed itself is not changed.
+
+    ::
+
+        feed.set_state(meshfeed.checkpoint.convert_state("run/checkpoints/5000/iter", feed, step=5000))
+
+    Args:
+      directory: of ``process_*.json`` files of one step.
+      feed: over the same records in the same order, before its first batch.
+      step: batches that were delivered. Only an elastic state can do without it.
+      unshuffled: the old run read the records in the order of the source, the same in every epoch. Needed if the feed
+        repeats the source (``num_epochs`` is not 1), because the files do not say whether Grain shuffled.
+
+    Returns:
+      a state for ``feed.set_state``, the same on each host.
+
+    Raises:
+      CheckpointError: the feed cannot continue exactly; the message says why.
+    """
+    states, count = read_foreign_files(directory)
+    template = feed.get_state()
+    if template.get("position"):
+        raise CheckpointError("the feed has delivered batches; import a position with a new feed.")
+    size = _batch_size(feed)
+    if step is None and count is not None:
+        raise CheckpointError(
+            f"{directory}: the files hold an index and do not say whether it counts records or batches. Give the number "
+            "of batches delivered (step=, on the command line --step)."
+        )
+    if template["kind"] == "random_access":
+        position = _position(directory, template, states, count, size, step, unshuffled)
+        return _stamped({**template, "position": position, "segments": [[0, 0, size]] if position else []})
+    if count is None or step is None:
+        raise CheckpointError(
+            f"{directory}: an elastic state counts records of a MapDataset; pass that MapDataset itself as the source."
+        )
+    if template["fingerprint"].get("num_epochs", 1) != 1:
+        raise CheckpointError(
+            f"{directory}: the feed reads its stream num_epochs={template['fingerprint']['num_epochs']} times, and the "
+            "files do not say in which epoch each host was. Repeat inside the stream, as before, and pass num_epochs=1."
+        )
+    moved = {"position": step * size, "step": step, "segments": [[0, 0, size]] if step else []}
+    if template["kind"] == "lanes":
+        states = {host: _only_worker(directory, host, state) for host, state in states.items()}
+    saved = {host: encode_value(_as_grain_gave_it(state)) for host, state in states.items()}
+    if template["kind"] == "lanes":
+        return _stamped({**template, **moved, "lanes": _lanes(directory, template, saved, size, step)})
+    return _stamped({**template, **moved, "hosts": _hosts(directory, template, saved, step)})
+
+
+def _stamped(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the version that reads what it holds now."""
+    return parse_state({**state, "meshfeed": 1}).to_json()
+
+
+def _batch_size(feed: Any) -> int:
+    size = feed.config().get("global_batch_size") if hasattr(feed, "config") else getattr(feed, "batch", None)
+    if isinstance(size, list):
+        size = size[0][1] if isinstance(size[0], list | tuple) else size[0]
+    if not isinstance(size, int):
+        raise CheckpointError("the feed's global_batch_size is not known yet; give it as an int.")
+    return size
+
+
+# ---------------------------------------------------------------------- random access
+
+
+def _position(
+    directory: Any,
+    template: Mapping[str, Any],
+    states: Mapping[int, Any],
+    count: int | None,
+    size: int,
+    step: int | None,
+    unshuffled: bool,
+) -> int:
+    """Records consumed over all hosts, after every check."""
+    _check_order(directory, template, _samplers_keep_order(states) or unshuffled)
+    if count is None:
+        position, counts_batches = _elastic_position(directory, states[min(states)]), False
+    else:
+        assert step is not None
+        position, counts_batches = _counted_position(directory, states, count, size, step)
+    if step is not None and position != step * size:
+        raise CheckpointError(
+            f"{directory}: the files are at record {position}, and {step} batches of {size} are {step * size}. Give the "
+            "global_batch_size and step of that run; a pipeline that filters can only continue as lanes or host batches."
+        )
+    if position % size:
+        raise CheckpointError(f"{directory}: position {position} is not a multiple of the batch size {size}.")
+    fingerprint = template["fingerprint"]
+    records, num_epochs = fingerprint["source"]["records"], fingerprint.get("num_epochs", 1)
+    if counts_batches and (num_epochs != 1 or _has_node(template, "Repeat")):
+        raise CheckpointError(
+            f"{directory}: the old pipeline made batches before to_iter_dataset(), so each of its epochs may have "
+            "dropped a partial batch, which the feed would not. Continue it as host batches."
+        )
+    if num_epochs is not None and position > records * num_epochs:
+        raise CheckpointError(
+            f"{directory}: position {position} is beyond the {records * num_epochs} records of the feed. Give the feed "
+            "the data and the number of epochs of that run."
+        )
+    return position
+
+
+def _has_node(template: Mapping[str, Any], word: str) -> bool:
+    """Whether the source is a Grain dataset with such a transform."""
+    return any(word in node for node in template["fingerprint"]["source"].get("pipeline", ()))
+
+
+def _check_order(directory: Any, template: Mapping[str, Any], unshuffled: bool) -> None:
+    """Raises if the feed's records cannot be in the order of the old run, in this epoch and the later ones."""
+    fingerprint = template["fingerprint"]
+    if "mixture" in fingerprint:
+        raise CheckpointError(
+            f"{directory}: the feed mixes its components in an order of its own. Pass the old MapDataset.mix as the source."
+        )
+    if fingerprint.get("shuffle"):
+        raise CheckpointError(
+            f"{directory}: the feed shuffles, so its first records differ from those consumed. Pass shuffle=False, and "
+            "shuffle inside the MapDataset as before."
+        )
+    num_epochs = fingerprint.get("num_epochs", 1)
+    if num_epochs == 1:
+        return
+    remedy = "Put .repeat(n), or .repeat() for ever, into the MapDataset, and pass num_epochs=1 to the feed."
+    if _has_node(template, "Shuffle"):
+        raise CheckpointError(
+            f"{directory}: with num_epochs={num_epochs} every epoch of the feed has the order of the first, and Grain "
+            f"shuffles each epoch differently. {remedy}"
+        )
+    if not unshuffled:
+        raise CheckpointError(
+            f"{directory}: with num_epochs={num_epochs} every epoch of the feed has the same order, and the files do not "
+            f"say whether the old run shuffled. If it did not, say so (unshuffled=True, --unshuffled). If it did: {remedy}"
+        )
+
+
+def _samplers_keep_order(states: Mapping[int, Any]) -> bool:
+    """Whether each state is that of a DataLoader whose sampler does not shuffle."""
+    samplers = [str(state.get("sampler")) if isinstance(state, dict) else "" for state in states.values()]
+    return all("shuffle=False" in sampler or sampler.startswith("SequentialSampler") for sampler in samplers)
+
+
+def _elastic_position(directory: Any, state: Any) -> int:
+    if not isinstance(state, dict) or set(state) != {_ELASTIC}:
+        raise CheckpointError(f"{directory}: process_0.json holds no state of Grain's ElasticIterator: {state!r:.200}")
+    return int(state[_ELASTIC])
+
+
+def _counted_position(directory: Any, states: Mapping[int, Any], count: int, size: int, step: int) -> tuple[int, bool]:
+    """Records consumed by hosts that count their own, and whether they counted batches."""
+    if size % count:
+        raise CheckpointError(
+            f"{directory}: {count} hosts wrote it, which cannot have read equal parts of a batch of {size}. Give the "
+            "global_batch_size of that run."
+        )
+    taken = {host: _elements_taken(directory, host, state, count) for host, state in states.items()}
+    if len(set(taken.values())) > 1:
+        raise CheckpointError(f"{directory}: hosts stand at different places ({taken}); no step ends there.")
+    elements, rows = next(iter(taken.values())), size // count
+    counts_batches = elements == step and step > 0 and rows > 1
+    return (step * size if counts_batches else elements * count), counts_batches
+
+
+def _elements_taken(directory: Any, host: int, state: Any, count: int) -> int:
+    """Elements that one host's iterator had returned."""
+    if isinstance(state, dict) and _LOADER in state:
+        return _loader_position(directory, host, state, count)
+    state = _only_worker(directory, host, state)
+    if isinstance(state, dict) and set(state) == {"next_index"}:
+        return int(state["next_index"])
+    raise CheckpointError(
+        f"{directory}: host {host}'s state has more than a position ({_keys(state)}), as packing, filters and mixtures "
+        "have, so its records are not the first ones of an order. Continue it as a stream with as many lanes as there "
+        "were hosts, or as host batches."
+    )
+
+
+def _only_worker(directory: Any, host: int, state: Any) -> Any:
+    """The state inside ``mp_prefetch``: a single worker reads in the pipeline's order, several take turns by batch."""
+    if not isinstance(state, dict) or _WORKERS not in state:
+        return state
+    workers = state[_WORKERS]
+    alone = state.get("iterators_in_use_indices") == [0] and state.get("next_index_in_datasets") == 1
+    if len(workers) == 1 and alone and not state.get("future_states"):
+        return workers[0]
+    raise CheckpointError(
+        f"{directory}: host {host} read with mp_prefetch of {len(workers)} workers (or interleaved as many datasets), "
+        "which take turns by batch, so its records are not the first ones of an order. Continue it as host batches."
+    )
+
+
+def _loader_position(directory: Any, host: int, state: Mapping[str, Any], count: int) -> int:
+    """Records that a Grain DataLoader had read, if they are the first ones of its source."""
+    sampler = str(state.get("sampler"))
+    as_batches = "Continue it as host batches, on the same number of hosts."
+    if "shuffle=True" in sampler:
+        raise CheckpointError(
+            f"{directory}: host {host}'s DataLoader shuffled in its sampler ({sampler}); that order is not a feed's. "
+            f"{as_batches}"
+        )
+    if count > 1 or re.search(r"shard_count=(?!1\b)", sampler):
+        raise CheckpointError(
+            f"{directory}: host {host} is one of several with a DataLoader, whose sampler gives each host a part of its "
+            f"own ({sampler}), so their records are not the first ones of the source. {as_batches}"
+        )
+    last_seen = {int(worker): int(last) for worker, last in state[_LOADER].items() if int(last) >= 0}
+    num_workers = len(state[_LOADER])
+    read = sum((last - worker) // num_workers + 1 for worker, last in last_seen.items())
+    if read and max(last_seen.values()) + 1 != read:
+        raise CheckpointError(
+            f"{directory}: the {num_workers} workers of the DataLoader stand in the middle of a turn ({state[_LOADER]}), "
+            f"so their records are not the first ones of the source. Use a step that is a multiple of {num_workers}, or "
+            "continue it as host batches."
+        )
+    return read
+
+
+def _keys(state: Any) -> str:
+    return ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def _as_grain_gave_it(state: Any) -> Any:
+    """What ``get_state`` had returned before it was written as JSON, which has neither bytes nor tuples."""
+    if isinstance(state, dict) and _LOADER in state:
+        return json.dumps(state, indent=4).encode()
+    return _with_slices(state)
+
+
+def _with_slices(state: Any) -> Any:
+    """ConcatThenSplitIterDataset compares its slices with tuples, and continues wrongly from lists."""
+    if isinstance(state, list):
+        return [_with_slices(item) for item in state]
+    if not isinstance(state, dict):
+        return state
+    return {key: _as_tuples(item) if key == _SLICES else _with_slices(item) for key, item in state.items()}
+
+
+def _as_tuples(slices: Any) -> Any:
+    if isinstance(slices, dict):
+        return {key: _as_tuples(item) for key, item in slices.items()}
+    return tuple(slices) if isinstance(slices, list) else slices
+
+
+def _lanes(
+    directory: Any, template: Mapping[str, Any], saved: Mapping[int, Any], size: int, step: int
+) -> dict[str, Any]:
+    num_lanes = template["num_lanes"]
+    if num_lanes != len(saved) or size % num_lanes:
+        raise CheckpointError(
+            f"{directory}: {len(saved)} hosts wrote it, and the feed has {num_lanes} lanes for a batch of {size}. Pass "
+            f"num_lanes={len(saved)}, with a stream whose lane i is what host i read, without its batch."
+        )
+    records = step * size // num_lanes
+    entry = {"records": records, "epoch": 0, "taken": records, "skip": 0, "ended": False}
+    return {str(host): seal({**entry, "state": state}) for host, state in sorted(saved.items())}
+
+
+def _hosts(directory: Any, template: Mapping[str, Any], saved: Mapping[int, Any], step: int) -> dict[str, Any]:
+    processes = template["fingerprint"]["processes"]
+    if processes != len(saved):
+        raise CheckpointError(
+            f"{directory}: {len(saved)} hosts wrote it, and the feed has {processes}; host batches are not elastic. "
+            "Continue on as many hosts, or pass the records as a source."
+        )
+    return {
+        str(host): seal({"iterator": {"batches": step, "state": state}, "epoch": 0})
+        for host, state in sorted(saved.items())
+    }

@@ -1,0 +1,255 @@
+"""Which device reads which box of a stored leaf, and how the boxes come to the wanted sharding.
+
+A leaf that R devices want in whole or in part is cut among them along one dimension ``dimension``: over the mesh axes
+along which it is replicated (``gather``), and, where the stored chunks run across the wanted shards, over axes that
+shard other dimensions (``moved``), so that each chunk is wanted by one device. After reading, ``moved`` axes are
+brought back with an all-to-all, and ``gather`` axes with an all-gather. Pieces are padded to the same size, so any
+length can be cut. The plan is a pure function of the leaf, its sharding and the stored chunks: every process makes the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshfeed._src.checkpoint.grid import Box, Grid, box_of_index, box_size
+from meshfeed._src.checkpoint.save_layout import free_axes, spec_axes
+
+GOOD_READS = 1.1
+"""Bytes read over bytes stored up to which a leaf is read by the devices that want it."""
+
+
+_HOPELESS_READS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadPlan:
+    """How one leaf is read.
+
+    Attributes:
+      sharding: the wanted one.
+      shape: the wanted global shape (key data for PRNG keys).
+      dimension: along which pieces are cut; unused without ``gather`` and ``moved``.
+      gather: mesh axes to gather over, major first.
+      moved: (mesh axis, dimension it belongs to) in the order of the all-to-alls.
+      broadcast: mesh axis and index on it from which whole pieces are sent, or None.
+      piece: rows of ``dimension`` in each piece, the last ones padded.
+    """
+
+    sharding: Any
+    shape: tuple[int, ...]
+    dimension: int = 0
+    gather: tuple[str, ...] = ()
+    moved: tuple[tuple[str, int], ...] = ()
+    broadcast: tuple[str, int] | None = None
+    piece: int = 0
+
+    @property
+    def direct(self) -> bool:
+        """Whether every device reads just what it wants."""
+        return not (self.gather or self.moved or self.broadcast)
+
+    def boxes(self, process: int | None = None) -> dict[Any, Box | None]:
+        """Device → the box it reads; None for devices that only receive. The process of a device reads for it.
+
+        Args:
+          process: only its devices; None: all.
+        """
+        if self.direct:
+            indices = self.sharding.devices_indices_map(self.shape)
+            return {
+                device: box_of_index(index, self.shape)
+                for device, index in indices.items()
+                if process is None or device.process_index == process
+            }
+        mesh = self.sharding.mesh
+        axes = spec_axes(self.sharding, len(self.shape))
+        moved = {axis for axis, _ in self.moved}
+        kept = [[axis for axis in names if axis not in moved] for names in axes]
+        cut = self.piece_axes()
+        boxes: dict[Any, Box | None] = {}
+        places = _places(mesh)
+        for device, at in itertools.chain(*places.values()) if process is None else places.get(process, ()):
+            if self.broadcast and at[self.broadcast[0]] != self.broadcast[1]:
+                boxes[device] = None
+                continue
+            box = []
+            for dimension, size in enumerate(self.shape):
+                start, extent = _share(size, kept[dimension], at, mesh.shape)
+                if dimension == self.dimension:
+                    number = 0
+                    for axis in cut:
+                        number = number * mesh.shape[axis] + at[axis]
+                    first = start + min(extent, number * self.piece)
+                    box.append((first, min(start + extent, first + self.piece)))
+                else:
+                    box.append((start, start + extent))
+            boxes[device] = tuple(box)
+        return boxes
+
+    def piece_axes(self) -> tuple[str, ...]:
+        """Mesh axes that cut ``dimension`` further, major first: what is undone last comes first."""
+        return (*self.gather, *(axis for axis, _ in reversed(self.moved)))
+
+
+@functools.lru_cache(maxsize=64)
+def _places(mesh: Any) -> dict[int, list[tuple[Any, dict[str, int]]]]:
+    """Process → its devices, each with its coordinates in the mesh by axis."""
+    names = tuple(mesh.axis_names)
+    places: dict[int, list[tuple[Any, dict[str, int]]]] = collections.defaultdict(list)
+    for coordinates in np.ndindex(*mesh.devices.shape):
+        device = mesh.devices[coordinates]
+        places[device.process_index].append((device, dict(zip(names, coordinates, strict=True))))
+    return dict(places)
+
+
+@functools.lru_cache(maxsize=256)
+def devices_of_a_process(sharding: Any) -> int:
+    """The most devices that any process has in a sharding."""
+    return max(collections.Counter(device.process_index for device in sharding.device_set).values())
+
+
+def _share(size: int, axes: list[str], at: dict[str, int], sizes: Any) -> tuple[int, int]:
+    number, count = 0, 1
+    for axis in axes:
+        number, count = number * sizes[axis] + at[axis], count * sizes[axis]
+    return number * (size // count), size // count
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadCost:
+    """Bytes that each process reads for a leaf under a plan, whole units only."""
+
+    by_process: tuple[tuple[int, int], ...]
+    stored: int
+
+    @property
+    def total(self) -> int:
+        """Over all processes."""
+        return sum(count for _, count in self.by_process)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes read over bytes stored."""
+        return self.total / self.stored if self.stored else 1.0
+
+
+def clip(box: Box, shape: tuple[int, ...]) -> Box:
+    """The part of a wanted box that is stored, where shapes differ."""
+    return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.inf) -> ReadCost:
+    """What reading under ``plan`` costs; a process reads a unit once for all its devices.
+
+    Args:
+      plan: how.
+      units: what is read at once.
+      itemsize: bytes of a value.
+      give_up: bytes read over bytes stored from which on the rest is not counted: with thousands of hosts, a bad plan
+        takes long to add up.
+    """
+    most, count = give_up * len(units), 0
+    wanted: dict[int, set[int]] = collections.defaultdict(set)
+    seen: set[tuple[int, Box]] = set()
+    for device, box in plan.boxes().items():
+        if box is None or (device.process_index, box) in seen:
+            continue
+        seen.add((device.process_index, box))
+        own = wanted[device.process_index]
+        before = len(own)
+        own.update(units.touching(clip(box, units.shape)) if units.shape else (0,))
+        count += len(own) - before
+        if count > most:
+            break
+    whole = math.prod(units.cell) * itemsize
+    even = all(size % cell == 0 for size, cell in zip(units.shape, units.cell, strict=True))
+    costs = {
+        process: len(numbers) * whole if even else sum(box_size(units.box(n)) for n in numbers) * itemsize
+        for process, numbers in wanted.items()
+    }
+    return ReadCost(tuple(sorted(costs.items())), math.prod(units.shape) * itemsize)
+
+
+def _candidates(sharding: Any, shape: tuple[int, ...]) -> list[LoadPlan]:
+    plans = [LoadPlan(sharding, shape)]
+    if not isinstance(sharding, NamedSharding) or not shape:
+        return plans
+    free = free_axes(sharding)
+    sizes = sharding.mesh.shape
+    axes = spec_axes(sharding, len(shape))
+    for dimension in range(len(shape)):
+        others = [
+            tuple((axis, other) for axis in axes[other] if sizes[axis] > 1)
+            for other in range(len(shape))
+            if other != dimension and any(sizes[axis] > 1 for axis in axes[other])
+        ]
+        moves = [
+            tuple(itertools.chain.from_iterable(chosen))
+            for count in range(len(others) + 1)
+            for chosen in itertools.combinations(others, count)
+        ]
+        for moved in moves:
+            if not free and not moved:
+                continue
+            ways = math.prod(sizes[axis] for axis in (*free, *(axis for axis, _ in moved)))
+            extent = shape[dimension] // math.prod(sizes[axis] for axis in axes[dimension])
+            plans.append(LoadPlan(sharding, shape, dimension, free, moved, None, -(-extent // ways)))
+    return plans
+
+
+@functools.lru_cache(maxsize=1024)
+def best_plan(sharding: Any, shape: tuple[int, ...], units: Grid, itemsize: int) -> tuple[LoadPlan, ReadCost]:
+    """The plan of mode ``once`` that reads least, then most evenly, then moves least.
+
+    Args:
+      sharding: the wanted one.
+      shape: the wanted shape.
+      units: what can be read on its own.
+      itemsize: bytes of a value.
+    """
+    best: tuple[LoadPlan, ReadCost] | None = None
+    best_score: tuple[float, ...] = ()
+    hosts = len({device.process_index for device in sharding.device_set})
+    for plan in _candidates(sharding, shape):
+        cost = read_cost(plan, units, itemsize, _HOPELESS_READS)
+        busiest = max((count for _, count in cost.by_process), default=0)
+        uneven = busiest * hosts / max(1, cost.total)
+        padded = 0.0 if plan.direct else plan.piece * len(sharding.device_set) / max(1, shape[plan.dimension])
+        score = (max(cost.ratio, 1.05), max(uneven, 1.2), len(plan.moved), len(plan.gather), padded)
+        if best is None or score < best_score:
+            best, best_score = (plan, cost), score
+        if not plan.moved and cost.ratio <= 1.05 and uneven <= 1.2:
+            break  # nothing to gain, and with thousands of hosts each look takes a second
+    assert best is not None
+    return best
+
+
+@functools.lru_cache(maxsize=1024)
+def replica_plan(sharding: Any, shape: tuple[int, ...], axis: str | None, index: int) -> LoadPlan:
+    """The plan of mode ``single_replica``: the devices at ``index`` of ``axis`` read, the others receive."""
+    if axis is None or not isinstance(sharding, NamedSharding) or axis not in free_axes(sharding):
+        return LoadPlan(sharding, shape)
+    rest = tuple(other for other in free_axes(sharding) if other != axis)
+    dimension, piece, gather = 0, 0, ()
+    if rest and shape:
+        extents = [
+            size // math.prod(sharding.mesh.shape[axis] for axis in axes)
+            for size, axes in zip(shape, spec_axes(sharding, len(shape)), strict=True)
+        ]
+        dimension = max(range(len(shape)), key=lambda d: extents[d])
+        ways = math.prod(sharding.mesh.shape[axis] for axis in rest)
+        if extents[dimension] >= ways:
+            gather, piece = rest, -(-extents[dimension] // ways)
+    if shape and not gather:
+        axes = spec_axes(sharding, len(shape))[dimension]
+        piece = shape[dimension] // math.prod(sharding.mesh.shape[axis] for axis in axes)
+    return LoadPlan(sharding, shape, dimension, gather, (), (axis, index), piece)

@@ -1,0 +1,155 @@
+"""Reads whole units of stored leaves, each once, and copies what is wanted of them into this process's buffers."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshfeed._src.checkpoint.casts import check_fits
+from meshfeed._src.checkpoint.grid import Box, box_size, intersect, slices
+from meshfeed._src.checkpoint.load_plan import clip
+from meshfeed._src.checkpoint.stored import StoredArrays, StoredLeaf
+
+DEFAULT_BYTES_IN_FLIGHT = 512 << 20
+
+
+class Target:
+    """A buffer that wants a box of a leaf.
+
+    Attributes:
+      box: in the leaf's coordinates.
+      buffer: host array whose first value is the box's first; its dtype is the final one.
+    """
+
+    __slots__ = ("box", "buffer")
+
+    def __init__(self, box: Box, buffer: np.ndarray[Any, Any]) -> None:
+        self.box = box
+        self.buffer = buffer
+
+    def fill(self, unit_box: Box, values: np.ndarray[Any, Any]) -> None:
+        """Copies the common part, cast to the buffer's dtype."""
+        if self.buffer.ndim == 0:
+            self.buffer[...] = values
+            return
+        common = intersect(self.box, unit_box)
+        if box_size(common):
+            self.buffer[slices(common, self.box)] = values[slices(common, unit_box)]
+
+
+class Wanted(NamedTuple):
+    """A unit to read.
+
+    Attributes:
+      leaf: it belongs to.
+      number: of the unit.
+      take: called with (box, values).
+      room: where storage may put the values itself, of the unit's shape and dtype; ``take`` is then not called.
+    """
+
+    leaf: StoredLeaf
+    number: int
+    take: Callable[[Box, np.ndarray[Any, Any]], None]
+    room: np.ndarray[Any, Any] | None = None
+
+
+def unit_box(leaf: StoredLeaf, number: int) -> Box:
+    """The box of a unit, of scalars too."""
+    return leaf.units.box(number) if leaf.shape else ()
+
+
+def wanted_unit(leaf: StoredLeaf, number: int, targets: Sequence[Target]) -> Wanted:
+    """A unit that goes to ``targets``: straight into the only one, where that has room for all of it and is no cast."""
+
+    def take(box: Box, values: np.ndarray[Any, Any]) -> None:
+        for target in targets:
+            target.fill(box, values)
+
+    box, room = unit_box(leaf, number), None
+    first = targets[0]
+    if len(targets) == 1 and box and first.buffer.dtype == leaf.dtype and intersect(first.box, box) == box:
+        room = first.buffer[slices(box, first.box)]
+    return Wanted(leaf, number, take, room)
+
+
+class UnitReader:
+    """Reads units with a bounded number of bytes in flight, checks them, and counts.
+
+    Args:
+      stored: the item.
+      verify: check digests.
+      bytes_in_flight: how much is asked of storage at once; one unit at least.
+      on_bytes: called with the bytes of each unit that has come.
+      must_fit: parameter name → the integer dtype that its values must fit in.
+    """
+
+    def __init__(
+        self,
+        stored: StoredArrays,
+        *,
+        verify: bool,
+        bytes_in_flight: int | None,
+        on_bytes: Callable[[int], None] = lambda count: None,
+        must_fit: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._stored = stored
+        self._verify = verify
+        self._limit = DEFAULT_BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
+        self._on_bytes = on_bytes
+        self._must_fit = must_fit or {}
+        self.bytes_read = 0
+        self.seconds = 0.0
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Reads units in order; each one's ``take`` is called in the same order.
+
+        Args:
+          wanted: what to read.
+
+        Raises:
+          CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`; or integers that do not fit.
+        """
+        started = time.perf_counter()
+        wanted = list(wanted)
+        self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in wanted))
+        pending: collections.deque[Any] = collections.deque()
+        in_flight = 0
+
+        def finish() -> int:
+            unit, box, future, placed, count = pending.popleft()
+            leaf = unit.leaf
+            values = self._stored.finish_read(leaf, box, future, self._verify)
+            if leaf.name in self._must_fit:  # here, where hosts still agree on errors
+                check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
+            self.bytes_read += count
+            self._on_bytes(count)
+            if not placed:
+                unit.take(box, values)
+            return count
+
+        for unit in wanted:
+            leaf, box = unit.leaf, unit_box(unit.leaf, unit.number)
+            count = box_size(box) * leaf.itemsize
+            while pending and in_flight + count > self._limit:
+                in_flight -= finish()
+            future = None if unit.room is None else self._stored.start_read_into(leaf, box, unit.room)
+            placed = future is not None
+            pending.append((unit, box, future or self._stored.start_read(leaf, box), placed, count))
+            in_flight += count
+        while pending:
+            finish()
+        self.seconds += time.perf_counter() - started
+
+
+def units_for(leaf: StoredLeaf, targets: Iterable[Target]) -> dict[int, list[Target]]:
+    """Number of the unit → the targets that want some of it, ascending."""
+    found: dict[int, list[Target]] = collections.defaultdict(list)
+    units = leaf.units
+    for target in targets:
+        for number in units.touching(clip(target.box, leaf.shape)) if leaf.shape else (0,):
+            found[number].append(target)
+    return dict(sorted(found.items()))

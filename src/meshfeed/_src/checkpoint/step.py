@@ -1,0 +1,115 @@
+"""One step of a checkpoint folder: its parts, whether they are whole, and whether they belong together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from etils import epath
+
+from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.checkpoint.errors import DamagedCheckpointError
+from meshfeed._src.checkpoint.manifest import Manifest, read_manifest
+from meshfeed._src.state import files as state_files
+
+ARRAYS = "arrays"
+ITERATOR = "iterator"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """What a step holds.
+
+    Attributes:
+      step: the caller's number.
+      directory: its folder.
+      manifest: of the arrays.
+      document: of the iterator, or None where it was saved without a feed.
+    """
+
+    step: int
+    directory: epath.Path
+    manifest: Manifest
+    document: dict[str, Any] | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The id, step, feed_step and position that both parts carry."""
+        return self.manifest.identity or {}
+
+
+def find_steps(directory: Any) -> list[int]:
+    """Numbers of the steps in a folder, ascending, whole or not."""
+    directory = epath.Path(directory)
+    if not directory.exists():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def read_step(directory: Any, step: int) -> StepParts:
+    """Checks a step without reading its arrays' values: parts, identities, digests of small files, sizes of the rest.
+
+    Raises:
+      CheckpointError: it is absent, incomplete, or its parts do not belong together.
+      DamagedCheckpointError: a file is not what was written.
+    """
+    folder = epath.Path(directory) / str(step)
+    if not folder.exists():
+        steps = ", ".join(map(str, find_steps(directory))) or "none"
+        raise CheckpointError(f"step {step} is not in {directory}; there: {steps}.", step=step)
+    arrays = folder / ARRAYS
+    try:
+        manifest = read_manifest(arrays) if arrays.exists() else None
+        if manifest is None or manifest.identity is None:
+            raise CheckpointError(
+                f"step {step} in {directory}: it has no whole part {ARRAYS!r} that a Checkpointer wrote. Read plain "
+                "Orbax checkpoints with meshfeed.checkpoint.restore_once.",
+                step=step,
+            )
+        _check_files(arrays, manifest)
+        document = None
+        if (folder / ITERATOR).exists():
+            document = state_files.read_document(folder / ITERATOR)
+        _check_identities(step, folder, manifest.identity, document)
+    except CheckpointError as error:
+        error.step = step
+        raise
+    except OSError as error:
+        raise CheckpointError(f"step {step} in {directory}: cannot be read: {error}", step=step) from error
+    except Exception as error:  # a flipped bit can turn any field of a small file into anything
+        raise DamagedCheckpointError(
+            f"step {step} in {directory}: its metadata is damaged ({type(error).__name__}: {error})", step=step
+        ) from error
+    return StepParts(step, folder, manifest, document)
+
+
+def _check_files(arrays: epath.Path, manifest: Manifest) -> None:
+    for name, (size, _) in manifest.files.items():
+        path = arrays / name
+        found = path.stat().length if path.exists() else None
+        if found != size:
+            raise DamagedCheckpointError(
+                f"{path}: {'is missing' if found is None else f'has {found} bytes'}, saved were {size} bytes. Restore "
+                "an earlier step.",
+                path=str(path),
+            )
+
+
+def _check_identities(step: int, folder: epath.Path, identity: dict[str, Any], document: dict[str, Any] | None) -> None:
+    if identity.get("step") != step:
+        raise CheckpointError(
+            f"{folder}: the arrays were saved as step {identity.get('step')}; the folder was renamed or copied by hand."
+        )
+    if ITERATOR in identity.get("parts", ()) and document is None:
+        raise CheckpointError(f"{folder}: the part {ITERATOR!r} is missing; it was saved with one.")
+    if document is not None and document["identity"] != identity:
+        raise CheckpointError(
+            f"{folder}: the parts do not belong together: {ARRAYS} is of save {_short(identity)}, {ITERATOR} of save "
+            f"{_short(document['identity'])}. Parts of one step must stay together; restore another step."
+        )
+
+
+def _short(identity: Any) -> str:
+    if not isinstance(identity, dict):
+        return "unknown"
+    return f"{identity.get('id')} (step {identity.get('step')}, position {identity.get('position')})"

@@ -1,0 +1,1 @@
+"""The command line. Read first: ``main.py``."""

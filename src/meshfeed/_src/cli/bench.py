@@ -1,0 +1,152 @@
+"""``meshfeed bench``: how fast this machine feeds its devices from given files, and which stage holds it back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshfeed._src.feed.iterator import Feed
+
+_ROUNDS = 3
+_WARM_UP_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedBytes:
+    """Records as rows of uint8, cut or padded with zeros to one width; picklable, so that workers can have it."""
+
+    width: int
+
+    def __call__(self, records: Sequence[bytes]) -> dict[str, np.ndarray]:
+        rows = b"".join(record[: self.width].ljust(self.width, b"\0") for record in records)
+        return {"bytes": np.frombuffer(rows, np.uint8).reshape(len(records), self.width)}
+
+
+@contextlib.contextmanager
+def example_files(num_records: int, record_bytes: int) -> Iterator[list[str]]:
+    """Two ArrayRecord files of random bytes, for a machine that has no data yet."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(prefix="meshfeed-bench-") as folder:
+        paths = [str(pathlib.Path(folder) / f"{i}.array_record") for i in range(2)]
+        for i, path in enumerate(paths):
+            writer = ArrayRecordWriter(path, "group_size:1,uncompressed")
+            for _ in range(i, num_records, 2):
+                writer.write(rng.bytes(record_bytes))
+            writer.close()
+        yield paths
+
+
+def bench(
+    paths: Sequence[str],
+    *,
+    steps: int,
+    step_seconds: float,
+    record_bytes: int | None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Feeds this machine's devices, and reads the same records in a bare loop, in turns.
+
+    Args:
+      paths: ArrayRecord files.
+      steps: batches a round.
+      step_seconds: simulated time of a training step; the feed's threads work meanwhile.
+      record_bytes: width of a row; None: that of the first record.
+      **settings: of the feed.
+
+    Returns:
+      Medians over the rounds: ``records_per_second`` and ``bytes_per_second`` of the feed, ``bare_records_per_second``
+      of the loop, ``share_of_bare``, and of the last round ``stall_fraction`` and the seconds per batch of each stage.
+      With a simulated step time, ``step_seconds`` is that time and ``paced_records_per_second`` the rate that it limits
+      the feed to, and ``share_of_bare`` is None; without one, those two are None.
+    """
+    import jax
+
+    from meshfeed.sources import ArrayRecord
+
+    probe = ArrayRecord(list(paths))
+    width = record_bytes or len(probe.read_raw([0])[0])
+    decode = FixedBytes(width)
+    source = ArrayRecord(list(paths), decode_batch=decode)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    size = settings["global_batch_size"]
+    rates, bare_rates, stats = [], [], None
+    with Feed(source, mesh, num_epochs=None, **settings) as feed:
+        for _ in range(_WARM_UP_STEPS):
+            jax.block_until_ready(next(feed))
+        for _ in range(_ROUNDS):
+            before = feed.stats()
+            first = feed.step
+            start = time.perf_counter()
+            batch = None
+            for _ in range(steps):
+                batch = next(feed)
+                if step_seconds:
+                    time.sleep(step_seconds)
+            jax.block_until_ready(batch)
+            rates.append(steps * size / (time.perf_counter() - start))
+            stats = _difference(feed.stats(), before)
+            stats["stall_fraction"] = stats["wait_seconds"] / (steps * size / rates[-1])
+            record_ids = [feed.record_ids(step) for step in range(first, first + steps)]
+            start = time.perf_counter()
+            for ids in record_ids:
+                decode(probe.read_raw(ids))
+            bare_rates.append(steps * size / (time.perf_counter() - start))
+    assert stats is not None
+    rate, bare_rate = statistics.median(rates), statistics.median(bare_rates)
+    return {
+        "devices": jax.device_count(),
+        "platform": jax.devices()[0].platform,
+        "records": len(source),
+        "record_bytes": width,
+        "global_batch_size": size,
+        "records_per_second": rate,
+        "bytes_per_second": rate * width,
+        "bare_records_per_second": bare_rate,
+        "share_of_bare": None if step_seconds else rate / bare_rate,
+        "step_seconds": step_seconds or None,
+        "paced_records_per_second": size / step_seconds if step_seconds else None,
+        "stall_fraction": stats["stall_fraction"],
+        "seconds_per_batch": {
+            stage: stats[f"{stage}_seconds"] / steps for stage in ("read", "decode", "transfer", "wait")
+        },
+    }
+
+
+def _difference(after: Any, before: Any) -> dict[str, float]:
+    old = dataclasses.asdict(before)
+    return {name: value - old[name] for name, value in dataclasses.asdict(after).items()}
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """The result as lines of text."""
+    stages = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in result["seconds_per_batch"].items())
+    lines = [
+        f"{result['records']:,} records of {result['record_bytes']:,} bytes, batches of "
+        f"{result['global_batch_size']:,} to {result['devices']} {result['platform']} devices"
+    ]
+    paced = result["paced_records_per_second"]
+    if paced:
+        lines.append(
+            f"the feed is paced by simulated steps of {result['step_seconds'] * 1e3:g} ms, so it is asked for at most "
+            f"{paced:,.0f} records/s; without --step-ms it runs freely"
+        )
+    lines += [
+        f"feed       {result['records_per_second']:>14,.0f} records/s  {result['bytes_per_second'] / 1e6:>10,.1f} MB/s"
+        + ("  (paced)" if paced else ""),
+        f"bare loop  {result['bare_records_per_second']:>14,.0f} records/s  (reading and decoding alone"
+        + (", not paced)" if paced else ")"),
+        f"per batch: {stages}",
+    ]
+    if paced:
+        lines.append(f"the loop waits for data {result['stall_fraction']:.1%} of the time")
+    return lines

@@ -1,0 +1,171 @@
+"""``meshfeed inspect | verify | diff | import-position``: what lies in checkpoints, in words or as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_step = click.option("--step", type=click.IntRange(min=0), default=None, help="One step only.")
+_SHOWN = 100
+
+
+@click.command()
+@click.argument("directory", type=click.Path())
+@_step
+@_as_json
+def inspect(directory: str, step: int | None, as_json: bool) -> None:
+    """Show a checkpoint folder's steps, or every leaf of one.
+
+    DIRECTORY is the folder given to Checkpointer, or one of its steps. No values are read.
+    """
+    from meshfeed._src.checkpoint import commands as checkpoint_commands
+
+    found = checkpoint_commands.inspect(directory, step)
+    click.echo(json.dumps(found) if as_json else "\n".join(_inspect_lines(found)))
+
+
+def _inspect_lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"{'step':>10}  {'position':>14}  {'feed step':>10}  {'bytes':>10}  leaves"]
+    for step in found["steps"]:
+        if not step["intact"]:
+            lines.append(f"{step['step']:>10}  not intact: {step['problem']}")
+            continue
+        leaves = step["leaves"]
+        count = leaves if isinstance(leaves, int) else len(leaves)
+        position, feed_step = _number(step["position"]), _number(step["feed_step"])
+        lines.append(f"{step['step']:>10}  {position:>14}  {feed_step:>10}  {_size(step['bytes']):>10}  {count:,}")
+        if not isinstance(leaves, int):
+            lines += ["", *(_leaf_line(leaf) for leaf in leaves)]
+            lines += ["", f"iterator: {json.dumps(step['iterator'])}" if step["iterator"] else "no iterator"]
+    return lines
+
+
+def _leaf_line(leaf: dict[str, Any]) -> str:
+    if "value" in leaf:
+        return f"{leaf['name']}: {leaf['kind']} {leaf['value']!r}"
+    shape = ", ".join(map(str, leaf["shape"]))
+    chunk = f", chunks of {leaf['chunk']}" if leaf["chunk"] else ""
+    return f"{leaf['name']}: {leaf['kind']} {leaf['dtype']}[{shape}], {_size(leaf['bytes'])}{chunk}"
+
+
+@click.command()
+@click.argument("directory", type=click.Path())
+@_step
+@_as_json
+def verify(directory: str, step: int | None, as_json: bool) -> None:
+    """Read every stored byte and check it. Exit status 1 if anything is damaged."""
+    from meshfeed._src.checkpoint import commands as checkpoint_commands
+
+    found = checkpoint_commands.verify(directory, step)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        for row in found["steps"]:
+            unchecked = f", {row['without_digest']} without a digest" if row["without_digest"] else ""
+            read = f"{row['leaves']:,} leaves, {_size(row['bytes_read'])} in {row['seconds']:.1f} s{unchecked}"
+            click.echo(f"{row['path']}: {'intact' if row['intact'] else 'DAMAGED'}, {read}")
+            for problem in row["problems"]:
+                click.echo(f"  {problem}")
+    if not found["intact"]:
+        raise SystemExit(1)
+
+
+@click.command()
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
+@_as_json
+def diff(first: str, second: str, as_json: bool) -> None:
+    """Compare two steps, or two saved states. Exit status 1 if they differ.
+
+    FIRST and SECOND are folders of a step or of an iterator, or JSON files with a state. Leaves are compared by their
+    digests; no values are read.
+    """
+    from meshfeed._src.checkpoint import commands as checkpoint_commands
+
+    found = checkpoint_commands.diff(first, second)
+    if as_json:
+        click.echo(json.dumps(found))
+    elif found["same"]:
+        click.echo("the same")
+    else:
+        for field, (one, two) in found["state"].items():
+            click.echo(f"state {field}: {_short(one)} | {_short(two)}")
+        for name, (one, two) in found["leaves"].items():
+            click.echo(f"leaf {name}: {_leaf_difference(one, two)}")
+    if not found["same"]:
+        raise SystemExit(1)
+
+
+def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> str:
+    if one is None or two is None:
+        return "only in the second" if one is None else "only in the first"
+    fields = [field for field in ("kind", "dtype", "shape", "impl", "value") if one.get(field) != two.get(field)]
+    if fields:
+        return ", ".join(f"{field} {_short(one.get(field))} | {_short(two.get(field))}" for field in fields)
+    if one.get("chunk") != two.get("chunk"):
+        return f"stored in other chunks, {one.get('chunk')} | {two.get('chunk')}, so digests cannot be compared"
+    pairs = zip(one.get("digests", ()), two.get("digests", ()), strict=False)
+    return f"{sum(a != b for a, b in pairs)} of {len(one.get('digests', ()))} chunks differ"
+
+
+@click.command(
+    "import-position",
+    short_help="Continue from a position that MaxText or Grain saved.",
+    epilog='\b\nIn the new run:\n  feed.set_state(json.load(open("OUTPUT/state.json"))["state"])',
+)
+@click.argument("directory", type=click.Path())
+@click.argument("template", type=click.Path(exists=True, dir_okay=False))
+@click.argument("output", type=click.Path())
+@click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Of the feed.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Batches delivered by the old run; required for all but elastic files."
+)
+@click.option("--unshuffled", is_flag=True, help="The old run did not shuffle; needed if num_epochs is not 1.")
+def import_position(
+    directory: str, template: str, output: str, global_batch_size: int, step: int | None, unshuffled: bool
+) -> None:
+    """Turn an iterator's position that MaxText or Grain saved into the state of a feed.
+
+    DIRECTORY holds the files process_<i>-of-<n>.json or process_0.json of one step.
+
+    TEMPLATE is a JSON file with feed.get_state() of a new feed over the same records in the same order as the old run,
+    before its first batch. For a Grain MapDataset that is the dataset itself, with its shuffle and repeat and without
+    its batch.
+
+    OUTPUT is a folder to write state.json into. The new run reads it as shown below, or with Orbax's
+    Checkpointer(IteratorHandler()) and IteratorRestore(feed).
+
+    A position from which the feed cannot continue exactly is refused.
+    """
+    from meshfeed._src.checkpoint import commands as checkpoint_commands
+
+    state = checkpoint_commands.import_position(
+        directory, template, output, global_batch_size=global_batch_size, step=step, unshuffled=unshuffled
+    )
+    steps = state["position"] // global_batch_size
+    click.echo(f"{output}: after step {steps:,}, position {state['position']:,} ({state['kind']})")
+    click.echo("It is exact if the old run read the records in the order of the template. In the new run:")
+    click.echo(f"  feed.set_state(json.load(open({f'{output}/state.json'!r}))['state'])")
+
+
+def _number(value: int | None) -> str:
+    return "none" if value is None else f"{value:,}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} TB"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+COMMANDS = (inspect, verify, diff, import_position)

@@ -1,0 +1,307 @@
+"""The command line: ``meshfeed plan`` and its sisters. Each command imports what it needs when it is called.
+
+A :class:`~meshfeed._src.base.errors.MeshfeedError` is printed as one message without a traceback: exit status 2 for a value that
+was typed wrongly, 1 for everything else that meshfeed refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshfeed import __version__
+from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError
+from meshfeed._src.cli import checkpoint as cli_checkpoint
+
+if TYPE_CHECKING:
+    from meshfeed._src.plan.table import PlanTable
+
+_SHOWN_HOSTS = 16
+_EXAMPLE_WIDTH = 66  # with the command's name and click's margins: 80 columns
+
+
+class _Refused(click.ClickException):
+    exit_code = 1
+
+
+class _Mistyped(click.ClickException):
+    exit_code = 2
+
+
+_MOVED = {"convert": "import-position"}
+
+
+class _Commands(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in _MOVED and self.get_command(ctx, args[0]) is None:
+            raise _Mistyped(f"meshfeed {args[0]} is now meshfeed {_MOVED[args[0]]}.")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (SettingsError, PlanError) as error:
+            raise _Mistyped(str(error)) from error
+        except MeshfeedError as error:
+            raise _Refused(str(error)) from error
+
+
+class _Mesh(click.ParamType):
+    """``data=8,model=4`` → ``{"data": 8, "model": 4}``."""
+
+    name = "axis=size,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        axes: dict[str, int] = {}
+        for part in str(value).split(","):
+            axis, _, size = part.strip().partition("=")
+            if not axis or not size.strip().isdecimal() or int(size) < 1:
+                self.fail(f"{part!r} is not axis=size with a size of at least 1, as in data=8,model=4", param, ctx)
+            if axis in axes:
+                self.fail(f"the axis {axis!r} is there twice", param, ctx)
+            axes[axis] = int(size)
+        return axes
+
+
+class _Spec(click.ParamType):
+    """``data+fsdp,None,model`` → ``[("data", "fsdp"), None, "model"]``: an entry a dimension."""
+
+    name = "entry,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        entries: list[Any] = []
+        for part in str(value).split(","):
+            axes = [axis.strip() for axis in part.split("+")]
+            if not all(axes):
+                self.fail(f"{part!r} is not an axis, several joined by +, or None", param, ctx)
+            entries.append(None if axes == ["None"] else tuple(axes) if len(axes) > 1 else axes[0])
+        return entries
+
+
+class _Shape(click.ParamType):
+    name = "size,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+            self.fail(f"{value!r} is not a list of sizes of at least 1, as in 2048 or 224,224,3", param, ctx)
+        return [int(part) for part in parts]
+
+
+def _example(arguments: str) -> str:
+    lines = arguments.replace(" --", " \\\n    --") if len(arguments) > _EXAMPLE_WIDTH else arguments
+    return f"\b\nExample:\n  meshfeed {lines}"  # click leaves a paragraph after this mark as it is
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="meshfeed")
+def main() -> None:
+    """Feed a JAX device mesh: one stream of global batches on any number of hosts."""
+
+
+@main.command(
+    epilog=_example("plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64")
+)
+@click.option("--hosts", type=click.IntRange(min=1), required=True, help="Number of hosts (JAX processes).")
+@click.option("--devices-per-host", type=click.IntRange(min=1), required=True, help="Devices of each host.")
+@click.option("--mesh", type=_Mesh(), required=True, help="Axes and sizes, slowest first: data=8,model=4.")
+@click.option("--spec", type=_Spec(), required=True, help="Axes a dimension, rows first: data or data+fsdp,None,model.")
+@click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Rows of the global batch.")
+@click.option("--shape", type=_Shape(), default=None, help="Sizes of the dimensions after the rows: shows columns too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, all hosts.")
+@click.option("--all", "show_all", is_flag=True, help="Print every host, not only the first and last.")
+def plan(
+    hosts: int,
+    devices_per_host: int,
+    mesh: dict[str, int],
+    spec: list[Any],
+    global_batch_size: int,
+    shape: list[int] | None,
+    as_json: bool,
+    show_all: bool,
+) -> None:
+    """Show which rows of the global batch each host reads.
+
+    Neither devices nor other hosts are needed. The mesh is filled host by host, as jax.make_mesh does on CPUs; a real
+    mesh may order its devices otherwise, and the feed follows the real one.
+    """
+    from meshfeed._src.plan.table import plan_table
+
+    dimensions = 1 + len(shape or ())
+    if any(entry is not None for entry in spec[dimensions:]):
+        raise SettingsError(
+            f"--spec divides {len(spec)} dimensions, and the array has {dimensions}. Give the sizes of those after the "
+            f"rows, as in --shape {','.join(['2048'] * (len(spec) - 1))}, or fewer entries.",
+            setting="shape",
+        )
+    global_shape = [global_batch_size, *(shape or ())]
+    table = plan_table(mesh, spec[:dimensions], None, hosts, devices_per_host, global_shape)
+    if as_json:
+        click.echo(_plan_json(table, columns=bool(shape)))
+    else:
+        click.echo("\n".join(_plan_lines(table, global_shape, columns=bool(shape), show_all=show_all)))
+
+
+def _plan_json(table: PlanTable, *, columns: bool) -> str:
+    entries: list[dict[str, Any]] = [{"host": host, "rows": rows} for host, rows in enumerate(table.row_ranges())]
+    if columns:
+        for entry, slices in zip(entries, table.columns.tolist(), strict=True):
+            entry["columns"] = slices
+    return json.dumps({"hosts": entries})
+
+
+def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, show_all: bool) -> list[str]:
+    """A table of hosts and rows, the middle left out, and a summary."""
+    counts = table.num_rows()
+    ranges = table.row_ranges()
+    lines = [f"{'host':>8}  {'rows':>10}  which"]
+
+    def line(host: int) -> str:
+        pairs = ranges[host]
+        which = ", ".join(f"{start}..{stop - 1}" for start, stop in pairs[:4]) or "none"
+        which += f", … ({len(pairs)} ranges)" if len(pairs) > 4 else ""
+        if columns and pairs:
+            slices = ", ".join(f"{start}..{stop - 1}" for start, stop in table.columns[host].tolist())
+            which += f"  ×  columns {slices}"
+        return f"{host:>8}  {counts[host]:>10,}  {which}"
+
+    if show_all or table.num_hosts <= _SHOWN_HOSTS:
+        lines += [line(host) for host in range(table.num_hosts)]
+    else:
+        half = _SHOWN_HOSTS // 2
+        lines += [line(host) for host in range(half)]
+        lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts; --all or --json shows them")
+        lines += [line(host) for host in range(table.num_hosts - half, table.num_hosts)]
+    reading = counts[counts > 0]
+    each = f"{reading.min():,}" if reading.min() == reading.max() else f"{reading.min():,} to {reading.max():,}"
+    widths = (table.columns[..., 1] - table.columns[..., 0]).prod(axis=1)
+    times = float((counts * widths).sum() / math.prod(global_shape))
+    lines += ["", f"{len(reading):,} of {table.num_hosts:,} hosts read, {each} rows each."]
+    if times > 1:
+        lines.append(f"Every value is read {times:g} times over all hosts; load='once' would read it once.")
+    return lines
+
+
+@main.command(short_help="Train, kill every host, continue, and compare.", epilog=_example("demo --directory demo-out"))
+@click.option("--quick", is_flag=True, help="A smaller training, on 2 hosts and then on 1: less than a minute.")
+@click.option(
+    "--steps", type=click.IntRange(min=20), default=None, help="Of the training; default: 160, or 24 with --quick."
+)
+@click.option(
+    "--directory",
+    type=click.Path(),
+    default=None,
+    help="Keep corpus, checkpoints and logs here; else they are removed.",
+)
+@click.option("--break", "how", type=click.Choice(["seed", "position"]), default=None, hidden=True)
+def demo(quick: bool, steps: int | None, directory: str | None, how: str | None) -> None:
+    """Train on 2 hosts, kill them, continue on 1 and on 4, and prove that it is one stream.
+
+    Everything runs on this machine: hosts are processes, devices are CPU devices. It takes a few minutes. Exit status 1
+    if any check fails.
+    """
+    from meshfeed._src.demo import command
+
+    if not command.run_demo(steps, directory, how, quick=quick):
+        raise SystemExit(1)
+
+
+@main.command(epilog=_example("replay checkpoints/ --batch-index 812 --array-record 'data/*.array_record'"))
+@click.argument("state", type=click.Path())
+@click.option(
+    "--batch-index",
+    "--step",
+    "batch_index",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Which batch, counted from 0; default: the last one delivered.",
+)
+@click.option("--global-batch-size", type=click.IntRange(min=1), default=None, help="Of steps after the state.")
+@click.option(
+    "--array-record", "paths", multiple=True, help="The files: shows each record's file and first bytes. Repeatable."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, all records.")
+def replay(
+    state: str, batch_index: int | None, global_batch_size: int | None, paths: tuple[str, ...], as_json: bool
+) -> None:
+    """Show which records a past or future batch consists of.
+
+    STATE is a JSON file with what feed.get_state() gave, or a checkpoint's folder. No data is read, unless
+    --array-record says where it is.
+    """
+    from meshfeed._src.cli import replay as cli_replay
+
+    parsed = cli_replay.load_state(state)
+    found = cli_replay.replay(parsed, batch_index, global_batch_size)
+    records = cli_replay.describe_records(parsed, list(paths), found["record_ids"]) if paths else None
+    ids = found["record_ids"].tolist()
+    if as_json:
+        click.echo(json.dumps({**found, "record_ids": ids} | ({"records": records} if records else {})))
+        return
+    first, last = found["epochs"]
+    when = "delivered" if found["delivered"] else "not yet delivered"
+    start = found["first_position"]
+    click.echo(f"state: feed step {found['feed_step']:,}, position {found['position']:,}")
+    click.echo(f"batch index {found['batch_index']:,}, {when}: positions {start:,}..{start + len(ids) - 1:,}")
+    click.echo(f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else ""))
+    if records:
+        for record in records:
+            click.echo(f"{record['record_id']:>12}  {record['bytes']:>10,} B  {record['file']}  {record['begins']}")
+    else:
+        click.echo(" ".join(map(str, ids)))
+
+
+@main.command(
+    short_help="Measure how fast this machine feeds its devices.",
+    epilog=_example("bench 'data/*.array_record' --global-batch-size 256 --step-ms 20"),
+)
+@click.argument("paths", nargs=-1)
+@click.option(
+    "--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="Records per batch."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Batches in each of three rounds."
+)
+@click.option(
+    "--step-ms",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Simulated step time (ms): the loop sleeps so long after each batch, which limits the feed's rate.",
+)
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Order of the records.")
+@click.option(
+    "--prefetch", type=click.IntRange(min=0), default=2, show_default=True, help="Batches kept ready on the devices."
+)
+@click.option("--num-threads", type=click.IntRange(min=1), default=None, help="Threads that read.")
+@click.option(
+    "--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Processes that read and decode."
+)
+@click.option("--record-bytes", type=click.IntRange(min=1), default=None, help="Width of a row; default: record 0's.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(
+    paths: tuple[str, ...], step_ms: float, steps: int, record_bytes: int | None, as_json: bool, **settings: Any
+) -> None:
+    """Measure how fast this machine feeds its devices from ArrayRecord files.
+
+    PATHS are files or globs. Without any, files of 20,000 random records are made and removed again.
+    """
+    from meshfeed._src.cli import bench as cli_bench
+
+    with contextlib.ExitStack() as stack:
+        files = list(paths) or stack.enter_context(cli_bench.example_files(20_000, record_bytes or 4096))
+        result = cli_bench.bench(files, steps=steps, step_seconds=step_ms / 1e3, record_bytes=record_bytes, **settings)
+    click.echo(json.dumps(result) if as_json else "\n".join(cli_bench.report(result)))
+
+
+for _command in cli_checkpoint.COMMANDS:
+    main.add_command(_command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""``meshfeed replay``: which records a batch consists of, computed from a saved state alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.settings import BatchSchedule
+from meshfeed._src.base.types import RecordIds
+from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.records import file_of
+from meshfeed._src.state import files as state_files
+from meshfeed._src.state import state as feed_state
+
+_SHOWN_BYTES = 48
+
+
+def load_state(path: str) -> feed_state.FeedState:
+    """The state in a JSON file, in a folder of state files, or in the newest step below a checkpoint's folder.
+
+    Raises:
+      CheckpointError: none is there. StateMismatchError: it is damaged, or from a newer version.
+    """
+    place = state_files.readable_path(path)
+    if place.is_file():
+        try:
+            value = json.loads(place.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{path}: not JSON ({error}), expected a state as get_state() gives it.") from None
+        return feed_state.parse_state(
+            value["state"] if isinstance(value, dict) and "meshfeed_iterator" in value else value
+        )
+    folders = [place, *place.glob("*"), *place.glob("*/*")]
+    holding = [folder for folder in folders if folder.is_dir() and state_files.state_paths(folder)]
+    holding = [folder for folder in holding if not any("tmp" in part for part in folder.parts[len(place.parts) :])]
+    if not holding:
+        raise CheckpointError(
+            f"{path}: no state of a feed there. Give a JSON file with what get_state() gave, or a checkpoint's folder."
+        )
+    return feed_state.parse_state(state_files.read_state(max(holding, key=lambda folder: _step_of(folder, place))))
+
+
+def _step_of(folder: epath.Path, root: epath.Path) -> int:
+    return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)
+
+
+def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_size: int | None) -> dict[str, Any]:
+    """The records of one batch of the stream, past or future.
+
+    Args:
+      state: of a random-access source.
+      batch_index: which batch, from 0; None: the last one delivered.
+      global_batch_size: of batches after the state; None: as the last one delivered.
+
+    Returns:
+      ``feed_step`` and ``position`` of the state, as ``inspect`` has them; ``batch_index``, ``delivered``,
+      ``first_position``, ``global_batch_size``, ``epochs`` (first and last) and ``record_ids`` int64 ``[rows]`` of the
+      batch.
+
+    Raises:
+      MeshfeedError: the state does not say it, because records come in the order of a stream or of a mixture.
+      SettingsError: there is no such batch, or no batch size is known for it.
+    """
+    fingerprint = state.fingerprint
+    if state.kind != "random_access" or "mixture" in fingerprint:
+        kind = "a mixture" if "mixture" in fingerprint else f"{state.kind!r}"
+        raise MeshfeedError(
+            f"This is the state of {kind}, whose records are not known from the state alone. Make the feed, give it "
+            "the state by set_state, and call feed.record_ids(step)."
+        )
+    segments = step_schedules.parse_segments(state.segments)
+    order = epoch_order.EpochOrder(
+        fingerprint["source"]["records"],
+        shuffle=fingerprint["shuffle"],
+        seed=fingerprint["seed"],
+        num_epochs=fingerprint["num_epochs"],
+    )
+    current = {"algorithm": epoch_order.ALGORITHM, "version": epoch_order.VERSION}
+    feed_state.compare_fingerprints({"order": fingerprint["order"]}, {"order": current})
+    pad = fingerprint["end"] == "pad"
+    next_step = step_schedules.derive_step(segments, state.position, order.total, pad=pad)
+    size = global_batch_size or (segments[-1].size if segments else None)
+    if size is None:
+        raise SettingsError(
+            "No batch was delivered before this state, so its batch size is not known. Give --global-batch-size.",
+            setting="global_batch_size",
+        )
+    timeline = step_schedules.Timeline(
+        BatchSchedule([(0, size)]), past=segments, step=next_step, position=state.position
+    )
+    batch_index = max(0, next_step - 1) if batch_index is None else batch_index
+    count = None if order.total is None else timeline.num_steps(order.total, pad=pad)
+    if count is not None and batch_index >= count:
+        raise SettingsError(
+            f"batch index {batch_index} is beyond this stream, which has {count} batches, counted from 0. Give "
+            f"--batch-index less than {count}.",
+            setting="batch_index",
+        )
+    position, size = timeline.at(batch_index)
+    stop = position + size if order.total is None else min(position + size, order.total)
+    record_ids, epochs = order.ids_at(np.arange(position, stop, dtype=np.int64))
+    return {
+        "feed_step": next_step,
+        "position": state.position,
+        "batch_index": batch_index,
+        "delivered": batch_index < next_step,
+        "first_position": position,
+        "global_batch_size": size,
+        "epochs": [int(epochs[0]), int(epochs[-1])],
+        "record_ids": record_ids,
+    }
+
+
+def describe_records(state: feed_state.FeedState, paths: list[str], record_ids: RecordIds) -> list[dict[str, Any]]:
+    """File, size and first bytes of records, read from the ArrayRecord files that the state was saved with.
+
+    Raises:
+      StateMismatchError: these are other files.
+    """
+    from meshfeed.sources import ArrayRecord
+
+    source = ArrayRecord(paths)
+    try:
+        feed_state.compare_fingerprints({"source": state.fingerprint["source"]}, {"source": source_identity(source)})
+        raw = source.read_raw(record_ids)
+        return [
+            {
+                "record_id": int(record_id),
+                "file": file_of(source, int(record_id)),
+                "bytes": len(record),
+                "begins": repr(bytes(record[:_SHOWN_BYTES]))[2:-1],
+            }
+            for record_id, record in zip(record_ids.tolist(), raw, strict=True)
+        ]
+    finally:
+        source.close()

@@ -1,0 +1,163 @@
+"""A training job of the demo: real processes, one a host, that write a line of JSON a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+from meshfeed import MeshfeedError
+from meshfeed._src.testing.spawn_host import free_port
+
+_LOG_TAIL_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Where a job runs.
+
+    Attributes:
+      hosts: processes.
+      devices: CPU devices of each.
+      model_axis: devices that share a row; the others are the data axis.
+    """
+
+    hosts: int
+    devices: int
+    model_axis: int
+
+    def __str__(self) -> str:
+        return f"{self.hosts} host{'s' * (self.hosts > 1)} × {self.devices} devices"
+
+    @property
+    def mesh(self) -> str:
+        """The mesh in words."""
+        return f"mesh data {self.hosts * self.devices // self.model_axis} × model {self.model_axis}"
+
+
+def example_script() -> pathlib.Path:
+    """examples/train_lm.py, of the checkout or as the wheel brings it."""
+    here = pathlib.Path(__file__).resolve().parents[2]
+    places = [here.parents[1] / "examples" / "train_lm.py", here / "_examples" / "train_lm.py"]
+    for place in places:
+        if place.exists():
+            return place
+    raise MeshfeedError(
+        f"the demo's training script is in neither {places[0]} nor {places[1]}; install meshfeed again."
+    )
+
+
+class Job:
+    """The processes of one job; a context manager that leaves none behind.
+
+    Args:
+      topology: hosts and devices.
+      directory: for logs, new.
+      arguments: of the training script, the same on all hosts.
+    """
+
+    def __init__(self, topology: Topology, directory: pathlib.Path, arguments: Sequence[str]) -> None:
+        self.topology = topology
+        self.directory = directory
+        directory.mkdir(parents=True)
+        env = dict(os.environ)
+        flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+        flags.append(f"--xla_force_host_platform_device_count={topology.devices}")
+        package_root = str(pathlib.Path(__file__).resolve().parents[3])
+        env |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "XLA_FLAGS": " ".join(flags),
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH")])),
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+        }
+        address = f"127.0.0.1:{free_port()}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._read_to = 0
+        try:
+            for host in range(topology.hosts):
+                command = [sys.executable, "-m", "meshfeed._src.demo.child", str(example_script()), *arguments]
+                command += ["--model-axis", str(topology.model_axis), "--log", str(self.log_path(host))]
+                if topology.hosts > 1:
+                    command += ["--coordinator", address, "--num-hosts", str(topology.hosts), "--host", str(host)]
+                with open(self.output_path(host), "wb") as output:
+                    self._processes.append(
+                        subprocess.Popen(
+                            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env
+                        )
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def log_path(self, host: int) -> pathlib.Path:
+        """The lines of JSON of a host."""
+        return self.directory / f"host-{host}.jsonl"
+
+    def output_path(self, host: int) -> pathlib.Path:
+        """What a host printed."""
+        return self.directory / f"host-{host}.log"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by host."""
+        return [process.pid for process in self._processes]
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """Whole lines that host 0 has written since the last call."""
+        path = self.log_path(0)
+        if not path.exists():
+            return
+        with open(path, "rb") as log:
+            log.seek(self._read_to)
+            content = log.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+    def running(self) -> bool:
+        """Whether some process has not ended.
+
+        Raises:
+          MeshfeedError: one ended with an error; quotes the end of its log.
+        """
+        codes = [process.poll() for process in self._processes]
+        for host, code in enumerate(codes):
+            if code:
+                raise MeshfeedError(
+                    f"{self.topology}: host {host} ended with status {code}. The end of {self.output_path(host)}:\n"
+                    + "\n".join(self.output(host)[-_LOG_TAIL_LINES:])
+                )
+        return any(code is None for code in codes)
+
+    def output(self, host: int) -> list[str]:
+        """Lines that a host printed."""
+        return self.output_path(host).read_text(errors="replace").splitlines()
+
+    def kill(self) -> None:
+        """SIGKILL to all processes at once: no handler runs, nothing is flushed, nobody is told."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        self.kill()
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,522 @@
+"""The feed, which joins source, order, plan, reading, agreement and assembly."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from meshfeed._src.agreement import handshake
+from meshfeed._src.agreement.window_report import spec_with_mask
+from meshfeed._src.arrays.placer import make_layout
+from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.fork import Owner, finalize
+from meshfeed._src.base.launcher import warn_if_forgotten
+from meshfeed._src.base.names import public
+from meshfeed._src.base.second_pass import SecondPass
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
+from meshfeed._src.base.stats import FeedStats, StatsRecorder, stats_since
+from meshfeed._src.base.threads import SingleCall
+from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
+from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.feed.open_stream import make_course
+from meshfeed._src.feed.pipeline import Pipeline, Ready
+from meshfeed._src.feed.replay import replay_step
+from meshfeed._src.feed.start_pipeline import make_pipeline
+from meshfeed._src.feed.step_log import log_step, logs_steps
+from meshfeed._src.plan.shardings import normalize_sharding, participants
+from meshfeed._src.reading.records import reads_columns
+from meshfeed._src.sources.recognize import describe_source
+from meshfeed._src.state import files as state_files
+from meshfeed._src.state import state as feed_state
+from meshfeed._src.streams.protocol import Feeder, Place
+
+_log = logging.getLogger("meshfeed.feed")
+
+
+class _Generation(NamedTuple):
+    """What a feed read with until a reset, a set_state or its close; ``doing`` says which, ``because`` of what."""
+
+    pipeline: Pipeline | None
+    opening: SingleCall[Feeder] | None
+    finalizer: Any
+    doing: str
+    because: BaseException | None
+
+
+@public("meshfeed")
+class Feed:
+    """One stream of global batches over a mesh of any number of hosts.
+
+    Step k's global batch is a function of source, settings and k alone: not of the number of hosts, devices, workers,
+    threads, or of the read-ahead. ``iter(feed)`` is the feed itself and does not reset it.
+
+    Args:
+      source: a source of :mod:`meshfeed.sources`; a Grain, Hugging Face, TFDS or tf.data object; a sequence, a pytree
+        of equally long numpy arrays, or an iterable of host-local batches.
+      sharding: the layout that the step wants: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
+        NamedShardings. One NamedSharding serves all leaves, its spec cut to a leaf's rank.
+      global_batch_size: rows of a step over all hosts, or a :class:`BatchSchedule`. May be left out for HostBatches.
+      shuffle: False; True (uniform over the epoch); or an int: records a block, blocks and their records are shuffled.
+      seed: 0 to 2**64 - 1.
+      num_epochs: times through the source, without a gap between them; None for ever.
+      end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step.
+      mask_key: with ``end="pad"``, the name of an added bool ``[global_batch_size]`` leaf, False on padded rows.
+      num_lanes: streams only: sequential parts that the rows are divided into; default: the largest divisor of every
+        batch size that is at most 64.
+      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host and
+        resharded on device. A list of process indices: these read for all.
+      prefetch: global batches kept ready on device; 0 for none.
+      num_workers: processes that read and decode, or a :class:`Workers`. Never changes the stream.
+      num_threads: threads that read and decode; None for one.
+      retry: for reads that fail.
+      bad_records: None to raise; a :class:`SkipBad` to replace, count and record them.
+      check_replicas: compare digests of replicated rows between hosts on the first batches.
+      timeout_seconds: longest wait for another host or for the source.
+      name: tells feeds apart between hosts and in logs; default ``feed-<n>`` in order of creation.
+
+    Raises:
+      SettingsError: a keyword's value.
+      PlanError: a batch size that the mesh cannot divide.
+      SourceError: a source that cannot be read.
+    """
+
+    @hides_own_frames
+    @suggests_keywords
+    def __init__(
+        self,
+        source: Any,
+        sharding: PyTree,
+        *,
+        global_batch_size: int | BatchSchedule | None = None,
+        shuffle: bool | int = False,
+        seed: int = 0,
+        num_epochs: int | None = 1,
+        end: Literal["drop", "pad"] = "drop",
+        mask_key: str | None = None,
+        num_lanes: int | None = None,
+        load: Literal["sharded", "once"] | Sequence[int] = "sharded",
+        prefetch: int = 2,
+        num_workers: int = 0,
+        num_threads: int | None = None,
+        retry: Retry = Retry(),  # noqa: B008 (a frozen value)
+        bad_records: SkipBad | None = None,
+        check_replicas: bool = False,
+        timeout_seconds: float = 300,
+        name: str | None = None,
+    ) -> None:
+        self._opening: SingleCall[Feeder] | None = None  # opens the data at the place
+        self._last_opening: SingleCall[Feeder] | None = None
+        self._pipeline: Pipeline | None = None
+        self._finalizer: Any = None
+        self._ready: Ready | None = None  # the next batch once it was looked at, or what is left of the last one
+        self._previous: Place | None = None
+        self._left: _Generation | None = None  # what reset or set_state has replaced and not yet closed
+        self._closed = self._released = False
+        self._failed: BaseException | None = None
+        self._failed_at: TracebackType | None = None
+        self._stats = StatsRecorder()
+        self._host = coordination.process_index()
+        self._owner = Owner()
+        self.name = name if isinstance(name, str) else f"feed-{coordination.next_use('feeds')}"
+        self._second_pass = SecondPass(self.name)
+        self._scope = f"feed/{self.name}/{coordination.next_use(f'feed {self.name}')}"
+        self._participants = _participants(sharding)
+        self._rounds = handshake.Rounds(self._scope, self._participants)
+        self._hosts_agree = self._rounds.needed
+        try:
+            if self._hosts_agree:
+                coordination.require_store()
+            warn_if_forgotten()
+            self._make(
+                source,
+                sharding,
+                check_settings(
+                    global_batch_size=global_batch_size,
+                    shuffle=shuffle,
+                    seed=seed,
+                    num_epochs=num_epochs,
+                    end=end,
+                    mask_key=mask_key,
+                    num_lanes=num_lanes,
+                    load=load,
+                    prefetch=prefetch,
+                    num_workers=num_workers,
+                    num_threads=num_threads,
+                    retry=retry,
+                    bad_records=bad_records,
+                    check_replicas=check_replicas,
+                    timeout_seconds=timeout_seconds,
+                    name=name,
+                ),
+            )
+        except BaseException as error:
+            self._rounds.fail(error)
+            self._rounds.leave()
+            raise
+        if self._hosts_agree:
+            finalize(self, self._rounds.leave)  # of a feed that is dropped; runs after the pipeline's, which is younger
+
+    def _make(self, source: Any, sharding: PyTree, settings: FeedSettings) -> None:
+        self._settings = settings
+        self._layout = make_layout(sharding, settings)
+        self._course = make_course(source, settings, self._layout)
+        self._place = self._course.start()
+        in_columns = reads_columns(getattr(self._course, "source", None))
+        self._host_rows = self._layout.host_rows(self._course.record_spec if in_columns else lambda: None)
+
+    def __repr__(self) -> str:
+        known = vars(self)  # the constructor may have failed before the rest was there
+        course, place, failed = known.get("_course"), known.get("_place"), known.get("_failed")
+        if course is None or place is None:
+            return f"<meshfeed.Feed {known.get('name')!r}: not made>"
+        schedule = getattr(course, "_schedule", None)  # of host batches unknown before the first; a repr reads nothing
+        sizes = () if schedule is None else schedule.sizes
+        parts = [
+            describe_source(course.source),
+            *([f"global_batch_size={sizes[0] if len(sizes) == 1 else schedule}"] if sizes else []),
+            f"step={place.step}",
+            f"position={place.position}",
+            *(["closed"] if known.get("_closed") else []),
+        ]
+        if failed is not None:
+            parts.append("ended" if isinstance(failed, StopIteration) else f"failed: {type(failed).__name__}")
+        return f"<meshfeed.Feed {self.name!r}: {', '.join(parts)}>"
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> Feed:
+        if isinstance(self._failed, StopIteration):
+            self._second_pass.begins()
+        return self
+
+    def __next__(self) -> PyTree:
+        """The next global batch, a pytree of global ``jax.Array`` ``[global_batch_size, ...]``.
+
+        After an interrupt (Ctrl-C) it can be called again, and continues with the same batch.
+
+        Raises:
+          StopIteration: the end, on all hosts at the same step; again until ``reset`` or ``set_state``.
+          PeerError: another host failed. AgreementError: hosts differ. StalledError: a host or the source is late.
+          MeshfeedError: the feed is closed. What the source raised, again at each further call.
+        """
+        if self._closed:
+            raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
+        if self._failed is not None:
+            raise self._failed.with_traceback(self._failed_at)  # or each call would add to it
+        start = time.perf_counter()
+        try:
+            pipeline = self._running_pipeline()
+            ready = self._ready
+            if ready is None or ready.batch.step < self._place.step:
+                self._ready = ready = pipeline.peek()
+            if not ready.finished:
+                self._finish(ready)
+        except Exception as error:
+            hide_own_frames(error)
+            self._fail(error)
+            raise
+        if not ready.counted:
+            self._count(ready, start)
+        pipeline.pop(ready)
+        place, arrays = ready.place, ready.arrays
+        self._previous = self._place  # keeps it alive: nothing is to be freed in the next three lines, which takes time
+        # Python handles signals at calls and backward jumps. There is none from here to the return, so an interrupt finds
+        # the batch either to be delivered again or delivered.
+        ready.arrays, self._place = None, place
+        return arrays
+
+    def _finish(self, ready: Ready) -> None:
+        if ready.finishing and self._hosts_agree and self._layout.finish_computes:
+            raise MeshfeedError(
+                f"{self.name}: step {ready.batch.step} was interrupted while its rows moved between hosts, and making the "
+                "move again would pair it with the other hosts' next one. Continue on every host with "
+                "set_state(get_state()), or start the job again from its last checkpoint."
+            )
+        ready.finishing = True
+        ready.arrays = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
+        ready.finished = True
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, StopIteration):
+            self._failed, self._failed_at = error, error.__traceback__
+            return
+        if not self._place.step and self._course.kind != "random_access":
+            _log.warning("%s: the data ended before one batch was full, so that there is no batch at all.", self.name)
+        self._failed, self._failed_at = StopIteration(), None  # without the frames of whoever came to the end
+
+    def _count(self, ready: Ready, start: float) -> None:
+        batch, position = ready.batch, self._place.position
+        self._stats.delivered(start, ready.place.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
+        ready.counted = True
+        if logs_steps():
+            source = getattr(self._course, "source", None)
+            log_step(self.name, self._host, ready, position, time.perf_counter() - start, source)
+
+    def _running_pipeline(self) -> Pipeline:
+        """What this generation of the feed reads with. Each part is held before it starts anything."""
+        if self._left is not None:
+            self._close_left()
+        if self._pipeline is None:
+            self._pipeline = self._make_pipeline()
+        if self._finalizer is None:
+            # a feed that is dropped without close, or at exit, must not leave threads behind
+            self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
+        return self._pipeline
+
+    def _make_pipeline(self) -> Pipeline:
+        place, settings = self._place, self._settings
+        try:
+            if self._opening is None:
+                self._opening = self._open(place)
+            feeder = self._opening.result()
+            fingerprint = self._course.fingerprint(place) if self._hosts_agree else {}
+        except Exception as error:
+            self._rounds.fail(error)
+            raise
+        self._rounds.agree(
+            handshake.agreed_settings(settings, fingerprint, place), timeout_seconds=settings.timeout_seconds
+        )
+        return make_pipeline(
+            feeder,
+            course=self._course,
+            layout=self._layout,
+            place=place,
+            host_rows=self._host_rows,
+            settings=settings,
+            stats=self._stats,
+            name=self.name,
+            scope=f"{self._scope}/{self._rounds.round}" if self._hosts_agree else None,
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def get_state(self) -> dict[str, Any]:
+        """State of the last delivered batch, as JSON. May be called at any time; no cross-host communication."""
+        return self._course.state(self._place).to_json()
+
+    @hides_own_frames
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state``. An interrupt (Ctrl-C) leaves the feed at its old place or at the new one.
+
+        Raises:
+          StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
+        """
+        place = opening = None
+        try:
+            parsed = feed_state.parse_state(state)
+            if parsed.kind != self._course.kind:
+                raise feed_state.kind_mismatch(parsed.kind, self._course.kind)
+            place = self._course.restore(parsed)
+            if self._course.opens_at_restore:
+                opening = self._open(place)
+                opening.result()
+            self._begin(place, opening, "set a state in its feed")
+        except BaseException as error:
+            if self._place is place:
+                raise
+            if isinstance(error, Exception):
+                self._rounds.fail(error, refused=True)
+            elif opening is not None and getattr(self._course, "moved_by_opening", False):
+                self._begin(self._place, None, "was interrupted in set_state of its feed")
+            raise
+
+    def _open(self, place: Place) -> SingleCall[Feeder]:
+        """Not on the caller's thread, where an interrupt could come between two steps that belong together."""
+        course, host_rows, hosts_agree = self._course, self._host_rows, self._hosts_agree
+        previous = self._last_opening
+
+        def open_feeder() -> Feeder:
+            if previous is not None:
+                previous.wait()  # an interrupt may have left it under way, and both may use one iterator
+            return course.feeder(place, host_rows, hosts_agree=hosts_agree)
+
+        self._last_opening = opening = SingleCall(open_feeder, f"meshfeed-open-{self.name}")
+        return opening
+
+    @hides_own_frames
+    def reset(self) -> None:
+        """Goes back to the first batch of this stream; keeps ``num_lanes`` from a restored state."""
+        self._begin(self._course.start(self._place), None, "reset its feed")
+
+    def _begin(self, place: Place, opening: SingleCall[Feeder] | None, doing: str) -> None:
+        """A new generation of the feed, at ``place``."""
+        self._stats.restart()
+        self._rounds.withdraw()
+        self._leave(place, opening, doing)
+
+    async def save(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
+        return await state_files.save(self, directory)
+
+    async def load(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: returns the coroutine that reads and sets the state."""
+        return await state_files.load(self, directory)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def step(self) -> int:
+        """Batches delivered so far; the next batch has this index."""
+        return self._place.step
+
+    @property
+    def position(self) -> int:
+        """Real records delivered so far, over all hosts."""
+        return self._place.position
+
+    def __len__(self) -> int:
+        """Batches from the first to the last, delivered ones included.
+
+        Raises:
+          TypeError: the stream has no end, or its length is not known.
+        """
+        steps = self._course.num_steps(self._place)
+        if steps is None:
+            raise TypeError(f"{self.name} goes on for ever (num_epochs=None) and has no length.")
+        return steps
+
+    @property
+    def element_spec(self) -> PyTree:
+        """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
+        spec = spec_with_mask(self._course.record_spec(), self._settings.mask_key)
+        return self._layout.element_spec(spec, self._course.batch_size_at(self._place))
+
+    @hides_own_frames
+    def record_ids(self, step: int) -> RecordIds:
+        """Ids of the records of any past or future batch.
+
+        Args:
+          step: index of the batch.
+
+        Returns:
+          int64 ``[rows]`` in row order, padding left out.
+
+        Raises:
+          IndexError: there is no such step. SourceError: the source is not read at random.
+        """
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
+        return self._course.record_ids(self._place, int(step))
+
+    @hides_own_frames
+    def read(self, record_ids: Any) -> PyTree:
+        """Records as host-local numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``.
+
+        Raises:
+          SourceError: an id that is not there, or a source that is not read at random. SettingsError: no ids at all.
+        """
+        return self._course.read(record_ids)
+
+    @hides_own_frames
+    def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
+        """One global batch again, all of its rows, as host-local numpy; this host alone, and the feed does not move.
+
+        Args:
+          step: index of the batch.
+          state: taken at or before the step, with all lanes of a stream (:func:`meshfeed.merge_states`); None: the
+            beginning. Random access needs none.
+
+        Returns:
+          A pytree of arrays ``[global_batch_size, ...]``, padding and mask included.
+
+        Raises:
+          IndexError: there is no such step. StateMismatchError: the state is of another stream, or lacks lanes.
+          SettingsError: the state was taken after the step. SourceError: host batches cannot be replayed.
+        """
+        if self._course.kind == "random_access":
+            self._course.record_ids(self._place, step)  # refuses a step that is not there
+            return replay_step(self._course, dataclasses.replace(self._place, step=0), step)
+        place = (
+            self._course.start(self._place) if state is None else self._course.restore(feed_state.parse_state(state))
+        )
+        return replay_step(self._course, place, step)
+
+    def config(self) -> dict[str, Any]:
+        """Every setting and the fingerprint, JSON."""
+        return {
+            **settings_json(self._settings),
+            "name": self.name,
+            "kind": self._course.kind,
+            "num_lanes": self._place.num_lanes or None,
+            "participants": list(self._participants),
+            "fingerprint": self._course.fingerprint(self._place),
+        }
+
+    @property
+    def local_iterator(self) -> Any:
+        """The underlying local iterator, as MaxText reads it: its state is that of the last delivered batch."""
+        return self._course.local_iterator(self)
+
+    @hides_own_frames
+    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
+        """Counters and times of this host so far.
+
+        Args:
+          since: what an earlier call returned; the figures then cover the time between the two calls.
+
+        Raises:
+          SettingsError: ``since`` belongs to a different feed, or is not earlier.
+        """
+        return stats_since(self._stats.snapshot(), since)
+
+    # ------------------------------------------------------------------ the end
+
+    def _leave(
+        self, place: Place, opening: SingleCall[Feeder] | None, doing: str, because: BaseException | None = None
+    ) -> None:
+        """Lets go of the read-ahead, and tells other hosts what this one is doing, should they go on."""
+        if self._left is not None:
+            self._close_left()
+        left = _Generation(self._pipeline, self._opening, self._finalizer, doing, because)
+        # Python handles signals at calls and backward jumps: an interrupt finds either all of this done or nothing.
+        self._left, self._place, self._opening = left, place, opening
+        self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
+        self._close_left()
+
+    def _close_left(self) -> None:
+        left = self._left
+        assert left is not None
+        if left.finalizer is not None:
+            left.finalizer.detach()
+        if left.pipeline is not None:
+            left.pipeline.close(left.doing, left.because)
+        elif left.opening is not None:
+            left.opening.discard(lambda feeder: feeder.close())
+        self._left = None
+
+    def close(self, *, _because: BaseException | None = None) -> None:
+        """Ends threads and processes and releases the source; ``get_state`` still works, a second close does nothing."""
+        if self._released:
+            return
+        self._closed = True
+        if not self._owner.is_here:  # a copy in a forked child: everything that is open belongs to the parent
+            return
+        self._leave(self._place, None, "closed its feed", self._failed or _because)
+        self._rounds.leave()
+        self._course.close()
+        self._released = True
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(_because=error)
+
+
+MultiHostDataLoadIterator = Feed
+"""The feed under its long name, which MaxText's loader has too."""
+
+
+def _participants(sharding: PyTree) -> Sequence[int]:
+    """Hosts with a device in the sharding; all, if it is not a sharding, so that the error reaches whoever waits."""
+    try:
+        return participants(normalize_sharding(sharding))
+    except Exception:  # the layout raises it again
+        return range(coordination.process_count())

@@ -1,0 +1,28 @@
+"""From what a user passes as source to the course that reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshfeed._src.arrays.placer import Layout
+from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source
+from meshfeed._src.streams.lanes.stream import LanesCourse
+from meshfeed._src.streams.local_batches.stream import BatchesCourse
+from meshfeed._src.streams.random_access import RandomCourse
+
+
+def make_course(source: Any, settings: FeedSettings, layout: Layout) -> RandomCourse | LanesCourse | BatchesCourse:
+    """Recognises ``source`` and chooses how it is read.
+
+    Raises:
+      SourceError: nothing that can be read; the message lists what can.
+      SettingsError: a keyword that does not go with this kind of source.
+    """
+    recognized = as_source(source)
+    if isinstance(recognized, HostBatches):
+        return BatchesCourse(recognized, settings, layout)
+    if hasattr(recognized, "open") and not hasattr(recognized, "__getitem__"):
+        return LanesCourse(recognized, settings)
+    return RandomCourse(recognized, settings)

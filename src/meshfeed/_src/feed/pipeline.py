@@ -1,0 +1,294 @@
+"""Feeder → agreement → transfer → caller, with the threads in between.
+
+::
+
+    feeder ──(reader thread, host batches)──► agreement ──(read-ahead thread, global arrays)──► caller
+
+One process needs no reader thread: its read-ahead thread reads. With ``prefetch=0`` there is no read-ahead thread, and the
+caller reads, unless a read that an interrupt breaks off cannot be made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from meshfeed._src.agreement.rules import ALL_HOSTS, Part, Stop, closed_message
+from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.base.coordination import format_hosts
+from meshfeed._src.base.errors import PeerError, StalledError
+from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.stats import StatsRecorder
+from meshfeed._src.base.types import PyTree
+from meshfeed._src.feed.prefetch import ReadAhead
+from meshfeed._src.streams.protocol import Feeder, HostBatch
+
+HOST_READ_AHEAD_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(slots=True)
+class Ready:
+    """A batch that all hosts can make, its transfer started.
+
+    Attributes:
+      batch: what was read, without its tree.
+      arrays: global arrays, or what :meth:`Layout.finish` turns into them.
+      place: after this batch.
+      seconds: ``transfer_seconds``.
+      finishing: whether :meth:`Layout.finish` was called.
+      finished: whether it has returned.
+      counted: whether the figures and the log have this batch.
+    """
+
+    batch: HostBatch
+    arrays: PyTree
+    place: Any
+    seconds: float
+    finishing: bool = False
+    finished: bool = False
+    counted: bool = False
+
+
+class Pipeline:
+    """Batches from a place on, in order. Nothing runs before the first :meth:`peek`.
+
+    Args:
+      feeder: reads this host's part; closed with the pipeline.
+      put: host tree and global batch size → arrays; any thread.
+      prefetch: arrays kept ready.
+      agreement: with other hosts, or None.
+      exchange: what hosts tell each other about a window.
+      place: where the feeder begins.
+      advance: the place before a batch, the batch, lanes of all hosts that ended so far (lane → length in records) and the
+        number of bad records that all hosts have replaced so far → the place after it; any thread.
+      timeout_seconds: longest wait for this host's own reader.
+      stats: figures are added here.
+      name: of the feed, for threads.
+      host: this process.
+    """
+
+    def __init__(
+        self,
+        feeder: Feeder,
+        put: Callable[[PyTree, int], PyTree],
+        *,
+        prefetch: int,
+        agreement: WindowAgreement | None,
+        exchange: Exchange,
+        place: Any,
+        advance: Callable[[Any, HostBatch, Mapping[int, int], int], Any],
+        timeout_seconds: float,
+        stats: StatsRecorder,
+        name: str,
+        host: int,
+    ) -> None:
+        self._owner = Owner()
+        self._feeder = feeder
+        self._rewind = getattr(feeder, "rewind", None) or (lambda step: None)
+        self._put = put
+        self._agreement = agreement
+        self._exchange = exchange
+        self._place, self._advance = place, advance
+        self._step: int = place.step
+        self._delivered = self._step
+        self._read_step = self._step
+        self._window: list[HostBatch] = []
+        self._timeout_seconds = timeout_seconds
+        self._stats = stats
+        self._host = host
+        self._running = self._closed = False
+        self._held: HostBatch | None = None  # without a reader thread: what was read and is not transferred yet
+        self._host_stage: ReadAhead[HostBatch] | None = None
+        self._device_stage: ReadAhead[Ready] | None = None
+        if agreement is not None or (feeder.sequential and not prefetch):
+            depth = (lambda: 1) if agreement is None else (lambda: agreement.read_ahead)
+            self._host_stage = ReadAhead(self._read, depth=depth, name=f"meshfeed-reader-{name}")
+        if prefetch:
+            self._device_stage = ReadAhead(
+                self._produce_ahead, depth=lambda: prefetch, name=f"meshfeed-prefetch-{name}"
+            )
+
+    # ------------------------------------------------------------------ stages
+
+    def _read(self) -> HostBatch:
+        agreement = self._agreement
+        try:
+            with jax.profiler.TraceAnnotation("meshfeed.host_batch"):
+                batch = self._feeder.next()
+        except StopIteration:
+            self._publish(final=self._read_step)
+            raise
+        except BaseException as error:
+            self._publish(final=self._read_step, error=f"{type(error).__name__}: {error}{_notes(error)}")
+            raise
+        self._stats.read(batch.times, batch.retries)
+        self._read_step = batch.step + 1
+        if agreement is None:
+            self._exchange.judge_alone(batch)
+        else:
+            self._window.append(batch)
+            if self._read_step == agreement.window_end:
+                self._publish(final=self._feeder.final())
+        return batch
+
+    def _publish(self, *, final: int | None, error: str | None = None) -> None:
+        if self._agreement is None:
+            return
+        try:
+            info: dict[str, Any] = self._exchange.part_info(self._window)
+        except Exception as failure:
+            if error is None:
+                raise
+            info = {"failed": str(failure)}
+        if getattr(self._feeder, "empty", False):
+            info["empty"] = True
+        self._window = []
+        self._agreement.publish(Part(self._read_step, final, error, info))
+
+    def _next_host_batch(self) -> HostBatch:
+        if self._host_stage is not None:
+            return self._host_stage.peek(self._tick)
+        if self._held is None or self._held.step != self._step:
+            self._rewind(self._step)  # an interrupt may have come in the middle of the last read
+            self._held = self._read()
+        return self._held
+
+    def _tick(self, waited: float) -> None:
+        if waited >= self._timeout_seconds:
+            raise StalledError(
+                f"step {self._step}: host {self._host} itself is late: it is {self._feeder.describe()} "
+                f"(waited {waited:.0f} s, timeout_seconds={self._timeout_seconds:g}). Raise timeout_seconds if its "
+                "reads may take longer.",
+                hosts=(self._host,),
+                waited_seconds=waited,
+            )
+
+    def _produce_ahead(self) -> Ready:
+        ready = self._produce()
+        self._take_off(ready)
+        return ready
+
+    def _take_off(self, ready: Ready) -> None:
+        """Moves on behind a batch; an interrupted call can be made again."""
+        if self._host_stage is not None:
+            self._host_stage.pop(ready.batch)
+        self._held = None
+        ready.batch.tree = None
+        self._step, self._place = ready.batch.step + 1, ready.place
+
+    def _produce(self) -> Ready:
+        """The next batch; nothing is taken off yet, so that an interrupted call can be made again."""
+        if self._agreement is not None:
+            stop = self._agreement.wait_for(self._step)
+            infos = self._agreement.infos()
+            for info in infos:
+                self._exchange.learn(info)
+            self._agreement.forget_infos(len(infos))
+            if stop is not None:
+                self._raise_stop(stop)
+        batch = self._next_host_batch()
+        start = time.perf_counter()
+        with jax.profiler.TraceAnnotation("meshfeed.assemble"):
+            arrays = self._put(self._exchange.materialize(batch), batch.global_batch_size)
+        seconds = time.perf_counter() - start
+        return Ready(batch, arrays, self._advance(self._place, batch, *self._exchange.known_at(batch.step)), seconds)
+
+    def _raise_stop(self, stop: Stop) -> None:
+        if not stop.errors:
+            raise StopIteration
+        if self._host in stop.errors and self._host_stage is not None:
+            while True:  # batches that another host cannot make, up to what the reader raised
+                self._host_stage.pop(self._host_stage.peek(self._tick))
+        if ALL_HOSTS in stop.errors:
+            raise self._exchange.verdict_error(stop.errors[ALL_HOSTS])
+        failed = {host: message for host, message in stop.errors.items() if closed_message(message) is None}
+        host = min(failed or stop.errors)
+        who = format_hosts(list(failed or stop.errors))
+        if not failed:
+            message = closed_message(stop.errors[host]) or ""
+            raise PeerError(
+                f"{who} {message}. This host asks for step {stop.step}, which needs all hosts: let all of them take the "
+                f"same number of steps, or see the log of host {host}.",
+                host=host,
+                peer_message=message,
+            )
+        raise PeerError(
+            f"{who} failed in the read of step {stop.step}: {stop.errors[host]} All hosts delivered the steps before "
+            f"{stop.step}; see the log of host {host}.",
+            host=host,
+            peer_message=stop.errors[host],
+        )
+
+    # ------------------------------------------------------------------ the caller's side
+
+    def start(self) -> None:
+        """Starts the threads. An interrupted call can be made again."""
+        for stage in (self._host_stage, self._device_stage):
+            if stage is not None:
+                stage.start()
+        self._running = True
+
+    def peek(self) -> Ready:
+        """The next batch, left where it is. An interrupted call can be made again.
+
+        Raises:
+          StopIteration: the end of the data.
+          MeshfeedError, or what the source raised.
+        """
+        self._owner.check("this feed")
+        if not self._running:
+            self.start()
+        stage = self._device_stage
+        if stage is not None:
+            if stage.ready:
+                return stage.peek()
+            with jax.profiler.TraceAnnotation("meshfeed.wait"):
+                return stage.peek(self._late_tick)
+        return self._produce()
+
+    def _late_tick(self, waited: float) -> None:
+        slack = 0.0 if self._agreement is None else 15.0  # the read-ahead thread names the late host better
+        self._tick(waited - slack)
+
+    def pop(self, ready: Ready) -> None:
+        """Takes off what :meth:`peek` gave. An interrupted call can be made again."""
+        if self._device_stage is not None:
+            self._device_stage.pop(ready)
+        else:
+            self._take_off(ready)
+        self._delivered = ready.batch.step + 1
+
+    def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
+        """Ends threads and processes; batches read ahead are dropped. An interrupted call can be made again.
+
+        In a forked child, does nothing.
+
+        Args:
+          leaving: what this host does, such as "closed its feed", for hosts that go on; None to leave without a word.
+          because: of what.
+        """
+        if self._closed or not self._owner.is_here:
+            return
+        farewell = None
+        if leaving is not None:
+            farewell = f"{leaving} at step {self._delivered}"
+            farewell += "" if because is None else f" after {type(because).__name__}: {because}"
+        stages = [stage for stage in (self._host_stage, self._device_stage) if stage is not None]
+        for stage in stages:
+            stage.stop()
+        if self._agreement is not None:
+            self._agreement.close(farewell)
+        for stage in reversed(stages):
+            stage.join()
+        self._feeder.close()
+        self._closed = True
+
+
+def _notes(error: BaseException) -> str:
+    notes = getattr(error, "__notes__", ())
+    return f" ({'; '.join(notes)})" if notes else ""

@@ -1,0 +1,1 @@
+"""MaxText's iterators over meshfeed. Read first: ``loader.py``."""

@@ -1,0 +1,317 @@
+"""MaxText's RemoteIterator and RemoteIteratorWrapper: the loader on the hosts beside the accelerators."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import CheckpointError, StateMismatchError
+from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.names import public
+from meshfeed._src.base.types import PyTree
+from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
+from meshfeed._src.remote.client import RemoteClient
+from meshfeed._src.remote.wire import make_payload
+from meshfeed._src.state.files import write_json
+
+
+class MissingIteratorStateError(CheckpointError, FileNotFoundError):
+    """There is no iterator state of this host in a checkpoint: nothing is restored, and the iterator is as it was."""
+
+
+@public("meshfeed.maxtext")
+class RemoteIterator:
+    """One host's loader and the files of its state: what runs beside the accelerators.
+
+    Args:
+      get_ds_fn: ``get_ds_fn(dataloading_host_index=, dataloading_host_count=) -> dataset``.
+      preprocessing_fn: ``preprocessing_fn(dataset=) -> loader`` of pytrees of arrays ``[host_rows, ...]``.
+      global_shape: of a batch; its first entry fixes the rows, leaves may have other dimensions after it. None: any.
+      checkpoint_path: folder of ``<step>/iter/process_<i>-of-<n>.json``.
+      elastic: all hosts share one state, ``process_0.json``, which any number of hosts continues.
+
+    Raises:
+      SettingsError: (a ValueError) the loader is no iterable.
+    """
+
+    def __init__(
+        self,
+        get_ds_fn: Callable[..., Any],
+        preprocessing_fn: Callable[..., Any],
+        global_shape: Sequence[int] | None,
+        checkpoint_path: Any,
+        elastic: bool = False,
+    ) -> None:
+        self.get_ds_fn = get_ds_fn
+        self.preprocessing_fn = preprocessing_fn
+        self.global_shape = global_shape
+        self.checkpoint_path = checkpoint_path
+        self.elastic = elastic
+        self._mesh: Mesh | None = None
+        self._loader: MultiHostDataLoadIterator | None = None
+        self._dataloader = self._make_dataloader()
+
+    def _make_dataloader(self) -> Any:
+        index, count = coordination.process_index(), coordination.process_count()
+        dataset = self.get_ds_fn(dataloading_host_index=index, dataloading_host_count=count)
+        return self.preprocessing_fn(dataset=dataset)
+
+    @property
+    def iterator(self) -> Any:
+        """The loader's own iterator, as of the last delivered batch."""
+        return self.over(self._mesh or _mesh_of(None)).local_iterator
+
+    def over(self, mesh: Mesh) -> MultiHostDataLoadIterator:
+        """The loader as global arrays over ``mesh``; dimension 0 over all its axes."""
+        if self._loader is not None and mesh == self._mesh:
+            return self._loader
+        before, self._loader = self._loader, None
+        if before is not None:
+            before.close()
+            self._dataloader = self._make_dataloader()
+        loader = MultiHostDataLoadIterator(self._dataloader, mesh)
+        if self.global_shape is not None:
+            loader.expect_rows(int(self.global_shape[0]))
+        if before is not None:
+            loader.local_iterator.set_state(before.local_iterator.get_state())
+        self._loader, self._mesh = loader, mesh
+        return loader
+
+    def reset(self, dummy_array: Any = None) -> None:
+        """From the beginning: the dataset is made anew."""
+        del dummy_array
+        if self._loader is not None:
+            self._loader.close()
+        self._loader = None
+        self._dataloader = self._make_dataloader()
+
+    def get_next(self, dummy_array: jax.Array) -> PyTree:
+        """The next batch over the mesh of ``dummy_array``, a pytree of global arrays.
+
+        Raises:
+          StopIteration: the end, on all hosts at the same step.
+          PlanError: (a ValueError) rows that the devices cannot share, or that are not those of ``global_shape``; names
+            the leaf's path.
+        """
+        return next(self.over(_mesh_of(dummy_array)))
+
+    def _path(self, step_array: Any) -> epath.Path:
+        step = int(np.asarray(getattr(step_array, "addressable_data", lambda _: step_array)(0)).reshape(-1)[0])
+        name = (
+            "process_0" if self.elastic else f"process_{coordination.process_index()}-of-{coordination.process_count()}"
+        )
+        return epath.Path(self.checkpoint_path) / str(step) / "iter" / f"{name}.json"
+
+    def save_state(self, step_array: Any) -> Any:
+        """Writes the state of the last delivered batch; of an elastic iterator on process 0 only."""
+        path = self._path(step_array)
+        self.over(self._mesh or _mesh_of(step_array))
+        if not self.elastic or coordination.process_index() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, encode_value(self.iterator.get_state()))
+        return step_array
+
+    def restore_state(self, step_array: Any) -> Any:
+        """Goes on from the file that ``save_state`` wrote; drops what was read ahead.
+
+        Raises:
+          MissingIteratorStateError: (a FileNotFoundError) there is no such file.
+          StateMismatchError: it is damaged.
+        """
+        path = self._path(step_array)
+        if not path.exists():
+            raise MissingIteratorStateError(
+                f"{path} is not there. The iterator was not saved at this step, or on another number of hosts (there "
+                f"are {coordination.process_count()} now); it is as it was. Restore another step, or set elastic=True for "
+                "data whose state all hosts share."
+            )
+        try:
+            state = decode_value(json.loads(path.read_text()))
+        except ValueError as error:
+            raise StateMismatchError(
+                str(path), "no JSON", str(error), "The file is damaged; use another step."
+            ) from None
+        self.over(self._mesh or _mesh_of(step_array))
+        self.iterator.set_state(state)
+        return step_array
+
+    def close(self) -> None:
+        """Ends threads and closes the loader."""
+        if self._loader is not None:
+            self._loader.close()
+
+
+def _mesh_of(array: Any) -> Mesh:
+    """The mesh that an array lies on; else all devices, until a batch says which."""
+    mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
+
+
+@public("meshfeed.maxtext")
+class RemoteIteratorWrapper:
+    """Runs a :class:`RemoteIterator` on each host beside the mesh and puts its batches on the accelerators.
+
+    Args:
+      get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic: of the RemoteIterator. The functions travel to
+        the hosts as pickles, which run code there: the network between the controller and the hosts must be trusted.
+      global_mesh: of the accelerators.
+
+    Attributes:
+      cpu_devices: CPU devices beside those of the mesh.
+      cpu_mesh: the mesh of these.
+      tpu_sharding, cpu_sharding: dimension 0 over all axes.
+      dummy_array: float32 ``[devices]`` over ``cpu_mesh``.
+      local_iterator: the RemoteIterator's methods, called on its hosts.
+
+    Raises:
+      SettingsError: a function that cannot travel. What making the loader raises on a host.
+    """
+
+    def __init__(
+        self,
+        get_ds_fn: Callable[..., Any],
+        preprocessing_fn: Callable[..., Any],
+        global_mesh: Mesh,
+        global_shape: Sequence[int] | None,
+        checkpoint_path: Any = "",
+        elastic: bool = False,
+    ) -> None:
+        what = "functions that can be imported on those hosts, or pickled with all that they refer to"
+        make_payload(get_ds_fn, setting="get_ds_fn", what=what)
+        make_payload(preprocessing_fn, setting="preprocessing_fn", what=what)
+        rows = None if global_shape is None else tuple(int(size) for size in global_shape)
+        recipe = _Recipe(get_ds_fn, preprocessing_fn, rows, str(checkpoint_path), elastic)
+        payload = make_payload(recipe, setting="checkpoint_path", what="a path")
+        self._client = RemoteClient(payload, global_mesh)
+        self._client.know_spec()
+        self.cpu_mesh = self._client.cpu_mesh
+        self.cpu_devices = tuple(self.cpu_mesh.devices.flat)
+        self.tpu_sharding = NamedSharding(global_mesh, PartitionSpec(global_mesh.axis_names))
+        self.cpu_sharding = NamedSharding(self.cpu_mesh, PartitionSpec(self.cpu_mesh.axis_names))
+        zeros = np.zeros(self.cpu_mesh.size, np.float32)
+        self.dummy_array = jax.make_array_from_callback(zeros.shape, self.cpu_sharding, lambda index: zeros[index])
+        self.local_iterator = _RemoteMethods(self._client)
+
+    def __iter__(self) -> RemoteIteratorWrapper:
+        return self
+
+    def __next__(self) -> PyTree:
+        """The next global batch on the accelerators.
+
+        Raises:
+          StopIteration: the end. What the loader raised on a host, with its message.
+        """
+        return self._client.to_accelerators(self.local_iterator.get_next(self.dummy_array))
+
+    def reset(self) -> None:
+        """From the beginning."""
+        self.local_iterator.reset()
+
+    def save_state(self, step: Any) -> None:
+        """Each host writes the state of the last delivered batch of its loader."""
+        self.local_iterator.save_state(step)
+
+    def restore_state(self, step: Any) -> None:
+        """Each host goes on from its file of that step.
+
+        Raises:
+          FileNotFoundError: a host has no file there; it is as it was.
+        """
+        self.local_iterator.restore_state(step)
+
+    def close(self) -> None:
+        """Ends threads on the hosts."""
+        self._client.close()
+
+
+class _RemoteMethods:
+    """The methods of the RemoteIterators, on all hosts."""
+
+    def __init__(self, client: RemoteClient) -> None:
+        self._client = client
+
+    def get_next(self, dummy_array: Any = None) -> PyTree:
+        """The next batch over the CPU mesh."""
+        del dummy_array
+        return self._client.take()
+
+    def reset(self, dummy_array: Any = None) -> None:
+        """From the beginning."""
+        del dummy_array
+        self._client.call("reset")
+
+    def save_state(self, step: Any) -> Any:
+        """Writes the hosts' files."""
+        self._client.call("save_state", int(np.asarray(step)))
+        return step
+
+    def restore_state(self, step: Any) -> Any:
+        """Reads the hosts' files."""
+        self._client.call("restore_state", int(np.asarray(step)))
+        return step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """Makes the target on a host, given the mesh of CPU devices there."""
+
+    get_ds_fn: Callable[..., Any]
+    preprocessing_fn: Callable[..., Any]
+    global_shape: tuple[int, ...] | None
+    checkpoint_path: str
+    elastic: bool
+
+    def __call__(self, mesh: Mesh) -> _IteratorTarget:
+        remote = RemoteIterator(
+            self.get_ds_fn, self.preprocessing_fn, self.global_shape, self.checkpoint_path, self.elastic
+        )
+        return _IteratorTarget(remote, mesh)
+
+
+class _IteratorTarget:
+    """See :class:`meshfeed._src.remote.endpoint.Target`."""
+
+    def __init__(self, remote: RemoteIterator, mesh: Mesh) -> None:
+        self._remote = remote
+        self._mesh = mesh
+        self._size = 0
+        self.calls: dict[str, Any] = {
+            "reset": self._reset,
+            "save_state": lambda step: bool(remote.save_state(step)),
+            "restore_state": lambda step: bool(remote.restore_state(step)),
+            "close": remote.close,
+        }
+
+    def next(self) -> PyTree:
+        """The loader's next batch."""
+        return next(self._remote.over(self._mesh))
+
+    def numbers(self) -> tuple[int, int, int]:
+        """Step, position, rows of a batch."""
+        loader = self._remote.over(self._mesh)
+        return loader.step, loader.position, self._size
+
+    def spec(self) -> PyTree | None:
+        """What a batch looks like; None where this host has none to look at."""
+        try:
+            spec = self._remote.over(self._mesh).peek_spec()
+        except Exception:  # next() raises it here and tells the other hosts
+            return None
+        if spec is not None:
+            self._size = jax.tree.leaves(spec)[0].shape[0]
+            self._remote.over(self._mesh).expect_rows(self._size)  # answers have one shape
+        return spec
+
+    def _reset(self) -> None:
+        self._remote.reset()
+        loader = self._remote.over(self._mesh)
+        if self._size:
+            loader.expect_rows(self._size)

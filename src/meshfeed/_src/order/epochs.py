@@ -1,0 +1,384 @@
+"""Position in the stream → record id and epoch, by arithmetic alone.
+
+The order of an epoch is a keyed permutation of ``[0, num_records)`` that is computed, not stored: any batch of
+positions costs O(batch) time and memory whatever the length, so a stream is resumed at position 9e11 as fast as it
+is started.
+
+The permutation is a Feistel network over a rectangle of ``m`` rows and ``2**k`` columns with ``n <= m * 2**k < n +
+2**k`` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Because the rectangle exceeds n by less
+than a row, cycle walking touches about one id in ``sqrt(n)``, also just above a power of two. A round function is
+the upper half of ``(a * x + b)**2 mod 2**64``: with the square left out (multiply-add-shift) even six rounds fail the
+tests of neighbours, with it they pass from the fifth on; six are used. Up to 4,096 records the permutation is instead
+the argsort of keyed 64-bit hashes, so that every permutation of a tiny epoch is reachable and equally likely.
+
+Nothing here uses ``np.random`` for the order: the same numbers come out of every numpy version. :data:`VERSION` is
+part of each saved state and goes up whenever any output changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.types import JsonValue, RecordIds
+
+ALGORITHM = "feistel-square"
+VERSION = 2
+
+_Uint64Array = np.ndarray[Any, np.dtype[np.uint64]]
+_Network = tuple[int, int, tuple[_Uint64Array, ...]]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_ODD = 0xD1342543DE82EF95
+_ROUND_PAIRS = 3
+_TABLE_RECORDS = 4096  # up to here an epoch is sorted; also the chunk that is kept
+_SLICE = 16384  # ids at a time, so that the four work arrays stay in the second-level cache
+_MAX_POSITION = 1 << 62
+
+# What a key is for, so that the keys of one (seed, epoch) are unrelated.
+_EPOCH, _BLOCKS, _WITHIN, _SHORT_BLOCK, _REPLACEMENT = 1, 2, 3, 4, 5
+
+
+def mix64(value: int) -> int:
+    """A bijection of 64-bit integers in which every input bit changes every output bit (splitmix64's finaliser)."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def derive_key(seed: int, *parts: int) -> int:
+    """A 64-bit key for ``parts`` under ``seed``; for equal seeds and leading parts, distinct where the last differs."""
+    key = mix64(seed)
+    for part in parts:
+        key = mix64((key * _ODD & _MASK) ^ mix64(part & _MASK))  # multiplied, so that (1, 2) is not (2, 1)
+    return key
+
+
+def _u64(value: int) -> _Uint64Array:
+    # A 0-d array: as an operand it costs a ufunc call half of what a numpy scalar or a 1-element array does.
+    return np.array(value, dtype=np.uint64)
+
+
+_S32, _S27, _S30, _S31 = _u64(32), _u64(27), _u64(30), _u64(31)
+_C0, _C1, _C2 = _u64(_GOLDEN), _u64(0xBF58476D1CE4E5B9), _u64(0x94D049BB133111EB)
+
+
+def mix64_array(values: _Uint64Array) -> _Uint64Array:
+    """:func:`mix64` of each element of uint64[...]."""
+    x = values + _C0
+    x ^= x >> _S30
+    x *= _C1
+    x ^= x >> _S27
+    x *= _C2
+    x ^= x >> _S31
+    return x
+
+
+def hash_table(key: int, count: int) -> _Uint64Array:
+    """``count`` distinct keyed 64-bit hashes, uint64[count]; distinct, so that sorting them never meets a tie."""
+    return mix64_array(mix64_array(np.arange(count, dtype=np.uint64)) ^ _u64(key))
+
+
+def sorted_permutation(key: int, count: int) -> RecordIds:
+    """A keyed permutation of [0, count) as a table, int64[count]: exactly uniform, O(count)."""
+    return np.argsort(hash_table(key, count))
+
+
+@functools.lru_cache(maxsize=128)
+def _network(num_records: int, key: int) -> _Network:
+    """Columns as a power of two, rows, and the constants of the rounds (multiplier, offset, multiplier, …)."""
+    bits = (num_records - 1).bit_length()
+    column_bits = max(bits // 2, bits - 24)  # at most 2**24 rows, so that 32 hash bits choose one without a bias
+    rows = (num_records + (1 << column_bits) - 1) >> column_bits
+    constants = []
+    for index in range(4 * _ROUND_PAIRS):
+        constant = mix64(key ^ mix64(index))
+        constants.append(_u64(constant if index % 2 else constant | 1))
+    return column_bits, rows, tuple(constants)
+
+
+def _permute_slice(x: _Uint64Array, num_records: int, network: _Network) -> _Uint64Array:
+    column_bits, rows, constants = network
+    shift, modulus, hash_shift = _u64(column_bits), _u64(rows), _u64(64 - column_bits)
+    row = np.right_shift(x, shift)
+    column = np.bitwise_and(x, _u64((1 << column_bits) - 1))
+    work = np.empty_like(row)
+    for index in range(0, len(constants), 4):
+        # row += F(column) mod rows; the subtraction wraps round where the sum is smaller, and the minimum undoes it.
+        np.multiply(column, constants[index], work)
+        np.add(work, constants[index + 1], work)
+        np.multiply(work, work, work)
+        np.right_shift(work, _S32, work)
+        np.multiply(work, modulus, work)
+        np.right_shift(work, _S32, work)
+        np.add(row, work, row)
+        np.subtract(row, modulus, work)
+        np.minimum(row, work, out=row)
+        # column ^= F(row)
+        np.multiply(row, constants[index + 2], work)
+        np.add(work, constants[index + 3], work)
+        np.multiply(work, work, work)
+        np.right_shift(work, hash_shift, work)
+        np.bitwise_xor(column, work, column)
+    np.left_shift(row, shift, row)
+    np.bitwise_or(row, column, row)
+    if int(row.max()) >= num_records:
+        outside = np.flatnonzero(row >= _u64(num_records))
+        row[outside] = _permute_slice(row[outside], num_records, network)
+    return row
+
+
+def permute(offsets: np.ndarray[Any, Any], num_records: int, key: int) -> RecordIds:
+    """Images of ``offsets`` under the keyed permutation of ``[0, num_records)``.
+
+    Args:
+      offsets: integers [n], each in ``[0, num_records)``.
+      num_records: size of the domain, from 1 to 2**62.
+      key: 64-bit key; unrelated keys give unrelated permutations.
+
+    Returns:
+      int64[n].
+    """
+    offsets = np.ascontiguousarray(offsets)
+    if num_records <= _TABLE_RECORDS:
+        return sorted_permutation(key, num_records)[offsets.astype(np.int64, copy=False)]
+    x = offsets.view(np.uint64) if offsets.dtype == np.int64 else offsets.astype(np.uint64)
+    network = _network(num_records, key)
+    if x.size <= _SLICE:
+        return _permute_slice(x, num_records, network).view(np.int64) if x.size else np.empty(0, np.int64)
+    out = np.empty(x.shape, np.uint64)
+    for start in range(0, x.size, _SLICE):
+        out[start : start + _SLICE] = _permute_slice(x[start : start + _SLICE], num_records, network)
+    return out.view(np.int64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochOrder:
+    """The order of a random-access source over all its epochs.
+
+    ``shuffle=False``: 0, 1, 2, … in every epoch. ``shuffle=True``: each epoch is a permutation of its own, uniform over
+    all records. ``shuffle=<block>``: the blocks of that many neighbouring records are permuted, and the records within
+    each block, so that a block is read as one run of neighbours on disk. Where one block holds every record, that is
+    ``shuffle=True``.
+
+    Args:
+      num_records: records of one epoch, 1 to 2**62.
+      shuffle: False, True or records a block. ``1`` is a block of one record, not True.
+      seed: 0 to 2**64 - 1.
+      num_epochs: None for ever.
+
+    Raises:
+      SettingsError: a setting out of range, named.
+      SourceError: no records.
+    """
+
+    num_records: int
+    shuffle: bool | int = dataclasses.field(default=False, compare=False)
+    seed: int = 0
+    num_epochs: int | None = 1
+    # 0: sequential, None: uniform, else the records of a block. Compared in the place of ``shuffle``, as True == 1.
+    _block_records: int | None = dataclasses.field(init=False, repr=False)
+
+    def __init__(self, num_records: int, *, shuffle: bool | int = False, seed: int = 0, num_epochs: int | None = 1):
+        if not _is_int(num_records) or num_records > _MAX_POSITION:
+            raise SettingsError(
+                f"num_records must be an int from 1 to 2**62, not {num_records!r}.", setting="num_records"
+            )
+        if num_records < 1:
+            raise SourceError(f"the source has {num_records} records, and an order needs at least one.")
+        if not isinstance(shuffle, (bool, np.bool_)) and not (_is_int(shuffle) and shuffle >= 0):
+            raise SettingsError(
+                f"shuffle={shuffle!r}: pass False, True, or the number of records of a block (an int >= 1).",
+                setting="shuffle",
+            )
+        if not _is_int(seed) or not 0 <= seed <= _MASK:
+            raise SettingsError(f"seed={seed!r}: pass an int from 0 to 2**64 - 1.", setting="seed")
+        if num_epochs is not None and not (_is_int(num_epochs) and num_epochs >= 1):
+            raise SettingsError(
+                f"num_epochs={num_epochs!r}: pass an int >= 1, or None to repeat for ever.", setting="num_epochs"
+            )
+        uniform = isinstance(shuffle, (bool, np.bool_)) and bool(shuffle)
+        block = None if uniform or (shuffle and num_records <= shuffle) else int(shuffle)
+        for name, value in (
+            ("num_records", int(num_records)),
+            ("shuffle", bool(shuffle) if isinstance(shuffle, (bool, np.bool_)) else int(shuffle)),
+            ("seed", int(seed)),
+            ("num_epochs", None if num_epochs is None else int(num_epochs)),
+            ("_block_records", block),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def total(self) -> int | None:
+        """Records of the whole stream; None if it never ends."""
+        return None if self.num_epochs is None else self.num_records * self.num_epochs
+
+    def config(self) -> JsonValue:
+        """What a saved state must agree with to be continued, as JSON."""
+        return {"algorithm": ALGORITHM, "version": VERSION, "shuffle": self.shuffle, "seed": self.seed}
+
+    def ids_at(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[RecordIds, RecordIds]:
+        """Record ids and epochs at stream positions, in the order of the positions.
+
+        Args:
+          positions: int64[n] below ``total`` and 2**62, in any order; neighbours are cheapest.
+
+        Returns:
+          ``record_ids`` int64[n] and ``epochs`` int64[n].
+
+        Raises:
+          IndexError: a position outside of the stream.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        if positions.size == 0:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        low, high = int(positions.min()), int(positions.max())
+        end = _MAX_POSITION if self.total is None else self.total
+        if low < 0 or high >= end:
+            raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
+        epoch = low // self.num_records
+        if high // self.num_records == epoch:
+            offsets = positions - epoch * self.num_records
+            return self._epoch_ids(epoch, offsets, low - epoch * self.num_records, high - epoch * self.num_records), (
+                np.full(positions.size, epoch, np.int64)
+            )
+        epochs = positions // self.num_records
+        offsets = positions - epochs * self.num_records
+        if self._block_records == 0:
+            return offsets, epochs
+        if self._block_records is None and self.num_records <= _TABLE_RECORDS:
+            return self._tiny_ids(offsets, epochs), epochs
+        record_ids = np.empty_like(offsets)
+        for epoch in np.unique(epochs).tolist():
+            here = np.flatnonzero(epochs == epoch)
+            record_ids[here] = self._compute_ids(epoch, offsets[here])
+        return record_ids, epochs
+
+    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
+        """Record ids and epochs at the stream positions ``[start, stop)``: :meth:`ids_at` of neighbours, and cheaper.
+
+        Raises:
+          IndexError: a position outside of the stream.
+        """
+        epoch, offset = divmod(start, self.num_records)
+        count = stop - start
+        chunk_index, first = divmod(offset, _TABLE_RECORDS)
+        in_one_epoch = (
+            start >= 0 < count <= self.num_records - offset
+            and (self.total is None or stop <= self.total)
+            and stop <= _MAX_POSITION
+        )
+        if in_one_epoch and self._block_records == 0:
+            return np.arange(offset, offset + count, dtype=np.int64), np.full(count, epoch, np.int64)
+        if in_one_epoch and self._block_records is None and count <= _TABLE_RECORDS - first:
+            ids = _chunk(self, epoch, chunk_index)[first : first + count]
+            return ids.copy(), np.full(count, epoch, np.int64)  # the chunk is cached, and ids go to the caller
+        return self.ids_at(np.arange(start, stop, dtype=np.int64))
+
+    def _epoch_ids(self, epoch: int, offsets: RecordIds, low: int, high: int) -> RecordIds:
+        """Ids at offsets within one epoch; neighbouring small batches are cut from one cached chunk."""
+        if self._block_records == 0:
+            return offsets
+        first, last = low // _TABLE_RECORDS, high // _TABLE_RECORDS
+        if last - first > 1 or high - low >= _TABLE_RECORDS:
+            return self._compute_ids(epoch, offsets)
+        chunk = _chunk(self, epoch, first)
+        if last > first:
+            chunk = np.concatenate([chunk, _chunk(self, epoch, last)])
+        return chunk[offsets - first * _TABLE_RECORDS]
+
+    def _compute_ids(self, epoch: int, offsets: RecordIds) -> RecordIds:
+        if self._block_records is None:
+            return permute(offsets, self.num_records, self._epoch_key(epoch))
+        return _blocked_ids(offsets, self.num_records, self._block_records, self.seed, epoch)
+
+    def _epoch_key(self, epoch: int) -> int:
+        return derive_key(self.seed, _EPOCH, self.num_records, epoch)
+
+    def _tiny_ids(self, offsets: RecordIds, epochs: RecordIds) -> RecordIds:
+        """Ids over many epochs of a table-sized source: the tables of a group of epochs are sorted at once."""
+        unique, which = np.unique(epochs, return_inverse=True)
+        keys = np.array([self._epoch_key(epoch) for epoch in unique.tolist()], np.uint64)
+        return _permute_each(offsets, which, self.num_records, keys)
+
+
+@functools.lru_cache(maxsize=256)  # at most 8 MiB; enough for the components of a mixture
+def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
+    """Ids of one aligned chunk of an epoch: a small batch costs as much as a large one, so the chunk is kept."""
+    start = chunk_index * _TABLE_RECORDS
+    offsets = np.arange(start, min(start + _TABLE_RECORDS, order.num_records), dtype=np.int64)
+    record_ids = order._compute_ids(epoch, offsets)
+    record_ids.flags.writeable = False
+    return record_ids
+
+
+def _blocked_ids(offsets: RecordIds, num_records: int, block_records: int, seed: int, epoch: int) -> RecordIds:
+    """Blocked shuffle: slot j of the epoch holds a permuted block, whose records are permuted within.
+
+    The last block may lack ``missing`` records. It is put into a slot of its own choice, so that every slot begins at
+    ``slot * block_records``, less ``missing`` behind it: start and slot are arithmetic in both directions.
+    """
+    num_blocks = -(-num_records // block_records)
+    missing = num_blocks * block_records - num_records
+    short_slot = derive_key(seed, _SHORT_BLOCK, num_records, epoch) % num_blocks if missing else num_blocks
+    short_end = (short_slot + 1) * block_records - missing
+    slots, within = np.divmod(offsets + (offsets >= short_end) * missing, block_records)
+    touched, which = np.unique(slots, return_inverse=True)
+
+    key = derive_key(seed, _BLOCKS, num_records, epoch)
+    if missing:
+        blocks = permute(np.minimum(touched - (touched > short_slot), num_blocks - 2), num_blocks - 1, key)
+        blocks = np.where(touched == short_slot, num_blocks - 1, blocks)
+    else:
+        blocks = permute(touched, num_blocks, key)
+
+    base = derive_key(seed, _WITHIN, num_records, epoch)
+    keys = mix64_array(_u64(base * _ODD & _MASK) ^ mix64_array(touched.astype(np.uint64)))
+    moved = _permute_each(within, which, block_records, keys)
+    if missing and (here := np.flatnonzero(slots == short_slot)).size:
+        moved[here] = permute(within[here], block_records - missing, int(keys[which[here[0]]]))
+    return blocks[which] * block_records + moved
+
+
+def _permute_each(x: RecordIds, which: RecordIds, count: int, keys: _Uint64Array) -> RecordIds:
+    """``permute(x[i], count, keys[which[i]])`` for each i; many small tables are sorted at once."""
+    if count == 1:
+        return np.zeros_like(x)
+    out = np.empty_like(x)
+    group = max(1, 65536 // count) if count <= _TABLE_RECORDS else 1
+    hashes = mix64_array(np.arange(count, dtype=np.uint64)) if count <= _TABLE_RECORDS else None
+    for start in range(0, keys.size, group):
+        here = slice(None) if keys.size <= group else np.flatnonzero((which >= start) & (which < start + group))
+        if hashes is None:
+            out[here] = permute(x[here], count, int(keys[start]))
+        else:
+            tables = np.argsort(mix64_array(hashes[None, :] ^ keys[start : start + group, None]), axis=1)
+            out[here] = tables[which[here] - start, x[here]]
+    return out
+
+
+def replacement_id(seed: int, epoch: int, record_id: int, attempt: int, num_records: int) -> int:
+    """The record that takes the place of a bad one: a keyed walk over all the other records.
+
+    Attempts 1, 2, …, ``num_records - 1`` give every other record once, in an order keyed by (seed, epoch, record id);
+    then the walk begins again. So the first readable record is found wherever there is one. Never ``record_id``
+    itself, except where it is the only record. ``attempt`` is 1 for the first replacement.
+    """
+    if num_records <= 1:
+        return record_id
+    step = permute(
+        np.array([(attempt - 1) % (num_records - 1)], np.int64),
+        num_records - 1,
+        derive_key(seed, _REPLACEMENT, epoch, record_id),
+    )
+    return (record_id + 1 + int(step[0])) % num_records
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))

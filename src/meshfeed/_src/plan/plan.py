@@ -1,0 +1,224 @@
+"""From shardings to what one host reads, and which block of it goes to which device.
+
+Pure: nothing here talks to devices, so that plans can be made for thousands of fake hosts (see ``_topology``). Where a
+block goes comes from ``sharding.devices_indices_map`` and from nothing else: ``sharding.addressable_devices`` is a set
+and its order changes from run to run.
+
+The plan has two halves. :class:`HostPlan` knows rows only, so that a feed can start reading before it knows the shape
+of a record. :class:`LeafPlan` adds the columns once shapes are known.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshfeed._src.base.errors import PlanError
+from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.plan.shardings import (
+    axes_of,
+    broadcast_shardings,
+    check_divisible,
+    cut_spec,
+    normalize_sharding,
+    participants,
+    sharded_dimensions,
+    sharding_leaves,
+)
+
+__all__ = [
+    "Block",
+    "HostPlan",
+    "LeafPlan",
+    "broadcast_shardings",
+    "cut_spec",
+    "merge_ranges",
+    "normalize_sharding",
+    "participants",
+    "plan_host",
+]
+
+RowRange = tuple[int, int]
+"""First row, and the row after the last."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one device holds of one leaf.
+
+    Attributes:
+      device: the device.
+      index: the block's place in the global array, a slice for each dimension.
+      local: its place in the host array, which holds the plan's rows and the leaf's columns.
+    """
+
+    device: Any  # a jax.Device, or a fake one
+    index: tuple[slice, ...]
+    local: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """What one host holds of one leaf.
+
+    The host array has shape ``[num_rows, *(width of each of columns)]``.
+
+    Attributes:
+      sharding: the leaf's sharding, its spec no longer than the leaf's rank.
+      global_shape: ``(global_batch_size, ...)``.
+      columns: for each dimension after the first, the smallest slice that covers all blocks of this host; empty slices
+        on a host that holds nothing.
+      blocks: one for each device of this host in the sharding, in the sharding's device order. Devices that hold the
+        same data have equal blocks.
+    """
+
+    sharding: NamedSharding
+    global_shape: tuple[int, ...]
+    columns: tuple[slice, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def column_shape(self) -> tuple[int, ...]:
+        """Sizes of the host array's dimensions after the first."""
+        return tuple(box.stop - box.start for box in self.columns)
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The rows of every global batch that one host holds.
+
+    Attributes:
+      process_index: the host.
+      global_batch_size: rows of a global batch, over all hosts.
+      row_ranges: ``(first row, row after the last)``, sorted, with gaps between them; empty on a host without a device
+        in the shardings. The host array holds these rows, one range after the other.
+    """
+
+    process_index: int
+    global_batch_size: int
+    row_ranges: tuple[RowRange, ...]
+    _leaves: dict[tuple[NamedSharding, tuple[int, ...]], LeafPlan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Rows of the host array."""
+        return sum(stop - start for start, stop in self.row_ranges)
+
+    @functools.cached_property
+    def rows(self) -> RecordIds:
+        """Global rows that this host holds, ascending, int64[num_rows]; read-only."""
+        parts = [np.arange(start, stop, dtype=np.int64) for start, stop in self.row_ranges]
+        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        rows.flags.writeable = False
+        return rows
+
+    def local_rows(self, start: int, stop: int) -> slice:
+        """Where the global rows ``start`` to ``stop`` lie in the host array.
+
+        Raises:
+          PlanError: this host does not hold all of them.
+        """
+        number = bisect.bisect_right(self.row_ranges, start, key=lambda row_range: row_range[0]) - 1
+        if number < 0 or stop > self.row_ranges[number][1]:
+            raise PlanError(
+                f"host {self.process_index} holds the rows {self.row_ranges} and not {start} to {stop}: the plan was "
+                f"made from other shardings. Make it from the shardings of all leaves."
+            )
+        offset = sum(last - first for first, last in self.row_ranges[:number])
+        offset += start - self.row_ranges[number][0]
+        return slice(offset, offset + stop - start)
+
+    def leaf(self, sharding: NamedSharding, global_shape: tuple[int, ...], path: str = "") -> LeafPlan:
+        """The plan of a leaf; computed once for each sharding and shape.
+
+        Args:
+          sharding: the leaf's sharding; a spec longer than the leaf's rank is cut.
+          global_shape: ``(global_batch_size, ...)``.
+          path: the leaf's path, for messages.
+
+        Raises:
+          PlanError: the shape does not start with the batch size, or a dimension cannot be divided over its axes.
+        """
+        key = (sharding, global_shape)
+        plan = self._leaves.get(key)
+        if plan is None:
+            plan = self._leaves[key] = self._plan_leaf(cut_spec(sharding, len(global_shape)), global_shape, path)
+        return plan
+
+    def _plan_leaf(self, sharding: NamedSharding, global_shape: tuple[int, ...], path: str) -> LeafPlan:
+        if not global_shape or global_shape[0] != self.global_batch_size:
+            raise PlanError(
+                f"leaf {path or '(the only one)'} has the global shape {global_shape}; expected "
+                f"({self.global_batch_size}, ...), rows first"
+            )
+        for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
+            what = "the global batch" if dimension == 0 else f"dimension {dimension} of leaf {path or '(the only one)'}"
+            check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+        indices = [
+            (device, tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, global_shape, strict=True)))
+            for device, index in sharding.devices_indices_map(global_shape).items()
+            if device.process_index == self.process_index
+        ]
+        columns = tuple(
+            slice(
+                min((index[dimension].start for _, index in indices), default=0),
+                max((index[dimension].stop for _, index in indices), default=0),
+            )
+            for dimension in range(1, len(global_shape))
+        )
+        blocks = tuple(Block(device, index, self._local(index, columns)) for device, index in indices)
+        return LeafPlan(sharding, global_shape, columns, blocks)
+
+    def _local(self, index: tuple[slice, ...], columns: tuple[slice, ...]) -> tuple[slice, ...]:
+        rows = self.local_rows(index[0].start, index[0].stop)
+        return rows, *(
+            slice(part.start - box.start, part.stop - box.start) for part, box in zip(index[1:], columns, strict=True)
+        )
+
+
+def merge_ranges(ranges: list[RowRange]) -> tuple[RowRange, ...]:
+    """The union of row ranges, sorted, touching ones joined."""
+    merged: list[RowRange] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        elif stop > start:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> HostPlan:
+    """The rows that a host holds of a global batch, over all shardings of ``prefix``.
+
+    Args:
+      prefix: normalised shardings (:func:`normalize_sharding`), or one NamedSharding.
+      global_batch_size: rows of a global batch.
+      process_index: the host. One without a device in the shardings gets a plan without rows.
+
+    Raises:
+      PlanError: the batch cannot be divided over the axes of a sharding.
+    """
+    shardings = sharding_leaves(jax.tree.map(lambda sharding: cut_spec(sharding, 1), prefix))
+    over = [axes_of(sharding.spec[0]) if len(sharding.spec) else () for sharding in shardings]
+    parts = [
+        math.prod(sharding.mesh.shape[axis] for axis in axes) for sharding, axes in zip(shardings, over, strict=True)
+    ]
+    for sharding, axes in zip(shardings, over, strict=True):
+        check_divisible("the global batch", global_batch_size, axes, sharding.mesh.shape, multiple=math.lcm(*parts))
+    ranges: list[RowRange] = []
+    for sharding in shardings:
+        index_of = sharding.devices_indices_map((global_batch_size,))
+        held = {
+            index[0].indices(global_batch_size)[:2] for d, index in index_of.items() if d.process_index == process_index
+        }
+        ranges.extend(held)
+    return HostPlan(process_index, global_batch_size, merge_ranges(ranges))

@@ -1,0 +1,176 @@
+"""What a feed accepts as ``sharding``, and how one sharding serves the leaves of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
+from meshfeed._src.base.types import PyTree
+
+_TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings"
+
+
+def normalize_sharding(sharding: PyTree) -> PyTree:
+    """The same pytree with a NamedSharding at each leaf.
+
+    Args:
+      sharding: a NamedSharding, a Mesh (rows are then divided over all its axes), or a pytree of those that is a
+        prefix of the batch.
+
+    Raises:
+      SettingsError: anything else, or a sharding that data cannot be laid out in (an abstract mesh, an unconstrained or
+        unreduced spec).
+      PlanError: a mesh without devices.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(sharding)
+    if not paths:
+        raise SettingsError(f"sharding={sharding!r} holds no sharding. {_TAKES}.", setting="sharding")
+    return jax.tree.unflatten(treedef, [_normalize_leaf(leaf, jax.tree_util.keystr(path)) for path, leaf in paths])
+
+
+def _normalize_leaf(leaf: Any, path: str) -> NamedSharding:
+    where = f"sharding{path}"
+    if isinstance(leaf, Mesh):
+        leaf = NamedSharding(leaf, PartitionSpec(leaf.axis_names))
+    if isinstance(leaf, PartitionSpec):
+        raise SettingsError(
+            f"{where} is a PartitionSpec, which names no devices: {leaf}. Give NamedSharding(mesh, spec).",
+            setting="sharding",
+        )
+    if not isinstance(leaf, NamedSharding):
+        raise SettingsError(f"{where} is of type {type(leaf).__name__}: {leaf!r}. {_TAKES}.", setting="sharding")
+    if isinstance(leaf.mesh, AbstractMesh):
+        raise SettingsError(f"{where} is over an AbstractMesh, which has no devices. Give a Mesh.", setting="sharding")
+    if not leaf.mesh.size:
+        raise PlanError(
+            f"{where} is over a mesh without devices, of shape {dict(leaf.mesh.shape)}. Give each axis a size of at "
+            "least 1."
+        )
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in leaf.spec) or getattr(leaf.spec, "unreduced", None):
+        raise SettingsError(
+            f"{where} leaves open where data goes: {leaf.spec}. Every entry must be None, an axis, or a tuple of axes.",
+            setting="sharding",
+        )
+    return leaf
+
+
+def sharding_leaves(prefix: PyTree) -> list[NamedSharding]:
+    """The distinct shardings of a normalised prefix, in the order of its leaves."""
+    return list(dict.fromkeys(jax.tree.leaves(prefix)))
+
+
+def participants(prefix: PyTree) -> tuple[int, ...]:
+    """Process indices, sorted, that have a device in any of the shardings."""
+    meshes = dict.fromkeys(sharding.mesh for sharding in sharding_leaves(prefix))
+    return tuple(sorted({device.process_index for mesh in meshes for device in np.asarray(mesh.devices).flat}))
+
+
+def cut_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """The sharding for a leaf of rank ``ndim``: entries of the spec past the rank are left out.
+
+    One sharding so serves tokens ``[rows, positions]`` and lengths ``[rows]`` alike. Over the axes that are left out
+    the leaf is replicated.
+    """
+    if len(sharding.spec) <= ndim:
+        return sharding
+    return sharding.update(spec=PartitionSpec(*tuple(sharding.spec)[:ndim]))
+
+
+def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
+    """One sharding for each leaf of ``tree``, in the order of ``jax.tree.leaves(tree)``.
+
+    Args:
+      prefix: normalised; a leaf stands for the whole subtree at its place.
+      tree: a batch, or anything of its structure.
+
+    Raises:
+      SourceError: ``prefix`` is not a prefix of ``tree``; names the first place where they part.
+    """
+    leaves: list[NamedSharding] = []
+    try:
+        jax.tree.map(lambda sharding, part: leaves.extend([sharding] * len(jax.tree.leaves(part))), prefix, tree)
+    except (ValueError, TypeError, KeyError) as error:
+        where = _first_difference(prefix, tree, "") or str(error)
+        raise SourceError(
+            f"the pytree of shardings is not a prefix of the batch: {where}. Received a batch of structure "
+            f"{jax.tree.structure(tree)}; shardings {jax.tree.structure(prefix)}. Give one sharding for each of those "
+            f"parts, or one NamedSharding for the whole batch."
+        ) from error
+    return leaves
+
+
+def _children(node: PyTree) -> dict[str, PyTree]:
+    """Children by key path; empty for a leaf."""
+    below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda part: part is not node)[0]
+    return {jax.tree_util.keystr(path): child for path, child in below if path}
+
+
+def _first_difference(prefix: PyTree, tree: PyTree, path: str) -> str:
+    if isinstance(prefix, NamedSharding):
+        return ""
+    ours, theirs = _children(prefix), _children(tree)
+    where = f"at batch{path}"
+    for key in ours:
+        if key not in theirs:
+            return f"{where} there is a sharding for {key}, and the batch has no such part"
+    for key in theirs:
+        if key not in ours:
+            return f"{where} the batch has {key}, and there is no sharding for it"
+    for key, child in ours.items():
+        if found := _first_difference(child, theirs[key], path + key):
+            return found
+    if type(prefix) is not type(tree):
+        return f"{where} the shardings are a {type(prefix).__name__} and the batch is a {type(tree).__name__}"
+    return ""
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Mesh axes of one entry of a spec: None, an axis, or a tuple of axes."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def check_divisible(
+    what: str, size: int, axes: Sequence[str], axis_sizes: Mapping[str, int], multiple: int | None = None
+) -> None:
+    """Raises where ``size`` cannot be cut evenly over mesh axes.
+
+    Args:
+      what: what has that size, for the message.
+      size: rows or columns.
+      axes: the axes it is divided over.
+      axis_sizes: axis → size, of the whole mesh.
+      multiple: what the size must also be a multiple of, because of other leaves; for the sizes named in the error.
+
+    Raises:
+      PlanError: names the axes, their sizes, ``size``, and the nearest sizes that work.
+    """
+    parts = math.prod(axis_sizes[axis] for axis in axes)
+    if size % parts == 0:
+        return
+    unit = math.lcm(parts, multiple or 1)
+    below, above = size // unit * unit, -(-size // unit) * unit
+    works = f"{below} and {above}" if below else str(above)
+    if len(axes) == 1:
+        over = f"mesh axis {axes[0]!r} of size {parts}"
+    else:
+        sizes = " x ".join(str(axis_sizes[axis]) for axis in axes)
+        over = f"mesh axes {tuple(axes)!r} of size {sizes} = {parts}"
+    raise PlanError(
+        f"{what} of size {size} cannot be divided evenly over {over}. Sizes nearest to it that can: {works}. Change "
+        f"the size, or divide it over fewer axes."
+    )
+
+
+def sharded_dimensions(sharding: NamedSharding, ndim: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """``(dimension, mesh axes)`` of each dimension that is divided, in order."""
+    for dimension, entry in enumerate(tuple(sharding.spec)[:ndim]):
+        if axes := axes_of(entry):
+            yield dimension, axes

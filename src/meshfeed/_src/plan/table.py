@@ -1,0 +1,156 @@
+"""The plan of every host at once, from plain tables: no devices, only numpy over all positions of the mesh.
+
+It gives what :mod:`meshfeed._src.plan.plan` gives host by host (a test holds the two together) in milliseconds for thousands of
+hosts, which is what the command line and questions of the kind "who reads what on 4,096 hosts" need.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.plan.shardings import axes_of, check_divisible
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """What each host holds.
+
+    Attributes:
+      num_hosts: hosts, those without a device in the mesh included.
+      range_host: host of each range of rows, ascending, int64[ranges].
+      ranges: first row, and row after the last, int64[ranges, 2]; those of a host ascending, with gaps between them.
+      columns: start and stop of what the host holds of each dimension after the first, int64[hosts, dimensions, 2];
+        zeros for a host that holds nothing.
+    """
+
+    num_hosts: int
+    range_host: _Ints
+    ranges: _Ints
+    columns: _Ints
+
+    def row_ranges(self) -> list[tuple[tuple[int, int], ...]]:
+        """For each host its ranges of rows."""
+        ends = np.searchsorted(self.range_host, np.arange(self.num_hosts + 1)).tolist()
+        pairs = list(map(tuple, self.ranges.tolist()))
+        return [tuple(pairs[first:last]) for first, last in itertools.pairwise(ends)]
+
+    def num_rows(self) -> _Ints:
+        """Rows of each host, int64[hosts]."""
+        sizes = np.diff(self.ranges, axis=1)[:, 0]
+        return np.bincount(self.range_host, weights=sizes, minlength=self.num_hosts).astype(np.int64)
+
+
+def plan_table(
+    mesh_axes: Mapping[str, int],
+    spec: Sequence[Any],
+    process_of: np.ndarray[Any, Any] | None,
+    hosts: int,
+    devices_per_host: int,
+    global_shape: Sequence[int],
+) -> PlanTable:
+    """What each host holds of an array of ``global_shape``.
+
+    Args:
+      mesh_axes: axis → size, slowest first.
+      spec: a PartitionSpec, or a sequence of None, axis names and tuples of them; cut to the rank.
+      process_of: host of each position of the mesh, of the mesh's shape or flat; None: the mesh is filled host by
+        host, ``devices_per_host`` positions each.
+      hosts: number of hosts.
+      devices_per_host: devices of each host; used where ``process_of`` is None.
+      global_shape: ``(global_batch_size, ...)``.
+
+    Raises:
+      PlanError: a dimension cannot be divided over its axes.
+      SettingsError: an axis that the mesh does not have, or that occurs twice; a mesh larger than the hosts.
+    """
+    sizes = tuple(mesh_axes.values())
+    positions = math.prod(sizes)
+    process = _process_table(mesh_axes, process_of, hosts, devices_per_host)
+    entries = [axes_of(entry) for entry in tuple(spec)]
+    _check_axes(mesh_axes, entries)
+    entries = (entries + [()] * len(global_shape))[: len(global_shape)]
+    coordinates = dict(zip(mesh_axes, np.unravel_index(np.arange(positions), sizes), strict=True))
+
+    columns = np.zeros((hosts, len(global_shape) - 1, 2), np.int64)
+    row_block = np.zeros(positions, np.int64)
+    for dimension, axes in enumerate(entries):
+        what = "the global batch" if dimension == 0 else f"dimension {dimension}"
+        check_divisible(what, global_shape[dimension], axes, mesh_axes)
+        block = np.zeros(positions, np.int64)
+        for axis in axes:
+            block = block * mesh_axes[axis] + coordinates[axis]
+        if dimension == 0:
+            row_block = block
+            continue
+        width = global_shape[dimension] // math.prod(mesh_axes[axis] for axis in axes)
+        first = np.full(hosts, positions, np.int64)
+        last = np.full(hosts, -1, np.int64)
+        np.minimum.at(first, process, block)
+        np.maximum.at(last, process, block)
+        held = last >= 0
+        columns[held, dimension - 1, 0] = first[held] * width
+        columns[held, dimension - 1, 1] = (last[held] + 1) * width
+    num_blocks = math.prod(mesh_axes[axis] for axis in entries[0])
+    range_host, ranges = _join_blocks(process, row_block, num_blocks, global_shape[0] // num_blocks)
+    return PlanTable(hosts, range_host, ranges, columns)
+
+
+def _join_blocks(process: _Ints, row_block: _Ints, num_blocks: int, block_rows: int) -> tuple[_Ints, _Ints]:
+    """Blocks of rows of each host, neighbours joined into ranges."""
+    # One spare block number for each host keeps the last block of a host from touching the first of the next.
+    keys = np.unique(process * (num_blocks + 1) + row_block)
+    starts_range = np.diff(keys, prepend=-2) != 1
+    ends_range = np.append(starts_range[1:], True)
+    host, first = np.divmod(keys[starts_range], num_blocks + 1)
+    last = keys[ends_range] % (num_blocks + 1)
+    return host, np.stack([first * block_rows, (last + 1) * block_rows], axis=1)
+
+
+def _process_table(
+    mesh_axes: Mapping[str, int], process_of: np.ndarray[Any, Any] | None, hosts: int, devices_per_host: int
+) -> _Ints:
+    positions = math.prod(mesh_axes.values())
+    for setting, value in (("hosts", hosts), ("devices_per_host", devices_per_host)):
+        if value < 1:
+            raise SettingsError(f"{setting} is {value}; it must be at least 1", setting=setting)
+    if process_of is None:
+        if positions > hosts * devices_per_host:
+            raise SettingsError(
+                f"the mesh {dict(mesh_axes)} has {positions:,} positions, and {hosts:,} hosts x {devices_per_host} "
+                f"devices are {hosts * devices_per_host:,}. Make the mesh smaller, or give more hosts or devices.",
+                setting="mesh",
+            )
+        return np.arange(positions, dtype=np.int64) // devices_per_host
+    process = np.asarray(process_of, np.int64).reshape(-1)
+    if process.size != positions or (process.size and not 0 <= process.min() <= process.max() < hosts):
+        raise SettingsError(
+            f"process_of has {process.size:,} entries from {process.min(initial=0)} to {process.max(initial=0)}; "
+            f"expected {positions:,} entries, one for each position of the mesh {dict(mesh_axes)}, each in "
+            f"0..{hosts - 1}",
+            setting="process_of",
+        )
+    return process
+
+
+def _check_axes(mesh_axes: Mapping[str, int], entries: Sequence[tuple[str, ...]]) -> None:
+    used: list[str] = []
+    for axis in (axis for axes in entries for axis in axes):
+        if axis not in mesh_axes:
+            raise SettingsError(
+                f"the spec names the axis {axis!r}, and the mesh has {list(mesh_axes)}. Name one of those.",
+                setting="spec",
+            )
+        if axis in used:
+            raise SettingsError(
+                f"the spec names the axis {axis!r} twice. An axis divides one dimension.", setting="spec"
+            )
+        used.append(axis)

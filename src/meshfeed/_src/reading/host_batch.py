@@ -1,0 +1,362 @@
+"""Rows of one host as numpy: stacked records, their common structure, padding and the mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """One leaf of one record: its path, shape (without rows) and dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def describe(self) -> str:
+        """``['tokens'] int32[2048]``."""
+        return f"{self.path or '(the record)'} {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSpec:
+    """Structure of every record of a source: a pytree's definition and its leaves."""
+
+    treedef: Any
+    leaves: tuple[LeafSpec, ...]
+
+    def fits(self, batch: PyTree, num_rows: int) -> bool:
+        """Whether a batch is of arrays ``[num_rows, ...]`` of these records; in doubt False, and cheap."""
+        leaves, treedef = jax.tree.flatten(batch)
+        return treedef == self.treedef and all(
+            type(leaf) is np.ndarray and leaf.dtype == wanted.dtype and leaf.shape == (num_rows, *wanted.shape)
+            for leaf, wanted in zip(leaves, self.leaves, strict=True)
+        )
+
+    def shapes(self) -> PyTree:
+        """The record as a pytree of ``jax.ShapeDtypeStruct``."""
+        return self.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves])
+
+    def zeros(self, num_rows: int) -> PyTree:
+        """A batch of ``num_rows`` rows of zeros."""
+        return self.treedef.unflatten([_zeros((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
+
+    def empty(self, num_rows: int) -> PyTree:
+        """A batch of ``num_rows`` rows to be filled."""
+        return self.treedef.unflatten([memory.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    array = memory.empty(shape, dtype)
+    array[...] = np.zeros((), dtype)
+    return array
+
+
+_RAGGED = "ragged rows: "
+_NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, as ml_dtypes share the void's kind
+
+
+def _where(record_id: int | None, lane_index: int | None) -> str:
+    if record_id is not None:
+        return f"record {record_id}"
+    return "a record" if lane_index is None else f"a record of lane {lane_index}"
+
+
+def is_ragged(array: np.ndarray) -> bool:
+    """Whether an array of Python objects holds lists or arrays, which numpy keeps apart only if their lengths differ."""
+    return (
+        array.dtype.hasobject and array.size > 0 and all(isinstance(x, list | tuple | np.ndarray) for x in array.flat)
+    )
+
+
+def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
+    try:
+        array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    except Exception as error:  # a PRNG key, a tensor that needs its gradient
+        raise SourceError(
+            f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype "
+            f"{getattr(leaf, 'dtype', 'unknown')}) of shape {tuple(getattr(leaf, 'shape', ()))}, which numpy cannot hold: "
+            f"{error}",
+            **place,
+        ) from error
+    if is_ragged(array):
+        raise SourceError(
+            f"{_RAGGED}leaf {path or '(the record itself)'} of {where} holds {array.size} lists of unequal lengths. Pad "
+            "or cut them to one length before the feed.",
+            **place,
+        )
+    if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
+        text = isinstance(leaf, bytes | bytearray | memoryview)
+        remedy = (
+            "Give the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
+            if text
+            else "Turn it into numbers before the feed, or leave that column out."
+        )
+        raise SourceError(
+            f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}) of shape "
+            f"{array.shape}; a leaf is an array or number of a dtype that JAX has. {remedy}",
+            **place,
+        )
+    return array
+
+
+def flatten_record(
+    record: PyTree, *, record_id: int | None = None, lane_index: int | None = None
+) -> tuple[list[np.ndarray], RecordSpec]:
+    """Leaves of one record, and its structure.
+
+    Raises:
+      SourceError: a leaf that is no array or number of a dtype that JAX has, or no leaf at all.
+    """
+    where = _where(record_id, lane_index)
+    place = {"record_id": record_id, "lane_index": lane_index}
+    paths, treedef = jax.tree_util.tree_flatten_with_path(record)
+    if not paths:
+        raise SourceError(f"{where} has no leaves: {record!r}; a record is a pytree of arrays.", **place)
+    arrays, leaves = [], []
+    for key_path, leaf in paths:
+        path = jax.tree_util.keystr(key_path)
+        array = _as_leaf(leaf, path, where, **place)
+        arrays.append(array)
+        leaves.append(LeafSpec(path, array.shape, array.dtype))
+    return arrays, RecordSpec(treedef, tuple(leaves))
+
+
+class RecordStack:
+    """Records stacked one by one. Each is copied at once, since what made it may write to the same memory for the next.
+
+    Args:
+      capacity: records that it has room for.
+      spec: structure that they must have; that of the first record if None.
+      lane_index: their lane, for errors.
+
+    Attributes:
+      count: records so far.
+    """
+
+    def __init__(self, capacity: int, spec: RecordSpec | None = None, *, lane_index: int | None = None) -> None:
+        self.count = 0
+        self._capacity = capacity
+        self._spec = spec
+        self._lane_index = lane_index
+        self._outputs: list[np.ndarray] | None = None
+
+    def add(self, record: PyTree, record_id: int | None = None) -> None:
+        """Adds a record.
+
+        Raises:
+          SourceError: it differs from the first in structure, shape or dtype, or holds no arrays. It is not added.
+        """
+        if self._spec is None:
+            _, self._spec = flatten_record(record, record_id=record_id, lane_index=self._lane_index)
+        leaves, treedef = jax.tree.flatten(record)
+        if treedef != self._spec.treedef:
+            raise_difference(self._spec, record, record_id, self._lane_index)
+        for output, leaf, wanted in zip(self._arrays(self._spec), leaves, self._spec.leaves, strict=True):
+            if not isinstance(leaf, np.ndarray):
+                leaf = np.asarray(leaf)
+            if leaf.dtype != wanted.dtype or leaf.shape != wanted.shape:
+                raise_difference(self._spec, record, record_id, self._lane_index)
+            output[self.count] = leaf
+        self.count += 1
+
+    def _arrays(self, spec: RecordSpec) -> list[np.ndarray]:
+        if self._outputs is None:
+            self._outputs = [memory.empty((self._capacity, *leaf.shape), leaf.dtype) for leaf in spec.leaves]
+        return self._outputs
+
+    def take(self) -> tuple[PyTree, RecordSpec]:
+        """The batch, a pytree of fresh 64-byte-aligned arrays ``[count, ...]``, and the records' structure.
+
+        The stack is empty afterwards.
+        """
+        assert self._spec is not None, "neither a record nor a structure"
+        arrays = self._arrays(self._spec)
+        if self.count < self._capacity:
+            arrays = [array[: self.count] for array in arrays]
+        self.count, self._outputs = 0, None
+        return self._spec.treedef.unflatten(arrays), self._spec
+
+
+def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, lane_index: int | None) -> None:
+    """Raises the SourceError that says how ``record`` differs from ``spec``, if it does."""
+    _, other = flatten_record(record, record_id=record_id, lane_index=lane_index)
+    where = _where(record_id, lane_index)
+    place: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
+    remedy = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
+    if other.treedef != spec.treedef:
+        ragged = _ragged_lists(spec.treedef, other.treedef)
+        raise SourceError(
+            f"{ragged}{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
+            f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, other)}. {remedy}",
+            **place,
+        )
+    for wanted, found in zip(spec.leaves, other.leaves, strict=True):
+        if wanted != found:
+            what = _RAGGED if wanted.dtype == found.dtype else ""
+            raise SourceError(
+                f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
+                f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}",
+                **place,
+            )
+
+
+def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
+    """Structure of the records in a batch that a source made itself.
+
+    Args:
+      batch: pytree of arrays ``[num_rows, ...]``.
+      num_rows: rows that it must have.
+      what: who made it, for errors.
+
+    Raises:
+      SourceError: a leaf without rows, with another number of them, or of a dtype that JAX has not.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    if not paths:
+        raise SourceError(f"{what} gave no leaves: {batch!r}; a batch is a pytree of arrays.")
+    leaves = []
+    for key_path, leaf in paths:
+        path = jax.tree_util.keystr(key_path)
+        array = _as_leaf(leaf, path, "the batch")
+        if not array.ndim or array.shape[0] != num_rows:
+            raise SourceError(
+                f"leaf {path or '(the batch)'} of {what} is {array.dtype} of shape {array.shape}; "
+                f"its first dimension must be the {num_rows} rows asked for."
+            )
+        leaves.append(LeafSpec(path, array.shape[1:], array.dtype))
+    return RecordSpec(treedef, tuple(leaves))
+
+
+def is_plain_batch(batch: PyTree, num_rows: int) -> bool:
+    """Whether :func:`spec_of_batch` would find nothing wrong; in doubt False, and cheap."""
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(
+        type(leaf) is np.ndarray and leaf.dtype.kind in "biufc" and leaf.ndim > 0 and leaf.shape[0] == num_rows
+        for leaf in leaves
+    )
+
+
+def _structures(spec: RecordSpec, other: RecordSpec) -> str:
+    """What sets records with the same leaves apart: a list is no tuple."""
+    return f", in {other.treedef} and {spec.treedef}" if other.leaves == spec.leaves else ""
+
+
+def _differ_in_shape(spec: RecordSpec, other: RecordSpec) -> bool:
+    """Whether the shapes of leaves are all that sets records apart."""
+    return spec.treedef == other.treedef and all(
+        (a.path, a.dtype) == (b.path, b.dtype) for a, b in zip(spec.leaves, other.leaves, strict=True)
+    )
+
+
+def _ragged_lists(first: Any, other: Any) -> str:
+    """``"ragged rows: "`` if only the lengths of lists set two structures apart: a list is a pytree of its items."""
+
+    def same_but_for_lengths(a: Any, b: Any) -> bool:
+        if a == b:
+            return True
+        if a.node_data() is None or b.node_data() is None or a.node_data()[0] is not b.node_data()[0]:
+            return False
+        mine, theirs = a.children(), b.children()
+        if a.node_data()[0] is list and all(jax.tree_util.treedef_is_leaf(child) for child in (*mine, *theirs)):
+            return True
+        return (
+            a.node_data() == b.node_data() and len(mine) == len(theirs) and all(map(same_but_for_lengths, mine, theirs))
+        )
+
+    if not same_but_for_lengths(first, other):
+        return ""
+    return f"{_RAGGED}lists of unequal lengths: "
+
+
+def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: int | None = None) -> None:
+    """Raises SourceError where a batch's structure is not that of the first record."""
+    if found == spec:
+        return
+    ragged = _RAGGED if _differ_in_shape(spec, found) else _ragged_lists(spec.treedef, found.treedef)
+    raise SourceError(
+        f"{ragged}{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, the first had "
+        f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, found)}. Records of a source must be "
+        "alike; pad or cast them in the source (nothing is promoted silently).",
+        lane_index=lane_index,
+    )
+
+
+def num_rows(batch: PyTree) -> int:
+    """Rows of a batch, from its first leaf."""
+    return int(jax.tree.leaves(batch)[0].shape[0])
+
+
+def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_index: int | None = None) -> PyTree:
+    """One batch of the rows of several, in fresh 64-byte-aligned arrays; a single batch is returned as it is.
+
+    Args:
+      batches: at least one.
+      what: what a batch, by its number, consists of; for errors.
+      lane_index: their lane, for errors.
+
+    Raises:
+      SourceError: their records differ from those of the first batch. numpy would promote the dtypes.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    specs = [spec_of_batch(batch, num_rows(batch), what=what(number)) for number, batch in enumerate(batches)]
+    for number, spec in enumerate(specs):
+        check_spec(specs[0], spec, what=what(number), lane_index=lane_index)
+    joined = specs[0].empty(sum(map(num_rows, batches)))
+    return jax.tree.map(lambda output, *parts: np.concatenate(parts, out=output), joined, *batches)
+
+
+def pad_rows(batch: PyTree, num_rows: int, first_row: int = 0) -> PyTree:
+    """``batch`` with zero rows around it.
+
+    Args:
+      batch: pytree of arrays ``[n, ...]``.
+      num_rows: rows of the result.
+      first_row: where the rows of ``batch`` begin.
+
+    Returns:
+      A pytree of arrays ``[num_rows, ...]``.
+    """
+    if all(leaf.shape[0] == num_rows for leaf in jax.tree.leaves(batch)):  # the usual case
+        return batch
+
+    def pad(leaf: np.ndarray) -> np.ndarray:
+        if leaf.shape[0] == num_rows:
+            return leaf
+        padded = _zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+        padded[first_row : first_row + leaf.shape[0]] = leaf
+        return padded
+
+    return jax.tree.map(pad, batch)
+
+
+def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
+    """``batch`` with the leaf ``mask_key``, bool ``[rows]``, False on padded rows.
+
+    Raises:
+      SourceError: records are no dicts with string keys, or have that key already.
+    """
+    if not isinstance(batch, dict):
+        raise SourceError(
+            f"mask_key={mask_key!r} adds a leaf to a dict, but records are {type(batch).__name__}; give dict records."
+        )
+    if mask_key in batch:
+        raise SourceError(
+            f"mask_key={mask_key!r} is the name of a leaf that records have already; choose another name."
+        )
+    return {**batch, mask_key: mask}
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all leaves."""
+    return sum([leaf.nbytes for leaf in jax.tree.leaves(tree)])

@@ -1,0 +1,101 @@
+"""What makes a source the same source: kind, files, number of records, and a probe of its content."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.settings import Retry
+from meshfeed._src.reading.records import read_records, wants_rng
+
+_log = logging.getLogger("meshfeed.feed")
+_PROBES = 4
+
+
+def probe_ids(num_records: int) -> np.ndarray:
+    """Up to four record ids spread over a source: the first, two between and the last."""
+    return np.unique(np.linspace(0, num_records - 1, min(_PROBES, num_records)).astype(np.int64))
+
+
+def digest_tree(tree: Any) -> str:
+    """xxh3-64 of all leaves' paths, dtypes, shapes and bytes."""
+    hasher = xxhash.xxh3_64()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        array = np.ascontiguousarray(leaf)
+        hasher.update(f"{jax.tree_util.keystr(path)}{array.dtype}{array.shape}".encode())
+        hasher.update(array.tobytes())
+    return hasher.hexdigest()
+
+
+def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: Retry = Retry()) -> str:  # noqa: B008 (a frozen value)
+    """Digest of up to four records spread over a source.
+
+    A record that cannot be read, for whatever reason, is part of the digest: it does not keep a feed from having a state.
+
+    Args:
+      num_records: of the source.
+      digest: ids, int64 ``[n]`` → digest of these records.
+      retry: for reads that fail.
+    """
+    ids = probe_ids(num_records)
+    try:
+        return call_with_retry(lambda: digest(ids), retry, doing="reading four records to identify the source")
+    except Exception:
+        one_by_one = [_digest_or_bad(digest, ids[i : i + 1]) for i in range(len(ids))]
+        return digest_tree([np.frombuffer(text.encode(), np.uint8) for text in one_by_one])
+
+
+def _digest_or_bad(digest: Callable[[np.ndarray], str], record_id: np.ndarray) -> str:
+    try:
+        return digest(record_id)
+    except Exception as error:
+        _log.warning(
+            "record %d cannot be read (%s: %s); the source's fingerprint says so instead of its content",
+            record_id[0],
+            type(error).__name__,
+            error,
+        )
+        return "bad"
+
+
+def content_digest(source: Any, retry: Retry) -> str | None:
+    """Digest of the probed records, raw bytes where there are any; None where decoding them would draw at random."""
+    if not hasattr(source, "read_raw") and wants_rng(source):
+        return None
+    return probe_digest(len(source), lambda ids: _digest_records(source, ids), retry)
+
+
+def _digest_records(source: Any, ids: np.ndarray) -> str:
+    return digest_raw(source.read_raw(ids)) if hasattr(source, "read_raw") else digest_tree(read_records(source, ids))
+
+
+def digest_raw(records: Iterable[Any]) -> str:
+    """xxh3-64 of the lengths and bytes of records."""
+    hasher = xxhash.xxh3_64()
+    for raw in records:
+        hasher.update(len(raw).to_bytes(8, "little"))
+        hasher.update(raw)
+    return hasher.hexdigest()
+
+
+def source_identity(source: Any, retry: Retry = Retry()) -> dict[str, Any]:  # noqa: B008 (a frozen value)
+    """The part of the fingerprint that tells sources apart, JSON. May read records.
+
+    A source's own ``fingerprint()`` replaces the probe of four records; kind and number of records are always there.
+    """
+    own = getattr(source, "fingerprint", None)
+    identity: dict[str, Any] = {"kind": getattr(source, "kind", None) or type(source).__name__}
+    if hasattr(source, "__len__"):
+        identity["records"] = len(source)
+    if callable(own):
+        value = call_with_retry(own, retry, doing="taking the fingerprint of the source")
+        return {**identity, **value} if isinstance(value, dict) else {**identity, "fingerprint": value}
+    if "records" in identity:  # a stream cannot be probed: opening it might cost, and say nothing about the rest
+        identity["content"] = content_digest(source, retry)
+    return identity

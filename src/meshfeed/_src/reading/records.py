@@ -1,0 +1,387 @@
+"""Record ids → a stacked batch, through the best way of reading that a source has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.ownership import declared_with, own_batch
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.rng import philox
+from meshfeed._src.base.settings import Retry, SkipBad
+from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, Rngs
+from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.reading.host_batch import (
+    RecordSpec,
+    RecordStack,
+    check_spec,
+    is_plain_batch,
+    join_batches,
+    spec_of_batch,
+)
+
+BAD_RECORD = (CorruptDataError, ValueError)
+"""What says that a record is damaged, and not that reading failed."""
+_MAX_REPLACEMENTS = 1000
+_trace = jax.profiler.TraceAnnotation
+
+
+@functools.lru_cache(maxsize=256)
+def _has_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables of C have no signature
+        return False
+    return any(p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
+    """Whether ``function`` has the parameter ``keyword`` (``**kwargs`` does not count)."""
+    if function is None:
+        return False
+    try:
+        return _has_keyword(function, keyword)
+    except TypeError:  # an unhashable callable
+        return _has_keyword.__wrapped__(function, keyword)
+
+
+def wants_rng(source: Any) -> bool:
+    """Whether the source's decoder takes a random generator a record."""
+    declared = getattr(source, "wants_rng", None)
+    if isinstance(declared, bool):
+        return declared
+    return any(accepts_keyword(getattr(source, name, None), "rng") for name in ("decode", "decode_batch"))
+
+
+def reads_columns(source: Any) -> bool:
+    """Whether the source can read a part of each leaf; a subclass whose ``read_batch`` lost the keyword cannot."""
+    return bool(getattr(source, "reads_columns", False)) and accepts_keyword(
+        getattr(source, "read_batch", None), "columns"
+    )
+
+
+def takes_rows(source: Any) -> bool:
+    """Whether records can go from the source to its decoder as one array, ``read_rows`` to ``from_rows``."""
+    return (
+        declared_with(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
+        and declared_with(type(source), "read_raw", "read_rows")
+        and "read_raw" not in getattr(source, "__dict__", ())
+    )
+
+
+def file_of(source: Any, record_id: int) -> str | None:
+    """The file that holds a record, where the source knows it."""
+    locate = getattr(source, "file_of", None)
+    return None if locate is None else locate(int(record_id))
+
+
+def _name_record(source: Any, record_id: int) -> str:
+    path = file_of(source, record_id)
+    return f"record {record_id}" + (f" of {path}" if path else "")
+
+
+def read_records(
+    source: Any,
+    record_ids: RecordIds,
+    rngs: Rngs | None = None,
+    *,
+    columns: ColumnSlices | None = None,
+    times: dict[str, float] | None = None,
+) -> PyTree:
+    """Reads and stacks records of a random-access source.
+
+    Args:
+      source: see :class:`meshfeed._src.base.types.RandomAccessSource`.
+      record_ids: int64 ``[n]``, n at least 1.
+      rngs: a generator a record, for decoders that take ``rng=``.
+      columns: for sources that read columns, the part of each leaf that is wanted.
+      times: seconds of reading and decoding are added under ``read_seconds`` and ``decode_seconds``.
+
+    Returns:
+      A pytree of arrays ``[n, ...]``.
+
+    Raises:
+      SourceError: records that cannot be stacked, or a source that raises StopIteration.
+      Whatever the source or the decoder raises, with a note that names the record.
+    """
+    times = {} if times is None else times
+    start = time.perf_counter()
+    try:
+        if hasattr(source, "read_raw"):
+            with _trace("meshfeed.read"):
+                rows = None
+                if rngs is None and takes_rows(source):
+                    rows = own_batch(source.read_rows(record_ids), source, "read_rows")
+                raw = source.read_raw(record_ids) if rows is None else ()
+            times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
+            start = time.perf_counter()
+            with _trace("meshfeed.decode"):
+                batch = _decode(source, raw, rows, record_ids, rngs)
+            times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
+            return batch
+        if hasattr(source, "read_batch"):
+            extra: dict[str, Any] = {}
+            if columns is not None and reads_columns(source):
+                extra["columns"] = columns
+            if rngs is not None and accepts_keyword(source.read_batch, "rngs"):
+                extra["rngs"] = rngs
+            with _trace("meshfeed.read"):
+                batch = own_batch(source.read_batch(record_ids, **extra), source, "read_batch")
+            times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
+            return batch
+        with _trace("meshfeed.read"):
+            batch = _read_items(source, record_ids.tolist())
+        times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
+        return batch
+    except StopIteration as error:
+        raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
+
+
+def _ended(doing: str, record_id: int | None) -> SourceError:
+    return SourceError(
+        f"the source raised StopIteration while {doing}; a random-access source ends at len(source), so this is an "
+        "error in the source or its decoder.",
+        record_id=record_id,
+    )
+
+
+def _read_items(source: Any, ids: list[int]) -> PyTree:
+    """Records stacked as they come: what gives them may use the same memory for the next."""
+    several = hasattr(source, "__getitems__")
+    records = _get_items(source, ids) if several else (_get_item(source, record_id) for record_id in ids)
+    stack = RecordStack(len(ids))
+    for record_id, record in zip(ids, records, strict=True):
+        stack.add(record, record_id)
+    return stack.take()[0]
+
+
+def _get_items(source: Any, ids: list[int]) -> Sequence[Any]:
+    records = source.__getitems__(ids)
+    if len(records) != len(ids):
+        raise SourceError(f"__getitems__ gave {len(records)} records for {len(ids)} ids; one an id is wanted.")
+    return records
+
+
+def _get_item(source: Any, record_id: int) -> Any:
+    try:
+        return source[record_id]
+    except SourceError:
+        raise
+    except StopIteration as error:
+        raise _ended(f"reading {_name_record(source, record_id)}", record_id) from error
+    except Exception as error:
+        error.add_note(f"while reading {_name_record(source, record_id)}")
+        raise
+
+
+def _as_it_is(record: Any) -> Any:
+    """No decoder: stacking bytes raises, and says what to give."""
+    return record
+
+
+def _decode(
+    source: Any, raw: Sequence[Any], rows: np.ndarray | None, record_ids: RecordIds, rngs: Rngs | None
+) -> PyTree:
+    decode, decode_batch = getattr(source, "decode", None), getattr(source, "decode_batch", None)
+    if decode_batch is not None:
+        number = len(raw) if rows is None else len(rows)
+        extra = {"rng": list(rngs)} if rngs is not None and accepts_keyword(decode_batch, "rng") else {}
+        try:
+            batch = decode_batch(list(raw), **extra) if rows is None else decode_batch.from_rows(rows)
+        except SourceError:
+            raise
+        except Exception as error:
+            error.add_note(f"while decoding {number} records (first: {_name_record(source, int(record_ids[0]))})")
+            raise
+        batch = own_batch(batch, decode_batch, "__call__" if rows is None else "from_rows")
+        if not is_plain_batch(batch, number):
+            spec_of_batch(batch, number, what="decode_batch")
+        return batch
+    if decode is None:
+        decode = _as_it_is
+    with_rng = rngs is not None and accepts_keyword(decode, "rng")
+    stack = RecordStack(len(raw))
+    for row, record in enumerate(raw):
+        try:
+            decoded = decode(record, rng=rngs[row]) if with_rng else decode(record)  # type: ignore[index]
+        except SourceError:
+            raise
+        except StopIteration as error:
+            record_id = int(record_ids[row])
+            raise _ended(f"decoding {_name_record(source, record_id)}", record_id) from error
+        except Exception as error:
+            error.add_note(f"while decoding {_name_record(source, int(record_ids[row]))}")
+            raise
+        stack.add(decoded, int(record_ids[row]))
+    return stack.take()[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadRows:
+    """Rows that were read, and what it took.
+
+    Attributes:
+      tree: pytree of arrays ``[n, ...]``.
+      times: ``read_seconds`` and ``decode_seconds``.
+      retries: reads tried again.
+      bad: ``[record id, epoch, reason]`` of each record that was replaced.
+    """
+
+    tree: PyTree
+    times: dict[str, float]
+    retries: int = 0
+    bad: tuple[tuple[int, int, str], ...] = ()
+
+
+class RecordReader:
+    """Reads rows of a source with retries and, where asked, replacement of bad records.
+
+    Picklable where the source is, so that it runs in worker processes too.
+
+    Args:
+      source: a random-access source.
+      seed: the feed's seed, for ``rng=`` and for replacements.
+      retry: tried around each read of the source.
+      bad_records: replace bad records, or None to raise.
+    """
+
+    def __init__(self, source: Any, *, seed: int, retry: Retry, bad_records: SkipBad | None) -> None:
+        self.source = source
+        self._seed = seed
+        self._retry = retry
+        self._bad_records = bad_records
+        self._wants_rng = wants_rng(source)
+        self._spec: RecordSpec | None = None
+
+    def spec(self) -> RecordSpec:
+        """Structure of the records, from the first one that can be read."""
+        if self._spec is None:
+            ids = np.zeros(1, np.int64)
+            first = getattr(self.source, "first_record_id", None)
+            if first is not None:
+                ids[0] = first
+            rows = self.read(ids, np.zeros(1, np.int64))
+            self._spec = spec_of_batch(rows.tree, 1, what="the source")
+        return self._spec
+
+    def read(self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None = None) -> ReadRows:
+        """Reads records.
+
+        Args:
+          record_ids: int64 ``[n]``, n at least 1.
+          epochs: int64 ``[n]``, the epoch that each is read in.
+          columns: part of each leaf, for sources that read columns.
+
+        Raises:
+          SourceError: records that differ from the first one, or that cannot be stacked.
+          What the source or its decoder raised, after the retries.
+        """
+        times: dict[str, float] = {}
+        retries = 0
+
+        def count() -> None:
+            nonlocal retries
+            retries += 1
+
+        def read(ids: RecordIds, epoch_ids: RecordIds) -> PyTree:
+            return self._read_once(ids, epoch_ids, columns, times)
+
+        bad: tuple[tuple[int, int, str], ...] = ()
+        try:
+            tree = self._read_in_pieces(read, record_ids, epochs, count)
+        except BAD_RECORD:
+            if self._bad_records is None:
+                raise
+            tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
+        if columns is None and not (self._spec is not None and self._spec.fits(tree, len(record_ids))):
+            found = spec_of_batch(tree, len(record_ids), what="the source")
+            if self._spec is None:
+                self._spec = found
+            else:
+                check_spec(self._spec, found, what=f"records {record_ids[0]} and following")
+        return ReadRows(tree, times, retries, bad)
+
+    def _read_in_pieces(
+        self,
+        read: Callable[[RecordIds, RecordIds], PyTree],
+        record_ids: RecordIds,
+        epochs: RecordIds,
+        count: Callable[[], None],
+    ) -> PyTree:
+        """All records in one call; after a failure one record, then 2, 4, ….
+
+        So what was read stays read, and the tries of each record are its own.
+        """
+        parts: list[PyTree] = []
+        done, size = 0, len(record_ids)
+
+        def read_rest() -> PyTree:
+            nonlocal done, size
+            if size == len(record_ids) and not done:  # the usual case costs no more than the call
+                size = 1
+                return read(record_ids, epochs)
+            while done < len(record_ids):
+                piece, asked, size = slice(done, done + size), size, 1
+                parts.append(read(record_ids[piece], epochs[piece]))
+                done, size = done + asked, 2 * asked
+            return join_batches(parts, what=lambda _: "the source")
+
+        def doing() -> str:
+            first = f" from record {record_ids[done]} on" if done else ""
+            return f"reading {len(record_ids) - done} records{first}"
+
+        return call_with_retry(read_rest, self._retry, doing=doing, on_retry=count, progress=lambda: done)
+
+    def _read_once(
+        self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None, times: dict[str, float]
+    ) -> PyTree:
+        rngs = None
+        if self._wants_rng:
+            pairs = zip(epochs.tolist(), record_ids.tolist(), strict=True)
+            rngs = [philox(self._seed, epoch, record_id) for epoch, record_id in pairs]
+        return read_records(self.source, record_ids, rngs, columns=columns, times=times)
+
+    def _read_one_by_one(
+        self,
+        record_ids: RecordIds,
+        epochs: RecordIds,
+        columns: ColumnSlices | None,
+        times: dict[str, float],
+        count: Callable[[], None],
+    ) -> tuple[PyTree, tuple[tuple[int, int, str], ...]]:
+        rows, bad = [], []
+        for record_id, epoch in zip(record_ids.tolist(), epochs.tolist(), strict=True):
+            for attempt in range(_MAX_REPLACEMENTS):
+                planned = record_id if attempt == 0 else self._replacement(record_id, epoch, attempt)
+                ids, epoch_ids = np.array([planned], np.int64), np.array([epoch], np.int64)
+
+                def read(ids: RecordIds = ids, epoch_ids: RecordIds = epoch_ids) -> PyTree:
+                    return self._read_once(ids, epoch_ids, columns, times)
+
+                try:
+                    rows.append(call_with_retry(read, self._retry, doing=f"reading record {planned}", on_retry=count))
+                    break
+                except BAD_RECORD as error:
+                    if attempt == 0:
+                        bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
+            else:
+                raise SourceError(
+                    f"record {record_id} is bad, and so are the {_MAX_REPLACEMENTS - 1} records that were to replace "
+                    "it; the data is damaged as a whole.",
+                    record_id=record_id,
+                )
+        return join_batches(rows, what=lambda row: f"record {record_ids[row]} or what replaces it"), tuple(bad)
+
+    def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
+        replace = getattr(self.source, "replacement_id", None)
+        if replace is not None:  # a mixture replaces within the component
+            return replace(self._seed, epoch, record_id, attempt)
+        return epoch_order.replacement_id(self._seed, epoch, record_id, attempt, len(self.source))

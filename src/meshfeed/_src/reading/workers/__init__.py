@@ -1,0 +1,1 @@
+"""Worker processes that read and decode. Read first: ``pool.py``."""

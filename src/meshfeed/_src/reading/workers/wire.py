@@ -1,0 +1,237 @@
+"""How values travel between a feed and its worker processes: arrays through anonymous memory, the rest as a pickle.
+
+A worker writes the arrays of one value into a fresh memory file (``memfd_create``), each on a multiple of 64 bytes,
+seals it against any later write, and sends its descriptor over a Unix socket. The receiver maps it read-only: its
+arrays are that memory, without a copy, and a CPU device can alias them. The memory has no name, so nothing is left
+behind whoever is killed, and it is freed with the last array. Where there are no memory files (macOS) the same
+bytes travel through the socket.
+
+One frame is a header, the sizes of the arrays, the pickle, and without a descriptor the arrays themselves.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import errno
+import functools
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshfeed._src.base import memory as base_memory
+
+_HEADER = struct.Struct("<BBIQ")  # kind, whether a descriptor comes along, number of arrays, bytes of the pickle
+_SIZE = struct.Struct("<Q")
+_MAX_WRITE = 1 << 30  # Linux writes 2 GiB at most in one call
+_RECEIVE_BYTES = 1 << 18
+
+
+class _Pickler(pickle.Pickler):
+    """Hands every array over as a buffer, also of dtypes that the buffer protocol does not know, such as bfloat16."""
+
+    def reducer_override(self, value: Any) -> Any:
+        jax = sys.modules.get("jax")
+        if jax is not None and isinstance(value, getattr(jax, "Array", ())):
+            value = np.asarray(value)  # as a jax.Array it would be put on a device by whoever unpickles it
+        elif type(value) not in (np.ndarray, np.memmap):
+            return NotImplemented
+        if value.dtype.hasobject:
+            return NotImplemented
+        if not value.size:
+            return np.empty, (value.shape, value.dtype)
+        flat = np.asarray(value, order="C").reshape(-1).view(np.uint8)
+        return _rebuild, (pickle.PickleBuffer(flat), value.dtype, value.shape)  # pyright: ignore[reportArgumentType] # arrays are buffers
+
+
+def _rebuild(buffer: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
+
+
+def pack(value: Any) -> tuple[bytes, list[memoryview]]:
+    """``value`` as a pickle and the bytes of its arrays."""
+    stream = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    return stream.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def _align(number: int) -> int:
+    return -(-number // base_memory.ALIGNMENT) * base_memory.ALIGNMENT
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each array begins, and the bytes of all of them with the gaps between."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = _align(end + size)
+    return offsets, end
+
+
+def send_value(connection: socket.socket, kind: int, value: Any) -> None:
+    """Sends one frame over a blocking socket; the arrays go through a memory file where there are some."""
+    pickled, buffers = pack(value)
+    flags = memory_file_flags() if buffers else None
+    if flags is None:
+        connection.sendall(_frame(kind, pickled, buffers, with_file=False))
+        return
+    start = _frame(kind, pickled, buffers, with_file=True)
+    file = _write_memory_file(buffers, flags)
+    try:
+        sent = socket.send_fds(connection, [start], [file])
+        connection.sendall(memoryview(start)[sent:])
+    finally:
+        os.close(file)
+
+
+def pack_request(kind: int, value: Any) -> bytes:
+    """One frame without a descriptor, for values that are small."""
+    return _frame(kind, *pack(value), with_file=False)
+
+
+def _frame(kind: int, pickled: bytes, buffers: Sequence[memoryview], *, with_file: bool) -> bytes:
+    parts = [_HEADER.pack(kind, with_file, len(buffers), len(pickled))]
+    parts += [_SIZE.pack(buffer.nbytes) for buffer in buffers]
+    parts.append(pickled)
+    for buffer in () if with_file else buffers:
+        parts += [buffer, bytes(_align(buffer.nbytes) - buffer.nbytes)]
+    return b"".join(parts)
+
+
+@functools.cache
+def memory_file_flags() -> int | None:
+    """With what memory files can be made here; None where there are none (macOS, some sandboxes)."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    no_exec = 0x8  # MFD_NOEXEC_SEAL: newer kernels may refuse memory that could be run, older ones do not know it
+    for flags in (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | no_exec, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING):
+        try:
+            os.close(os.memfd_create("meshfeed", flags))
+        except OSError:
+            continue
+        return flags
+    return None
+
+
+def _write_memory_file(buffers: Sequence[memoryview], flags: int) -> int:
+    """A sealed memory file of the buffers: no process can write it any more, or cut it short under a reader."""
+    import fcntl
+
+    offsets, num_bytes = _offsets([buffer.nbytes for buffer in buffers])
+    file = os.memfd_create("meshfeed", flags)
+    try:
+        os.ftruncate(file, num_bytes)
+        for offset, buffer in zip(offsets, buffers, strict=True):
+            done = 0
+            while done < buffer.nbytes:  # written, not mapped: no page faults, and pages are not zeroed first
+                done += os.pwrite(file, buffer[done : done + _MAX_WRITE], offset + done)
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+class _Mapping:
+    """Read-only memory of a descriptor, unmapped when the last array on it dies.
+
+    Not ``mmap.mmap``, which keeps a descriptor of its own open until then: a caller who keeps thousands of batches
+    would run out of them.
+    """
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        libc = _libc()
+        # Private, because older kernels do not map sealed files shared; nothing is copied as nothing is written.
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
+        address = libc.mmap(None, num_bytes, mmap.PROT_READ, flags, file, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot map {num_bytes:,} bytes from a worker: {os.strerror(code)}")
+        self.__array_interface__ = {"data": (address, True), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+        # Not at exit: arrays that alias the memory may still be in use then.
+        weakref.finalize(self, libc.munmap, address, num_bytes).atexit = False
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One message.
+
+    Attributes:
+      kind: its first byte.
+      value: what was sent; its arrays are read-only.
+    """
+
+    kind: int
+    value: Any
+
+
+class Inbox:
+    """Puts frames together from a socket, whatever pieces they come in. An interrupted call loses nothing."""
+
+    def __init__(self, connection: socket.socket, load: Callable[..., Any] = pickle.loads) -> None:
+        self._connection = connection
+        self._load = load
+        self._bytes = bytearray()
+        self._files: collections.deque[int] = collections.deque()
+
+    def receive(self) -> bool:
+        """Takes in what the socket has; False once the other side has closed it."""
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        content, files, result_flags, _ = socket.recv_fds(self._connection, _RECEIVE_BYTES, 8, flags)
+        self._files.extend(files)
+        if result_flags & getattr(socket, "MSG_CTRUNC", 0):
+            raise OSError(errno.EMFILE, "no file descriptor was left to receive a worker's batch: raise `ulimit -n`")
+        self._bytes += content
+        return bool(content)
+
+    def take(self) -> Frame | None:
+        """The next frame, if all of it has come."""
+        if len(self._bytes) < _HEADER.size:
+            return None
+        kind, with_file, num_arrays, pickle_bytes = _HEADER.unpack_from(self._bytes)
+        pickle_start = _HEADER.size + num_arrays * _SIZE.size
+        pickle_end = pickle_start + pickle_bytes
+        if len(self._bytes) < pickle_end:
+            return None
+        sizes = [_SIZE.unpack_from(self._bytes, _HEADER.size + i * _SIZE.size)[0] for i in range(num_arrays)]
+        offsets, num_bytes = _offsets(sizes)
+        if with_file:
+            memory = np.asarray(_Mapping(self._files[0], num_bytes))
+            os.close(self._files.popleft())
+            end = pickle_end
+        else:
+            end = pickle_end + num_bytes
+            if len(self._bytes) < end:
+                return None
+            memory = base_memory.copy(np.frombuffer(self._bytes, np.uint8, num_bytes, pickle_end))
+            memory.flags.writeable = False
+        pickled = bytes(memoryview(self._bytes)[pickle_start:pickle_end])
+        del self._bytes[:end]
+        buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        return Frame(kind, self._load(pickled, buffers=buffers))
+
+    def close(self) -> None:
+        """Closes descriptors of frames that nobody took."""
+        while self._files:
+            os.close(self._files.popleft())

@@ -1,0 +1,1 @@
+"""A feed on the CPU hosts beside the accelerators, under one controller. Read first: ``feed.py``."""

@@ -1,0 +1,251 @@
+"""A feed that runs on the CPU hosts beside the accelerators, under one controller (JAX's colocated Python).
+
+::
+
+    feed = meshfeed.remote.RemoteFeed(make_source, sharding, global_batch_size=1024, shuffle=True)
+    for batch in feed: ...
+
+The controller holds no data: each host reads what its devices need, ahead of time, and hands over arrays that lie on
+its own CPU devices; from there they go to the accelerators beside. Only arrays travel, so state, settings of calls and
+errors go as bytes in arrays, and the end of the data as a flag. On CPU everything runs in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.second_pass import SecondPass
+from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, check_settings
+from meshfeed._src.base.stats import FeedStats, stats_since
+from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
+from meshfeed._src.base.tree_json import tree_from_json
+from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.plan.shardings import normalize_sharding, sharding_leaves
+from meshfeed._src.remote.client import RemoteClient
+from meshfeed._src.remote.target import make_feed_payload
+from meshfeed._src.state import files as state_files
+from meshfeed._src.state import state as feed_state
+from meshfeed._src.streams.local_iterator import LocalIterator
+
+__all__ = ["RemoteFeed"]
+
+
+class RemoteFeed:
+    """:class:`meshfeed.Feed` on the hosts beside the accelerators, with the same interface.
+
+    The global batches are those of the local feed, bit for bit, and each continues the other's checkpoints.
+
+    Args:
+      make_source: ``make_source() -> source``, called on each host; importable there, or picklable with all that it
+        refers to. It travels to the hosts as a pickle, which runs code there: the network between the controller and
+        the hosts must be trusted. Nothing else that hosts send each other is a pickle.
+      sharding: as for the feed; all leaves on one mesh.
+      **: every other keyword as for the feed.
+
+    Raises:
+      SettingsError: a keyword's value; a factory that cannot travel; no CPU device beside each accelerator.
+      SourceError, PlanError: as from the feed, raised here with the message of the host.
+    """
+
+    @hides_own_frames
+    @suggests_keywords
+    def __init__(
+        self,
+        make_source: Callable[[], Any],
+        sharding: PyTree,
+        *,
+        global_batch_size: int | BatchSchedule | None = None,
+        shuffle: bool | int = False,
+        seed: int = 0,
+        num_epochs: int | None = 1,
+        end: Literal["drop", "pad"] = "drop",
+        mask_key: str | None = None,
+        num_lanes: int | None = None,
+        load: Literal["sharded", "once"] | Sequence[int] = "sharded",
+        prefetch: int = 2,
+        num_workers: int = 0,
+        num_threads: int | None = None,
+        retry: Retry = Retry(),  # noqa: B008 (a frozen value)
+        bad_records: SkipBad | None = None,
+        check_replicas: bool = False,
+        timeout_seconds: float = 300,
+        name: str | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "num_epochs": num_epochs,
+            "end": end,
+            "mask_key": mask_key,
+            "num_lanes": num_lanes,
+            "load": load,
+            "prefetch": prefetch,
+            "num_workers": num_workers,
+            "num_threads": num_threads,
+            "retry": retry,
+            "bad_records": bad_records,
+            "check_replicas": check_replicas,
+            "timeout_seconds": timeout_seconds,
+            "name": name,
+        }
+        self._closed = self._ended = False
+        check_settings(**settings)
+        prefix = normalize_sharding(sharding)
+        meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
+        if len(meshes) > 1:
+            raise SettingsError(
+                f"sharding is over {len(meshes)} meshes; a remote feed takes one. Make a feed for each.",
+                setting="sharding",
+            )
+        kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
+        self._memory_kind = kinds.pop() if len(kinds) == 1 else None
+        self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
+        self._client.know_spec()
+        self.name = str(self._client.call("config")[0]["name"])
+        self._second_pass = SecondPass(self.name)
+
+    def __repr__(self) -> str:
+        known = vars(self)  # the constructor may have failed before the rest was there
+        header = getattr(known.get("_client"), "header", None)
+        if header is None or "name" not in known:
+            return "<meshfeed.remote.RemoteFeed: not made>"
+        closed = ", closed" if self._closed else ""
+        return f"<meshfeed.remote.RemoteFeed {self.name!r}: step={header.step}, position={header.position}{closed}>"
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> RemoteFeed:
+        if self._ended:
+            self._second_pass.begins()
+        return self
+
+    @hides_own_frames
+    def __next__(self) -> PyTree:
+        """The next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
+
+        Raises:
+          StopIteration: the end; again until ``reset`` or ``set_state``.
+          What the feed raised on a host, with its message.
+        """
+        if self._closed:
+            raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
+        try:
+            batch = self._client.take()
+        except StopIteration:
+            self._ended = True
+            raise
+        return self._client.to_accelerators(batch, self._memory_kind)
+
+    # ------------------------------------------------------------------ state
+
+    def get_state(self) -> dict[str, Any]:
+        """State of the last delivered batch, of all hosts under this controller, JSON."""
+        states = [json.loads(text) for text in self._client.call("get_state")]
+        return states[0] if len(states) == 1 else feed_state.merge_states(states)
+
+    @hides_own_frames
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state``, which may come from a local feed.
+
+        Raises:
+          StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
+        """
+        feed_state.parse_state(state)
+        self._client.call("set_state", json.dumps(state))
+        self._ended = False
+
+    @hides_own_frames
+    def reset(self) -> None:
+        """Back to the first batch."""
+        self._client.call("reset")
+        self._ended = False
+
+    async def save(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
+        return await state_files.save(self, directory)
+
+    async def load(self, directory: Any) -> Any:
+        """Orbax v1's StatefulCheckpointable: returns the coroutine that reads and sets the state."""
+        return await state_files.load(self, directory)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def step(self) -> int:
+        """Batches delivered so far; the next batch has this index."""
+        return self._client.header.step
+
+    @property
+    def position(self) -> int:
+        """Real records delivered so far, over all hosts."""
+        return self._client.header.position
+
+    def __len__(self) -> int:
+        """Batches from the first to the last, delivered ones included; TypeError where that is not known."""
+        return self._client.call("len")[0]
+
+    @property
+    def element_spec(self) -> PyTree:
+        """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
+        mesh, spec = self._client.mesh, self._client.call("element_spec")[0]
+        tree = tree_from_json(spec["tree"])
+        specs = jax.tree.unflatten(jax.tree.structure(tree), [PartitionSpec(*entries) for entries in spec["specs"]])
+        return jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=self._memory_kind)
+            ),
+            tree,
+            specs,
+        )
+
+    @hides_own_frames
+    def record_ids(self, step: int) -> RecordIds:
+        """Ids of the records of any past or future batch, int64 ``[rows]``; see the feed."""
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
+        return np.array(self._client.call("record_ids", int(step))[0], np.int64)
+
+    @hides_own_frames
+    def read(self, record_ids: Any) -> PyTree:
+        """Records as numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``; read by one of the hosts."""
+        return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]
+
+    def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
+        """One global batch again as numpy, read by one of the hosts; see the feed."""
+        return self._client.call("replay", step, state)[0]
+
+    def config(self) -> dict[str, Any]:
+        """Every setting and the fingerprint, JSON."""
+        return self._client.call("config")[0]
+
+    @property
+    def local_iterator(self) -> LocalIterator:
+        """A view of this feed: its state is that of the last delivered batch."""
+        return LocalIterator(self)
+
+    @hides_own_frames
+    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
+        """What the first host has done so far, or ``since`` an earlier call; times are those of that host."""
+        return stats_since(FeedStats(**self._client.call("stats")[0]), since)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Ends threads and processes on the hosts; ``get_state`` still works, a second close does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+
+    def __enter__(self) -> RemoteFeed:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,226 @@
+"""What travels between the controller and the hosts beside the accelerators: bytes in arrays, and errors as values.
+
+Colocated Python carries ``jax.Array`` and nothing else, and an exception does not cross to another host. So a call is
+JSON in a uint8 array, its answer is bytes in a uint8 array, and an error is an answer of its own kind. Each device has
+a row of its own, because every host fills the rows of its devices.
+
+Answers are JSON, or JSON followed by the bytes of arrays. Only the user's functions travel as a pickle, from the
+controller to the hosts (:func:`make_payload`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import jax
+import numpy as np
+
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.tree_json import tree_from_json, tree_to_json
+from meshfeed._src.base.types import PyTree
+
+OK, END, ERROR = 0, 1, 2
+_FIELDS = 8
+HEADER_BYTES = 8 * _FIELDS
+_JSON, _ARRAYS, _FAILURE = b"J", b"A", b"E"
+_LENGTH = struct.Struct("<Q")
+_HOST = struct.Struct("<q")
+_PAD = b" "
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """How a call went on one host; travels with each answer.
+
+    Attributes:
+      flag: OK, END (no further batch) or ERROR.
+      length: bytes of the answer that waits to be fetched.
+      step: batches delivered.
+      position: records delivered over all hosts.
+      size: rows of the next global batch; 0 where it is not known.
+      host: process index.
+    """
+
+    flag: int
+    length: int = 0
+    step: int = 0
+    position: int = 0
+    size: int = 0
+    host: int = 0
+
+    def to_row(self) -> np.ndarray[Any, Any]:
+        """uint8 ``[HEADER_BYTES]``: 64-bit integers whatever ``jax_enable_x64`` says."""
+        values = np.zeros(_FIELDS, "<i8")
+        values[:6] = dataclasses.astuple(self)
+        return values.view(np.uint8)
+
+    @classmethod
+    def from_row(cls, row: np.ndarray[Any, Any]) -> Header:
+        """The inverse of :meth:`to_row`."""
+        return cls(*(int(value) for value in np.ascontiguousarray(row[:HEADER_BYTES]).view("<i8")[:6]))
+
+
+def to_rows(row: np.ndarray[Any, Any], sharding: Any, num_rows: int) -> jax.Array:
+    """uint8 ``[num_rows, len(row)]`` with the same row on each device of this process."""
+    return jax.make_array_from_callback((num_rows, len(row)), sharding, lambda _: np.ascontiguousarray(row[None]))
+
+
+def rows_of(array: jax.Array) -> list[np.ndarray[Any, Any]]:
+    """The rows of the devices that this process can read."""
+    return [np.asarray(shard.data).reshape(-1) for shard in array.addressable_shards]
+
+
+def padded(data: bytes, length: int) -> np.ndarray[Any, Any]:
+    """``data`` and blanks as uint8 ``[length]``."""
+    return np.frombuffer(data.ljust(length, _PAD), np.uint8)
+
+
+def padded_length(length: int) -> int:
+    """A power of two, so that there are few shapes: each is compiled once."""
+    return max(256, 1 << (length - 1).bit_length())
+
+
+def encode_call(name: str, args: Sequence[Any]) -> bytes:
+    """A call with JSON arguments."""
+    return json.dumps([name, list(args)]).encode()
+
+
+def decode_call(row: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
+    """The inverse of :func:`encode_call`."""
+    name, args = json.loads(row.tobytes())
+    return name, args
+
+
+def encode_answer(value: Any) -> bytes:
+    """A pytree of numpy arrays, or any value that :func:`meshfeed._src.base.exact_json.encode_value` takes."""
+    leaves = jax.tree.leaves(value)
+    if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return _ARRAYS + _encode_arrays(value)
+    return _JSON + json.dumps(encode_value(value)).encode()
+
+
+def _encode_arrays(tree: PyTree) -> bytes:
+    spec = json.dumps(tree_to_json(tree)).encode()
+    data = [np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).tobytes() for leaf in jax.tree.leaves(tree)]
+    return b"".join((_LENGTH.pack(len(spec)), spec, *data))
+
+
+def _decode_arrays(data: bytes) -> PyTree:
+    """Raises SourceError if the structure could not be described."""
+    (length,) = _LENGTH.unpack_from(data)
+    start = _LENGTH.size + length
+    leaves, structure = jax.tree.flatten(tree_from_json(json.loads(data[_LENGTH.size : start])))
+    arrays = []
+    for leaf in leaves:
+        arrays.append(np.frombuffer(data, leaf.dtype, math.prod(leaf.shape), start).reshape(leaf.shape).copy())
+        start += arrays[-1].nbytes
+    return jax.tree.unflatten(structure, arrays)
+
+
+def address(answer: bytes, process_index: int) -> bytes:
+    """An answer with the host that it comes from."""
+    return _HOST.pack(process_index) + answer
+
+
+def addressed_length(length: int) -> int:
+    """Bytes of an answer of ``length`` bytes with its host."""
+    return _HOST.size + length
+
+
+def take_address(row: np.ndarray[Any, Any]) -> tuple[int, bytes]:
+    """The host and the answer, which may be followed by padding."""
+    data = row.tobytes()
+    return _HOST.unpack_from(data)[0], data[_HOST.size :]
+
+
+def encode_error(error: BaseException) -> bytes:
+    """Type, arguments, attributes and text of an exception."""
+    attributes = {key: value for key, value in vars(error).items() if _is_json(value)}
+    return (
+        _FAILURE
+        + json.dumps(
+            {
+                "types": [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__[:-1]],
+                "args": [arg for arg in error.args if _is_json(arg)],
+                "text": str(error) or repr(error),
+                "attributes": attributes,
+                "notes": list(getattr(error, "__notes__", ())),
+            }
+        ).encode()
+    )
+
+
+def decode_answer(data: bytes) -> Any:
+    """The value, or the exception as a value (an instance of BaseException)."""
+    kind, body = data[:1], data[1:]
+    if kind == _FAILURE:
+        return _rebuild(json.loads(body))
+    return _decode_arrays(body) if kind == _ARRAYS else decode_value(json.loads(body))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _known(module: str, name: str) -> type[Exception] | None:
+    """An exception type of Python or meshfeed; those of other modules may not be here."""
+    if module == "builtins" or module.partition(".")[0] == "meshfeed":
+        kind = getattr(importlib.import_module(module), name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
+            return kind
+    return None
+
+
+def _rebuild(told: dict[str, Any]) -> BaseException:
+    """An exception of the same type and text, or of the nearest type that is known here, named in the text."""
+    error: BaseException | None = None
+    kind: Any = _known(*told["types"][0])
+    for args in (told["args"], [told["text"]]) if kind is not None else ():
+        try:
+            assert kind is not None
+            made = kind.__new__(kind, *args)
+            made.args = tuple(args)
+            made.__dict__.update({key: value for key, value in told["attributes"].items() if key != "__notes__"})
+        except Exception:  # a type with its own idea of arguments
+            continue
+        if str(made) == told["text"]:
+            error = made
+            break
+    if error is None:
+        text = f"{told['types'][0][1]}: {told['text']}"
+        near = next(filter(None, (_known(*where) for where in told["types"][1:])), MeshfeedError)
+        error = near(text) if issubclass(near, ValueError | RuntimeError | OSError | TypeError) else MeshfeedError(text)
+        error = error if str(error) == text else MeshfeedError(text)
+    for note in told["notes"]:
+        error.add_note(note)
+    return error
+
+
+def make_payload(value: Any, *, setting: str, what: str) -> bytes:
+    """``value`` as bytes that another interpreter can read.
+
+    Raises:
+      SettingsError: it cannot travel.
+    """
+    try:
+        payload = cloudpickle.dumps(value)
+        cloudpickle.loads(payload)
+    except Exception as error:
+        raise SettingsError(
+            f"{setting} cannot travel to the hosts beside the accelerators: {type(error).__name__}: {error}. Expected "
+            f"{what}. Open files, locks, readers and devices inside it, not around it.",
+            setting=setting,
+        ) from error
+    return payload

@@ -1,0 +1,786 @@
+/* Reads records of Riegeli files, which ArrayRecord files are, without holding the interpreter's lock.
+ *
+ * Nothing is returned unless its hashes match, and nothing is written outside the caller's buffers, whatever a file
+ * contains. The caller treats every refusal alike: it asks the array_record library, which reads what this code does not
+ * (other layouts and compressions) and reports what is damaged.
+ *
+ * Formats: Riegeli/records (doc/riegeli_records_file_format.md of google/riegeli) and ArrayRecord's cpp/layout.proto.
+ * Hash: HighwayHash-64 (Alakuijala, Cox and Wassenberg, 2016, arXiv:1612.06257).
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <sys/vfs.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "Riegeli files are little-endian, and this reader loads their numbers as they are"
+#endif
+
+enum {
+  BLOCK_BYTES = 1 << 16, /* a block header stands at every multiple of this in a file */
+  BLOCK_HEADER_BYTES = 24,
+  CHUNK_HEADER_BYTES = 40,
+  NEIGHBOR_BYTES = 1 << 18, /* adjacent records are read by one system call up to this many bytes */
+  MAX_THREADS = 16,
+};
+static const int64_t MAX_CHUNK_BYTES = INT64_C(1) << 30;
+
+/* ------------------------------------------------------------------------------------------------ HighwayHash-64 */
+
+/* The state is 4 x 4 lanes of 64 bits: one vector each with AVX2, two elsewhere. */
+#if defined(__x86_64__)
+enum { VECTOR_BYTES = 32 };
+#define VECTORIZED __attribute__((target("avx2")))
+#else
+enum { VECTOR_BYTES = 16 };
+#define VECTORIZED
+#endif
+enum { VECTORS = 32 / VECTOR_BYTES };
+typedef uint64_t lanes __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
+typedef lanes unaligned_lanes __attribute__((aligned(1), may_alias));
+typedef struct {
+  lanes v0[VECTORS], v1[VECTORS], mul0[VECTORS], mul1[VECTORS];
+} hash_state;
+#define INLINE static inline __attribute__((always_inline))
+
+/* The order of the bytes in each half of a packet after the hash's "zipper merge". */
+#define MERGED 3, 12, 2, 5, 14, 1, 15, 0, 11, 4, 10, 13, 9, 6, 8, 7
+
+/* The low halves of a's lanes times the high halves of b's. */
+VECTORIZED INLINE lanes multiply_halves(lanes a, lanes b) {
+#if defined(__x86_64__)
+  return (lanes)_mm256_mul_epu32((__m256i)a, (__m256i)(b >> 32));
+#elif defined(__aarch64__)
+  return (lanes)vmull_u32(vmovn_u64((uint64x2_t)a), vshrn_n_u64((uint64x2_t)b, 32));
+#else
+  return (a & 0xffffffff) * (b >> 32);
+#endif
+}
+
+VECTORIZED INLINE lanes zipper_merge(lanes v) {
+#if defined(__x86_64__)
+  return (lanes)_mm256_shuffle_epi8((__m256i)v, _mm256_setr_epi8(MERGED, MERGED));
+#else
+  static const uint8_t merged[16] = {MERGED};
+#if defined(__aarch64__)
+  return (lanes)vqtbl1q_u8((uint8x16_t)v, vld1q_u8(merged));
+#else
+  uint8_t from[16], to[16];
+  memcpy(from, &v, 16);
+  for (int i = 0; i < 16; i++) to[i] = from[merged[i]];
+  memcpy(&v, to, 16);
+  return v;
+#endif
+#endif
+}
+
+VECTORIZED INLINE void update(hash_state *s, const lanes packet[VECTORS]) {
+  for (int i = 0; i < VECTORS; i++) {
+    s->v1[i] += s->mul0[i] + packet[i];
+    s->mul0[i] ^= multiply_halves(s->v1[i], s->v0[i]);
+    s->v0[i] += s->mul1[i];
+    s->mul1[i] ^= multiply_halves(s->v0[i], s->v1[i]);
+    s->v0[i] += zipper_merge(s->v1[i]);
+    s->v1[i] += zipper_merge(s->v0[i]);
+  }
+}
+
+VECTORIZED INLINE void update_from(hash_state *s, const uint8_t *bytes) {
+  lanes packet[VECTORS];
+  for (int i = 0; i < VECTORS; i++) packet[i] = *(const unaligned_lanes *)(bytes + i * VECTOR_BYTES);
+  update(s, packet);
+}
+
+/* A round of the end: the packet is v0 with its halves, and the words of each lane, exchanged. */
+VECTORIZED INLINE void permute_and_update(hash_state *s) {
+  lanes packet[VECTORS];
+#if defined(__x86_64__)
+  packet[0] = (lanes)_mm256_permute4x64_epi64((__m256i)s->v0[0], 0x4e);
+#else
+  packet[0] = s->v0[1];
+  packet[1] = s->v0[0];
+#endif
+  for (int i = 0; i < VECTORS; i++) packet[i] = packet[i] >> 32 | packet[i] << 32;
+  update(s, packet);
+}
+
+/* The last 1 to 31 bytes: their number is mixed into v0 and rotates v1, and they fill a packet in an order of its own. */
+VECTORIZED INLINE void update_remainder(hash_state *s, const uint8_t *data, size_t size) {
+  uint8_t packet[32] = {0};
+  size_t whole = size & ~(size_t)3, rest = size & 3;
+  for (int i = 0; i < VECTORS; i++) {
+    words v1 = (words)s->v1[i];
+    s->v1[i] = (lanes)(v1 << (uint32_t)size | v1 >> (uint32_t)(32 - size));
+    s->v0[i] += (uint64_t)size << 32 | size;
+  }
+  memcpy(packet, data, whole);
+  if (size & 16) {
+    memcpy(packet + 28, data + size - 4, 4);
+  } else if (rest) {
+    packet[16] = data[whole];
+    packet[17] = data[whole + rest / 2];
+    packet[18] = data[size - 1];
+  }
+  update_from(s, packet);
+}
+
+/* The initial state: Riegeli's key, "Riegeli/records\n" twice, mixed into digits of pi, which are the paper's constants. */
+VECTORIZED INLINE hash_state initial_state(void) {
+  static const uint64_t pi[2][4] = {{0xdbe6d5d5fe4cce2f, 0xa4093822299f31d0, 0x13198a2e03707344, 0x243f6a8885a308d3},
+                                    {0x3bd39e10cb0ef593, 0xc0acf169b5f18a8c, 0xbe5466cf34e90c6c, 0x452821e638d01377}};
+  static const uint64_t key[4] = {0x2f696c6567656952, 0x0a7364726f636572, 0x2f696c6567656952, 0x0a7364726f636572};
+  hash_state s;
+  for (int i = 0; i < VECTORS; i++) {
+    lanes k = ((const unaligned_lanes *)key)[i];
+    s.mul0[i] = ((const unaligned_lanes *)pi[0])[i];
+    s.mul1[i] = ((const unaligned_lanes *)pi[1])[i];
+    s.v0[i] = s.mul0[i] ^ k;
+    s.v1[i] = s.mul1[i] ^ (k >> 32 | k << 32);
+  }
+  return s;
+}
+
+VECTORIZED static uint64_t highwayhash64(const uint8_t *data, size_t size) {
+  hash_state s = initial_state();
+  size_t at = 0;
+  for (; at + 32 <= size; at += 32) update_from(&s, data + at);
+  if (size - at) update_remainder(&s, data + at, size - at);
+  for (int round = 0; round < 4; round++) permute_and_update(&s);
+  return s.v0[0][0] + s.v1[0][0] + s.mul0[0][0] + s.mul1[0][0];
+}
+
+static bool hash_is_supported(void) {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2");
+#else
+  return true;
+#endif
+}
+
+/* --------------------------------------------------------------------------------------------------------- chunks */
+
+static uint64_t load64(const uint8_t *at) {
+  uint64_t value;
+  memcpy(&value, at, 8);
+  return value;
+}
+
+/* Bytes in the file of a chunk with `size` bytes of header and data at `offset`, block headers included. */
+static int64_t span_of(int64_t offset, int64_t size) {
+  const int64_t usable = BLOCK_BYTES - BLOCK_HEADER_BYTES;
+  return size + (size + (offset + usable - 1) % BLOCK_BYTES) / usable * BLOCK_HEADER_BYTES;
+}
+
+/* Removes the block headers from `span` bytes read at `offset`. The bytes left, or -1 where they end within a header. */
+static int64_t join_blocks(uint8_t *chunk, int64_t offset, int64_t span) {
+  int64_t header = (BLOCK_BYTES - offset % BLOCK_BYTES) % BLOCK_BYTES;
+  if (header >= span) return span;
+  int64_t to = header;
+  for (; header < span; header += BLOCK_BYTES) {
+    int64_t from = header + BLOCK_HEADER_BYTES;
+    int64_t stop = header + BLOCK_BYTES < span ? header + BLOCK_BYTES : span;
+    if (from >= stop) return -1;
+    memmove(chunk + to, chunk + from, (size_t)(stop - from));
+    to += stop - from;
+  }
+  return to;
+}
+
+/* The data size of the chunk whose `span` bytes were read at `offset`, or -1 unless its hashes match. Afterwards the
+ * header and the data are contiguous at `chunk`. */
+static int64_t check_chunk(uint8_t *chunk, int64_t offset, int64_t span) {
+  int64_t room = join_blocks(chunk, offset, span) - CHUNK_HEADER_BYTES;
+  if (room < 0 || load64(chunk) != highwayhash64(chunk + 8, 32)) return -1;
+  uint64_t size = load64(chunk + 8);
+  if (size > (uint64_t)room) return -1;
+  return load64(chunk + 16) == highwayhash64(chunk + CHUNK_HEADER_BYTES, (size_t)size) ? (int64_t)size : -1;
+}
+
+/* Reads a varint at *at and advances past it; false where it is cut short or has more than 63 bits. */
+static bool read_varint(const uint8_t *data, int64_t stop, int64_t *at, int64_t *value) {
+  uint64_t found = 0;
+  for (int shift = 0; shift < 63 && *at < stop; shift += 7) {
+    uint8_t byte = data[(*at)++];
+    found |= (uint64_t)(byte & 127) << shift;
+    if (byte < 128) {
+      *value = (int64_t)found;
+      return true;
+    }
+  }
+  return false;
+}
+
+static int varint_bytes(int64_t value) {
+  int count = 1;
+  while (value >>= 7) count++;
+  return count;
+}
+
+/* ----------------------------------------------------------------------------------------------------------- zstd */
+
+/* The system's libzstd, loaded at run time: it is nearly everywhere, and the package builds without its headers. */
+static struct {
+  void *(*create_context)(void);
+  size_t (*free_context)(void *);
+  size_t (*decompress)(void *, void *, size_t, const void *, size_t);
+} zstd;
+
+static void load_zstd(void) {
+  static const char *const names[] = {"libzstd.so.1", "libzstd.1.dylib"};
+  for (size_t i = 0; i < sizeof names / sizeof *names && !zstd.decompress; i++) {
+    void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+    if (!library) continue;
+    *(void **)&zstd.create_context = dlsym(library, "ZSTD_createDCtx");
+    *(void **)&zstd.free_context = dlsym(library, "ZSTD_freeDCtx");
+    if (zstd.create_context && zstd.free_context)
+      *(void **)&zstd.decompress = dlsym(library, "ZSTD_decompressDCtx");
+  }
+}
+
+/* What a reading thread uses again for its next read. */
+typedef struct {
+  uint8_t *memory;
+  size_t size;
+  void *context;
+} workspace;
+
+static pthread_key_t workspace_key;
+
+static void free_workspace(void *pointer) {
+  workspace *w = pointer;
+  if (w->context) zstd.free_context(w->context);
+  free(w->memory);
+  free(w);
+}
+
+static workspace *get_workspace(size_t size, bool compressed) {
+  workspace *w = pthread_getspecific(workspace_key);
+  if (!w) {
+    w = calloc(1, sizeof *w);
+    if (!w || pthread_setspecific(workspace_key, w)) {
+      free(w);
+      return NULL;
+    }
+  }
+  if (w->size < size) {
+    free(w->memory);
+    w->memory = malloc(size);
+    w->size = w->memory ? size : 0;
+  }
+  if (compressed && !w->context) w->context = zstd.create_context();
+  return w->memory && (!compressed || w->context) ? w : NULL;
+}
+
+/* --------------------------------------------------------------------------------------------------------- records */
+
+/* Whether the page cache can be asked what it holds of a file. */
+enum { CAN_PROBE, IS_IN_MEMORY, CANNOT_PROBE };
+
+typedef struct {
+  PyObject_HEAD
+  bool compressed;
+  atomic_int probe;
+  int64_t count;
+  int64_t width;    /* bytes of every record, or 0 where they differ */
+  int64_t *offsets; /* int64[count + 1]: where chunks begin, and where the last one ends */
+  int64_t *sizes;   /* int64[count]: bytes of the records */
+} index_object;
+
+/* Bytes of record `row`'s chunk in the file. Compressed, it extends to the next one; otherwise its length is known: the
+ * header, 0 for no compression, the byte count of the list of sizes, that list of one varint, and the record. */
+static int64_t span_of_row(const index_object *index, int64_t row) {
+  int64_t offset = index->offsets[row], size = index->sizes[row];
+  if (index->compressed) return index->offsets[row + 1] - offset;
+  return span_of(offset, CHUNK_HEADER_BYTES + 2 + varint_bytes(size) + size);
+}
+
+/* Puts the record of a sound chunk at `target`; false unless it is one record of `size` bytes, stored as expected. */
+static bool take_record(const uint8_t *chunk, int64_t data_size, int64_t size, uint8_t *target, workspace *w) {
+  const uint64_t one_simple_record = 'r' | 1 << 8;
+  if (load64(chunk + 24) != one_simple_record || load64(chunk + 32) != (uint64_t)size || !data_size) return false;
+  const uint8_t *data = chunk + CHUNK_HEADER_BYTES;
+  int64_t at = 1, list_bytes, decoded;
+  if (!read_varint(data, data_size, &at, &list_bytes) || list_bytes > data_size - at) return false;
+  at += list_bytes;
+  if (data[0] == 0) {
+    if (data_size - at != size) return false;
+    memcpy(target, data + at, (size_t)size);
+    return true;
+  }
+  if (data[0] != 'z' || !w->context || !read_varint(data, data_size, &at, &decoded) || decoded != size) return false;
+  return zstd.decompress(w->context, target, (size_t)size, data + at, (size_t)(data_size - at)) == (size_t)size;
+}
+
+/* A batch, read by the calling thread and, where records must come from storage, by further threads. */
+typedef struct {
+  index_object **indexes;
+  const int64_t *fds;
+  const int64_t *file_index; /* NULL: all rows are of the first file */
+  const int64_t *rows, *places;
+  int64_t count, width;
+  uint8_t *out;
+  int64_t *pending; /* first place of each group that was not in the page cache */
+  int64_t num_pending;
+  atomic_llong next_pending;
+  atomic_llong bad; /* lowest place that could not be read; `count` if none */
+} batch;
+
+static int64_t file_at(const batch *b, int64_t i) { return b->file_index ? b->file_index[i] : 0; }
+
+static void set_bad(batch *b, int64_t i) {
+  long long before = atomic_load(&b->bad);
+  while (i < before && !atomic_compare_exchange_weak(&b->bad, &before, i)) {
+  }
+}
+
+/* The end of the group that begins at place i: records that follow one another in the file and are wanted so. */
+static int64_t end_of_group(const batch *b, int64_t i, int64_t *span) {
+  const int64_t file = file_at(b, i), *rows = b->rows;
+  const index_object *index = b->indexes[file];
+  int64_t offset = index->offsets[rows[i]];
+  int64_t end = offset + span_of_row(index, rows[i]);
+  int64_t j = i + 1;
+  for (; j < b->count && file_at(b, j) == file && rows[j] == rows[j - 1] + 1; j++) {
+    int64_t next = index->offsets[rows[j]], next_end = next + span_of_row(index, rows[j]);
+    if (next < end || next_end - offset > NEIGHBOR_BYTES) break;
+    end = next_end;
+  }
+  *span = end - offset;
+  return j;
+}
+
+/* Reads `span` bytes; fewer only at the end of the file or after an error. A read may be short, or interrupted. */
+static int64_t read_at(int fd, uint8_t *to, int64_t span, int64_t offset) {
+  int64_t done = 0;
+  while (done < span) {
+    ssize_t got = pread(fd, to + done, (size_t)(span - done), offset + done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) break;
+    done += got;
+  }
+  return done;
+}
+
+static bool is_in_memory(int fd) {
+#if defined(__linux__)
+  struct statfs found;
+  return !fstatfs(fd, &found) && ((uint32_t)found.f_type == 0x01021994 || (uint32_t)found.f_type == 0x858458f6); /* tmpfs, ramfs */
+#else
+  (void)fd;
+  return false;
+#endif
+}
+
+/* Reads `span` bytes if the page cache has them all; else false, without waiting for storage. */
+static bool read_cached(index_object *index, int fd, uint8_t *to, int64_t span, int64_t offset) {
+#if defined(RWF_NOWAIT)
+  if (atomic_load(&index->probe) == CAN_PROBE) {
+    struct iovec vector = {to, (size_t)span};
+    ssize_t got = preadv2(fd, &vector, 1, offset, RWF_NOWAIT);
+    if (got >= 0) return got == span;
+    if (errno == EAGAIN || errno == EINTR) return false;
+    atomic_store(&index->probe, is_in_memory(fd) ? IS_IN_MEMORY : CANNOT_PROBE);
+  }
+#else
+  atomic_store(&index->probe, is_in_memory(fd) ? IS_IN_MEMORY : CANNOT_PROBE);
+#endif
+  return atomic_load(&index->probe) == IS_IN_MEMORY && read_at(fd, to, span, offset) == span;
+}
+
+/* Reads the group at place i; false where its bytes are not in the page cache and `only_cached` was asked for. */
+static bool read_group(batch *b, int64_t i, bool only_cached, int64_t *end) {
+  int64_t span;
+  *end = end_of_group(b, i, &span);
+  index_object *index = b->indexes[file_at(b, i)];
+  int fd = (int)b->fds[file_at(b, i)];
+  int64_t offset = index->offsets[b->rows[i]];
+  workspace *w = span > MAX_CHUNK_BYTES ? NULL : get_workspace((size_t)span, index->compressed);
+  if (w && only_cached && !read_cached(index, fd, w->memory, span, offset)) return false;
+  if (!w || (!only_cached && read_at(fd, w->memory, span, offset) != span)) {
+    set_bad(b, i);
+    return true;
+  }
+  for (int64_t k = i; k < *end; k++) {
+    int64_t row = b->rows[k], size = index->sizes[row], at = index->offsets[row] - offset, data_size = -1;
+    if (!b->width || size == b->width)
+      data_size = check_chunk(w->memory + at, index->offsets[row], span_of_row(index, row));
+    if (data_size < 0 || !take_record(w->memory + at, data_size, size, b->out + b->places[k], w)) {
+      set_bad(b, k);
+      break;
+    }
+  }
+  return true;
+}
+
+static void *read_pending(void *pointer) {
+  batch *b = pointer;
+  int64_t number, end;
+  while ((number = atomic_fetch_add(&b->next_pending, 1)) < b->num_pending) read_group(b, b->pending[number], false, &end);
+  return NULL;
+}
+
+/* What the page cache has is read at once; the rest by several threads, since storage answers requests side by side. */
+static void read_batch(batch *b) {
+  int64_t end;
+  for (int64_t i = 0; i < b->count; i = end) {
+    if (!read_group(b, i, true, &end)) b->pending[b->num_pending++] = i;
+  }
+  pthread_t threads[MAX_THREADS];
+  int started = 0;
+  for (; started < MAX_THREADS && started + 1 < b->num_pending; started++) {
+    if (pthread_create(&threads[started], NULL, read_pending, b)) break;
+  }
+  read_pending(b);
+  for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+}
+
+/* -------------------------------------------------------------------------------------------------------- Python */
+
+static PyObject *index_type;
+
+/* A C-contiguous buffer of int64, one dimension or none; `count` receives its length. */
+static bool get_integers(PyObject *object, Py_buffer *view, int64_t *count, int flags) {
+  if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | flags)) return false;
+  if (view->itemsize != 8) {
+    PyBuffer_Release(view);
+    PyErr_SetString(PyExc_TypeError, "expected an array of int64");
+    return false;
+  }
+  *count = view->len / 8;
+  return true;
+}
+
+static int64_t *copy_integers(PyObject *object, int64_t *count) {
+  Py_buffer view;
+  if (!get_integers(object, &view, count, 0)) return NULL;
+  int64_t *copied = malloc((size_t)(view.len ? view.len : 8));
+  if (copied) memcpy(copied, view.buf, (size_t)view.len);
+  else PyErr_NoMemory();
+  PyBuffer_Release(&view);
+  return copied;
+}
+
+/* Whether offsets and sizes can be those of a file, with sums that do not overflow. */
+static bool are_plausible(const index_object *index) {
+  if (index->offsets[0] < 0 || index->offsets[index->count] > INT64_MAX / 4) return false;
+  for (int64_t i = 0; i < index->count; i++) {
+    if (index->offsets[i + 1] <= index->offsets[i]) return false;
+    if (index->sizes[i] < 0 || index->sizes[i] > MAX_CHUNK_BYTES / 2) return false;
+  }
+  return true;
+}
+
+static int64_t common_width(const index_object *index) {
+  for (int64_t i = 1; i < index->count; i++) {
+    if (index->sizes[i] != index->sizes[0]) return 0;
+  }
+  return index->count ? index->sizes[0] : 0;
+}
+
+static void index_dealloc(PyObject *self) {
+  index_object *index = (index_object *)self;
+  PyTypeObject *type = Py_TYPE(self);
+  free(index->offsets);
+  free(index->sizes);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"offsets", "sizes", "compressed", NULL};
+  int compressed;
+  PyObject *offsets, *sizes;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOp", names, &offsets, &sizes, &compressed)) return NULL;
+  index_object *index = (index_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  if (!index) return NULL;
+  int64_t num_offsets = 0;
+  index->compressed = compressed;
+  index->offsets = copy_integers(offsets, &num_offsets);
+  index->sizes = index->offsets ? copy_integers(sizes, &index->count) : NULL;
+  if (index->sizes && (num_offsets != index->count + 1 || !are_plausible(index) || (compressed && !zstd.decompress)))
+    PyErr_SetString(PyExc_ValueError, "not the offsets and sizes of a file's records");
+  if (PyErr_Occurred()) {
+    Py_DECREF(index);
+    return NULL;
+  }
+  index->width = common_width(index);
+  return (PyObject *)index;
+}
+
+static PyObject *index_width(PyObject *self, void *closure) {
+  (void)closure;
+  return PyLong_FromLongLong(((index_object *)self)->width);
+}
+
+static PyObject *index_nbytes(PyObject *self, void *closure) {
+  (void)closure;
+  return PyLong_FromLongLong(8 * (2 * ((index_object *)self)->count + 1));
+}
+
+static PyGetSetDef index_properties[] = {
+    {"width", index_width, NULL, "Bytes of every record; 0 where they differ or there are none.", NULL},
+    {"nbytes", index_nbytes, NULL, "Bytes of memory that offsets and sizes take.", NULL},
+    {0},
+};
+
+static PyObject *index_sizes(PyObject *self, PyObject *args) {
+  index_object *index = (index_object *)self;
+  PyObject *arrays[2];
+  Py_buffer rows, out;
+  int64_t count, room;
+  if (!PyArg_ParseTuple(args, "OO:sizes", &arrays[0], &arrays[1])) return NULL;
+  if (!get_integers(arrays[0], &rows, &count, 0)) return NULL;
+  if (!get_integers(arrays[1], &out, &room, PyBUF_WRITABLE)) {
+    PyBuffer_Release(&rows);
+    return NULL;
+  }
+  const int64_t *wanted = rows.buf;
+  int64_t *sizes = out.buf, done = 0;
+  for (; done < count && done < room && wanted[done] >= 0 && wanted[done] < index->count; done++)
+    sizes[done] = index->sizes[wanted[done]];
+  PyBuffer_Release(&rows);
+  PyBuffer_Release(&out);
+  if (done == count) Py_RETURN_NONE;
+  PyErr_SetString(PyExc_IndexError, "a row is not in the file, or out is too short");
+  return NULL;
+}
+
+static PyMethodDef index_methods[] = {
+    {"sizes", index_sizes, METH_VARARGS, "sizes(rows, out)\n--\n\nPuts the bytes of records `rows`, int64[n], in `out`, int64[n]."},
+    {0},
+};
+
+static PyType_Slot index_slots[] = {
+    {Py_tp_new, index_new},
+    {Py_tp_dealloc, index_dealloc},
+    {Py_tp_getset, index_properties},
+    {Py_tp_methods, index_methods},
+    {Py_tp_doc, "Index(offsets, sizes, compressed)\n--\n\n"
+                "Where the records of a file are, one per chunk.\n\n"
+                "offsets: int64[n + 1], where chunks begin and where the last one ends. sizes: int64[n], bytes of records."},
+    {0},
+};
+
+static PyType_Spec index_spec = {
+    .name = "meshfeed._src.sources.array_record._riegeli.Index",
+    .basicsize = sizeof(index_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = index_slots,
+};
+
+/* Checks every row and place of the batch before anything is read; sets an exception, or the first row that no file has. */
+static bool check_batch(batch *b, int64_t num_files, int64_t num_bytes) {
+  for (int64_t i = 0; i < b->count; i++) {
+    int64_t file = file_at(b, i);
+    if (file < 0 || file >= num_files) {
+      PyErr_SetString(PyExc_IndexError, "a file index is out of range");
+      return false;
+    }
+    const index_object *index = b->indexes[file];
+    if (b->rows[i] < 0 || b->rows[i] >= index->count) {
+      set_bad(b, i);
+      return true;
+    }
+    int64_t size = b->width ? b->width : index->sizes[b->rows[i]];
+    if (b->places[i] < 0 || size > num_bytes || b->places[i] > num_bytes - size) {
+      PyErr_SetString(PyExc_ValueError, "out has no room for a record at its place");
+      return false;
+    }
+  }
+  return true;
+}
+
+static bool get_indexes(batch *b, PyObject *tuple) {
+  Py_ssize_t count = PyTuple_Size(tuple);
+  b->indexes = malloc(sizeof(index_object *) * (size_t)(count + 1));
+  if (!b->indexes) {
+    PyErr_NoMemory();
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *item = PyTuple_GetItem(tuple, i);
+    if (!PyObject_TypeCheck(item, (PyTypeObject *)index_type)) {
+      PyErr_SetString(PyExc_TypeError, "indexes must be a sequence of Index");
+      return false;
+    }
+    b->indexes[i] = (index_object *)item;
+  }
+  return true;
+}
+
+static PyObject *read_checked(batch *b, PyObject *indexes, int64_t num_bytes) {
+  PyObject *result = NULL;
+  atomic_init(&b->bad, b->count);
+  b->pending = malloc(sizeof(int64_t) * (size_t)(b->count + 1));
+  if (!b->pending) PyErr_NoMemory();
+  else if (get_indexes(b, indexes) && check_batch(b, PyTuple_Size(indexes), num_bytes)) {
+    if (atomic_load(&b->bad) == b->count) {
+      Py_BEGIN_ALLOW_THREADS
+      read_batch(b);
+      Py_END_ALLOW_THREADS
+    }
+    result = PyLong_FromLongLong(atomic_load(&b->bad));
+  }
+  free(b->indexes);
+  free(b->pending);
+  return result;
+}
+
+static PyObject *py_read(PyObject *module, PyObject *args) {
+  (void)module;
+  enum { FDS, FILES, ROWS, PLACES, ARRAYS };
+  PyObject *sequence, *arrays[ARRAYS], *target;
+  long long width;
+  if (!PyArg_ParseTuple(args, "OOOOOOL:read", &sequence, &arrays[FDS], &arrays[FILES], &arrays[ROWS], &arrays[PLACES], &target, &width))
+    return NULL;
+  PyObject *indexes = PySequence_Tuple(sequence); /* keeps them alive, whatever becomes of the sequence */
+  if (!indexes) return NULL;
+  Py_buffer views[ARRAYS] = {0}, out;
+  int64_t counts[ARRAYS];
+  int got = 0;
+  for (; got < ARRAYS; got++) {
+    if (got == FILES && arrays[got] == Py_None) continue;
+    if (!get_integers(arrays[got], &views[got], &counts[got], 0)) break;
+  }
+  PyObject *result = NULL;
+  if (got == ARRAYS && !PyObject_GetBuffer(target, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)) {
+    batch b = {.fds = views[FDS].buf, .file_index = views[FILES].buf, .rows = views[ROWS].buf, .places = views[PLACES].buf,
+               .count = counts[ROWS], .width = width, .out = out.buf};
+    bool alike = counts[PLACES] == b.count && (!views[FILES].obj || counts[FILES] == b.count);
+    if (!alike || counts[FDS] != PyTuple_Size(indexes) || width < 0)
+      PyErr_SetString(PyExc_ValueError, "arrays differ in length, or width is negative");
+    else
+      result = read_checked(&b, indexes, out.len);
+    PyBuffer_Release(&out);
+  }
+  for (int i = 0; i < ARRAYS; i++) PyBuffer_Release(&views[i]);
+  Py_DECREF(indexes);
+  return result;
+}
+
+static PyObject *py_read_chunk(PyObject *module, PyObject *args) {
+  (void)module;
+  int fd;
+  long long offset, data_size;
+  if (!PyArg_ParseTuple(args, "iLL:read_chunk", &fd, &offset, &data_size)) return NULL;
+  if (offset < 0 || data_size < 0 || data_size > MAX_CHUNK_BYTES) Py_RETURN_NONE;
+  int64_t span = span_of(offset, CHUNK_HEADER_BYTES + data_size), got, found = -1;
+  uint8_t *chunk = malloc((size_t)span);
+  if (!chunk) return PyErr_NoMemory();
+  Py_BEGIN_ALLOW_THREADS
+  got = read_at(fd, chunk, span, offset);
+  if (got == span) found = check_chunk(chunk, offset, span);
+  Py_END_ALLOW_THREADS
+  PyObject *result = found == data_size ? PyBytes_FromStringAndSize((char *)chunk, CHUNK_HEADER_BYTES + data_size) : Py_NewRef(Py_None);
+  free(chunk);
+  return result;
+}
+
+static PyObject *py_read_varints(PyObject *module, PyObject *args) {
+  (void)module;
+  PyObject *target;
+  Py_buffer data, out;
+  long long start;
+  int64_t count, at, done = 0;
+  if (!PyArg_ParseTuple(args, "y*LO:read_varints", &data, &start, &target)) return NULL;
+  if (!get_integers(target, &out, &count, PyBUF_WRITABLE)) {
+    PyBuffer_Release(&data);
+    return NULL;
+  }
+  at = start < 0 ? data.len : start;
+  while (done < count && read_varint(data.buf, data.len, &at, (int64_t *)out.buf + done)) done++;
+  PyBuffer_Release(&data);
+  PyBuffer_Release(&out);
+  return PyLong_FromLongLong(done == count ? at : -1);
+}
+
+static PyObject *py_inflate(PyObject *module, PyObject *args) {
+  (void)module;
+  Py_buffer frame;
+  long long size;
+  if (!PyArg_ParseTuple(args, "y*L:inflate", &frame, &size)) return NULL;
+  PyObject *result = NULL;
+  workspace *w = zstd.decompress && size >= 0 && size <= MAX_CHUNK_BYTES ? get_workspace(1, true) : NULL;
+  if (w && (result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size))) {
+    size_t made = zstd.decompress(w->context, PyBytes_AsString(result), (size_t)size, frame.buf, (size_t)frame.len);
+    if (made != (size_t)size) {
+      Py_DECREF(result);
+      result = Py_NewRef(Py_None);
+    }
+  }
+  PyBuffer_Release(&frame);
+  return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}
+
+static PyObject *py_hash(PyObject *module, PyObject *args) {
+  (void)module;
+  Py_buffer data;
+  if (!PyArg_ParseTuple(args, "y*:hash", &data)) return NULL;
+  uint64_t found = highwayhash64(data.buf, (size_t)data.len);
+  PyBuffer_Release(&data);
+  return PyLong_FromUnsignedLongLong(found);
+}
+
+static PyMethodDef functions[] = {
+    {"hash", py_hash, METH_VARARGS, "hash(data)\n--\n\nHighwayHash-64 of bytes with Riegeli's key."},
+    {"read_chunk", py_read_chunk, METH_VARARGS,
+     "read_chunk(fd, offset, data_size)\n--\n\nHeader and data of a chunk, or None unless they match their hashes."},
+    {"read_varints", py_read_varints, METH_VARARGS,
+     "read_varints(data, start, out)\n--\n\nFills int64 array `out`; returns where the numbers end, -1 if there are too few."},
+    {"inflate", py_inflate, METH_VARARGS,
+     "inflate(frame, size)\n--\n\nWhat a zstd frame holds, or None unless that is `size` bytes."},
+    {"read", py_read, METH_VARARGS,
+     "read(indexes, fds, file_index, rows, places, out, width)\n--\n\n"
+     "Reads records of several files into one buffer, without the interpreter's lock.\n\n"
+     "indexes: sequence of Index, one per file. fds: int64[files], their descriptors, which the caller keeps open.\n"
+     "file_index: int64[n], each record's file, or None for the first. rows: int64[n], rows of their files. places:\n"
+     "int64[n], the byte of `out` at which each record goes. width: bytes that each record must have, 0 for any.\n"
+     "Returns n, or the first place whose record cannot be read; `out` is undefined then."},
+    {0},
+};
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_riegeli",
+    .m_doc = "Reads and checks records of Riegeli files, which ArrayRecord files are.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__riegeli(void) {
+  if (!hash_is_supported()) {
+    PyErr_SetString(PyExc_ImportError, "this processor lacks AVX2, with which ArrayRecord files are checked");
+    return NULL;
+  }
+  if (pthread_key_create(&workspace_key, free_workspace)) return PyErr_NoMemory();
+  load_zstd();
+  PyObject *module = PyModule_Create(&module_def);
+  if (!module) return NULL;
+  index_type = PyType_FromSpec(&index_spec);
+  if (!index_type || PyModule_AddObjectRef(module, "Index", index_type) ||
+      PyModule_AddIntConstant(module, "HAS_ZSTD", zstd.decompress != NULL)) {
+    Py_DECREF(module);
+    return NULL;
+  }
+  return module;
+}

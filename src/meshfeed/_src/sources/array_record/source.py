@@ -1,0 +1,298 @@
+"""ArrayRecord files as one random-access source that is read a batch at a time."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record
+from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.sources.array_record import direct
+from meshfeed._src.sources.array_record.readers import OpenFile, ReaderPool, ShardFile, inspect_file, shared_readers
+from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, steps
+from meshfeed._src.sources.decode_raw import refuse_as_decode
+from meshfeed._src.sources.files import paths as file_paths
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+
+_FILES_PER_CALL = 32  # that one call holds open; several threads may read
+
+
+@public("meshfeed.sources")
+class ArrayRecord:
+    """Records of ArrayRecord files, by id: those of the first file, then those of the second, and so on.
+
+    Files are opened when first read from, and a bounded number of them stays open. A source can be pickled; open files
+    do not travel. Safe to read from several threads.
+
+    Args:
+      paths: a path, a glob (its files sorted by name), a URL that fsspec knows, or a list of them in the order that
+        record ids follow.
+      decode: turns the bytes of one record into a pytree of arrays. May take ``rng=``.
+      decode_batch: turns a list of n records' bytes into a pytree of arrays ``[n, ...]``. May take ``rng=``. For
+        records of one size, ``numpy.frombuffer(b"".join(records), dtype).reshape(len(records), -1)`` is far faster
+        than decoding one by one. The arrays that either returns are copied before its next call, so it may fill them again;
+        views of ``bytes``, as these are, need no copy.
+      cache: local disk through which files behind URLs are read.
+
+    Raises:
+      SettingsError: both decoders given, or a URL without a cache.
+      SourceError: no file, a missing file, or no record in any of them; it names what was asked for.
+      CorruptDataError: a file that is empty, cut short or of another format; it names the file.
+    """
+
+    fresh_arrays = True
+
+    @hides_own_frames
+    def __init__(
+        self,
+        paths: file_paths.Paths,
+        decode: Decode | None = None,
+        decode_batch: DecodeBatch | None = None,
+        *,
+        cache: ShardCache | None = None,
+    ) -> None:
+        if decode is not None and decode_batch is not None:
+            raise SettingsError(
+                "ArrayRecord got both decode and decode_batch. Expected one of them: decode for one record's bytes, "
+                "decode_batch for a list of them.",
+                setting="decode_batch",
+            )
+        refuse_as_decode(decode, "ArrayRecord")
+        for name, function in (("decode", decode), ("decode_batch", decode_batch)):
+            if function is not None and not callable(function):
+                raise SettingsError(
+                    f"ArrayRecord got {name}={function!r}. Expected a function of "
+                    f"{'one record (bytes)' if name == 'decode' else 'a list of records (bytes)'} that gives arrays.",
+                    setting=name,
+                )
+        self.decode = decode
+        self.decode_batch = decode_batch
+        if cache is not None and not callable(getattr(cache, "identify", None)):
+            raise SettingsError(
+                f"ArrayRecord got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).",
+                setting="cache",
+            )
+        self._cache = cache
+        names = file_paths.expand_paths(paths, source="ArrayRecord")
+        remote = [name for name in names if file_paths.is_url(name)]
+        if remote and cache is None:
+            raise SettingsError(
+                f"ArrayRecord got the URL {remote[0]!r} and no cache. Records are read at random, which object stores "
+                "do slowly: pass cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
+                setting="cache",
+            )
+        self._files: list[ShardFile] = file_paths.in_threads(self._inspect, names)
+        self._ends = np.cumsum([file.num_records for file in self._files], dtype=np.int64)
+        self._starts = self._ends - np.array([file.num_records for file in self._files], np.int64)
+        if not len(self):
+            raise SourceError(
+                f"ArrayRecord got {len(names):,} file(s) with 0 records in all, the first {names[0]}. Expected at "
+                "least one record. Check what wrote them."
+            )
+        self._one_record_a_chunk = all(file.group_size == 1 for file in self._files)
+        self._rows_differ = False  # records of different sizes were found
+        self._readers: ReaderPool = shared_readers
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["_readers"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._readers = shared_readers
+
+    def __repr__(self) -> str:
+        return f"ArrayRecord({len(self._files):,} file{'s' * (len(self._files) != 1)}, {len(self):,} records)"
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """Record ``record_id``, decoded; its bytes where the source has no decoder."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several records, decoded, in the order asked for."""
+        raw = self.read_raw(np.asarray(record_ids, np.int64))
+        if self.decode is not None:
+            return [self.decode(record) for record in raw]
+        if self.decode_batch is not None and raw:
+            batch = self.decode_batch(raw)
+            return [jax.tree.map(lambda leaf, row=row: leaf[row], batch) for row in range(len(raw))]
+        return list(raw)
+
+    def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
+        """Undecoded records, in the order asked for.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          CorruptDataError: stored bytes are damaged; names the file and the record.
+          SourceError: a file is gone or has changed since the source was made.
+          OSError: a file cannot be read.
+        """
+        ids = self._checked(record_ids)
+        records = [b""] * len(ids)
+        for files, file_index, rows, places in self._parts(ids):
+            found = self._read_part(files, file_index, rows)
+            if places is None:
+                return found
+            for place, record in zip(places.tolist(), found, strict=True):
+                records[place] = record
+        return records
+
+    def read_rows(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray | None:
+        """Undecoded records of one size, read into one array by one call that does not hold the interpreter's lock.
+
+        For local files with one record per chunk, uncompressed or zstd, if the package was installed with its extension.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+
+        Returns:
+          uint8 ``[n, bytes of a record]``, fresh and aligned to 64 bytes; or None if a file has several records per
+          chunk, or if records differ in size, cannot be read this way, or are damaged: :meth:`read_raw` reads them or
+          reports what is wrong.
+
+        Raises:
+          IndexError, SourceError: as :meth:`read_raw`.
+        """
+        if self._rows_differ or not self._one_record_a_chunk or direct.riegeli is None:  # do nothing twice
+            return None
+        ids = self._checked(record_ids)
+        out: np.ndarray | None = None
+        for numbers, file_index, rows, places in self._parts(ids):
+            try:
+                opened = self._open(numbers)
+            except CorruptDataError:  # maybe of a cached copy only: read_raw fetches it again
+                return None
+            files = [file.direct for file in opened if file.direct is not None]
+            if len(files) < len(opened):
+                return None
+            width = common_width(files)
+            if not width or (out is not None and out.shape[1] != width):
+                self._rows_differ = True
+                return None
+            if out is None:
+                out = memory.empty((len(ids), width), np.uint8)
+            at = steps(len(ids), width) if places is None else places * width
+            if not direct.read(files, file_index, rows, at, out.reshape(-1), width=width):
+                return None
+        return out
+
+    def _checked(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray:
+        ids = np.asarray(record_ids, np.int64)
+        if ids.size:
+            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))  # what min() and max() end in
+            if low < 0 or high >= self._ends[-1]:
+                raise IndexError(
+                    f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
+                )
+        return ids
+
+    def _parts(self, ids: np.ndarray) -> Iterator[tuple[list[int], np.ndarray | None, np.ndarray, np.ndarray | None]]:
+        """Cuts a batch so that each part touches a bounded number of files.
+
+        Yields:
+          Files of the part; of each of its records the place of its file among them (None: one file), its row in that
+          file, and its place in ``ids`` (None: the part is the whole batch).
+        """
+        if not ids.size:
+            return
+        if len(self._files) == 1:
+            yield [0], None, ids, None
+            return
+        which = np.searchsorted(self._ends, ids, side="right")
+        rows = ids - self._starts[which]
+        if bool((which == which[0]).all()):
+            yield [int(which[0])], None, rows, None
+            return
+        touched, index = np.unique(which, return_inverse=True)
+        if len(touched) <= _FILES_PER_CALL:
+            yield touched.tolist(), index, rows, None
+            return
+        for first in range(0, len(touched), _FILES_PER_CALL):
+            places = np.flatnonzero((index >= first) & (index < first + _FILES_PER_CALL))
+            yield touched[first : first + _FILES_PER_CALL].tolist(), index[places] - first, rows[places], places
+
+    def _open(self, files: list[int]) -> list[OpenFile]:
+        if self._cache is not None and len(files) > 1:  # fetch side by side what is not here yet
+            closed = [self._files[number] for number in files if not self._readers.has(self._files[number])]
+            file_paths.in_threads(lambda file: self._readers.open(file, self._cache), closed)
+        return [self._readers.get(self._files[number], self._cache) for number in files]
+
+    def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
+        try:
+            found = read_direct(self._open(files), file_index, rows)
+        except CorruptDataError:  # maybe of a cached copy only, which _read_file fetches again
+            found = None
+        if found is not None:
+            return found
+        if file_index is None:
+            return self._read_file(files[0], rows)
+        records = [b""] * len(rows)
+        for number, file in enumerate(files):
+            mine = np.flatnonzero(file_index == number)
+            for place, record in zip(mine.tolist(), self._read_file(file, rows[mine]), strict=True):
+                records[place] = record
+        return records
+
+    def _inspect(self, name: str) -> ShardFile:
+        if self._cache is None or not file_paths.is_url(name):
+            return inspect_file(name)
+        from meshfeed._src.sources.array_record.remote import inspect_url
+
+        return inspect_url(name, self._cache)
+
+    def _read_file(self, number: int, rows: np.ndarray) -> list[bytes]:
+        file, first_record_id = self._files[number], int(self._starts[number])
+        try:
+            return self._read_open(file, rows, first_record_id)
+        except CorruptDataError:
+            if self._cache is None or not file_paths.is_url(file.path):
+                raise
+        self._readers.drop([file])  # the copy may be at fault: once more from the original
+        self._cache.discard(file.path)
+        return self._read_open(file, rows, first_record_id)
+
+    def _read_open(self, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
+        opened = self._readers.get(file, self._cache)
+        return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
+
+    def file_of(self, record_id: int) -> str:
+        """Path or URL of the file that holds a record."""
+        return self._files[int(np.searchsorted(self._ends, record_id, side="right"))].path
+
+    def file_names(self) -> list[str]:
+        """Paths and URLs of the files, in the order of their records."""
+        return [file.path for file in self._files]
+
+    def fingerprint_files(self) -> JsonValue:
+        """Identity of the files: count, total bytes, digest of base names and sizes in order."""
+        return file_paths.identify_files(self.file_names(), [file.num_bytes for file in self._files])
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: files, number of records, and a digest of the bytes of 4 records spread over the source."""
+        return {
+            "kind": "array_record",
+            "files": self.fingerprint_files(),
+            "records": len(self),
+            "content": probe_digest(len(self), lambda ids: digest_raw(self.read_raw(ids))),
+        }
+
+    def close(self) -> None:
+        """Closes the files. The source can still be read from: they open again."""
+        self._readers.drop(self._files)

@@ -1,0 +1,219 @@
+"""Paths, globs and URLs of a source's files, their sizes and their common identity.
+
+A URL is whatever fsspec knows and the local file system does not: ``s3://…``, ``gs://…``, ``https://…``, ``memory://…``.
+fsspec is imported only for those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import xxhash
+
+from meshfeed._src.base.errors import MeshfeedError, SourceError
+from meshfeed._src.base.threads import Threads
+from meshfeed._src.base.types import JsonValue
+
+Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # two letters at least: "C:/" is a drive
+_MAGIC = re.compile(r"[*?\[]")
+_MAX_THREADS = 32
+_PACKAGES = {  # protocol → what brings it, fsspec included
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "gcs": "gcsfs",
+    "gs": "gcsfs",
+    "hf": "huggingface_hub fsspec",
+    "http": "aiohttp fsspec",
+    "https": "aiohttp fsspec",
+    "s3": "s3fs",
+}
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def is_url(path: str) -> bool:
+    """Whether ``path`` names something that only fsspec can read."""
+    return _URL.match(path) is not None and not path.startswith("file://")
+
+
+def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+    """``[function(item) for item in items]``, several at a time; the first error is raised and the rest dropped."""
+    if len(items) <= 1:
+        return [function(item) for item in items]
+    threads = Threads(min(_MAX_THREADS, len(items)), "meshfeed-files")
+    try:
+        return [future.result() for future in [threads.submit(function, item) for item in items]]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def expand_paths(paths: Paths, *, source: str) -> list[str]:
+    """The files that a path, a glob, a URL, or a list of them stand for.
+
+    Args:
+      paths: what the caller of the source gave. A glob's files come sorted by name; a list keeps its order.
+      source: the source's name, for messages.
+
+    Returns:
+      Absolute local paths and URLs.
+
+    Raises:
+      SourceError: nothing given, a glob without files, a missing file, or a folder; the message names it.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        given = [paths]
+    elif isinstance(paths, Iterable):
+        given = list(paths)
+    else:
+        raise SourceError(f"{source} got {paths!r} for its files. Expected a path, a glob, a URL, or a list of them.")
+    if not given:
+        raise SourceError(f"{source} got an empty list of files. Expected at least one path, glob or URL.")
+    for path in given:
+        if not isinstance(path, (str, os.PathLike)):
+            raise SourceError(f"{source} got {path!r} in its list of files. Expected a path, a glob or a URL.")
+    names = [os.fspath(path) for path in given]
+    found = in_threads(lambda name: _expand_url(name, source) if is_url(name) else _expand_local(name, source), names)
+    return [path for group in found for path in group]
+
+
+def _expand_local(name: str, source: str) -> list[str]:
+    path = os.path.abspath(os.path.expanduser(name.removeprefix("file://")))
+    if os.path.isfile(path):  # before globbing: a file's name may hold brackets
+        return [path]
+    if os.path.isdir(path):
+        example = os.path.join(name, "*")
+        raise SourceError(
+            f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {example!r}."
+        )
+    if not _MAGIC.search(path):
+        raise SourceError(f"{source}: there is no file {name!r} (looked for {path}). Check the path.")
+    files = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+    if not files:
+        raise SourceError(f"{source}: no file matches {name!r} (looked for {path}). Check the pattern and the folder.")
+    return files
+
+
+def _expand_url(name: str, source: str) -> list[str]:
+    file_system, path = open_file_system(name, source)
+    with remote_errors(name, source):
+        return _list_url(file_system, path, name, source)
+
+
+def _list_url(file_system: Any, path: str, name: str, source: str) -> list[str]:
+    if _MAGIC.search(path):
+        files = sorted(str(match) for match in file_system.glob(path))
+        if not files:
+            raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
+        return [file_system.unstrip_protocol(match) for match in files]
+    if file_system.info(path).get("type") == "directory":  # and no file: FileNotFoundError
+        raise SourceError(
+            f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {name.rstrip('/')}/*."
+        )
+    return [name]
+
+
+def open_file_system(url: str, source: str) -> tuple[Any, str]:
+    """The fsspec file system that ``url`` belongs to, and the path within it.
+
+    Raises:
+      SourceError: fsspec, or the package that it needs for this protocol, is not installed.
+    """
+    try:
+        import fsspec.core
+    except ImportError as error:
+        raise SourceError(f"{source} got the URL {url!r}, which needs fsspec. {how_to_install(url)}.") from error
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise SourceError(
+            f"{source} got the URL {url!r}, which fsspec cannot open: {error}. {how_to_install(url)}, or copy the files "
+            "to a local disk."
+        ) from error
+
+
+def how_to_install(url: str) -> str:
+    """How to install what fsspec needs for a URL, without a full stop."""
+    package = _PACKAGES.get(url.partition("://")[0])
+    return f"Run: pip install {package}" if package else "Install fsspec and the package that brings this protocol"
+
+
+@contextlib.contextmanager
+def remote_errors(url: str, source: str) -> Iterator[None]:
+    """The border at which what fsspec and the clients below it raise becomes ours.
+
+    Raises:
+      SourceError: there is no such file, or no permission; trying again does not help.
+      OSError: anything else; it may.
+    """
+    try:
+        yield
+    except MeshfeedError:
+        raise
+    except FileNotFoundError as error:
+        cause = error.__cause__  # of fsspec's HTTP: a server out of reach looks like a missing file
+        if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
+            raise OSError(f"{source}: {url}: {type(cause).__name__}: {cause}") from error
+        raise SourceError(f"{source}: there is no file {url!r}. Check the URL and the credentials.") from error
+    except PermissionError as error:
+        raise SourceError(f"{source}: no permission to read {url!r}: {error}. Check the credentials.") from error
+    except OSError:
+        raise
+    except Exception as error:  # botocore's connection errors, for one, are not OSError
+        raise OSError(f"{source}: {url}: {type(error).__name__}: {error}") from error
+
+
+def read_range(url: str, start: int, stop: int, num_bytes: int, *, source: str) -> bytes:
+    """Bytes ``[start, stop)`` of a remote file of ``num_bytes``; also where the server sends all of it each time."""
+    if start >= stop:
+        return b""
+    file_system, inner = open_file_system(url, source)
+    with remote_errors(url, source):
+        content = file_system.cat_file(inner, start=start, end=stop)
+    if len(content) == num_bytes != stop - start:
+        content = content[start:stop]
+    if len(content) != stop - start:
+        raise OSError(f"{source}: {url}: {len(content):,} bytes came for the range [{start:,}, {stop:,})")
+    return content
+
+
+def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
+    """Bytes of each file, local or remote.
+
+    Raises:
+      OSError: a file cannot be asked for its size.
+      SourceError: a URL's size is unknown.
+    """
+    return in_threads(lambda path: _file_size(path, source), paths)
+
+
+def _file_size(path: str, source: str) -> int:
+    if not is_url(path):
+        return os.stat(path).st_size
+    file_system, inner = open_file_system(path, source)
+    with remote_errors(path, source):
+        size = file_system.info(inner).get("size")
+    if size is None:
+        raise SourceError(
+            f"{source}: the server of {path!r} does not tell the file's size. Copy the file to a local disk."
+        )
+    return int(size)
+
+
+def identify_files(paths: Sequence[str], sizes: Sequence[int]) -> JsonValue:
+    """Identity of a list of files: count, bytes, and a digest of base names and sizes in order.
+
+    Folders are left out, so a moved folder is the same source.
+    """
+    digest = xxhash.xxh3_64()
+    for path, size in zip(paths, sizes, strict=True):
+        name = path.rstrip("/").replace(os.sep, "/").rsplit("/", 1)[-1]
+        digest.update(f"{len(name)}:{name}:{size};".encode())
+    return {"count": len(paths), "bytes": int(sum(sizes)), "digest": digest.hexdigest()}

@@ -1,0 +1,405 @@
+"""Files behind URLs, read through a folder on a local disk that all processes of a host share.
+
+The folder holds whole files and the parts that are being fetched. They are protected by ``flock`` locks, which the
+kernel releases when a process dies, and by atomic renames. The folder may hold other files: only these names are ever
+counted or removed.
+
+* ``meshfeed_<key>-<name>``: a whole file. Its modification time is when it was last opened, for eviction. Locked shared
+  while it is being opened, exclusively while it is removed.
+* ``meshfeed_<key>.lock``: held by the process that fetches the file.
+* ``meshfeed_<key>.<bytes>.<random>.part``: being fetched, locked by its owner. Its final size is in its name, so that
+  processes that fetch at the same time keep within the limit together.
+* ``meshfeed_room.lock``: held while the folder is counted and files get or lose their names.
+
+Lock files are removed by their holders; see :mod:`meshfeed._src.sources.files.file_lock`. Whole files of earlier versions, which
+had no prefix, are taken over when they are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import pathlib
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import xxhash
+
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.settings import Retry
+from meshfeed._src.sources.files.file_lock import (
+    holder_of,
+    lock_within,
+    locked,
+    remove_unlocked,
+    still_there,
+    try_lock,
+    unlock,
+)
+from meshfeed._src.sources.files.paths import open_file_system, remote_errors
+
+_log = logging.getLogger("meshfeed.sources.shard_cache")
+
+_POLL_SECONDS = 0.02
+_MAX_POLL_SECONDS = 0.5
+_HASH_BYTES = 1 << 22
+_PREFIX = "meshfeed_"
+_WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
+_PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
+_LOCK = re.compile(_PREFIX + r"[0-9a-f]{32}\.lock")
+# What tells two versions of an object of one name apart, in the words of the different file systems.
+_VERSION_FIELDS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "crc32c",
+    "generation",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    url: str
+    num_bytes: int
+    path: pathlib.Path
+    lock: pathlib.Path
+    checksum: str | None
+    key: str
+
+
+@public("meshfeed")
+class ShardCache:
+    """A folder on a local disk through which files behind URLs are read.
+
+    Other files and folders in it are left alone; ``max_bytes`` does not count them.
+
+    A file is fetched whole by the first process of the host that needs it, while the others wait; if that process dies,
+    another goes on. Files are renamed into place only when they are whole and their size and hash are right. Safe for
+    several threads and processes, feeds and jobs at once. Can be pickled.
+
+    Credentials and endpoints are those that fsspec finds: environment variables, its configuration files, or
+    ``fsspec.config.conf``.
+
+    Args:
+      directory: a folder on a local disk; made if it is not there.
+      max_bytes: what the copies in the folder may take. The least recently opened are removed first. Open files keep
+        their disk space until they are closed. None: no limit.
+      retry: tried around each fetch.
+      checksums: ``{URL or base name: "<algorithm>:<hex digest>"}`` with an algorithm of hashlib, or ``xxh3_64``.
+        Other files are checked by size, and by MD5 where the store keeps one of the content (Google, Azure).
+      stall_seconds: a process that waits for another's fetch, of which no byte came for so long, fetches for itself. No
+        lock is waited for longer.
+
+    Raises:
+      SettingsError: a folder that cannot be made or written, or a limit that is not a positive number.
+      StalledError: another process holds the folder's lock and does not go on; names it.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        max_bytes: int | None = None,
+        *,
+        retry: Retry = Retry(),  # noqa: B008  # frozen
+        checksums: Mapping[str, str] | None = None,
+        stall_seconds: float = 60.0,
+    ) -> None:
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+            raise SettingsError(
+                f"max_bytes={max_bytes!r}. Expected a positive int, the bytes that the cache may hold, or None.",
+                setting="max_bytes",
+            )
+        self.directory = pathlib.Path(directory).expanduser().absolute()
+        self.max_bytes = max_bytes
+        self._retry = retry
+        self._checksums = dict(checksums or {})
+        self._stall_seconds = stall_seconds
+        self._entries: dict[str, _Entry] = {}
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._room():
+                pass
+        except StalledError:
+            raise
+        except OSError as error:
+            raise SettingsError(
+                f"directory={str(directory)!r} cannot be used as a cache: {error}. Expected a folder on a local disk "
+                "that can be made and written.",
+                setting="directory",
+            ) from error
+
+    @contextlib.contextmanager
+    def open(self, url: str) -> Iterator[pathlib.Path]:
+        """Fetches a file if it is not here, and keeps it from eviction within the ``with`` block.
+
+        What is opened inside stays readable after it: an evicted file goes when the last reader closes it.
+
+        Yields:
+          Path of the local copy.
+
+        Raises:
+          SourceError: the file is larger than the cache, or there is none at the URL.
+          CorruptDataError: what came is not of the size or hash that it should be.
+          OSError: it could not be fetched, after the retries.
+          StalledError: (an OSError) another process holds a lock and does not go on; names it.
+        """
+        entry = self._entry(url)
+        while True:
+            with _kept(entry, self._stall_seconds) as is_here:
+                if is_here:
+                    yield entry.path
+                    return
+            self._fetch_once(entry)
+
+    def identify(self, url: str) -> tuple[int, str]:
+        """Bytes of the file, and a name of its version: another content under the same URL has another one."""
+        entry = self._entry(url)
+        return entry.num_bytes, entry.key
+
+    def discard(self, url: str) -> None:
+        """Removes the copy of a file, if there is one: it is fetched anew when next opened.
+
+        A copy that another thread or process is just opening is waited for.
+
+        Raises:
+          StalledError: it is being opened for ``stall_seconds``.
+        """
+        path = self._entry(url).path
+        self._entries.pop(url, None)
+        deadline = time.monotonic() + self._stall_seconds
+        while not self._removed(path):
+            if time.monotonic() > deadline:
+                raise StalledError(
+                    f"ShardCache: {path} is damaged, and cannot be removed because another process has been opening it "
+                    f"for {self._stall_seconds:.0f} s. `fuser {path}` names it: continue or end it.",
+                    waited_seconds=self._stall_seconds,
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _removed(self, path: pathlib.Path) -> bool:
+        with self._room():
+            try:
+                return remove_unlocked(path)
+            except FileNotFoundError:
+                return True
+
+    def num_bytes(self) -> int:
+        """Bytes of the whole files, and of those that are being fetched."""
+        with self._room():
+            return sum(size for _, size, _ in self._held())
+
+    def _entry(self, url: str) -> _Entry:
+        """Where a file's copy lies. Asks the store once; the copy's name holds the version that it told then."""
+        entry = self._entries.get(url)
+        if entry is None:
+            info = call_with_retry(lambda: _info(url), self._retry, doing=f"looking up {url}")
+            size = info.get("size")
+            if size is None:
+                raise SourceError(
+                    f"ShardCache: the server of {url!r} does not tell the file's size, so no copy can be checked."
+                )
+            version = next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
+            name = url.rstrip("/").rsplit("/", 1)[-1]
+            key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}".encode())
+            checksum = self._checksums.get(url) or self._checksums.get(name) or _stored_md5(info)
+            path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
+            entry = _Entry(url, int(size), path, self.directory / f"{_PREFIX}{key}.lock", checksum, key)
+            if not path.exists():
+                with contextlib.suppress(OSError):  # of a version without the prefix; there mostly is none
+                    (self.directory / f"{key}-{name[-100:]}").rename(path)
+            self._entries[url] = entry
+        return entry
+
+    def _room(self) -> contextlib.AbstractContextManager[None]:
+        """The folder for this thread alone."""
+        return locked(self.directory / f"{_PREFIX}room.lock", self._stall_seconds)
+
+    def _fetch_once(self, entry: _Entry) -> None:
+        """Fetches, unless another process does so and gets on with it: then waits for it."""
+        with contextlib.ExitStack() as stack:
+            waited_from, seen, pause = time.monotonic(), -1, _POLL_SECONDS
+            while (handle := try_lock(entry.lock)) is None:
+                arrived = self._arrived(entry)
+                if arrived != seen:
+                    waited_from, seen = time.monotonic(), arrived
+                elif time.monotonic() - waited_from > self._stall_seconds:
+                    _log.warning(
+                        "%s has fetched %d bytes of %s and nothing for %.0f s; fetching it here as well",
+                        holder_of(entry.lock), max(arrived, 0), entry.url, self._stall_seconds,
+                    )  # fmt: skip
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, _MAX_POLL_SECONDS)
+                if _is_whole(entry):
+                    return
+            if handle is not None:
+                stack.callback(unlock, entry.lock, handle)
+                if _is_whole(entry):
+                    return
+            doing = f"fetching {entry.url}"
+            try:
+                call_with_retry(lambda: self._fetch(entry), self._retry, doing=doing)
+            except CorruptDataError as error:  # perhaps damaged on the way: once more
+                _log.warning("%s; fetching it again", error)
+                call_with_retry(lambda: self._fetch(entry), self._retry, doing=doing)
+
+    def _arrived(self, entry: _Entry) -> int:
+        sizes = [_size_or_none(part) for part in self.directory.glob(f"{_PREFIX}{entry.key}.*.part")]
+        return max((size for size in sizes if size is not None), default=-1)
+
+    def _fetch(self, entry: _Entry) -> None:
+        part, handle = self._reserve(entry)
+        try:
+            file_system, inner = open_file_system(entry.url, "ShardCache")
+            with remote_errors(entry.url, "ShardCache"):
+                file_system.get_file(inner, str(part))
+            _check(entry, part)
+            with self._room():  # who counts what is here would see it under neither name
+                os.replace(part, entry.path)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    error.errno,
+                    f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was "
+                    "fetched. Free space there, or set max_bytes= so that the cache removes files itself",
+                ) from error
+            raise
+        finally:
+            unlock(None, handle)
+
+    def _reserve(self, entry: _Entry) -> tuple[pathlib.Path, int]:
+        """Makes room for a file and takes it, by an empty part with the file's size in its name."""
+        if self.max_bytes is not None and entry.num_bytes > self.max_bytes:
+            raise SourceError(
+                f"ShardCache: {entry.url} has {entry.num_bytes:,} bytes and max_bytes={self.max_bytes:,} holds no file "
+                "of that size. Raise max_bytes."
+            )
+        deadline = time.monotonic() + self._stall_seconds
+        while True:
+            with self._room():
+                missing = self._make_room(entry.num_bytes)
+                if missing <= 0:
+                    part = self.directory / f"{_PREFIX}{entry.key}.{entry.num_bytes}.{secrets.token_hex(8)}.part"
+                    handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+                    return part, handle
+            if time.monotonic() > deadline:
+                raise SourceError(
+                    f"ShardCache: no room for {entry.url} ({entry.num_bytes:,} bytes) within {self._stall_seconds:.0f} "
+                    f"s: other fetches under way leave {missing:,} bytes too few of max_bytes={self.max_bytes:,}. "
+                    "Raise max_bytes above the size of the files that all processes of this host fetch at once."
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _make_room(self, num_bytes: int) -> int:
+        """Evicts until ``num_bytes`` more fit; how many bytes are still missing."""
+        held = self._held()
+        if self.max_bytes is None:
+            return 0
+        excess = sum(size for _, size, _ in held) + num_bytes - self.max_bytes
+        for _, size, path in sorted(held):
+            if excess <= 0:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                if _WHOLE.fullmatch(path.name) and remove_unlocked(path):
+                    excess -= size
+        return excess
+
+    def _held(self) -> list[tuple[float, int, pathlib.Path]]:
+        """(last opened, bytes, path) of files and parts. Removes parts and locks of dead processes. Needs the room."""
+        held = []
+        for path in self.directory.iterdir():
+            if not path.name.startswith(_PREFIX) or path.is_symlink() or not path.is_file():
+                continue
+            part = _PART.fullmatch(path.name)
+            with contextlib.suppress(FileNotFoundError):  # another process removed it just now
+                if part or _LOCK.fullmatch(path.name):
+                    if not remove_unlocked(path) and part:
+                        held.append((0.0, int(part[1]), path))
+                elif _WHOLE.fullmatch(path.name):
+                    status = path.stat()
+                    held.append((status.st_mtime, status.st_size, path))
+        return held
+
+
+def _info(url: str) -> dict[str, Any]:
+    file_system, inner = open_file_system(url, "ShardCache")
+    with remote_errors(url, "ShardCache"):
+        return file_system.info(inner)
+
+
+def _stored_md5(info: dict[str, Any]) -> str | None:
+    """MD5 of the content that the store tells; an S3 ETag is none where the object is encrypted or came in parts."""
+    import base64
+
+    digest = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
+    if not digest:
+        return None
+    return "md5:" + (base64.b64decode(digest) if isinstance(digest, str) else bytes(digest)).hex()
+
+
+def _check(entry: _Entry, part: pathlib.Path) -> None:
+    size = part.stat().st_size
+    if size != entry.num_bytes:
+        # Cut short on the way, most often: worth another try, and OSError is what Retry tries again on.
+        raise OSError(f"fetched {size:,} bytes of {entry.url}, which has {entry.num_bytes:,}")
+    if entry.checksum is None:
+        return
+    algorithm, _, wanted = entry.checksum.partition(":")
+    digest = xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.new(algorithm)
+    with part.open("rb") as file:
+        while content := file.read(_HASH_BYTES):
+            digest.update(content)
+    if digest.hexdigest() != wanted.lower():
+        raise CorruptDataError(
+            f"{entry.url}: fetched {size:,} bytes with {algorithm} {digest.hexdigest()}, expected {wanted}. The file "
+            "is not the one that was written: write it again, or correct the checksum.",
+            path=entry.url,
+        )
+
+
+def _is_whole(entry: _Entry) -> bool:
+    return _size_or_none(entry.path) == entry.num_bytes
+
+
+def _size_or_none(path: pathlib.Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
+    """Whether the file is here; if so it is not removed meanwhile."""
+    if not _is_whole(entry):
+        yield False
+        return
+    try:
+        handle = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        lock_within(handle, fcntl.LOCK_SH, entry.path, seconds)
+        is_here = still_there(handle, entry.path)  # not removed before the lock was ours
+        if is_here:
+            os.utime(handle)
+        yield is_here
+    finally:
+        unlock(None, handle)

@@ -1,0 +1,326 @@
+"""Cutting a Grain IterDataset into lanes, at its sources.
+
+Grain cuts a pipeline among its workers in the same way: a copy for each, of which the sources are sliced. Here:
+
+* what reads a MapDataset (``to_iter_dataset``) takes elements i, i + L, i + 2L, … of it, and in epoch e those of
+  Grain's own epoch e, so that its shuffles differ;
+* an interleave takes whole datasets, and cuts those left over; Parquet files are cut by files, then row groups, then
+  row ranges; a TFRecord file by records;
+* seeds of ``random_map``, ``WindowShuffle`` and packing become (seed, lane, epoch), since every lane would draw the
+  same numbers otherwise; lane 0 of epoch 0 keeps the seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.files import stream as file_stream
+from meshfeed._src.sources.grain import leaves as grain_leaves
+from meshfeed._src.sources.grain import parquet as grain_parquet
+from meshfeed._src.sources.grain import tree as grain_tree
+from meshfeed._src.sources.grain.prefetch import without_prefetch
+from meshfeed._src.sources.grain.tree import HOW_TO_OPEN, is_named, private
+
+_logger = logging.getLogger("meshfeed.sources")
+
+_BLOCK_ELEMENTS = 512  # over all lanes: about what Grain holds for one iterator (500)
+_MAX_BLOCK = 64
+_BLOCK_ROWS = 8192  # decoded at a time, over all lanes
+_BUFFER_BYTES = 1 << 23  # of a column's file that is read at a time, over all lanes
+_PARQUET_CYCLE = 16  # files that Grain reads in turn
+_OPEN_PARTS = 64  # files that are read in turn by all lanes together, so that more lanes take no more memory
+_MANY = 1 << 16  # more parts than this are not listed: an endless dataset of datasets has 2**63
+_SEEDED = ("RandomMapIterDataset", "WindowShuffleIterDataset", "PackIterDataset")
+_ONE_TO_ONE = (
+    "PrefetchIterDataset", "MapIterDataset", "MapWithIndexIterDataset", "RandomMapIterDataset", "BatchIterDataset",
+    "WithOptionsIterDataset", "_WithSeedIterDataset", "ZipIterDataset",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which part of a pipeline's data is wanted.
+
+    Attributes:
+      lane_index: the lane.
+      num_lanes: in how many parts the data is cut here.
+      epoch: how often the lane has begun again.
+      all_lanes: how many lanes the whole pipeline has; they share memory.
+      salt: what tells the seeds of this part from those of others.
+    """
+
+    lane_index: int
+    num_lanes: int
+    epoch: int
+    all_lanes: int
+    salt: tuple[int, ...]
+
+    @property
+    def slice(self) -> slice:
+        """The lane's elements of a sequence."""
+        return slice(self.lane_index, None, self.num_lanes)
+
+
+def cut(dataset: Any, place: Place) -> Any:
+    """One lane of a pipeline: an IterDataset over its part of the data.
+
+    Raises:
+      SourceError: a node that cannot be cut, by name; the message shows how to write ``Stream(open)``.
+    """
+    check(dataset, place.num_lanes)
+    copies: dict[int, Any] = {}
+
+    def replace(node: Any) -> Any:
+        if isinstance(node, grain.MapDataset):  # below a user's IterDataset
+            return _elements(node, place)
+        for names, cutter in _CUTTERS:
+            if is_named(node, *names):
+                return cutter(node, place, lambda child: grain_tree.copy_tree(child, replace, copies))
+        return _cut_foreign(node, place) if _is_sliceable(node) else None
+
+    lane = grain_tree.copy_tree(dataset, replace, copies)
+    # Where nothing reads a dataset, Grain wraps a traceback filter around its iterators' class, once more each time.
+    lane.has_child = True
+    return lane
+
+
+def check(dataset: Any, num_lanes: int) -> None:
+    """Raises where a pipeline cannot be cut; reads no data.
+
+    Raises:
+      SourceError: a node that cannot be cut, by name.
+    """
+    found = find_uncuttable(dataset, num_lanes)
+    if found is not None:
+        raise _refusal(*found, num_lanes)
+
+
+def find_uncuttable(dataset: Any, num_lanes: int) -> tuple[Any, str] | None:
+    """The first node that cannot be cut into ``num_lanes``, and why; reads no data."""
+    for node in grain_tree.walk(dataset):
+        if is_named(node, "ElasticIterator", "_DataLoaderPipelineMarkerIterDataset"):
+            return node, "it batches and shards by itself; pass the dataset that it was made of"
+        if num_lanes == 1 or isinstance(node, grain.MapDataset):
+            continue
+        if is_named(node, "ZipIterDataset"):
+            inner = _not_one_to_one(node)
+            if inner is not None:
+                return node, f"below it, {inner} drops, adds or moves elements, so that lanes would pair other ones"
+        if is_named(node, "InterleaveIterDataset"):
+            datasets = private(node, "_datasets")
+            first = _first_left(datasets, num_lanes)
+            inner = find_uncuttable(first, num_lanes) if first is not None and len(datasets) < num_lanes else None
+            if inner is not None:
+                return inner[0], f"{inner[1]}, and {len(datasets)} datasets are fewer than {num_lanes} lanes"
+        elif not grain_tree.parents(node) and not _is_sliceable(node) and not is_named(node, *_LEAVES):
+            return node, "it is a source without set_slice(slice, sequential_slice), so every lane would read all of it"
+    return None
+
+
+def _refusal(node: Any, reason: str, num_lanes: int) -> SourceError:
+    name = type(node).__name__
+    lanes = f"{num_lanes} lanes" if num_lanes > 1 else "lanes"
+    return SourceError(f"cannot cut {name} into {lanes}: {reason}. {HOW_TO_OPEN}")
+
+
+def _derive_seed(seed: Any, salt: Sequence[int]) -> int:
+    """A seed of its own for each (seed, salt); the seed itself where the salt is all zeros."""
+    if not any(salt):
+        return int(seed)
+    # 31 bits, since Grain adds counters to a seed of at most 32
+    return int(np.random.SeedSequence([int(seed) & 0xFFFFFFFFFFFFFFFF, *salt]).generate_state(1)[0]) >> 1
+
+
+def _elements(records: Any, place: Place) -> Any:
+    """The lane's elements of a MapDataset."""
+    if place.epoch:
+        records = grain_tree.EpochMapDataset(records, place.epoch)
+    return records if place.num_lanes == 1 else records.slice(place.slice)
+
+
+def _cut_read(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
+    options = private(node, "_read_options")
+    block = max(1, min(_MAX_BLOCK, _BLOCK_ELEMENTS // place.all_lanes))
+    if options.prefetch_buffer_size > 0:
+        block = min(block, options.prefetch_buffer_size)
+    read_ahead = options.num_threads > 0 and options.prefetch_buffer_size > 0
+    return grain_leaves.ReadLane(_elements(private(node, "_parent"), place), block, read_ahead)
+
+
+def _cut_interleave(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
+    datasets = private(node, "_datasets")
+    parts, unit = _deal_datasets(datasets, place)
+    later = place.epoch * len(datasets) if isinstance(datasets, grain.MapDataset) else 0
+
+    def make_part(part_index: int) -> Any:
+        index, lane_index, num_lanes = parts(part_index)
+        part = datasets[index + later]
+        if part is None:
+            return None
+        salt = (*place.salt, index, lane_index)
+        inner = dataclasses.replace(place, lane_index=lane_index, num_lanes=num_lanes, salt=salt)
+        return cut(without_prefetch(part), inner)
+
+    cycle = min(private(node, "_cycle_length"), max(1, _OPEN_PARTS // place.all_lanes))
+    return grain_leaves.InterleaveLane(make_part, parts.count, cycle, unit)
+
+
+class _Parts:
+    """Part index → (dataset, lane of it, lanes of it), listed or, where they are many, computed."""
+
+    def __init__(self, start: int, count: int, step: int, more: Sequence[tuple[int, int, int]] = ()) -> None:
+        self._start, self._whole, self._step, self._more = start, count, step, more
+        self.count = count + len(more)
+
+    def __call__(self, part_index: int) -> tuple[int, int, int]:
+        if part_index < self._whole:
+            return self._start + part_index * self._step, 0, 1
+        return self._more[part_index - self._whole]
+
+
+def _deal_datasets(datasets: Any, place: Place) -> tuple[_Parts, str]:
+    """Whole datasets in turn; those left over after whole rounds are cut, so that lanes stay even."""
+    count = len(datasets)
+    rounds = min(count // place.num_lanes, _MANY)
+    left = _first_left(datasets, place.num_lanes)
+    if rounds == _MANY or left is None or find_uncuttable(left, place.num_lanes) is not None:
+        return _Parts(
+            place.lane_index, len(range(place.lane_index, count, place.num_lanes)), place.num_lanes
+        ), "datasets"
+    # Each dataset left over has num_lanes shares; each lane takes as many of them as there are such datasets.
+    num_left = count - rounds * place.num_lanes
+    shares = range(place.lane_index * num_left, (place.lane_index + 1) * num_left)
+    cut_ones = [
+        (count - num_left + share // place.num_lanes, share % place.num_lanes, place.num_lanes) for share in shares
+    ]
+    return _Parts(place.lane_index, rounds, place.num_lanes, cut_ones), "records"
+
+
+def _first_left(datasets: Any, num_lanes: int) -> Any:
+    """The first dataset that whole rounds of lanes leave over; None if there is none."""
+    count = len(datasets)
+    if not count % num_lanes or count // num_lanes >= _MANY:
+        return None
+    first = datasets[count - count % num_lanes]
+    return None if first is None else without_prefetch(first)
+
+
+def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
+    paths, options = private(node, "_paths"), private(node, "_read_kwargs")
+
+    def rows_of(file_index: int) -> list[int]:
+        with grain_parquet.open_parquet(paths[file_index], options) as file:
+            return grain_parquet.group_rows(file)
+
+    files = [file_stream.Piece(index) for index in range(len(paths))]
+    mine = file_stream.cut_files(files, place.lane_index, place.num_lanes, rows_of)
+    if mine.times_read > 1:
+        _warn_shared(len(mine.left), len(paths), place.num_lanes, round(mine.times_read, 1), str(paths[0]))
+    if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
+        # Otherwise Arrow holds the bytes of a whole row group of each file.
+        options = {**options, "pre_buffer": False, "buffer_size": max(1 << 16, _BUFFER_BYTES // place.all_lanes)}
+    cycle = min(_PARQUET_CYCLE, max(1, _OPEN_PARTS // place.all_lanes))
+    block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
+    pieces = [
+        grain_parquet.ParquetLane(paths[piece.file_index], piece.start, piece.stop, block_rows, options)
+        for piece in mine.pieces
+    ]
+    return grain_leaves.InterleaveLane(pieces.__getitem__, len(pieces), cycle, mine.unit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_shared(num_shared: int, num_files: int, num_lanes: int, times: float, first: str) -> None:
+    """Once for each dataset and number of lanes, not once a lane."""
+    _logger.warning(
+        "%d of the %d Parquet files from %s on are shared by %d lanes and have too few row groups: their rows are decoded "
+        "%.1f times. More files, smaller row groups or fewer lanes avoid that",
+        *(num_shared, num_files, first, num_lanes, times),
+    )
+
+
+def _cut_tfrecord(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
+    return grain_leaves.TFRecordLane(private(node, "_path"), place.lane_index, place.num_lanes)
+
+
+def _cut_limit(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
+    count = len(range(place.lane_index, private(node, "_count"), place.num_lanes))  # the lanes' counts add up to it
+    if not count:
+        return grain_leaves.NoRecords()
+    return _with_parent(node, copy, _count=count)
+
+
+def _cut_index(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
+    function = private(node, "_map_fn")
+
+    def map_with_global_index(index: int, element: Any) -> Any:
+        return function(place.lane_index + index * place.num_lanes, element)
+
+    return _with_parent(node, copy, _map_fn=map_with_global_index)
+
+
+def _cut_seeded(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
+    return _with_parent(node, copy, _seed=_derive_seed(private(node, "_seed"), place.salt))
+
+
+def _with_parent(node: Any, copy: Callable[[Any], Any], **changed: Any) -> Any:
+    return grain_tree.shallow_copy(node, _parents=tuple(map(copy, grain_tree.parents(node))), **changed)
+
+
+def _is_sliceable(node: Any) -> bool:
+    return isinstance(node, grain.IterDataset) and callable(getattr(node, "set_slice", None))
+
+
+def _cut_foreign(node: Any, place: Place) -> Any:
+    """A user's source, cut by its own ``set_slice``, as Grain would for its workers."""
+    new = grain_tree.copy_tree(node, lambda child: child if isinstance(child, grain.MapDataset) else None)
+    if place.num_lanes == 1:
+        return new
+    before = _contents(new)
+    new.set_slice(place.slice, False)
+    if _contents(new) == before:
+        raise _refusal(node, "its set_slice changed no attribute, so every lane would read all of it", place.num_lanes)
+    return new
+
+
+def _contents(node: Any) -> dict[str, Any]:
+    """Which objects a node holds, in its lists and dicts too."""
+    return {
+        name: [id(value), *map(id, value)] if isinstance(value, list | dict | set) else id(value)
+        for name, value in vars(node).items()
+    }
+
+
+def _not_one_to_one(node: Any) -> str | None:
+    """The name of a node below a zip that is not one element to one."""
+    for child in grain_tree.parents(node):
+        if isinstance(child, grain.MapDataset):
+            sparse = grain_tree.sparse_node(child)
+            if sparse is not None:
+                return type(sparse).__name__
+            continue
+        if not is_named(child, *_ONE_TO_ONE):
+            return type(child).__name__
+        found = _not_one_to_one(child)
+        if found:
+            return found
+    return None
+
+
+_CUTTERS: tuple[tuple[tuple[str, ...], Callable[[Any, Place, Callable[[Any], Any]], Any]], ...] = (
+    (("PrefetchIterDataset",), _cut_read),
+    (("InterleaveIterDataset",), _cut_interleave),
+    (("ParquetIterDataset",), _cut_parquet),
+    (("TFRecordIterDataset",), _cut_tfrecord),
+    (("LimitIterDataset",), _cut_limit),
+    (("MapWithIndexIterDataset",), _cut_index),
+    (_SEEDED, _cut_seeded),
+)
+_LEAVES = ("PrefetchIterDataset", "InterleaveIterDataset", "ParquetIterDataset", "TFRecordIterDataset")

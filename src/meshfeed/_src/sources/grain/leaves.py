@@ -1,0 +1,325 @@
+"""The ends of a lane's Grain pipeline, where its part of the data is read.
+
+They take the place of Grain's own, which start threads for every lane.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+import grain
+
+from meshfeed._src.base.errors import CorruptDataError
+from meshfeed._src.base.threads import Call
+from meshfeed._src.sources.grain import tree as grain_tree
+from meshfeed._src.sources.grain.pool import POOL
+
+_LENGTH = struct.Struct("<QI")  # of a TFRecord: uint64 length, masked CRC of it
+_CRC_BYTES = 4
+_MIN_WAIT_SECONDS = 1e-3  # of a block; less is not worth another thread
+
+
+class ReadLane(grain.IterDataset):
+    """Reads a MapDataset from the beginning to its end, a block of elements at a time.
+
+    Args:
+      records: the MapDataset, cut to the lane already.
+      block_size: elements read at once.
+      read_ahead: whether the next block may be read on the pool of threads meanwhile. It is where reading mostly waits;
+        where it computes, a second thread would only take turns with this one, at some milliseconds a turn.
+    """
+
+    def __init__(self, records: Any, block_size: int, read_ahead: bool) -> None:
+        super().__init__(records)
+        self._block_size = block_size
+        self._read_ahead = read_ahead
+
+    def __iter__(self) -> ReadLaneIterator:
+        return ReadLaneIterator(self._parent, self._block_size, self._read_ahead)
+
+    def __str__(self) -> str:
+        return f"ReadLane(block_size={self._block_size})"
+
+
+class ReadLaneIterator(grain.DatasetIterator):
+    """Iterator of :class:`ReadLane`; missing elements are left out."""
+
+    def __init__(self, records: Any, block_size: int, read_ahead: bool) -> None:
+        super().__init__()
+        self._records = records
+        self._length = len(records)
+        self._block_size = block_size
+        self._read_ahead = read_ahead
+        self._waits = False
+        self._next_index = 0
+        self._block: Sequence[Any] = ()
+        self._block_start = 0
+        self._ahead: tuple[int, Call[Sequence[Any]]] | None = None
+        self._singly_until = 0
+        _ = getattr(records, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
+
+    def __next__(self) -> Any:
+        while self._next_index < self._length:
+            offset = self._next_index - self._block_start
+            if not 0 <= offset < len(self._block):
+                self._load()
+                offset = 0
+            element = self._block[offset]
+            self._next_index += 1
+            if element is not None:
+                return element
+        raise StopIteration
+
+    def _load(self) -> None:
+        start = self._next_index
+        if start < self._singly_until:
+            self._block, self._block_start = [self._records[start]], start
+            return
+        stop = min(start + self._block_size, self._length)
+        ahead, self._ahead = self._ahead, None
+        try:
+            if ahead is not None and ahead[0] == start:
+                block = ahead[1].result()
+            else:
+                block = self._read(start, stop)
+        except Exception:
+            # One element cannot be read: those before it are delivered first, and the error is that element's.
+            self._singly_until = stop
+            self._block, self._block_start = [self._records[start]], start
+            return
+        self._block, self._block_start = block, start
+        if self._read_ahead and self._waits and stop < self._length:
+            self._ahead = (stop, POOL.submit(self._read, stop, min(stop + self._block_size, self._length)))
+
+    def _read(self, start: int, stop: int) -> Sequence[Any]:
+        began, worked = time.monotonic(), time.thread_time()
+        block = grain_tree.read_many(self._records, range(start, stop))
+        seconds, working = time.monotonic() - began, time.thread_time() - worked
+        self._waits = seconds > _MIN_WAIT_SECONDS and working < seconds / 2
+        return block
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next_index": self._next_index}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if not 0 <= state["next_index"] <= self._length:
+            raise IndexError(f"element {state['next_index']} of {self._length} elements")
+        self._next_index = state["next_index"]
+        self._drop_ahead()
+
+    def close(self) -> None:
+        super().close()
+        self._drop_ahead()
+
+    def _drop_ahead(self) -> None:
+        ahead = getattr(self, "_ahead", None)  # __del__ closes half-made iterators too
+        if ahead is not None:
+            ahead[1].cancel()
+        self._ahead = None
+
+    def __str__(self) -> str:
+        return f"ReadLaneIterator(block_size={self._block_size})"
+
+
+class InterleaveLane(grain.IterDataset):
+    """Takes an element of each of several parts in turn, in the order of Grain's interleave but without its threads.
+
+    Args:
+      make_part: part index → the part's IterDataset, or None where there is none.
+      num_parts: how many parts this lane has.
+      cycle_length: parts that are open at a time.
+      unit: what the parts were cut by; it stands in the state.
+    """
+
+    def __init__(self, make_part: Callable[[int], Any], num_parts: int, cycle_length: int, unit: str) -> None:
+        super().__init__()
+        self._make_part = make_part
+        self._num_parts = num_parts
+        self._cycle_length = cycle_length
+        self._unit = unit
+
+    def __iter__(self) -> InterleaveLaneIterator:
+        return InterleaveLaneIterator(self._make_part, self._num_parts, self._cycle_length, self._unit)
+
+    def __str__(self) -> str:
+        return f"InterleaveLane({self._num_parts} parts, cycle_length={self._cycle_length})"
+
+
+class InterleaveLaneIterator(grain.DatasetIterator):
+    """Iterator of :class:`InterleaveLane`."""
+
+    def __init__(self, make_part: Callable[[int], Any], num_parts: int, cycle_length: int, unit: str) -> None:
+        super().__init__()
+        self._make_part = make_part
+        self._num_parts = num_parts
+        self._unit = unit
+        self._slots: list[tuple[int, Any] | None] = [None] * max(1, min(cycle_length, num_parts))
+        self._next_slot = 0
+        self._next_part = 0
+
+    def __next__(self) -> Any:
+        while True:
+            slot = self._slots[self._next_slot]
+            if slot is None:
+                if self._next_part < self._num_parts:
+                    self._slots[self._next_slot] = (self._next_part, self._open(self._next_part))
+                    self._next_part += 1
+                    continue
+                if not any(self._slots):
+                    raise StopIteration
+            else:
+                try:
+                    element = next(slot[1])
+                except StopIteration:
+                    slot[1].close()
+                    self._slots[self._next_slot] = None
+                else:
+                    self._advance()
+                    return element
+            self._advance()
+
+    def _advance(self) -> None:
+        self._next_slot = (self._next_slot + 1) % len(self._slots)
+
+    def _open(self, part_index: int) -> Any:
+        part = self._make_part(part_index)
+        if part is None:
+            return NoRecordsIterator()
+        part.has_child = True  # see cut()
+        iterator = part.__iter__()
+        iterator._ctx.dataset_options = self._ctx.dataset_options.merge(iterator._ctx.dataset_options)
+        return iterator
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "cut": self._unit,
+            "next_slot": self._next_slot,
+            "next_part": self._next_part,
+            "slots": [None if slot is None else [slot[0], slot[1].get_state()] for slot in self._slots],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if len(state["slots"]) != len(self._slots) or state["cut"] != self._unit:
+            raise ValueError(f"parts cut by {state['cut']}, {len(state['slots'])} at a time")
+        opened: list[tuple[int, Any] | None] = []
+        for entry in state["slots"]:
+            if entry is None:
+                opened.append(None)
+                continue
+            iterator = self._open(entry[0])
+            iterator.set_state(entry[1])
+            opened.append((entry[0], iterator))
+        self._close_slots()
+        self._slots, self._next_slot, self._next_part = opened, state["next_slot"], state["next_part"]
+
+    def close(self) -> None:
+        super().close()
+        self._close_slots()
+
+    def _close_slots(self) -> None:
+        for slot in getattr(self, "_slots", ()):
+            if slot is not None:
+                slot[1].close()
+
+    def __str__(self) -> str:
+        return f"InterleaveLaneIterator({self._num_parts} parts)"
+
+
+class TFRecordLane(grain.IterDataset):
+    """Every ``num_lanes``-th record of a TFRecord file, from record ``lane_index`` on.
+
+    Where a record is in the file is known only from the one before, so each lane reads all lengths; it skips the bytes
+    of the others.
+    """
+
+    def __init__(self, path: str, lane_index: int, num_lanes: int) -> None:
+        super().__init__()
+        self._path = path
+        self._lane_index = lane_index
+        self._num_lanes = num_lanes
+
+    def __iter__(self) -> TFRecordLaneIterator:
+        return TFRecordLaneIterator(self._path, self._lane_index, self._num_lanes)
+
+    def __str__(self) -> str:
+        return f"TFRecordLane({os.path.basename(self._path)})"
+
+
+class TFRecordLaneIterator(grain.DatasetIterator):
+    """Iterator of :class:`TFRecordLane`."""
+
+    def __init__(self, path: str, lane_index: int, num_lanes: int) -> None:
+        super().__init__()
+        self._path = path
+        self._lane_index = lane_index
+        self._num_lanes = num_lanes
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._offset = 0
+        self._record = 0
+
+    def __next__(self) -> bytes:
+        if self._file is None:
+            self._file = open(self._path, "rb")  # noqa: SIM115  # stays open between records; close() closes it
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._file.seek(self._offset)
+        while True:
+            header = self._file.read(_LENGTH.size)
+            if not header:
+                raise StopIteration
+            length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else -1
+            end = self._offset + _LENGTH.size + length + _CRC_BYTES
+            if length < 0 or end > self._size:
+                raise CorruptDataError(
+                    f"record {self._record} of {self._path} begins at byte {self._offset} and would end at byte {end}, "
+                    f"but the file has {self._size} bytes. Expected TFRecords, uncompressed and whole. The file is cut "
+                    "short or is something else.",
+                    path=str(self._path),
+                )
+            mine = self._record % self._num_lanes == self._lane_index
+            data = self._file.read(length) if mine else b""
+            self._file.seek(end)
+            self._offset, self._record = end, self._record + 1
+            if mine:
+                return data
+
+    def get_state(self) -> dict[str, Any]:
+        return {"offset": self._offset, "record": self._record}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._offset, self._record = state["offset"], state["record"]
+        if self._file is not None:
+            self._file.seek(self._offset)
+
+    def close(self) -> None:
+        super().close()
+        file, self._file = getattr(self, "_file", None), None
+        if file is not None:
+            file.close()
+
+    def __str__(self) -> str:
+        return f"TFRecordLaneIterator({os.path.basename(self._path)})"
+
+
+class NoRecords(grain.IterDataset):
+    """A lane, or a part of one, that holds no record."""
+
+    def __iter__(self) -> NoRecordsIterator:
+        return NoRecordsIterator()
+
+
+class NoRecordsIterator(grain.DatasetIterator):
+    """Iterator of :class:`NoRecords`."""
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        pass

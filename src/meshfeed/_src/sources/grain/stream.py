@@ -1,0 +1,140 @@
+"""A Grain IterDataset as a stream of lanes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from meshfeed._src.base.errors import MeshfeedError, StateMismatchError
+from meshfeed._src.base.fork import finalize
+from meshfeed._src.base.types import JsonValue, Record
+from meshfeed._src.sources.grain import cut as grain_cut
+from meshfeed._src.sources.grain import fingerprint as grain_fingerprint
+from meshfeed._src.sources.grain import tree as grain_tree
+from meshfeed._src.sources.grain.pool import POOL
+from meshfeed._src.sources.grain.prefetch import without_prefetch
+
+
+class GrainStream:
+    """A ``grain.IterDataset``, cut into lanes at its sources.
+
+    Args:
+      dataset: the pipeline; it is not changed.
+
+    Raises:
+      SourceError: a pipeline that batches and shards by itself.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = without_prefetch(dataset)
+        grain_tree.warn_batched(self._dataset)
+        grain_cut.check(self._dataset, 1)
+        # The state of a rebatch that was saved at the end continues with an empty batch.
+        self._exact = not any(
+            grain_tree.is_named(node, "RebatchIterDataset") for node in grain_tree.walk(self._dataset)
+        )
+
+    def __repr__(self) -> str:
+        return f"Grain({type(self._dataset).__name__})"
+
+    def check_lanes(self, num_lanes: int) -> None:
+        """Whether the pipeline can be cut into lanes of equal batches; reads no data.
+
+        Raises:
+          SourceError: a node that cannot be cut into ``num_lanes``; the message shows how to write ``Stream(open)``. A
+            ``batch()`` at the end whose last batch is known to be short in some lane.
+        """
+        grain_cut.check(self._dataset, num_lanes)
+        grain_tree.check_batched(self._dataset, num_lanes)
+
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> GrainLane | StatefulGrainLane:
+        """Lane ``lane_index`` of ``num_lanes`` from its beginning.
+
+        A later epoch shuffles a MapDataset as Grain's ``repeat`` would, and seeds ``random_map`` anew.
+
+        Raises:
+          SourceError: a node that cannot be cut into ``num_lanes``; the message shows how to write ``Stream(open)``.
+        """
+        place = grain_cut.Place(lane_index, num_lanes, epoch, num_lanes, (lane_index, epoch))
+        dataset = grain_cut.cut(self._dataset, place)
+        iterator = dataset.__iter__()
+        stateful = self._exact and _has_state(iterator)
+        return (StatefulGrainLane if stateful else GrainLane)(dataset, iterator, lane_index)
+
+    def file_names(self) -> list[str]:
+        """Paths of the files that the pipeline reads."""
+        return grain_fingerprint.file_names(self._dataset)
+
+    def fingerprint(self) -> JsonValue:
+        """The chain of transforms with their settings, and the identity of the data below; prefetching is left out."""
+        return {"kind": "grain_stream", **grain_fingerprint.describe(self._dataset)}
+
+
+class GrainLane:
+    """One lane of a :class:`GrainStream`."""
+
+    def __init__(self, dataset: Any, iterator: Any, lane_index: int) -> None:
+        self._dataset = dataset
+        self._iterator = iterator
+        self._lane_index = lane_index
+        self._ended = False
+        POOL.acquire()
+        self._release = finalize(self, POOL.release)
+
+    def __iter__(self) -> Iterator[Record]:
+        return self
+
+    def __next__(self) -> Record:
+        if self._ended:  # some of Grain's iterators would begin again
+            raise StopIteration
+        while True:
+            try:
+                record = next(self._iterator)
+            except StopIteration:
+                self._ended = True
+                raise
+            if record is not None:  # to_iter_dataset(allow_nones=True)
+                return record
+
+    def close(self) -> None:
+        """Drops what was read ahead; the threads end with the last lane."""
+        self._iterator.close()
+        self._release()
+
+
+class StatefulGrainLane(GrainLane):
+    """One lane of a :class:`GrainStream`; its state is Grain's own."""
+
+    def get_state(self) -> JsonValue:
+        """State after the last record that ``__next__`` returned; it may hold tuples."""
+        return self._iterator.get_state()
+
+    def set_state(self, state: JsonValue) -> None:
+        """Goes on after the record at which ``state`` was taken.
+
+        Raises:
+          StateMismatchError: the pipeline refuses the state.
+        """
+        iterator = self._dataset.__iter__()  # a used one may keep elements: Grain's flat_map does
+        try:
+            iterator.set_state(copy.deepcopy(state))  # Grain keeps what it is given, and writes to it
+        except (MeshfeedError, OSError):
+            raise
+        except Exception as error:
+            raise StateMismatchError(
+                f"lanes.{self._lane_index}",
+                state,
+                f"a pipeline that refuses it: {type(error).__name__}: {error}",
+                "Pass the pipeline, the data and the version of Grain that the state was saved with.",
+            ) from error
+        self._iterator.close()
+        self._iterator, self._ended = iterator, False
+
+
+def _has_state(iterator: Any) -> bool:
+    try:
+        iterator.get_state()
+    except (NotImplementedError, AttributeError):  # a user's iterator below
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Hugging Face datasets, as random access or cut into lanes. Read first: ``source.py``."""

@@ -1,0 +1,297 @@
+"""Arrow columns → numpy arrays of rows, without Python objects.
+
+A row of a fixed-size list, or of lists that are equally long within the batch, becomes a row of an array; a struct
+becomes a dict. Text, nulls and ragged lists are errors that name the column.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow as pa
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.types import PyTree
+from meshfeed._src.sources.huggingface.values import leave_out
+
+_MAX_CACHED_CHUNKS = 8192
+_UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def is_text(arrow_type: pa.DataType) -> bool:
+    """Whether a column of this type holds text or bytes, at any depth."""
+    t = arrow_type
+    if isinstance(t, pa.ExtensionType):
+        return is_text(t.storage_type)
+    if pa.types.is_dictionary(t):
+        return is_text(t.value_type)
+    if pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t):
+        return is_text(t.value_type)
+    if pa.types.is_struct(t):
+        return any(is_text(t.field(i).type) for i in range(t.num_fields))
+    return (
+        pa.types.is_string(t)
+        or pa.types.is_large_string(t)
+        or pa.types.is_binary(t)
+        or pa.types.is_large_binary(t)
+        or pa.types.is_fixed_size_binary(t)
+        or str(t) in ("string_view", "binary_view")
+    )
+
+
+def text_error(column: str, arrow_type: Any, all_columns: Sequence[str]) -> SourceError:
+    """The error for a column of text; ``all_columns`` are those that it may advise to keep."""
+    return SourceError(
+        f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "
+        f"Turn it into token ids with map(){leave_out(column, all_columns)}."
+    )
+
+
+class ColumnRows:
+    """Rows of one column, by id.
+
+    Args:
+      name: the column's name, for errors.
+      chunks: the column's chunks, in order.
+      all_columns: names of the columns that an error may advise to keep.
+
+    Raises:
+      SourceError: a type that has no array form.
+    """
+
+    def __init__(self, name: str, chunks: list[pa.Array], arrow_type: pa.DataType, all_columns: Sequence[str]) -> None:
+        self._name = name
+        self._chunks = chunks
+        _check_column(name, arrow_type, tuple(all_columns))
+        self._starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+        self._readers: dict[int, _ChunkRows] = {}
+
+    def read(self, row_ids: np.ndarray) -> PyTree:
+        """Rows ``row_ids``.
+
+        Args:
+          row_ids: int64[n], n at least 1, in any order.
+
+        Returns:
+          An array ``[n, ...]`` (a dict of them for structs) that nobody else writes to; it may be a view of a mapped file.
+
+        Raises:
+          SourceError: a null, or lists of unequal lengths; with the column and the record.
+        """
+        if len(self._chunks) == 1:
+            return self._reader(0).read(row_ids, row_ids)
+        which = np.searchsorted(self._starts, row_ids, side="right") - 1
+        first = int(which[0])
+        if (which == first).all():
+            return self._reader(first).read(row_ids - self._starts[first], row_ids)
+        order = np.argsort(which, kind="stable")
+        edges = np.flatnonzero(np.diff(which[order])) + 1
+        parts = []
+        for places in np.split(order, edges):
+            chunk_index = int(which[places[0]])
+            part = self._reader(chunk_index).read(row_ids[places] - self._starts[chunk_index], row_ids[places])
+            parts.append((places, part))
+        return _merge(parts, len(row_ids), self._name, row_ids)
+
+    def read_range(self, start: int, stop: int) -> PyTree:
+        """Rows ``[start, stop)``; see :meth:`read`."""
+        if len(self._chunks) == 1:
+            rows = self._reader(0).view(start, stop)
+            if rows is not None:
+                return rows
+        return self.read(np.arange(start, stop, dtype=np.int64))
+
+    def _reader(self, chunk_index: int) -> _ChunkRows:
+        reader = self._readers.get(chunk_index)
+        if reader is None:
+            if len(self._readers) >= _MAX_CACHED_CHUNKS:
+                self._readers.clear()
+            reader = self._readers[chunk_index] = _ChunkRows(self._chunks[chunk_index], self._name)
+        return reader
+
+
+def table_rows(table: pa.Table, start: int, stop: int) -> dict[str, PyTree]:
+    """Rows ``[start, stop)`` of a table as arrays ``[stop - start, ...]``, a column each.
+
+    Raises:
+      SourceError: see :class:`ColumnRows`.
+    """
+    usable = usable_columns(table.schema)
+    return {
+        name: ColumnRows(name, column.chunks, column.type, usable).read_range(start, stop)
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+
+
+def _merge(parts: list[tuple[np.ndarray, PyTree]], num_rows: int, name: str, row_ids: np.ndarray) -> PyTree:
+    flat = [(places, *jax.tree.flatten(part)) for places, part in parts]
+    _, first_leaves, treedef = flat[0]
+    outputs = [np.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in first_leaves]
+    for places, leaves, _ in flat:
+        for output, leaf in zip(outputs, leaves, strict=True):
+            if leaf.shape[1:] != output.shape[1:]:
+                raise _ragged(name, int(row_ids[places[0]]), list(leaf.shape[1:]), list(output.shape[1:]))
+            output[places] = leaf
+    return treedef.unflatten(outputs)
+
+
+def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) -> SourceError:
+    return SourceError(
+        f"ragged rows: column {name!r} has lists of lengths {found} in record {record_id:,}, and of {expected} in "
+        "another record of the same batch. Expected equally long lists. Pad or cut them with map(), or pack them.",
+        record_id=record_id,
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # a stream asks for the same columns thousands of times
+def _check_column(name: str, arrow_type: pa.DataType, all_columns: tuple[str, ...]) -> None:
+    if is_text(arrow_type):
+        raise text_error(name, arrow_type, all_columns)
+    _check_type(arrow_type, name)
+
+
+@functools.lru_cache(maxsize=64)  # as above
+def usable_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """Names of the columns that have an array form."""
+
+    def is_usable(field: pa.Field) -> bool:
+        try:
+            _check_column(field.name, field.type, ())
+        except SourceError:
+            return False
+        return True
+
+    return tuple(field.name for field in schema if is_usable(field))
+
+
+def _check_type(arrow_type: pa.DataType, name: str) -> None:
+    t = arrow_type
+    if isinstance(t, pa.ExtensionType):
+        return _check_type(t.storage_type, name)
+    if pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t):
+        return _check_type(t.value_type, name)
+    if pa.types.is_struct(t):
+        for i in range(t.num_fields):
+            _check_type(t.field(i).type, f"{name}.{t.field(i).name}")
+        return None
+    if not (pa.types.is_boolean(t) or pa.types.is_integer(t) or pa.types.is_floating(t)):
+        raise SourceError(
+            f"column {name!r} is of type {t}, which has no array form. Expected numbers, booleans, or lists of them. "
+            "Convert it with map() or cast_column(), or leave it out with columns=."
+        )
+
+
+class _ChunkRows:
+    """Rows of one chunk, with its buffers viewed once as numpy."""
+
+    def __init__(self, array: pa.Array, name: str) -> None:
+        self._name = name
+        self._fields: dict[str, _ChunkRows] | None = None
+        self._child: _ChunkRows | None = None
+        self._offsets: np.ndarray | None = None
+        self._width: int | None = None
+        self._values: np.ndarray | None = None
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        self._valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+        t = array.type
+        if pa.types.is_struct(t):
+            # field() of a sliced array is not sliced with it; flatten() is, and carries the struct's nulls down.
+            parts = array.flatten()
+            self._fields = {
+                t.field(i).name: _ChunkRows(part, f"{name}.{t.field(i).name}") for i, part in enumerate(parts)
+            }
+        elif pa.types.is_fixed_size_list(t):
+            self._width = t.list_size
+            inner = array.values.slice(array.offset * t.list_size, len(array) * t.list_size)
+            self._child = _ChunkRows(inner, name)
+        elif pa.types.is_list(t) or pa.types.is_large_list(t):
+            offsets = np.asarray(array.offsets.to_numpy(zero_copy_only=True), np.int64)
+            steps = offsets[1:] - offsets[:-1]
+            inner = array.values
+            if len(steps) and (steps == steps[0]).all() and self._valid is None:
+                self._width = int(steps[0])
+                inner = inner.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+            self._offsets = offsets
+            self._child = _ChunkRows(inner, name)
+        elif pa.types.is_boolean(t):
+            self._values = array.fill_null(False).to_numpy(zero_copy_only=False)
+        else:
+            # From the buffer: to_numpy turns integers with nulls into floats.
+            width = t.bit_width // 8
+            dtype = np.dtype(t.to_pandas_dtype())
+            data = array.buffers()[1]
+            raw = (
+                np.frombuffer(data, np.uint8, len(array) * width, array.offset * width)
+                if data
+                else np.empty(0, np.uint8)
+            )
+            self._values = raw.view(dtype)
+
+    def read(self, rows: np.ndarray, record_ids: np.ndarray) -> PyTree:
+        """Rows ``rows`` of the chunk; ``record_ids`` are what errors call them."""
+        if self._valid is not None and not self._valid[rows].all():
+            record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
+            raise SourceError(
+                f"column {self._name!r} is null in record {record_id:,}. Expected a value in every record. Fill it "
+                "with map(), or drop such records with filter().",
+                record_id=record_id,
+            )
+        if self._fields is not None:
+            return {key: field.read(rows, record_ids) for key, field in self._fields.items()}
+        if self._values is not None:
+            return _take(self._values, rows)
+        assert self._child is not None
+        if self._width is not None:
+            width = self._width
+            values = self._child._flat_values()
+            if values is not None and width:
+                return _take(values.reshape(-1, width), rows)
+            starts = rows * width
+        else:
+            assert self._offsets is not None
+            starts = self._offsets[rows]
+            lengths = self._offsets[rows + 1] - starts
+            width = int(lengths[0])
+            if (lengths != width).any():
+                other = int(np.flatnonzero(lengths != width)[0])
+                raise _ragged(self._name, int(record_ids[other]), [int(lengths[other])], [width])
+        inner = (starts[:, None] + np.arange(width)).ravel()
+        part = self._child.read(inner, np.repeat(record_ids, width)) if width else self._child._empty()
+        return jax.tree.map(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
+
+    def view(self, start: int, stop: int) -> PyTree | None:
+        """Rows ``[start, stop)`` without a copy, or None where :meth:`read` has to look at each row."""
+        if self._valid is not None or self._fields is not None:
+            return None
+        if self._values is not None:
+            return self._values[start:stop]
+        if not self._width or self._child is None:
+            return None
+        values = self._child._flat_values()
+        return None if values is None else values.reshape(-1, self._width)[start:stop]
+
+    def _flat_values(self) -> np.ndarray | None:
+        return self._values if self._valid is None else None
+
+    def _empty(self) -> PyTree:
+        if self._fields is not None:
+            return {key: field._empty() for key, field in self._fields.items()}
+        return np.empty(0, self._values.dtype) if self._values is not None else np.empty((0, 0), np.int64)
+
+
+def _take(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Rows of an array: a view if they are consecutive and lie in a mapped file.
+
+    A table in memory may be made of arrays of the user's, as those from pandas are.
+    """
+    n = len(rows)
+    if n and int(rows[-1]) - int(rows[0]) == n - 1 and (n == 1 or bool((np.diff(rows) == 1).all())):
+        view = values[int(rows[0]) : int(rows[0]) + n]
+        return memory.copy(view) if view.flags.writeable else view
+    return np.take(values, rows, axis=0)

@@ -1,0 +1,286 @@
+"""Cutting the tree of a streaming Hugging Face dataset into lanes, below ``map``.
+
+Every lane gets a copy of the tree in which the leaves are pieces of files (:mod:`_file_stream`). Nodes that depend on
+the position of a row in the whole stream (``skip``, ``take``, ``with_indices``) stay as they are where the rows below
+them can be counted; otherwise the lane runs everything below them and keeps every L-th row, which is reported.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Features
+from datasets import iterable_dataset as nodes
+from datasets.features.features import require_decoding
+
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.files.stream import Piece, cut_files, keep_rows
+from meshfeed._src.sources.huggingface.counts import Counts
+from meshfeed._src.sources.huggingface.files import Files, open_files
+from meshfeed._src.sources.huggingface.interleave import Interleave
+from meshfeed._src.sources.huggingface.pieces import ExamplePieces, TablePieces
+from meshfeed._src.sources.window_shuffle import permutation
+
+_SHUFFLED = "BufferShuffledExamplesIterable"
+_LEAVES = ("ExamplesIterable", "ArrowExamplesIterable")
+_ROW_BY_ROW = ("SelectColumnsIterable", "RebatchedArrowExamplesIterable", "FormattedExamplesIterable")
+_BY_PART = (
+    "RepeatExamplesIterable",
+    "CyclingMultiSourcesExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+)
+# A range of rows begins and ends inside a row group, so two lanes decode it: not worth a word.
+_COSTLY = 1.5
+_RANGES = ("SkipExamplesIterable", "TakeExamplesIterable")
+
+
+@dataclasses.dataclass
+class LaneCut:
+    """Which lane is cut, and what was found on the way.
+
+    Attributes:
+      lane_index: 0 … num_lanes - 1.
+      num_lanes: number of lanes.
+      seed: of the feed.
+      epoch: of the feed.
+      shuffle_files: whether the pieces of each list of files change their order with seed and epoch.
+      columns: the columns that a record is made of, or None for all.
+      units: how each list of files was cut, in the order of the tree.
+      costs: what is read more than once, in words.
+      counts: rows of files by the identity of their leaf; shared by all lanes of a source.
+    """
+
+    lane_index: int
+    num_lanes: int
+    seed: int = 0
+    epoch: int = 0
+    shuffle_files: bool = False
+    columns: Sequence[str] | None = None
+    units: list[str] = dataclasses.field(default_factory=list)
+    costs: list[str] = dataclasses.field(default_factory=list)
+    counts: dict[int, Counts] = dataclasses.field(default_factory=dict)
+    _ordinal: int = 0
+
+    def counts_of(self, leaf: Any) -> Counts:
+        """What is known of a leaf's files."""
+        return self.counts.setdefault(id(leaf), Counts())
+
+    def next_ordinal(self) -> int:
+        """A number for each node that draws, the same in every lane."""
+        self._ordinal += 1
+        return self._ordinal
+
+
+def cut_tree(node: Any, cut: LaneCut) -> Any:
+    """The part of the tree that one lane reads, sharing no iteration state with ``node``.
+
+    Raises:
+      SourceError: a shuffle buffer, whose state is not exact.
+    """
+    return _cut(node, cut, cut.columns)
+
+
+def find_leaves(node: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
+    children = _children(node)
+    return [leaf for child in children for leaf in find_leaves(child)] if children else [node]
+
+
+def walk(node: Any) -> list[Any]:
+    """All nodes of a tree, parents first."""
+    return [node, *(found for child in _children(node) for found in walk(child))]
+
+
+def check_tree(node: Any) -> None:
+    """Raises SourceError for what cannot be continued exactly."""
+    for found in walk(node):
+        if type(found).__name__ == _SHUFFLED:
+            raise SourceError(
+                f"the dataset has a shuffle(buffer_size={found.buffer_size}), whose state does not hold the buffer: a "
+                "resume would lose and repeat records. Take the shuffle() out and give the buffer to the source: "
+                f"meshfeed.sources.HuggingFace(dataset, shuffle_buffer={found.buffer_size}), which continues exactly."
+            )
+
+
+def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
+    kind = type(node).__name__
+    if kind in _LEAVES:
+        files, counts = open_files(node, columns), cut.counts_of(node)
+        return _cut_leaf(files, counts, [Piece(index) for index in counts.filled(files)], cut)
+    if kind in _RANGES:
+        counted = _cut_range(node, cut, columns)
+        return _take_turns(node, cut) if counted is None else counted
+    if kind in ("MappedExamplesIterable", "FilteredExamplesIterable"):
+        if node.with_indices:
+            return _take_turns(node, cut)
+        columns = None  # the function may read any
+        typed = _cut_typed(node, cut)
+        if typed is not None:
+            return typed
+    elif kind == "SelectColumnsIterable":
+        columns = [name for name in node.column_names if columns is None or name in columns]
+    elif kind == "FormattedExamplesIterable" and node.features is not None:
+        columns = None  # columns that are left out would be filled with nulls
+    elif kind not in (*_ROW_BY_ROW, *_BY_PART):
+        return _take_turns(node, cut)
+    mine = _copy(node)
+    if hasattr(node, "ex_iterable"):
+        mine.ex_iterable = _cut(node.ex_iterable, cut, columns)
+    else:
+        mine.ex_iterables = [_cut(child, cut, columns) for child in node.ex_iterables]
+        mine = _without_threads(mine, cut)
+    if kind == "SelectColumnsIterable":
+        mine.column_names = columns
+    return mine
+
+
+def _cut_typed(node: Any, cut: LaneCut) -> Any:
+    """``map`` or ``filter`` straight over files of known types, with rows made from whole tables; None for others."""
+    inner, columns = node.ex_iterable, None
+    if type(inner).__name__ != "FormattedExamplesIterable" or inner.formatting is not None or not inner.features:
+        return None
+    features = inner.features
+    if (node.formatting and node.formatting.is_table) or any(map(require_decoding, features.values())):
+        return None
+    inner = inner.ex_iterable
+    if type(inner).__name__ == "RebatchedArrowExamplesIterable":
+        inner = inner.ex_iterable
+    while type(inner).__name__ == "SelectColumnsIterable":
+        columns = inner.column_names if columns is None else columns
+        inner = inner.ex_iterable
+    if type(inner).__name__ != "ArrowExamplesIterable":
+        return None
+    files, counts = open_files(inner, columns), cut.counts_of(inner)
+    parts = [Piece(index) for index in counts.filled(files)]
+    mine = _copy(node)
+    mine.ex_iterable = _cut_leaf(files, counts, parts, cut, features, columns)
+    return mine
+
+
+def _cut_leaf(
+    files: Files,
+    counts: Counts,
+    parts: Sequence[Piece],
+    cut: LaneCut,
+    features: Features | None = None,
+    columns: Sequence[str] | None = None,
+) -> Any:
+    found = cut_files(parts, cut.lane_index, cut.num_lanes, lambda index: counts.group_rows(files, index))
+    pieces = list(found.pieces)
+    if cut.shuffle_files:
+        pieces = [
+            pieces[i] for i in permutation(len(pieces), (cut.seed, cut.epoch, cut.lane_index, cut.next_ordinal()))
+        ]
+    cut.units.append(found.unit)
+    if found.times_read >= _COSTLY:
+        names = [files.paths[index].rsplit("/", 1)[-1] if files.paths else f"part {index}" for index in found.left]
+        listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        how = (
+            "each lane parses all of a file and keeps its turns"
+            if found.unit == "turns"
+            else "each lane decodes whole row groups"
+        )
+        cut.costs.append(
+            f"{len(names)} of {files.count} files ({listed}) are cut among {cut.num_lanes} lanes by {found.unit}, so "
+            f"they are read {found.times_read:.1f} times ({how})"
+        )
+    return TablePieces(files, pieces, features, columns) if files.is_table else ExamplePieces(files, pieces)
+
+
+def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
+    """``skip`` and ``take`` over files whose rows can be counted, as ranges of rows; None where they cannot."""
+    chain, ranges, inner = [], [], node
+    while type(inner).__name__ not in _LEAVES:
+        kind = type(inner).__name__
+        if kind in _RANGES:
+            ranges.append((kind, inner.n))
+        elif kind in _ROW_BY_ROW or (kind == "MappedExamplesIterable" and not (inner.batched or inner.with_indices)):
+            chain.append(inner)
+        else:
+            return None
+        inner = inner.ex_iterable
+    first, stop = 0, None
+    for kind, n in reversed(ranges):
+        if kind == "SkipExamplesIterable":
+            first += n
+        else:
+            stop = first + n if stop is None else min(stop, first + n)
+    if any(type(found).__name__ not in ("SelectColumnsIterable", "RebatchedArrowExamplesIterable") for found in chain):
+        columns = None
+    files, counts = open_files(inner, columns), cut.counts_of(inner)
+    parts = keep_rows(files.count, first, stop, lambda index: counts.group_rows(files, index))
+    if parts is None:
+        return None
+    built = _cut_leaf(files, counts, parts, cut)
+    for found in reversed(chain):
+        mine = _copy(found)
+        mine.ex_iterable = built
+        built = mine
+    return built
+
+
+def _take_turns(node: Any, cut: LaneCut) -> Any:
+    """Every L-th row of what ``node`` gives as a whole: for nodes that depend on positions in the whole stream."""
+    if cut.num_lanes == 1:
+        return _copy_whole(node, cut)
+    whole = LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, counts=cut.counts)
+    inner = _cut(node, whole, None)
+    cut.units.append("turns")
+    name = type(node).__name__.removesuffix("ExamplesIterable").removesuffix("Iterable")
+    cut.costs.append(
+        f"{name} depends on the position of a row in the whole stream, so {cut.num_lanes} lanes read and process every "
+        f"row, and each keeps one of {cut.num_lanes}: {cut.num_lanes} × the work of every row"
+    )
+    return nodes.StepExamplesIterable(inner, step=cut.num_lanes, offset=cut.lane_index)
+
+
+def _copy_whole(node: Any, whole: LaneCut) -> Any:
+    """The node over all rows of the tree, uncut, for a lane of its own."""
+    if not _children(node):
+        return copy.deepcopy(node)
+    mine = _copy(node)
+    if hasattr(node, "ex_iterable"):
+        mine.ex_iterable = _cut(node.ex_iterable, whole, None)
+    else:
+        mine.ex_iterables = [_cut(child, whole, None) for child in node.ex_iterables]
+        mine = _without_threads(mine, whole)
+    return mine
+
+
+def _copy(node: Any) -> Any:
+    mine = copy.copy(node)
+    mine._state_dict = None
+    if hasattr(mine, "_owned_loops_and_tasks"):
+        mine._owned_loops_and_tasks = []
+    return mine
+
+
+def _children(node: Any) -> list[Any]:
+    if hasattr(node, "ex_iterable"):
+        return [node.ex_iterable]
+    return list(getattr(node, "ex_iterables", ()))
+
+
+def _without_threads(node: Any, cut: LaneCut) -> Any:
+    """Our own node for those that interleave; others as they are."""
+    kind = type(node).__name__
+    if kind == "CyclingMultiSourcesExamplesIterable":
+        return Interleave(node.ex_iterables, node.stopping_strategy, None, None)
+    if kind == "RandomlyCyclingMultiSourcesExamplesIterable":
+        return Interleave(node.ex_iterables, node.stopping_strategy, _draws_of(node, cut), node.probabilities)
+    return node
+
+
+def _draws_of(node: Any, cut: LaneCut) -> list[int]:
+    """Seed of a node that chooses among sources at random.
+
+    Each lane draws numbers of its own, or all rows of a batch would come from one source. A dataset that was made
+    without a seed draws with the feed's.
+    """
+    entropy = getattr(node.generator.bit_generator.seed_seq, "entropy", 0)
+    given = entropy if isinstance(entropy, int) and entropy < 2**64 else 0
+    return [given, cut.seed & (2**64 - 1), cut.epoch, cut.lane_index, cut.next_ordinal()]

@@ -1,0 +1,336 @@
+"""Reading the files below a streaming Hugging Face dataset from any row on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, DownloadConfig, Features
+from datasets.packaged_modules.arrow.arrow import Arrow
+from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.table import table_cast
+from datasets.utils.file_utils import xgetsize, xopen
+from datasets.utils.sharding import _number_of_shards_in_gen_kwargs, _split_gen_kwargs
+
+from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.huggingface.identity import local_path
+
+# Rows decoded at once: enough to amortise the call, little enough that 64 lanes fit beside 8.
+_BATCH_BYTES = 1 << 19
+# Without a read buffer a lane would hold all compressed pages of its row group.
+_READ_BYTES = 1 << 16
+
+
+class Files(Protocol):
+    """The files (or other parts) that a dataset reads one after another.
+
+    Attributes:
+      count: how many there are.
+      paths: their paths or URLs, where they are files.
+      is_table: whether they are read as Arrow tables, else as examples.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def paths(self) -> Sequence[str] | None: ...
+
+    @property
+    def is_table(self) -> bool: ...
+
+    def group_rows(self, file_index: int) -> Sequence[int] | None:
+        """Rows of each row group, or None where they cannot be counted without reading."""
+        ...
+
+    def is_empty(self, file_index: int) -> bool:
+        """Whether it is known to have no rows."""
+        ...
+
+    def read(self, file_index: int, first_row: int) -> Iterator[Any]:
+        """Tables (or examples) from row ``first_row`` on. Where tables end depends on the file only."""
+        ...
+
+
+def open_files(leaf: Any, columns: Sequence[str] | None) -> Files:
+    """The files of a leaf of a dataset's tree.
+
+    Args:
+      leaf: an ArrowExamplesIterable or ExamplesIterable of the library.
+      columns: the only columns that are needed, or None; for files from which columns can be read alone.
+    """
+    make, kwargs = getattr(leaf, "generate_tables_fn", None), leaf.kwargs
+    if make is None:
+        return _Generated(leaf.generate_examples_fn, kwargs, is_table=False)
+    builder: Any = getattr(make, "__self__", None)
+    if make is Dataset._generate_tables_from_shards:
+        return _DatasetShards(kwargs["shards"], kwargs["batch_size"], columns)
+    config: Any = getattr(builder, "config", None)
+    if isinstance(builder, Parquet) and config.filters is None and config.on_bad_files == "error":
+        return _ParquetFiles(builder, kwargs["files"], kwargs.get("row_groups_list"), columns)
+    if isinstance(builder, Arrow) and all(local_path(str(path)) for path in kwargs["files"]):
+        return _ArrowFiles([str(path) for path in kwargs["files"]], builder._cast_table)
+    if make is Dataset._generate_tables_from_cache_file:
+        return _ArrowFiles([kwargs["filename"]], None)
+    return _Generated(make, kwargs, is_table=True)
+
+
+class _ParquetFiles:
+    """Parquet files, local or remote, a row group at a time."""
+
+    is_table = True
+
+    def __init__(
+        self,
+        builder: Any,
+        files: Sequence[Any],
+        row_groups: Sequence[Sequence[int] | None] | None,
+        columns: Sequence[str] | None,
+    ) -> None:
+        self.paths = [str(path) for path in files]
+        self.count = len(self.paths)
+        self._row_groups = row_groups or [None] * self.count
+        self._features = builder.info.features
+        wanted = builder.config.columns
+        self._columns = wanted if columns is None else [c for c in columns if wanted is None or c in wanted]
+        self._batch_rows = builder.config.batch_size
+        self._schema: pa.Schema | None = None
+        self._download = _download_config(builder)
+
+    def group_rows(self, file_index: int) -> Sequence[int]:
+        with self._open(file_index) as file:
+            return [file.metadata.row_group(group).num_rows for group in self._groups(file, file_index)]
+
+    def is_empty(self, file_index: int) -> bool:
+        return not sum(self.group_rows(file_index))
+
+    def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
+        with self._open(file_index) as file:
+            skip = first_row
+            for group in self._groups(file, file_index):
+                meta = file.metadata.row_group(group)
+                if meta.num_rows <= skip:  # row groups of 0 rows too, which the library's reader does not survive
+                    skip -= meta.num_rows
+                    continue
+                rows = self._batch_rows or max(1, _BATCH_BYTES * meta.num_rows // max(meta.total_byte_size, 1))
+                try:
+                    for batch in file.iter_batches(rows, row_groups=[group], columns=self._columns, use_threads=False):
+                        if len(batch) <= skip:
+                            skip -= len(batch)
+                            continue
+                        yield self._cast(pa.Table.from_batches([batch.slice(skip)]))
+                        skip = 0
+                except pa.ArrowInvalid as error:
+                    raise self._corrupt(file_index, error) from error
+
+    def _groups(self, file: pq.ParquetFile, file_index: int) -> Sequence[int]:
+        groups = self._row_groups[file_index]
+        return range(file.metadata.num_row_groups) if groups is None else groups
+
+    def _cast(self, table: pa.Table) -> pa.Table:
+        if self._features is None:
+            return table
+        if self._schema is None or self._schema.names != table.column_names:
+            known = [name for name in table.column_names if name in self._features]
+            if len(known) != table.num_columns:
+                return table
+            # Computed once: the library derives it anew at each call, which costs as much as reading a small table.
+            self._schema = Features({name: self._features[name] for name in known}).arrow_schema
+        return table if table.schema == self._schema else table_cast(table, self._schema)
+
+    def _open(self, file_index: int) -> pq.ParquetFile:
+        path = self.paths[file_index]
+        local = local_path(path)
+        try:
+            if local is not None and "::" not in path:
+                return pq.ParquetFile(local, pre_buffer=False, buffer_size=_READ_BYTES)
+            # Reads of a remote file are gathered, or each column of a row group is a round trip of its own.
+            stream = xopen(path, "rb", download_config=self._download)
+            return _ClosingParquetFile(stream, pre_buffer=True)
+        except pa.ArrowInvalid as error:
+            raise self._corrupt(file_index, error) from error
+
+    def _corrupt(self, file_index: int, error: Exception) -> CorruptDataError:
+        path = self.paths[file_index]
+        return CorruptDataError(
+            f"{path} is no intact Parquet file ({error}). Expected what the writer wrote. Write or download it again.",
+            path=path,
+        )
+
+
+class _ClosingParquetFile(pq.ParquetFile):
+    """A ParquetFile that closes the stream it was given."""
+
+    def __init__(self, stream: Any, **options: Any) -> None:
+        self._given_stream = stream
+        super().__init__(stream, **options)
+
+    def __exit__(self, *unused: Any) -> None:
+        super().__exit__(*unused)
+        self._given_stream.close()
+
+
+class _ArrowFiles:
+    """Local Arrow IPC files, streams included, through a memory map."""
+
+    is_table = True
+
+    def __init__(self, paths: list[str], cast: Callable[[pa.Table], pa.Table] | None) -> None:
+        self.paths = paths
+        self.count = len(paths)
+        self._cast = cast
+
+    def group_rows(self, file_index: int) -> Sequence[int]:
+        return [len(batch) for batch in self._batches(file_index)]
+
+    def is_empty(self, file_index: int) -> bool:
+        return not any(len(batch) for batch in self._batches(file_index))
+
+    def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
+        skip = first_row
+        for batch in self._batches(file_index):
+            if len(batch) <= skip:
+                skip -= len(batch)
+                continue
+            table = pa.Table.from_batches([batch.slice(skip)])
+            skip = 0
+            yield table if self._cast is None else self._cast(table)
+
+    def _batches(self, file_index: int) -> Iterator[pa.RecordBatch]:
+        path = self.paths[file_index]
+        with pa.memory_map(str(local_path(path))) as source:
+            try:
+                try:
+                    yield from pa.ipc.open_stream(source)
+                except pa.ArrowInvalid:  # not a stream, or a damaged one
+                    source.seek(0)
+                    reader = pa.ipc.open_file(source)
+                    for index in range(reader.num_record_batches):
+                        yield reader.get_batch(index)
+            except pa.ArrowInvalid as error:
+                raise CorruptDataError(
+                    f"{path} is no intact Arrow file ({error}). Expected what the writer wrote. Write it again.",
+                    path=path,
+                ) from error
+
+
+class _DatasetShards:
+    """Shards of a map-style dataset (``Dataset.to_iterable_dataset``)."""
+
+    paths = None
+    is_table = True
+
+    def __init__(self, shards: Sequence[Dataset], batch_rows: int, columns: Sequence[str] | None) -> None:
+        self.count = len(shards)
+        self.shards = shards
+        self._formatted = [
+            shard.with_format("arrow", columns=None if columns is None else list(columns)) for shard in shards
+        ]
+        self._batch_rows = batch_rows
+
+    def group_rows(self, file_index: int) -> Sequence[int]:
+        # As groups of the size in which tables are read, so that cutting them costs nothing.
+        rows, size = len(self.shards[file_index]), self._batch_rows
+        return [min(size, rows - start) for start in range(0, rows, size)]
+
+    def is_empty(self, file_index: int) -> bool:
+        return not len(self.shards[file_index])
+
+    def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
+        shard, start = self._formatted[file_index], first_row
+        while start < len(shard):
+            stop = min(start - start % self._batch_rows + self._batch_rows, len(shard))
+            yield shard[start:stop]
+            start = stop
+
+
+class _Generated:
+    """Whatever the library generates from lists of files: CSV, JSON, text, image folders, generators."""
+
+    def __init__(
+        self, generate: Callable[..., Iterator[tuple[Any, Any]]], kwargs: dict[str, Any], is_table: bool
+    ) -> None:
+        self._generate = generate
+        self._parts = _split_gen_kwargs(kwargs, max_num_jobs=_number_of_shards_in_gen_kwargs(kwargs))
+        self.count = len(self._parts)
+        self.is_table = is_table
+        self.paths = _paths_in(kwargs, self.count)
+        self._download = _download_config(getattr(generate, "__self__", None))
+
+    def group_rows(self, file_index: int) -> None:
+        return None
+
+    def is_empty(self, file_index: int) -> bool:
+        if self.paths is None:
+            return False
+        path = self.paths[file_index]
+        local = local_path(path)
+        if local is not None:
+            return os.path.isfile(local) and os.path.getsize(local) == 0
+        return xgetsize(path, download_config=self._download) == 0
+
+    def read(self, file_index: int, first_row: int) -> Iterator[Any]:
+        if self._is_empty_local_file(file_index):
+            return  # the readers of CSV and JSON fail on them
+        skip = first_row
+        for _, item in self._generate(**self._parts[file_index]):
+            if not self.is_table:
+                if skip:
+                    skip -= 1
+                    continue
+                yield item
+            elif len(item) <= skip:
+                skip -= len(item)
+            else:
+                yield item.slice(skip)
+                skip = 0
+
+    def _is_empty_local_file(self, file_index: int) -> bool:
+        local = None if self.paths is None else local_path(self.paths[file_index])
+        return local is not None and os.path.isfile(local) and os.path.getsize(local) == 0
+
+
+def file_sizes(leaf: Any, paths: Sequence[str]) -> list[int]:
+    """Bytes of the files of a leaf of a dataset's tree, local or remote.
+
+    Raises:
+      SourceError: a file is missing; it names the file.
+    """
+    make = getattr(leaf, "generate_tables_fn", None) or leaf.generate_examples_fn
+    download = _download_config(getattr(make, "__self__", None))
+
+    def size_of(path: str) -> int:
+        try:
+            return xgetsize(local_path(path) or path, download_config=download)
+        except FileNotFoundError:
+            raise SourceError(
+                f"the file {path} of the dataset is missing. Expected every file that the dataset was made from. "
+                "Restore "
+                "it, or make the dataset again from the files that are there."
+            ) from None
+
+    return file_paths.in_threads(size_of, paths)  # remote sizes are a round trip each
+
+
+def _download_config(builder: Any) -> DownloadConfig:
+    """What the library opens the files of a builder with: the token of a private repository, for one."""
+    return DownloadConfig(
+        storage_options=getattr(builder, "storage_options", None) or {}, token=getattr(builder, "token", None)
+    )
+
+
+def _paths_in(kwargs: dict[str, Any], count: int) -> list[str] | None:
+    """The file names among the arguments of a generator."""
+    for name in ("base_files", "files", "original_files", *kwargs):
+        value = kwargs.get(name)
+        if (
+            isinstance(value, list)
+            and len(value) == count
+            and all(isinstance(item, str | os.PathLike) for item in value)
+        ):
+            return [str(item) for item in value]
+    return None

@@ -1,0 +1,333 @@
+"""Lanes of a streaming Hugging Face dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow as pa
+from datasets import Features, IterableDataset
+from datasets.table import cast_table_to_features
+
+from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.ownership import own
+from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.sources.huggingface.arrow import table_rows
+from meshfeed._src.sources.huggingface.cut import walk
+from meshfeed._src.sources.huggingface.values import record_to_numpy
+
+_BLOCK_BYTES = 4 << 20
+
+
+class _Lane:
+    """What both kinds of lanes share: the error that ended it, and the checks of a state."""
+
+    def __init__(self, lane_index: int, epoch: int, units: Sequence[str]) -> None:
+        self._lane_index = lane_index
+        self._about = {"epoch": epoch, "cut": list(units)}
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Any:
+        return self
+
+    def _check(self, state: Any) -> None:
+        for field, current in self._about.items():
+            if state.get(field) != current:
+                raise StateMismatchError(
+                    f"lanes.{self._lane_index}.{field}",
+                    state.get(field),
+                    current,
+                    "Open the lane of the epoch that the state was saved in, over the same files.",
+                )
+
+    def _fail(self, error: BaseException) -> BaseException:
+        # The library's iterators skip or end silently when they are called again after an error.
+        self._error = error
+        return error
+
+
+class TableLane(_Lane):
+    """A lane whose dataset gives Arrow tables: no row becomes a Python object.
+
+    Args:
+      tree: the lane's part of the dataset's tree.
+      columns: the columns of a record; None for all.
+      features: features of the dataset, where they are known.
+      lane_index: which lane, for errors.
+      epoch: of the feed.
+      units: how its files were cut, for the state.
+    """
+
+    fresh_arrays = True  # views of tables that were read from files, copies of others
+
+    def __init__(
+        self,
+        tree: Any,
+        columns: Sequence[str] | None,
+        features: Features | None,
+        lane_index: int,
+        epoch: int,
+        units: Sequence[str],
+    ) -> None:
+        super().__init__(lane_index, epoch, units)
+        self._tree = tree
+        self._foreign = any(_makes_tables(node) for node in walk(tree))
+        self._columns = columns
+        self._features = features
+        self._typed_as: tuple[Features, pa.Schema] | None = None
+        tree._init_state_dict()
+        self._tables: Iterator[tuple[Any, pa.Table]] = iter(tree.iter_arrow())
+        self._table: pa.Table | None = None
+        self._before: Any = tree.state_dict()  # state of the tree before `_table`
+        self._row = 0  # of `_table`: the next one
+        self._block: Any = None  # arrays of rows [_block_start, _block_stop) of the table
+        self._block_start = self._block_stop = 0
+
+    def __next__(self) -> dict[str, PyTree]:
+        row = self._ready() - self._block_start
+        self._row += 1
+        return {
+            name: value[row] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[row], value)
+            for name, value in self._block.items()
+        }
+
+    def next_batch(self, num_records: int) -> dict[str, PyTree]:
+        """Up to ``num_records`` records as arrays ``[n, ...]``, n at least 1.
+
+        Raises:
+          StopIteration: at the end.
+          SourceError: a null, text, or ragged lists.
+        """
+        parts, size = [], 0
+        while size < num_records:
+            try:
+                start = self._ready() - self._block_start
+            except (StopIteration, Exception):
+                if parts:  # what was read before an error is given first; the error comes again
+                    break
+                raise
+            count = min(num_records - size, self._block_stop - self._row)
+            part = _rows_of(self._block, start, start + count)
+            if self._foreign:
+                part = jax.tree.map(own, part)
+            if parts and not _alike(parts[0], part):
+                break
+            parts.append(part)
+            self._row += count
+            size += count
+        return parts[0] if len(parts) == 1 else _concatenate(parts)
+
+    def get_state(self) -> JsonValue:
+        """State after the last record given."""
+        return {**self._about, "before": self._before, "row": self._row}
+
+    def set_state(self, state: JsonValue) -> None:
+        """Goes on after the record at which ``state`` was taken.
+
+        Raises:
+          StateMismatchError: it is of another epoch, or the files were cut otherwise.
+        """
+        self._check(state)
+        self.close()
+        self._tree._init_state_dict()
+        self._tree.load_state_dict(state["before"])
+        self._tables = iter(self._tree.iter_arrow())
+        self._before, self._row = state["before"], state["row"]
+        self._error = None
+
+    def close(self) -> None:
+        """Closes the files."""
+        close = getattr(self._tables, "close", None)
+        if close is not None:
+            close()
+        self._tables = iter(())
+        self._table = self._block = None
+        self._block_start = self._block_stop = 0
+
+    def _ready(self) -> int:
+        """The next row of the table, with its block decoded."""
+        if self._block_start <= self._row < self._block_stop:
+            return self._row
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        try:
+            while self._table is None or self._row >= len(self._table):
+                self._next_table()
+            self._decode_block()
+        except StopIteration:
+            raise
+        except SourceError as error:
+            error.lane_index = self._lane_index
+            raise self._fail(error) from None
+        except Exception as error:
+            raise self._fail(error) from None
+        return self._row
+
+    def _next_table(self) -> None:
+        fresh = self._table is None  # the first, or the one that a state points into
+        before = self._before if fresh else self._tree.state_dict()
+        try:
+            _, table = next(self._tables)
+        except StopIteration:
+            if not fresh:
+                self._before, self._row, self._table = before, 0, None
+                self._block_start = self._block_stop = 0
+            raise
+        if not fresh:
+            self._row = 0
+        self._before, self._table = before, self._typed(table)
+        self._block_start = self._block_stop = 0
+
+    def _typed(self, table: pa.Table) -> pa.Table:
+        if self._columns is not None:
+            missing = [name for name in self._columns if name not in table.column_names]
+            if missing:
+                raise SourceError(
+                    f"a record of lane {self._lane_index} has no column {missing[0]!r}; it has {table.column_names}. "
+                    f"Expected the columns {list(self._columns)}. Correct columns=, or the map() that makes records.",
+                    lane_index=self._lane_index,
+                )
+            table = table.select(list(self._columns))
+        if self._features is None:
+            return table
+        if self._typed_as is None or self._typed_as[1].names != table.column_names:
+            features = Features({name: self._features[name] for name in table.column_names if name in self._features})
+            self._typed_as = features, features.arrow_schema
+        features, schema = self._typed_as
+        if len(features) != table.num_columns or table.schema == schema:
+            return table
+        return cast_table_to_features(table, features)
+
+    def _decode_block(self) -> None:
+        assert self._table is not None
+        rows = max(1, _BLOCK_BYTES * len(self._table) // max(self._table.nbytes, 1))
+        stop = min(self._row + rows, len(self._table))
+        try:
+            block = table_rows(self._table, self._row, stop)
+        except SourceError:
+            # The rows before the bad one are good: give them first.
+            stop = self._row + 1
+            block = table_rows(self._table, self._row, stop)
+        self._block, self._block_start, self._block_stop = block, self._row, stop
+
+
+class ExampleLane(_Lane):
+    """A lane whose dataset runs Python functions on rows (``map``, ``filter``), or decodes images and audio.
+
+    Args:
+      dataset: the lane's part of the dataset; nobody else iterates it.
+      columns: the columns of a record; None for all.
+      lane_index: which lane, for errors.
+      epoch: of the feed.
+      units: how its files were cut, for the state.
+    """
+
+    def __init__(
+        self, dataset: IterableDataset, columns: Sequence[str] | None, lane_index: int, epoch: int, units: Sequence[str]
+    ) -> None:
+        super().__init__(lane_index, epoch, units)
+        self._dataset = dataset
+        self._columns = columns
+        self._dtypes = _dtypes_of(dataset.features)
+        self._examples: Iterator[dict[str, Any]] = iter(dataset)
+        self._restored: Any = dataset.state_dict()  # until the first record, when the dataset's own is right
+
+    def __next__(self) -> dict[str, PyTree]:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        try:
+            example = next(self._examples)
+            self._restored = None
+            return record_to_numpy(example, self._columns, dtypes=self._dtypes, lane_index=self._lane_index)
+        except StopIteration:
+            raise
+        except Exception as error:
+            raise self._fail(error) from None
+
+    def get_state(self) -> JsonValue:
+        """State after the last record given."""
+        return {**self._about, "dataset": self._restored or self._dataset.state_dict()}
+
+    def set_state(self, state: JsonValue) -> None:
+        """Goes on after the record at which ``state`` was taken.
+
+        Raises:
+          StateMismatchError: it is of another epoch, or the files were cut otherwise.
+        """
+        self._check(state)
+        self.close()
+        self._dataset.load_state_dict(state["dataset"])
+        self._examples = iter(self._dataset)
+        self._restored = state["dataset"]
+        self._error = None
+
+    def close(self) -> None:
+        """Closes the files."""
+        close = getattr(self._examples, "close", None)
+        if close is not None:
+            close()
+        self._examples = iter(())
+
+
+class ReplayedLane:
+    """A lane without a state, for nodes of the library whose state is not exact; it is resumed by reading again."""
+
+    def __init__(self, lane: TableLane | ExampleLane) -> None:
+        self._lane = lane
+
+    def __iter__(self) -> ReplayedLane:
+        return self
+
+    def __next__(self) -> dict[str, PyTree]:
+        return next(self._lane)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._lane.close()
+
+
+def _makes_tables(node: Any) -> bool:
+    """Whether a node gives tables in memory that the user may have: those of a function, or of a dataset in memory."""
+    files = getattr(node, "files", None)
+    return getattr(node, "function", None) is not None or (files is not None and files.paths is None)
+
+
+def _rows_of(block: dict[str, PyTree], start: int, stop: int) -> dict[str, PyTree]:
+    # Almost all columns are arrays, and walking a tree costs more than slicing one.
+    return {
+        name: value[start:stop] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[start:stop], value)
+        for name, value in block.items()
+    }
+
+
+def _concatenate(parts: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
+    return {
+        name: np.concatenate([part[name] for part in parts])
+        if isinstance(value, np.ndarray)
+        else jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part[name] for part in parts))
+        for name, value in parts[0].items()
+    }
+
+
+def _alike(first: PyTree, second: PyTree) -> bool:
+    a, b = jax.tree.leaves(first), jax.tree.leaves(second)
+    return len(a) == len(b) and all(
+        x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
+    )
+
+
+def _dtypes_of(features: Features | None) -> dict[str, np.dtype]:
+    """Numpy dtypes of the columns of numbers and of lists of numbers."""
+    found = {}
+    for name, feature in (features or {}).items():
+        inner = feature
+        while not isinstance(inner, dict | list) and getattr(inner, "feature", None) is not None:
+            inner = inner.feature
+        arrow_type = getattr(inner, "pa_type", None)
+        if arrow_type is None or not isinstance(inner, object) or type(inner).__name__ not in ("Value", "ClassLabel"):
+            continue
+        if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) or pa.types.is_boolean(arrow_type):
+            found[name] = np.dtype(arrow_type.to_pandas_dtype())
+    return found

@@ -1,0 +1,94 @@
+"""Hugging Face datasets, map-style and streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.sources.files.formats import reader_hint
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.huggingface.stream import HuggingFaceStream
+    from meshfeed._src.sources.huggingface.table import HuggingFaceRows, HuggingFaceTable
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def HuggingFace(  # reads as the class of a source, and is one of two
+    dataset: Any, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
+) -> HuggingFaceTable | HuggingFaceRows | HuggingFaceStream:
+    """A Hugging Face dataset as a source.
+
+    A map-style ``datasets.Dataset`` is read at random: exact on any number of hosts, shuffled by the feed. A streaming
+    ``datasets.IterableDataset`` is cut into lanes below ``map``, by files, then row groups, then row ranges.
+
+    Args:
+      dataset: a ``datasets.Dataset`` or ``datasets.IterableDataset`` of one split.
+      columns: names of the columns that make a record; all of them if None.
+      shuffle_buffer: streams only: records, over all lanes, among which records are shuffled with the feed's seed. Each
+        lane shuffles windows of ``shuffle_buffer // num_lanes`` records (of 2 at least), and the order of its files. 0:
+        as stored.
+
+    Returns:
+      A random-access source for a map-style dataset, a stream for a streaming one.
+
+    Raises:
+      SettingsError: a wrong ``columns`` or ``shuffle_buffer``.
+      SourceError: no dataset, an empty one, text among its columns, or a stream that cannot be continued exactly.
+    """
+    import datasets
+
+    if isinstance(columns, str) or (columns is not None and not all(isinstance(name, str) for name in columns)):
+        raise SettingsError(
+            f"columns is {columns!r}; expected a list of column names, or None for all.", setting="columns"
+        )
+    if columns is not None and not list(columns):
+        raise SettingsError("columns is empty; expected at least one name, or None for all.", setting="columns")
+    if isinstance(shuffle_buffer, bool) or not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
+        raise SettingsError(
+            f"shuffle_buffer is {shuffle_buffer!r}; expected a number of records, 0 for none.", setting="shuffle_buffer"
+        )
+    if isinstance(dataset, dict):  # DatasetDict, IterableDatasetDict
+        raise SourceError(
+            f"HuggingFace got a dict of splits, {sorted(dataset)}. Expected one: pass dataset[{sorted(dataset)[0]!r}]."
+            if dataset
+            else "HuggingFace got an empty dict of splits. Expected one split."
+        )
+    if isinstance(dataset, datasets.Dataset):
+        if shuffle_buffer:
+            raise SettingsError(
+                f"shuffle_buffer={shuffle_buffer} is for streams, and this dataset is read at random. Use the feed's "
+                "shuffle=True, which shuffles all of it.",
+                setting="shuffle_buffer",
+            )
+        return _open_table(dataset, columns)
+    if isinstance(dataset, datasets.IterableDataset):
+        from meshfeed._src.sources.huggingface.stream import HuggingFaceStream
+
+        return HuggingFaceStream(dataset, columns, shuffle_buffer)
+    raise SourceError(
+        f"HuggingFace got a {type(dataset).__name__}. Expected a datasets.Dataset or datasets.IterableDataset, such as "
+        f"load_dataset(name, split='train').{reader_hint(dataset)}"
+    )
+
+
+def _open_table(dataset: Any, columns: Sequence[str] | None) -> HuggingFaceTable | HuggingFaceRows:
+    from meshfeed._src.sources.huggingface.table import HuggingFaceRows, HuggingFaceTable
+
+    if not len(dataset):
+        raise SourceError(f"the dataset has 0 records (columns {dataset.column_names}). Expected at least one.")
+    if dataset._format_type == "custom":
+        return HuggingFaceRows(dataset, columns)
+    stored = list(dataset.column_names)
+    if columns is None:
+        chosen = dataset._format_columns
+        names = stored if chosen is None or dataset._output_all_columns else [name for name in stored if name in chosen]
+    else:
+        missing = [name for name in columns if name not in stored]
+        if missing:
+            raise SettingsError(f"unknown columns {missing}; the dataset has {stored}.", setting="columns")
+        names = list(columns)
+    return HuggingFaceTable(dataset, names)

@@ -1,0 +1,227 @@
+"""Map-style Hugging Face datasets as random-access sources."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from datasets import Dataset
+from datasets.features.features import require_decoding
+
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.sources.huggingface.arrow import ColumnRows, usable_columns
+from meshfeed._src.sources.huggingface.identity import content_digest, function_name
+from meshfeed._src.sources.huggingface.values import record_to_numpy, value_to_numpy
+
+
+class HuggingFaceTable:
+    """Records of a ``datasets.Dataset``, read from its Arrow table a batch at a time.
+
+    Integers, floats and booleans keep the dtype of the column, also under ``with_format``; a ``dtype`` given to
+    ``with_format`` is applied. Image and audio columns are decoded by the library, row by row.
+
+    Args:
+      dataset: a map-style dataset without a transform.
+      columns: names of the columns that make a record.
+    """
+
+    decode = None
+    decode_batch = None
+    fresh_arrays = True  # or views of mapped files, which the library does not write again
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
+        self._dataset = dataset
+        self._columns = list(columns)
+        self._dtype = (dataset._format_kwargs or {}).get("dtype") if dataset._format_type == "numpy" else None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        dataset = self._dataset
+        features = dataset.features
+        self._decoded = [name for name in self._columns if require_decoding(features[name])]
+        table = dataset.data.table
+        usable = [*usable_columns(table.schema), *self._decoded]
+        advised = [name for name in self._columns if name in usable]
+        self._readers = {
+            name: ColumnRows(name, table.column(name).chunks, table.schema.field(name).type, advised)
+            for name in self._columns
+            if name not in self._decoded
+        }
+        # shuffle() and select() leave the table as it is and keep the chosen rows in a table of their own.
+        indices = dataset._indices
+        self._rows = None if indices is None else _RowMap(indices.table.column(0).chunks)
+        self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_dataset": self._dataset, "_columns": self._columns, "_dtype": self._dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()  # views of buffers do not travel
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({len(self):,} records)"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, record_id: Any) -> dict[str, PyTree]:
+        """Record ``record_id``: a dict of numpy scalars and arrays."""
+        row = operator.index(record_id)
+        batch = self.read_batch(np.asarray([row], np.int64))
+        return jax.tree.map(lambda leaf: leaf[0], batch)
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
+        """Several records, in the order asked for."""
+        batch = self.read_batch(np.asarray(record_ids, np.int64))
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(len(record_ids))]
+
+    def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
+        """Reads records already stacked.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+
+        Returns:
+          Column name → array ``[n, ...]``; a dict of arrays for struct columns. Rows that are neighbours in a mapped file are
+          views of it.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          SourceError: a null, ragged lists, or images of unequal shapes; with the column and the record.
+        """
+        ids = np.ascontiguousarray(record_ids, np.int64)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
+            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise IndexError(f"record id {worst} is out of range: the dataset has {len(self):,} records")
+        if not ids.size:
+            one = self.read_batch(np.zeros(1, np.int64))
+            return {name: jax.tree.map(lambda leaf: leaf[:0], part) for name, part in one.items()}
+        rows = ids if self._rows is None else self._rows.read(ids)
+        batch = {}
+        decoded = self._read_decoded(ids) if self._decoded else {}
+        for name in self._columns:
+            if name in decoded:
+                batch[name] = decoded[name]
+                continue
+            try:
+                part = self._readers[name].read(rows)
+            except SourceError as error:
+                raise _in_ids_of_the_dataset(error, rows, ids) from None
+            batch[name] = part if self._dtype is None else jax.tree.map(lambda leaf: leaf.astype(self._dtype), part)
+        return batch
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: number of records, columns and their types, and a digest of 4 records spread over the dataset."""
+        return {
+            "kind": "huggingface",
+            "records": len(self),
+            "columns": {name: repr(self._dataset.features[name]) for name in self._columns},
+            "content": content_digest(self._dataset, self._columns),
+        }
+
+    def _read_decoded(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        assert self._decoder is not None
+        records = self._decoder.__getitems__(ids.tolist())
+        return {
+            name: _stack(name, [value_to_numpy(record[name], name, self._columns) for record in records], ids)
+            for name in self._decoded
+        }
+
+
+class HuggingFaceRows:
+    """Records of a ``datasets.Dataset`` that has a transform (``with_transform``): read through the transform.
+
+    Args:
+      dataset: a map-style dataset.
+      columns: names of the keys of the transform's output that make a record; None for all.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str] | None) -> None:
+        self._dataset = dataset
+        self._columns = None if columns is None else list(columns)
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({len(self):,} records)"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, record_id: Any) -> dict[str, PyTree]:
+        """Record ``record_id``: a dict of numpy values."""
+        row = operator.index(record_id)
+        if not 0 <= row < len(self):
+            raise IndexError(f"record id {row} is out of range: the dataset has {len(self):,} records")
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
+        """Several records, in the order asked for.
+
+        Raises:
+          SourceError: text, a null or ragged lists in a column.
+        """
+        ids = [int(record_id) for record_id in record_ids]
+        records = self._dataset.__getitems__(ids)
+        return [
+            record_to_numpy(record, self._columns, record_id=record_id)
+            for record, record_id in zip(records, ids, strict=True)
+        ]
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: as of a dataset without a transform, and the transform's name."""
+        transform = (self._dataset._format_kwargs or {}).get("transform")
+        stored = list(self._dataset.column_names)
+        return {
+            "kind": "huggingface",
+            "records": len(self),
+            "columns": self._columns,
+            "features": {name: repr(self._dataset.features[name]) for name in stored},
+            "transform": function_name(transform),
+            "content": content_digest(self._dataset, stored),
+        }
+
+
+class _RowMap:
+    """Record id → row of the table, for datasets that were shuffled, sorted or selected from."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self._parts = [chunk.to_numpy(zero_copy_only=True) for chunk in chunks]  # views of a memory map
+        self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        if len(self._parts) == 1:
+            return self._parts[0][ids].astype(np.int64)
+        which = np.searchsorted(self._starts, ids, side="right") - 1
+        rows = np.empty(len(ids), np.int64)
+        for part_index in np.unique(which).tolist():
+            mine = which == part_index
+            rows[mine] = self._parts[part_index][ids[mine] - self._starts[part_index]]
+        return rows
+
+
+def _in_ids_of_the_dataset(error: SourceError, rows: np.ndarray, ids: np.ndarray) -> SourceError:
+    """The error with the dataset's record id where it names a row of the underlying table."""
+    if error.record_id is None or rows is ids:
+        return error
+    record_id = int(ids[np.flatnonzero(rows == error.record_id)[0]])
+    text = str(error).replace(f"record {error.record_id:,}", f"record {record_id:,}", 1)
+    return SourceError(text, record_id=record_id)
+
+
+def _stack(name: str, values: list[Any], ids: np.ndarray) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _stack(f"{name}.{key}", [value[key] for value in values], ids) for key in first}
+    for value, record_id in zip(values, ids, strict=True):
+        if value.shape != first.shape or value.dtype != first.dtype:
+            raise SourceError(
+                f"ragged rows: column {name!r} decodes to {value.dtype} of shape {value.shape} in record "
+                f"{int(record_id):,}, and to {first.dtype} of shape {first.shape} in record {int(ids[0]):,}. "
+                "Expected one shape. Resize or cut them with with_transform() or map().",
+                record_id=int(record_id),
+            )
+    return np.stack(values)

@@ -1,0 +1,172 @@
+"""Records that are rows of arrays in memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree
+from meshfeed._src.reading.host_batch import is_ragged
+from meshfeed._src.sources.files.formats import reader_hint
+
+_PROBES = 4
+
+
+@public("meshfeed.sources")
+class Memory:
+    """Records that are rows of equally long arrays: record i is row i of every leaf.
+
+    Args:
+      arrays: pytree of numpy arrays ``[records, ...]``; memory-mapped ones are read row by row. They are not copied,
+        so they must not be changed while a feed reads them.
+
+    Raises:
+      SourceError: no leaf, no record, leaves of unequal length, or a leaf without rows or of a dtype that no device
+        holds; it names the leaf's path.
+    """
+
+    decode = None
+    decode_batch = None
+    reads_columns = True
+    fresh_arrays = True
+
+    @hides_own_frames
+    def __init__(self, arrays: PyTree) -> None:
+        with_paths, self._treedef = jax.tree_util.tree_flatten_with_path(arrays)
+        self._paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
+        self._arrays = [_check_leaf(path, leaf) for path, (_, leaf) in zip(self._paths, with_paths, strict=True)]
+        if not self._arrays:
+            raise SourceError(
+                "Memory got a pytree without arrays. Expected at least one numpy array [records, ...], "
+                'such as {"tokens": array}.'
+            )
+        lengths = {path: len(array) for path, array in zip(self._paths, self._arrays, strict=True)}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{path or 'the array'} has {length:,}" for path, length in lengths.items())
+            raise SourceError(
+                f"Memory's arrays differ in length: {listed}. Expected the same number of rows in every leaf, since "
+                "record i is row i of all of them. Cut or fill the arrays to one length."
+            )
+        self._length = len(self._arrays[0])
+        if not self._length:
+            where = f"leaf {self._paths[0]}" if self._paths[0] else "the array"
+            raise SourceError(
+                f"Memory got 0 records: {where} has shape {self._arrays[0].shape}. Expected at least one row."
+            )
+
+    def __repr__(self) -> str:
+        return f"Memory({len(self):,} records)"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, record_id: Any) -> PyTree:
+        """Record ``record_id``: each leaf without its first dimension, as views of the arrays."""
+        row = operator.index(record_id)
+        if not 0 <= row < self._length:
+            raise IndexError(f"record id {row} is out of range: the source has {self._length:,} records")
+        return self._treedef.unflatten([array[row] for array in self._arrays])
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[PyTree]:
+        """Several records, in the order asked for."""
+        return [self[record_id] for record_id in record_ids]
+
+    def element_shapes(self) -> PyTree:
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
+        return self._treedef.unflatten(
+            [jax.ShapeDtypeStruct(array.shape[1:], _native(array.dtype)) for array in self._arrays]
+        )
+
+    def read_batch(self, record_ids: np.ndarray | Sequence[int], columns: ColumnSlices | None = None) -> PyTree:
+        """Reads records already stacked.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+          columns: slices of the dimensions after the first for some leaves, by leaf path; others are read whole.
+
+        Returns:
+          Pytree of arrays ``[n, ...]`` in fresh 64-byte-aligned buffers.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+        """
+        ids = np.ascontiguousarray(record_ids, np.int64)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._length:
+            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise IndexError(f"record id {worst} is out of range: the source has {self._length:,} records")
+        run = _as_run(ids)
+        leaves = []
+        for path, array in zip(self._paths, self._arrays, strict=True):
+            slices = columns.get(path) if columns else None
+            leaves.append(_read_rows(array if not slices else array[(slice(None), *slices)], ids, run))
+        return self._treedef.unflatten(leaves)
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: number of records, leaves, and a digest of 4 records spread over the source."""
+        digest = xxhash.xxh3_64()
+        for row in np.linspace(0, self._length - 1, min(_PROBES, self._length)).astype(np.int64).tolist():
+            for array in self._arrays:
+                digest.update(np.ascontiguousarray(array[row : row + 1], _native(array.dtype)).tobytes())
+        return {
+            "kind": "memory",
+            "records": self._length,
+            "leaves": [
+                [path, _native(array.dtype).name, list(array.shape[1:])]
+                for path, array in zip(self._paths, self._arrays, strict=True)
+            ],
+            "content": digest.hexdigest(),
+        }
+
+
+def _check_leaf(path: str, leaf: Any) -> np.ndarray:
+    """``leaf`` as a plain ndarray view, if its rows can become rows of a device array."""
+    where = f"Memory's leaf {path}" if path else "Memory's array"
+    if not isinstance(leaf, np.ndarray) and not hasattr(leaf, "__array__"):
+        raise SourceError(
+            f"{where} is a {type(leaf).__name__}. Expected a numpy array [records, ...]."
+            f"{reader_hint(leaf) or ' Convert it with numpy.asarray.'}"
+        )
+    array = np.asarray(leaf)  # a memmap becomes a plain view, which indexes faster
+    if array.ndim == 0:
+        raise SourceError(f"{where} has shape () and so no rows. Expected an array [records, ...].")
+    dtype = array.dtype
+    if is_ragged(array):
+        raise SourceError(f"ragged rows: {where} holds lists of unequal lengths. Pad or cut them to one length first.")
+    if dtype.kind in "OUSMm" or dtype.names is not None or dtype.type in (np.void, np.longdouble, np.clongdouble):
+        raise SourceError(
+            f"{where} has dtype {dtype} and shape {array.shape}, which no device holds. Expected numbers or booleans. "
+            "Turn text into token ids, and ragged rows into padded ones, first."
+        )
+    return array
+
+
+def _native(dtype: np.dtype) -> np.dtype:
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def _as_run(ids: np.ndarray) -> slice | None:
+    """The slice that ``ids`` are, when they are consecutive and ascending."""
+    if ids.size and int(ids[-1]) - int(ids[0]) == ids.size - 1 and (ids.size == 1 or bool(np.all(np.diff(ids) == 1))):
+        return slice(int(ids[0]), int(ids[-1]) + 1)
+    return None
+
+
+def _read_rows(array: np.ndarray, ids: np.ndarray, run: slice | None) -> np.ndarray:
+    out = memory.empty((len(ids), *array.shape[1:]), _native(array.dtype))
+    if run is not None:
+        np.copyto(out, array[run])
+    elif array.flags.c_contiguous and array.dtype.isnative:
+        # "clip" writes straight into `out`, "raise" through a second buffer; the ids were checked before.
+        np.take(array, ids, axis=0, out=out, mode="clip")
+    else:  # take would first copy the whole array
+        np.copyto(out, array[ids])
+    return out

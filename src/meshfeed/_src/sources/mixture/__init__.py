@@ -1,0 +1,1 @@
+"""Mixtures of sources. Read first: ``source.py``."""

@@ -1,0 +1,115 @@
+"""Records of several components in one batch: the same structure everywhere, each in its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.reading.host_batch import spec_of_batch
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.state.state import digest_of
+
+Part = tuple[str, np.ndarray[Any, Any], PyTree]
+"""Component, the rows of the batch that are its own (int64[k], rising), and its records, pytree of ``[k, ...]``."""
+
+
+def compact_identity(source: Any) -> JsonValue:
+    """A source's identity with everything long as a digest: a state holds one for each component."""
+
+    def short(value: Any) -> Any:
+        small = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= 16)
+        return value if small else digest_of(value)[:8]
+
+    return {key: short(value) for key, value in source_identity(source).items()}
+
+
+def check_shapes(shapes: Mapping[str, PyTree]) -> None:
+    """Compares components before anything is read.
+
+    Args:
+      shapes: component → pytree of ``jax.ShapeDtypeStruct`` of one record.
+
+    Raises:
+      SourceError: components whose records differ in structure, shape or dtype; names both and the leaf.
+    """
+    (first, wanted), *others = shapes.items()
+    for name, found in others:
+        if jax.tree.flatten(found) != jax.tree.flatten(wanted):  # nodes of the user's own may not compare
+            raise SourceError(_difference(name, _no_rows(found), first, _no_rows(wanted)))
+
+
+def _no_rows(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), shapes)
+
+
+class Joiner:
+    """Joins parts of components into batches; remembers the first component's structure, which all must have."""
+
+    def __init__(self) -> None:
+        self._wanted: Any = None
+        self._first: tuple[str, PyTree] | None = None
+
+    def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
+        """One batch ``[num_rows, ...]`` of parts that together hold each row once.
+
+        Args:
+          parts: at least one.
+          num_rows: rows of the batch.
+          whole: leaves hold all columns; parts of columns are compared with each other only.
+
+        Raises:
+          SourceError: components whose records differ in structure, shape or dtype; names both and the leaf.
+        """
+        wanted, first = (self._wanted, self._first) if whole else (None, None)
+        flat = []
+        for name, rows, tree in parts:
+            leaves, treedef = jax.tree.flatten(tree)
+            leaves = [np.asarray(leaf) for leaf in leaves]
+            # compared without paths, which take longer to find than small parts to read
+            structure = treedef, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves]
+            if structure != wanted or any(leaf.shape[:1] != (len(rows),) for leaf in leaves):
+                spec_of_batch(tree, len(rows), what=f"component {name!r}")  # raises where it is no batch of these rows
+                if first is not None:
+                    raise SourceError(_difference(name, tree, *first))
+                wanted, first = structure, (name, jax.tree.map(lambda leaf: np.array(leaf[:0]), tree))
+            flat.append((rows, leaves, treedef))
+        if whole:
+            self._wanted, self._first = wanted, first
+        if len(parts) == 1 and len(parts[0][1]) == num_rows:
+            return parts[0][2]
+        outputs = [memory.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in flat[0][1]]
+        for rows, leaves, _ in flat:
+            for output, leaf in zip(outputs, leaves, strict=True):
+                output[rows] = leaf
+        return flat[0][2].unflatten(outputs)
+
+
+def _difference(name: str, tree: PyTree, other: str, other_tree: PyTree) -> str:
+    found, wanted = (
+        spec_of_batch(batch, jax.tree.leaves(batch)[0].shape[0], what="a component") for batch in (tree, other_tree)
+    )
+    remedy = (
+        "Records of a mixture must be alike: rename, pad or cast them in the component's decode (nothing is promoted "
+        "silently)."
+    )
+    if name == other:
+        who = f"records of component {name!r} differ from its first"
+    else:
+        who = f"components {name!r} and {other!r} have unlike records"
+    here, there = ({leaf.path: leaf for leaf in spec.leaves} for spec in (found, wanted))
+    only_here, only_there = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+    if only_here or only_there:
+        return (
+            f"{who}: {name!r} has the leaves {', '.join(map(repr, here))}, {other!r} has "
+            f"{', '.join(map(repr, there))}. {remedy}"
+        )
+    for path, leaf in here.items():
+        if leaf != there[path]:
+            return f"{who}: {leaf.describe()} in {name!r}, {there[path].describe()} in {other!r}. {remedy}"
+    return f"{who}: {found.treedef} in {name!r}, {wanted.treedef} in {other!r}. {remedy}"

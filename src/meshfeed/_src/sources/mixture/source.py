@@ -1,0 +1,239 @@
+"""Several sources as one, in shares that hold exactly in every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
+from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order.mixture import MixtureOrder, group_by, join_ids, split_ids
+from meshfeed._src.order.stages import Stage, StagedWeights, block_counts, check_all_named, parse_weights
+from meshfeed._src.reading.records import file_of, read_records, wants_rng
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.mixture.lanes import StreamMixture
+from meshfeed._src.sources.mixture.parts import Joiner, check_shapes, compact_identity
+from meshfeed._src.sources.recognize import as_source
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def Mixture(
+    components: Mapping[str, Any],
+    weights: Any,
+    block: int = 2048,
+    *,
+    on_end: str = "repeat",
+    shuffle: bool | int = False,
+) -> RandomMixture | StreamMixture:
+    """Several sources as one stream, by weight.
+
+    Every block of ``block`` records holds the same number of records of each component (the weights' shares by largest
+    remainder), in an order of its own. Each component keeps its own order and its own epochs: one that is drawn from
+    twice as fast begins its second epoch when another ends its first. What is read at step k follows from k alone.
+
+    Weights may change at steps that are written down: ``[(0, {"web": 3, "code": 1}), (5000, {"web": 1})]``. A state can
+    be continued as long as the stages that have begun are the same; later ones may be changed, and components added at
+    the end of the dict.
+
+    If every component is read at random, so is the mixture: a record's id is ``component << 48 | id``, components
+    numbered in the order of the dict. If one is a stream, all are read as lanes, each lane mixed by itself.
+
+    Args:
+      components: name → source (or what the feed takes as one). All give records of one structure.
+      weights: name → weight, relative; or stages ``[(first_step, {name: weight}), ...]``. Every component is named, in
+        some stage; one that has weight 0 in a stage, or is not named there, is not read in it.
+      block: records in which the weights hold exactly; a weight smaller than ``1 / block`` of all is refused.
+      on_end: what a component does that has been read ``num_epochs`` times. ``"repeat"``: it is read again until every
+        component of the last stage has been read ``num_epochs`` times in full, which ends the mixture. ``"stop"``: it
+        ends the mixture.
+      shuffle: order of random-access components that are read as lanes, as the feed's own ``shuffle`` (which a stream
+        refuses). Not for mixtures that are read at random, which follow the feed's.
+
+    Raises:
+      SettingsError: weights, block, on_end or shuffle that cannot be.
+      SourceError: no component, or one that is no source of records.
+    """
+    if not isinstance(components, Mapping) or not components:
+        raise SourceError(
+            f"Mixture got {type(components).__name__} {components!r:.80}. Expected a dict of at least one source, "
+            'such as Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}).'
+        )
+    sources: dict[str, Any] = {}
+    for name, component in components.items():
+        if not isinstance(name, str) or not name:
+            raise SourceError(f"Mixture got a component named {name!r}. Expected a string that is not empty.")
+        source = as_source(component)
+        if isinstance(source, HostBatches | RandomMixture | StreamMixture):
+            kind = "batches of this host" if isinstance(source, HostBatches) else "a mixture itself"
+            remedy = "Pass records" if isinstance(source, HostBatches) else "Multiply its weights into the outer ones"
+            raise SourceError(f"component {name!r} is {kind}. Expected a source of records. {remedy}.")
+        sources[name] = source
+    names = list(sources)
+    stages = parse_weights(weights, names)
+    if isinstance(block, bool) or not isinstance(block, int | np.integer) or block < 1:
+        raise SettingsError(f"block={block!r}; it takes a number of records of at least 1.", setting="block")
+    for _, stage_weights in stages:
+        block_counts(stage_weights, names, int(block))  # raises where a weight is too small for the block
+    check_all_named(weights, names)
+    if on_end not in ("repeat", "stop"):
+        raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
+    if any(_is_stream(source) for source in sources.values()):
+        return StreamMixture(sources, stages, int(block), on_end, shuffle)
+    if shuffle is not False:
+        raise SettingsError(
+            f"shuffle={shuffle!r} of a Mixture is for mixtures with a stream among them. All components here are "
+            "read at random: pass shuffle= to the feed.",
+            setting="shuffle",
+        )
+    return RandomMixture(sources, stages, int(block), on_end)
+
+
+def _is_stream(source: Any) -> bool:
+    return hasattr(source, "open") and not hasattr(source, "__getitem__")
+
+
+class RandomMixture:
+    """A :func:`Mixture` of random-access sources; made by that function.
+
+    Reads group the ids by component; each component is read once a batch, in the caller's thread, so that 35 components
+    need no more threads or readers than one.
+    """
+
+    kind = "mixture"
+    fresh_arrays = True  # read_records copies what a component may write to again
+
+    def __init__(self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str) -> None:
+        self.components = dict(components)
+        self._names = tuple(components)
+        self._sources = tuple(components.values())
+        self._stages, self._block, self._on_end = stages, block, on_end
+        self._rng_components = [wants_rng(source) for source in self._sources]
+        self.wants_rng = any(self._rng_components)
+        self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
+        if self.reads_columns:  # the columns to read are worked out from the first component: a wider one would be cut
+            check_shapes({name: source.element_shapes() for name, source in components.items()})
+        self._joiner = Joiner()
+        self._identities: dict[str, JsonValue] | None = None
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(f'{name}: {len(source):,} records' for name, source in self.components.items())})"
+
+    def __len__(self) -> int:
+        """Records of all components together."""
+        return sum(len(source) for source in self._sources)
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """The record with the mixture's id ``component << 48 | id``, as views of a batch of one."""
+        batch = self.read_batch(np.array([record_id], np.int64))
+        return jax.tree.map(lambda leaf: leaf[0], batch)
+
+    @property
+    def first_record_id(self) -> int:
+        """A record id to learn the records' structure from: the first record of the first component in use."""
+        return int(join_ids(self._names.index(next(iter(self._stages[0][1]))), 0))
+
+    def make_order(
+        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+    ) -> MixtureOrder:
+        """The order of the mixture under a feed's settings."""
+        if self._identities is None:
+            self._identities = {name: compact_identity(source) for name, source in self.components.items()}
+        return MixtureOrder(
+            {name: len(source) for name, source in self.components.items()},
+            stages=[Stage(position_of_step(step), weights, step) for step, weights in self._stages],
+            block=self._block,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            on_end=self._on_end,
+            identities=self._identities,
+        )
+
+    def check_record_ids(self, record_ids: RecordIds) -> None:
+        """Raises SourceError for an id that names no component, or no record of it."""
+        numbers, ids = split_ids(np.asarray(record_ids, np.int64))
+        for mixture_id, number, record_id in zip(record_ids, numbers.tolist(), ids.tolist(), strict=True):
+            if not 0 <= number < len(self._sources):
+                raise SourceError(
+                    f"record id {mixture_id} names component {number}; this mixture has the components 0 to "
+                    f"{len(self._sources) - 1}, and ids are component << 48 | id.",
+                    record_id=int(mixture_id),
+                )
+            if record_id >= len(self._sources[number]):
+                raise SourceError(
+                    f"record id {mixture_id} names record {record_id} of component {self._names[number]!r}, which has "
+                    f"{len(self._sources[number])} records.",
+                    record_id=int(mixture_id),
+                )
+
+    def element_shapes(self) -> PyTree:
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first component; for mixtures of columns."""
+        return self._sources[0].element_shapes()
+
+    def read_batch(
+        self,
+        record_ids: RecordIds | Sequence[int],
+        columns: ColumnSlices | None = None,
+        rngs: Rngs | None = None,
+    ) -> PyTree:
+        """Reads records, decoded and stacked.
+
+        Args:
+          record_ids: int64[n], ``component << 48 | id``, in any order, repeats allowed.
+          columns: part of each leaf; only where every component reads columns.
+          rngs: a generator a record, for decoders that take ``rng=``.
+
+        Returns:
+          Pytree of arrays ``[n, ...]``, row i the record ``record_ids[i]``.
+
+        Raises:
+          SourceError: an id without a record, or components whose records differ; names them and the leaf.
+          What a component raises.
+        """
+        record_ids = np.asarray(record_ids, np.int64)
+        numbers, ids = split_ids(record_ids)
+        parts = []
+        for number, rows in group_by(numbers):
+            if not 0 <= number < len(self._sources):
+                self.check_record_ids(record_ids[rows])
+            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and self._rng_components[number] else None
+            try:
+                tree = read_records(self._sources[number], ids[rows], own_rngs, columns=columns)
+            except Exception as error:
+                error.add_note(f"in component {self._names[number]!r} of the mixture")
+                raise
+            parts.append((self._names[number], rows, tree))
+        return self._joiner.join(parts, len(record_ids), whole=columns is None)
+
+    def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
+        """The record that takes the place of a bad one: another of the same component."""
+        number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)
+        replacement = epoch_order.replacement_id(seed, epoch, own_id, attempt, len(self._sources[number]))
+        return int(join_ids(number, replacement))
+
+    def file_of(self, record_id: int) -> str | None:
+        """Component and file that hold a record."""
+        number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)
+        path = file_of(self._sources[number], own_id)
+        return f"component {self._names[number]!r}" + (f", {path}" if path else "")
+
+    def fingerprint(self) -> JsonValue:
+        """Identity without the components, which may be added to: they are compared with the stages that use them."""
+        return {"kind": "mixture", "records": "by component"}
+
+    def close(self) -> None:
+        """Closes the components that can be closed."""
+        for source in self._sources:
+            close = getattr(source, "close", None)
+            if callable(close):
+                close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_joiner": Joiner()}

@@ -1,0 +1,180 @@
+"""What people pass to the feed, and which source that is.
+
+Nothing is imported to find out: a class is known by its name and the package it comes from, and an object of a package
+that was never imported cannot be here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.sources.files.formats import reader_hint
+
+_TAKES = """\
+- random access: a list or another Sequence of records, anything with __len__ and __getitem__ (torch datasets, TFDS data
+  sources), a Grain MapDataset, a Hugging Face Dataset, a dict or tuple of equally long numpy arrays (Memory);
+- streams: a Grain IterDataset, a Hugging Face IterableDataset, meshfeed.sources.Stream(open), anything with
+  open(lane_index, num_lanes);
+- batches of this host: a tf.data.Dataset, a Grain or torch DataLoader, any other iterable of pytrees of arrays
+  (HostBatches);
+- files: meshfeed.sources.ArrayRecord(paths), TFDS(name, split), TensorStore(spec)."""
+
+_TABLES = {
+    "pandas": "meshfeed.sources.Memory({name: frame[name].to_numpy() for name in frame})",
+    "polars": "meshfeed.sources.Memory({name: frame[name].to_numpy() for name in frame.columns})",
+    "pyarrow": "datasets.Dataset(table)",
+}
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def as_source(obj: Any) -> Any:
+    """The source that ``obj`` is, or stands for.
+
+    A list of arrays is a Sequence, so each array is a record; a tuple, a dict or another pytree of equally long arrays
+    is their rows.
+
+    Args:
+      obj: see the message of the error.
+
+    Returns:
+      A random-access source (``__len__`` and ``__getitem__``), a stream source (``open``) or ``HostBatches``.
+
+    Raises:
+      SourceError: it is none of what is taken, which the message lists.
+    """
+    if isinstance(obj, str | bytes | os.PathLike):
+        raise _refused_path(obj)
+    if isinstance(obj, list | tuple) and reader_hint(obj):
+        raise _refused_path(obj[0])
+    if inspect.isclass(obj) or inspect.isroutine(obj):
+        raise _refused(obj, "Call it first, or give a function open(lane_index, num_lanes) to Stream.")
+    found = _by_library(obj)
+    if found is not None:
+        return found
+    if _is_ours(obj) or _is_stream(obj):
+        return obj
+    if isinstance(obj, set | frozenset):
+        raise _refused(obj, "A set has no order, so no two hosts would agree on it. Pass sorted(…).")
+    if _is_arrays(obj):
+        from meshfeed._src.sources.memory import Memory
+
+        return Memory(obj)
+    if isinstance(obj, Mapping):
+        raise _refused(obj, "A mapping is taken as a dict of equally long numpy arrays; convert its values to arrays.")
+    if hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not _is_torch_stream(obj):
+        return obj
+    if hasattr(obj, "__iter__") or hasattr(obj, "__next__"):
+        from meshfeed._src.sources.host_batches import HostBatches
+
+        return HostBatches(obj)
+    raise _refused(obj)
+
+
+def describe_source(source: Any) -> str:
+    """A source in a few words, such as ``ArrayRecord(12 files, 1,000,000 records)``.
+
+    The repr of a source that is not ours is not called: that of a list or dataset may hold or read all of its data.
+    """
+    try:
+        if _is_ours(source):
+            return repr(source)
+        count = f"({len(source):,} records)" if hasattr(source, "__len__") else ""
+    except Exception:  # a repr never raises
+        count = ""
+    return f"{type(source).__name__}{count}"
+
+
+def _by_library(obj: Any) -> Any:
+    """The source for an object of a library that is known by name; None for others."""
+    if _is_a(obj, "grain", "MapDataset", "IterDataset"):
+        from meshfeed._src.sources.grain.source import Grain
+
+        return Grain(obj)
+    if _is_a(obj, "datasets", "Dataset", "IterableDataset"):
+        from meshfeed._src.sources.huggingface.source import HuggingFace
+
+        return HuggingFace(obj)
+    if _is_a(obj, "datasets", "DatasetDict", "IterableDatasetDict"):
+        splits = ", ".join(map(repr, obj))
+        raise _refused(obj, f"It holds the splits {splits}. Pass one of them, such as dataset['train'].")
+    if _is_a(obj, "tensorflow_datasets", "DatasetBuilder"):
+        raise _refused(obj, "Pass meshfeed.sources.TFDS(builder, split='train').")
+    if (
+        _is_a(obj, "grain", "DataLoader", "DatasetIterator", "DataLoaderIterator")
+        or _is_a(obj, "torch", "DataLoader")
+        or _is_a(obj, "tensorflow", "DatasetV2")
+    ):
+        from meshfeed._src.sources.host_batches import HostBatches
+
+        return HostBatches(obj)
+    for package, remedy in _TABLES.items():
+        if _is_a(obj, package, "DataFrame", "LazyFrame", "Table", "RecordBatch"):
+            raise _refused(obj, f"A table's __getitem__ gives columns, not records. Pass {remedy}.")
+    return None
+
+
+def _is_a(obj: Any, package: str, *names: str) -> bool:
+    """Whether ``obj`` is of a class of one of these names defined in ``package``, or of a subclass."""
+    return any(base.__name__ in names and base.__module__.partition(".")[0] == package for base in type(obj).__mro__)
+
+
+def _is_ours(obj: Any) -> bool:
+    return f"{type(obj).__module__}.".startswith("meshfeed.sources.")
+
+
+def _is_stream(obj: Any) -> bool:
+    """Whether it has ``open(lane_index, num_lanes)``."""
+    opener = getattr(obj, "open", None)
+    if not callable(opener):
+        return False
+    try:
+        inspect.signature(opener).bind(0, 1)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_torch_stream(obj: Any) -> bool:
+    # it inherits a __getitem__ that only raises
+    return _is_a(obj, "torch", "IterableDataset")
+
+
+def _is_arrays(obj: Any) -> bool:
+    """Whether it is a pytree of arrays, of which Memory checks the rows; a list is a Sequence of records instead."""
+    if isinstance(obj, list | Iterator) or _is_a(obj, "torch", "Dataset"):
+        return False
+    leaves = jax.tree_util.tree_leaves(obj)
+    return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or (
+        hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and bool(getattr(leaf, "shape", ()))
+    )
+
+
+def _refused_path(path: str | bytes | os.PathLike[Any]) -> SourceError:
+    remedy = reader_hint(path) or (
+        " Pass a source such as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened "
+        "on it."
+    )
+    return SourceError(f"got the path {os.fspath(path)!r} as a source, and a feed reads records, not paths.{remedy}")
+
+
+def _refused(obj: Any, remedy: str = "") -> SourceError:
+    kind = f"{obj.__module__}.{obj.__qualname__}" if hasattr(obj, "__qualname__") else _name_of(type(obj))
+    return SourceError(f"cannot feed from a {kind}. {remedy + chr(10) if remedy else ''}What is taken:\n{_TAKES}")
+
+
+def _name_of(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

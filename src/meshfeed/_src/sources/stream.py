@@ -1,0 +1,161 @@
+"""Streams that the user opens: one iterator of records a lane."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import JsonValue, Record
+from meshfeed._src.sources.files.formats import reader_hint
+
+
+@public("meshfeed.sources")
+class Stream:
+    """Any sequential records, cut into lanes by the user's own function.
+
+    ::
+
+        def open(lane_index, num_lanes):
+            for path in paths[lane_index::num_lanes]:
+                yield from read(path)
+
+        source = meshfeed.sources.Stream(open)
+
+    Args:
+      open: ``open(lane_index, num_lanes)`` gives the records of one lane from the beginning, as an iterator or an
+        iterable: the same records whichever host asks, and over all lanes each record once. With several epochs it is
+        called again for each, with ``epoch=`` if it has that parameter. Iterators with ``get_state()`` and
+        ``set_state(state)`` are resumed by these, others by reading and dropping what was delivered.
+      fingerprint: JSON value that must be equal for a saved state to be continued, such as the names of the files.
+
+    Raises:
+      SourceError: ``open`` is no function.
+      SettingsError: ``fingerprint`` is not JSON.
+    """
+
+    @hides_own_frames
+    def __init__(self, open: Callable[..., Any], *, fingerprint: JsonValue = None) -> None:
+        if not callable(open):
+            raise SourceError(
+                f"Stream got a {type(open).__name__}. Expected a function open(lane_index, num_lanes) that gives an "
+                "iterator of records. For one iterable of records: Stream(lambda lane_index, num_lanes: "
+                "itertools.islice(make_records(), lane_index, None, num_lanes)); for batches: HostBatches(iterable)."
+                f"{reader_hint(open)}"
+            )
+        try:
+            inspect.signature(open).bind(0, 1, **({"epoch": 0} if _takes_keyword(open, "epoch") else {}))
+        except ValueError:  # some callables of C have no signature
+            pass
+        except TypeError as error:
+            raise SourceError(
+                f"Stream got {getattr(open, '__qualname__', open)}{inspect.signature(open)}, which cannot be called as "
+                f"open(lane_index, num_lanes): {error}. Give it these two parameters, and epoch= if it wants the epoch."
+            ) from None
+        try:
+            json.dumps(fingerprint)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(
+                f"fingerprint of Stream is a {type(fingerprint).__name__} that is not JSON ({error}). Expected None, "
+                "numbers, strings, and lists and string-keyed dicts of them.",
+                setting="fingerprint",
+            ) from None
+        self._open = open
+        self._fingerprint = fingerprint
+        self._takes_epoch = _takes_keyword(open, "epoch")
+        self._given: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        return f"Stream({getattr(self._open, '__qualname__', type(self._open).__name__)})"
+
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> StreamLane | StatefulStreamLane:
+        """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
+
+        Raises:
+          SourceError: what the user's function returned is not iterable, or is an iterator that it returned before.
+        """
+        more = {"epoch": epoch} if self._takes_epoch else {}
+        try:
+            records = self._open(lane_index, num_lanes, **more)
+        except Exception as error:
+            error.add_note(f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}")
+            raise
+        try:
+            iterator = iter(records)
+        except TypeError:
+            raise SourceError(
+                f"open({lane_index}, {num_lanes}) returned a {type(records).__name__}. Expected an iterator or an "
+                "iterable of records. Return or yield them.",
+                lane_index=lane_index,
+            ) from None
+        if iterator is records:
+            self._refuse_shared(iterator, lane_index, num_lanes)
+        stateful = callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
+        return (StatefulStreamLane if stateful else StreamLane)(iterator)
+
+    def fingerprint(self) -> JsonValue:
+        """What must be equal for a saved state to be continued."""
+        return {"kind": "stream"} if self._fingerprint is None else {"kind": "stream", "given": self._fingerprint}
+
+    def _refuse_shared(self, iterator: Iterator[Any], lane_index: int, num_lanes: int) -> None:
+        # Two lanes that read one iterator would take records from each other, depending on which host has which.
+        try:
+            shared = iterator in self._given
+            self._given.add(iterator)
+        except TypeError:  # neither weakly referenced nor hashed: cannot be told
+            return
+        if shared:
+            raise SourceError(
+                f"open({lane_index}, {num_lanes}) returned an iterator that it had returned before. Expected a new one "
+                "at each call, since every lane is read on its own. Create the iterator inside open.",
+                lane_index=lane_index,
+            )
+
+
+class StreamLane:
+    """One lane of a :class:`Stream` whose iterator has no state."""
+
+    def __init__(self, iterator: Iterator[Record]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Record]:
+        return self
+
+    def __next__(self) -> Record:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Closes the user's iterator, if it can be closed."""
+        close = getattr(self._iterator, "close", None)
+        if callable(close):
+            close()
+
+
+class StatefulStreamLane(StreamLane):
+    """One lane of a :class:`Stream` whose iterator has ``get_state`` and ``set_state``."""
+
+    def __init__(self, iterator: Any) -> None:
+        super().__init__(iterator)
+        self._stateful = iterator
+        self.state_cost = getattr(iterator, "state_cost", "cheap")
+
+    def get_state(self) -> JsonValue:
+        """State after the last record that ``__next__`` returned."""
+        return self._stateful.get_state()
+
+    def set_state(self, state: JsonValue) -> None:
+        """Goes on after the record at which ``state`` was taken."""
+        self._stateful.set_state(state)
+
+
+def _takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables of C have no signature
+        return False
+    return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)

@@ -1,0 +1,1 @@
+"""TensorStore arrays as records. Read first: ``source.py``."""

@@ -1,0 +1,247 @@
+"""Rows of zarr, zarr3 and N5 arrays, or windows of one long array, by id: only the rows and columns asked for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
+from meshfeed._src.base.names import public
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds
+from meshfeed._src.reading.identity import digest_tree, probe_digest
+from meshfeed._src.sources.tensorstore.array import Array, inspect_array, read_error
+
+_CACHE_BYTES = 1 << 28
+
+
+@public("meshfeed.sources")
+class TensorStore:
+    """Records that are rows of stored arrays: record i is row i of every leaf.
+
+    A read touches only the stored chunks that hold the rows and columns asked for, all of them at once. So with the
+    sequence sharded over hosts, and chunks that divide it, nobody reads whole examples. Where records are shuffled,
+    chunks of few rows, or ``shuffle=<rows a chunk>``, spare reading a whole chunk for a row.
+
+    The source can be pickled; open arrays do not travel. Safe to read from several threads. The arrays must not change
+    while they are read.
+
+    Args:
+      spec_or_specs: an array: a path (its format is detected), a URL that TensorStore knows (``gs://…``, ``s3://…``) or
+        a TensorStore spec. A list of them: rows of the first, then of the second, and so on. A dict of any of these:
+        a record is a dict with a leaf for each name.
+      window: record i is elements ``[i * window, (i + 1) * window)`` of the first dimension instead of row i, such as
+        2048 tokens of one long array. A rest shorter than a window is left out (at the end of each array of a list).
+      fill_missing: chunks that were not stored are read as the fill value. That is how TensorStore and zarr store chunks
+        of fill values only, but also what a lost file looks like, so it is an error unless asked for.
+      cache_bytes: decoded chunks kept in memory, by all TensorStore sources of this process with this setting together.
+
+    Raises:
+      SourceError: no array there, none that can be rows of records, or leaves of unequal length; names path and leaf.
+      SettingsError: ``window`` or ``cache_bytes`` out of range.
+    """
+
+    kind = "tensorstore"
+    reads_columns = True
+    fresh_arrays = True
+
+    @hides_own_frames
+    def __init__(
+        self,
+        spec_or_specs: Any,
+        window: int | None = None,
+        *,
+        fill_missing: bool = False,
+        cache_bytes: int = _CACHE_BYTES,
+    ) -> None:
+        if window is not None and not _is_count(window, 1):
+            raise SettingsError(
+                f"window={window!r}; it takes a number of elements of at least 1, or None for rows.", setting="window"
+            )
+        if not _is_count(cache_bytes, 0):
+            raise SettingsError(f"cache_bytes={cache_bytes!r}; it takes a number of at least 0.", setting="cache_bytes")
+        self._window = None if window is None else int(window)
+        named = isinstance(spec_or_specs, Mapping) and not _is_spec(spec_or_specs)
+        leaves: dict[str, Any] = dict(spec_or_specs) if named else {"": spec_or_specs}
+        if not leaves:
+            raise SourceError("TensorStore got an empty dict. Expected a path or spec, a list, or a dict of them.")
+        self._treedef = jax.tree.structure(dict.fromkeys(leaves, 0) if named else 0)
+        names = sorted(leaves)  # the order of a dict's leaves in a pytree
+        self._paths = [f"[{name!r}]" if named else "" for name in names]
+        self._leaves = [
+            _Leaf(path, leaves[name], self._window, fill_missing, int(cache_bytes))
+            for path, name in zip(self._paths, names, strict=True)
+        ]
+        lengths = {leaf.path: len(leaf) for leaf in self._leaves}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{path} has {length:,}" for path, length in lengths.items())
+            raise SourceError(
+                f"TensorStore's leaves differ in length: {listed}. Expected the same number of records in every leaf, "
+                "since record i is row i of all of them."
+            )
+
+    def __repr__(self) -> str:
+        return f"TensorStore({len(self):,} records, {', '.join(leaf.describe() for leaf in self._leaves)})"
+
+    def __len__(self) -> int:
+        return len(self._leaves[0])
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """Record ``record_id``: each leaf without its first dimension."""
+        batch = self.read_batch([operator.index(record_id)])
+        return jax.tree.map(lambda leaf: leaf[0], batch)
+
+    def element_shapes(self) -> PyTree:
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
+        return self._treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves])
+
+    def read_batch(self, record_ids: RecordIds | Sequence[int], columns: ColumnSlices | None = None) -> PyTree:
+        """Reads records already stacked, all leaves at once.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+          columns: slices of the dimensions after the first for some leaves, by leaf path; others are read whole.
+
+        Returns:
+          Pytree of arrays ``[n, ...]`` in fresh 64-byte-aligned buffers.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          CorruptDataError: a stored chunk is damaged or missing; names the array and the first such record.
+          OSError: storage cannot be reached.
+        """
+        ids = np.ascontiguousarray(record_ids, np.int64)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
+            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise IndexError(f"record id {worst} is out of range: the source has {len(self):,} records")
+        slices = [(columns or {}).get(path, ()) for path in self._paths]
+        # every read is under way before the first is waited for
+        started = [leaf.start(ids, part) for leaf, part in zip(self._leaves, slices, strict=True)]
+        outputs = []
+        for leaf, part, (output, reads) in zip(self._leaves, slices, started, strict=True):
+            try:
+                for read in reads:
+                    read()
+            except MeshfeedError:
+                raise
+            except Exception as error:
+                raise leaf.explain(error, ids, part) from error
+            outputs.append(output)
+        return self._treedef.unflatten(outputs)
+
+    def file_of(self, record_id: int) -> str:
+        """URL or path of the array that holds a record, of the first leaf."""
+        return self._leaves[0].array_of(int(record_id)).where
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: number of records, leaves, base names of the arrays, and a digest of 4 records."""
+        return {
+            "kind": "tensorstore",
+            "records": len(self),
+            "window": self._window,
+            "leaves": [[leaf.path, leaf.dtype.name, list(leaf.shape)] for leaf in self._leaves],
+            "arrays": [array.identity() for leaf in self._leaves for array in leaf.arrays],
+            "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
+        }
+
+    def close(self) -> None:
+        """Closes the arrays. The source can still be read from: they open again."""
+        for leaf in self._leaves:
+            for array in leaf.arrays:
+                array.close()
+
+
+class _Leaf:
+    """One leaf: one array, or several whose rows follow one another."""
+
+    def __init__(self, path: str, specs: Any, window: int | None, fill_missing: bool, cache_bytes: int) -> None:
+        self.path = path or "the record"
+        listed = isinstance(specs, Sequence) and not isinstance(specs, str | bytes)
+        if listed and not specs:
+            raise SourceError(f"TensorStore got an empty list for {self.path}. Expected at least one array.")
+        self.arrays: list[Array] = [
+            inspect_array(spec, self.path, window, fill_missing=fill_missing, cache_bytes=cache_bytes)
+            for spec in (specs if listed else [specs])
+        ]
+        first = self.arrays[0]
+        for array in self.arrays[1:]:
+            if array.shape != first.shape or array.dtype != first.dtype:
+                raise SourceError(
+                    f"arrays of {self.path} differ: {first.where} has records {first.dtype}{list(first.shape)}, "
+                    f"{array.where} has {array.dtype}{list(array.shape)}. Expected one dtype and shape in a list of arrays."
+                )
+        self._ends = np.cumsum([array.num_records for array in self.arrays], dtype=np.int64)
+        if not self._ends[-1]:
+            what = "rows" if window is None else f"windows of {window:,}"
+            raise SourceError(f"{first.where} has 0 {what} (shape {tuple(first.stored_shape)}). Expected at least one.")
+        self.shape, self.dtype = first.shape, first.dtype
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def describe(self) -> str:
+        """``['tokens'] int32[2048]``."""
+        return f"{self.path} {self.dtype}{list(self.shape)}"
+
+    def array_of(self, record_id: int) -> Array:
+        """The array that holds a record."""
+        return self.arrays[int(np.searchsorted(self._ends, record_id, side="right"))]
+
+    def start(self, ids: RecordIds, part: tuple[slice, ...]) -> tuple[np.ndarray[Any, Any], list[Any]]:
+        """Starts the reads of records; the output is filled once every returned function was called."""
+        inner = tuple(range(*s.indices(size)) for s, size in zip(part, self.shape, strict=False))
+        shape = tuple(len(r) for r in inner) + self.shape[len(inner) :]
+        output = memory.empty((ids.size, *shape), self.dtype)
+        if not output.size:
+            return output, []
+        if len(self.arrays) == 1:
+            return output, [self.arrays[0].start(ids, part, output)]
+        which = np.searchsorted(self._ends, ids, side="right")
+        reads = []
+        for index in np.unique(which).tolist():
+            rows = np.flatnonzero(which == index)
+            array = self.arrays[index]
+            own = ids[rows] - (self._ends[index] - array.num_records)
+            if int(rows[-1]) - int(rows[0]) == rows.size - 1:  # together in the batch: straight into their place
+                reads.append(array.start(own, part, output[rows[0] : rows[-1] + 1]))
+            else:
+                reads.append(_scattered(array, own, part, output, rows))
+        return output, reads
+
+    def explain(self, error: Exception, ids: RecordIds, part: tuple[slice, ...]) -> Exception:
+        """The error to raise for a batch that failed: of the first record that fails alone, if one does."""
+        unreachable = isinstance(read_error(error, self.arrays[0], self.path, None), OSError)
+        for record_id in () if unreachable else dict.fromkeys(ids.tolist()):
+            _, reads = self.start(np.array([record_id], np.int64), part)
+            try:
+                for read in reads:
+                    read()
+            except Exception as found:
+                return read_error(found, self.array_of(record_id), self.path, record_id)
+        return read_error(error, self.arrays[0], self.path, None)
+
+
+def _scattered(
+    array: Array, own: RecordIds, part: tuple[slice, ...], output: np.ndarray[Any, Any], rows: RecordIds
+) -> Any:
+    piece = memory.empty((rows.size, *output.shape[1:]), output.dtype)
+    read = array.start(own, part, piece)
+
+    def finish() -> None:
+        read()
+        output[rows] = piece
+
+    return finish
+
+
+def _is_spec(value: Mapping[str, Any]) -> bool:
+    return isinstance(value.get("driver"), str) or "kvstore" in value
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least

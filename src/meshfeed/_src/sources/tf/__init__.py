@@ -1,0 +1,1 @@
+"""tf.data and TFDS. Read first: ``tf_data.py`` and ``tfds.py``."""

@@ -1,0 +1,217 @@
+"""One lane of records from a tf.data iterator, resumed from a checkpoint of it."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError
+from meshfeed._src.base.types import JsonValue, Record
+from meshfeed._src.sources.tf.randomness import loose_randomness
+
+_log = logging.getLogger("meshfeed.sources.tfdata")
+
+
+class TFDataLane:
+    """Records of a ``tf.data.Dataset`` as numpy, with an exact state.
+
+    Args:
+      make: makes the lane's pipeline, a new one at each call: a ``shuffle`` orders its records otherwise each time that
+        one and the same pipeline is iterated. Its order is made deterministic.
+      lane_index: which lane, for errors.
+
+    Raises:
+      SourceError: it is no tf.data.Dataset, or shuffles without a seed.
+    """
+
+    state_cost = "expensive"  # 10 ms and more, so the feed takes it now and then and counts the records since
+
+    def __init__(self, make: Callable[[], Any], lane_index: int) -> None:
+        import tensorflow as tf
+
+        self._tf = tf
+        self._make = make
+        self._lane_index = lane_index
+        self._pipeline: list[str] = []
+        self._iterator: Iterator[Any] = self._start()
+        self._records = 0  # given since the start
+        self._can_checkpoint = True
+        self._error: BaseException | None = None
+
+    def _start(self) -> Iterator[Any]:
+        tf, lane_index, dataset = self._tf, self._lane_index, self._make()
+        if not isinstance(dataset, tf.data.Dataset):
+            raise SourceError(
+                f"open returned a {type(dataset).__name__} for lane {lane_index}. Expected a tf.data.Dataset of "
+                "records. Return the dataset, not its iterator; for other iterators use meshfeed.sources.Stream.",
+                lane_index=lane_index,
+            )
+        self._pipeline = _describe(dataset, lane_index)
+        options = tf.data.Options()
+        options.deterministic = True
+        # Anything with state outside the pipeline then refuses to be checkpointed, rather than being left out.
+        options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
+        return iter(dataset.with_options(options))
+
+    def __iter__(self) -> TFDataLane:
+        return self
+
+    def __next__(self) -> Record:
+        element = self._next_element()
+        return self._tf.nest.map_structure(self._to_numpy, element)
+
+    def get_state(self) -> JsonValue:
+        """State after the last record given: a checkpoint of the iterator, and how many records came before it.
+
+        Where tf.data cannot checkpoint the pipeline there is only the number, and the records are read again.
+        """
+        checkpoint = self._take_checkpoint() if self._can_checkpoint and self._records else None
+        return {"pipeline": self._pipeline, "records": self._records, "checkpoint": checkpoint}
+
+    def set_state(self, state: JsonValue) -> None:
+        """Goes on after the record at which ``state`` was taken.
+
+        Raises:
+          StateMismatchError: the pipeline has other steps, or TensorFlow cannot restore the checkpoint.
+          SourceError: the pipeline ends before that record.
+        """
+        if state["pipeline"] != self._pipeline:
+            raise StateMismatchError(
+                f"lanes.{self._lane_index}.pipeline",
+                state["pipeline"],
+                self._pipeline,
+                "Return the pipeline that the state was saved with from open(lane_index, num_lanes).",
+            )
+        if self._records or self._error is not None:
+            self._error = None
+            self._records = 0
+            self._iterator = self._start()
+        if state["checkpoint"] is not None:
+            self._restore_checkpoint(state["checkpoint"])
+            self._records = state["records"]
+        while self._records < state["records"]:
+            try:
+                self._next_element()
+            except StopIteration:
+                raise SourceError(
+                    f"lane {self._lane_index} ended after {self._records:,} of the {state['records']:,} records that "
+                    "were delivered of it. Expected the pipeline that the state was saved with. Restore its files.",
+                    lane_index=self._lane_index,
+                ) from None
+
+    def close(self) -> None:
+        """Releases the iterator and what it prefetched."""
+        self._iterator = iter(())
+
+    def _next_element(self) -> Any:
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # tf.data may skip or end silently when it is asked again
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = self._translate(error)
+            raise self._error from error
+        self._records += 1
+        return element
+
+    def _translate(self, error: Any) -> Exception:
+        """The error in the terms of retries (OSError) and damaged data, where it is one of these."""
+        errors = self._tf.errors
+        if isinstance(error, errors.DataLossError):
+            return CorruptDataError(
+                f"lane {self._lane_index} of tf.data read damaged data: {error.message}. Expected what the writer "
+                "wrote. Write or download the file again.",
+                lane_index=self._lane_index,
+            )
+        if isinstance(error, errors.UnavailableError | errors.DeadlineExceededError | errors.AbortedError):
+            return OSError(f"lane {self._lane_index} of tf.data: {error.message}")
+        return error
+
+    def _to_numpy(self, tensor: Any) -> Any:
+        if isinstance(tensor, self._tf.Tensor):
+            return tensor.numpy()
+        raise SourceError(
+            f"a record of lane {self._lane_index} holds a {type(tensor).__name__}. Expected dense tensors. Convert it "
+            "in the pipeline: to_tensor() for ragged ones, tf.sparse.to_dense for sparse ones.",
+            lane_index=self._lane_index,
+        )
+
+    def _take_checkpoint(self) -> dict[str, str] | None:
+        """The files of a checkpoint, by suffix, as base64 of zlib; None where tf.data refuses."""
+        errors = self._tf.errors
+        with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
+            try:
+                self._tf.train.Checkpoint(iterator=self._iterator).write(os.path.join(folder, "state"))
+            except (errors.FailedPreconditionError, errors.UnimplementedError, errors.InvalidArgumentError) as error:
+                self._can_checkpoint = False
+                _log.info(
+                    "lane %d cannot be checkpointed by tf.data (%s); it is resumed by reading it again from where it "
+                    "began",
+                    self._lane_index,
+                    error.message,
+                )
+                return None
+            files = {name.removeprefix("state"): _read(os.path.join(folder, name)) for name in os.listdir(folder)}
+        return {name: base64.b64encode(zlib.compress(data, 1)).decode() for name, data in files.items()}
+
+    def _restore_checkpoint(self, checkpoint: dict[str, str]) -> None:
+        with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
+            for name, text in checkpoint.items():
+                with open(os.path.join(folder, "state" + name), "wb") as file:
+                    file.write(zlib.decompress(base64.b64decode(text)))
+            try:
+                restored = self._tf.train.Checkpoint(iterator=self._iterator).read(os.path.join(folder, "state"))
+                restored.assert_existing_objects_matched()
+            except (self._tf.errors.OpError, AssertionError) as error:
+                raise StateMismatchError(
+                    f"lanes.{self._lane_index}.checkpoint",
+                    f"a checkpoint of {sum(map(len, checkpoint.values())):,} characters",
+                    f"a pipeline into which TensorFlow {self._tf.__version__} cannot restore it ({error})",
+                    "Return the pipeline that the state was saved with, under the same version of TensorFlow.",
+                ) from error
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def steps_of(dataset: Any) -> list[Any]:
+    """The steps of a pipeline, from its end to its sources."""
+    steps, pending = [], [dataset]
+    while pending:
+        steps.append(pending.pop())
+        pending.extend(getattr(steps[-1], "_inputs", list)())
+    return steps
+
+
+def is_shuffle(step: Any) -> bool:
+    """Whether a step is a shuffle of tf.data."""
+    return type(step).__name__ == "_ShuffleDataset"
+
+
+def _describe(dataset: Any, lane_index: int) -> list[str]:
+    """The kinds of a pipeline's steps, from its end to its sources, and the type of its records.
+
+    Raises:
+      SourceError: randomness without a seed.
+    """
+    names = []
+    for step in steps_of(dataset):
+        names.append(type(step).__name__.strip("_"))
+        loose = loose_randomness(step)
+        if loose is not None:
+            raise SourceError(
+                f"the pipeline of lane {lane_index} has a {loose}, so no two hosts and no two runs would read the same "
+                "records. Expected randomness that follows from the pipeline. Write shuffle(buffer_size, seed=…), or "
+                "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number.",
+                lane_index=lane_index,
+            )
+    return [*names, str(dataset.element_spec)]

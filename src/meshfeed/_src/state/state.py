@@ -1,0 +1,290 @@
+"""The state of a feed: a small JSON value from which its stream continues, and what must be equal for that.
+
+Layout::
+
+    {"meshfeed": 1, "kind": "random_access", "position": 6400, "segments": [[0, 0, 64]], "fingerprint": {…}}
+
+``kind`` is ``random_access``, ``lanes`` or ``host_batches``. The last two also have ``step``; lanes have ``num_lanes`` and
+``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. Once a bad record was replaced there
+are ``skipped`` {process index: ledger} and ``num_skipped``, the count over all hosts; ``num_unlisted`` {process index:
+count} is there once a ledger is full. Every lane and host entry carries a digest of itself, so that an entry changed by
+hand is refused.
+
+``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
+``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`); a state without them is still written as version 1, so that an older
+meshfeed can read it after a roll-back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from meshfeed._src.base.errors import StateMismatchError
+from meshfeed._src.base.exact_json import OTHER
+from meshfeed._src.base.names import public
+from meshfeed._src.state.file_sets import about_files
+
+VERSION = 2
+_OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
+_MAX_NUMBER = 1 << 62
+KINDS = ("random_access", "lanes", "host_batches")
+
+_REMEDIES = {
+    "source": "Pass the source that the state was saved with, or start a new stream without the state.",
+    "order": "This version of meshfeed orders records otherwise; continue with the version that saved the state.",
+    "shuffle": "Pass the saved value, or start a new stream without the state.",
+    "seed": "Pass the saved value, or start a new stream without the state.",
+    "num_epochs": "Pass the saved value, or start a new stream without the state.",
+    "end": "Pass the saved value, or start a new stream without the state.",
+    "num_lanes": "Pass the saved number, or num_lanes=None to take it from the state.",
+    "kind": "The state belongs to another kind of source; pass that source, or start a new stream.",
+}
+
+
+def digest_of(value: Any) -> str:
+    """xxh3-64 of the canonical JSON text of ``value``."""
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def seal(entry: dict[str, Any]) -> dict[str, Any]:
+    """``entry`` with a digest of itself."""
+    return {**entry, "digest": digest_of(entry)}
+
+
+def unseal(entry: Any, field: str) -> dict[str, Any]:
+    """The entry without its digest.
+
+    Raises:
+      StateMismatchError: the entry is not what was sealed.
+    """
+    remedy = "The state was changed or damaged; use an earlier checkpoint."
+    if not isinstance(entry, dict) or "digest" not in entry:
+        raise StateMismatchError(field, entry, "an object with a digest", remedy)
+    bare = {key: value for key, value in entry.items() if key != "digest"}
+    if digest_of(bare) != entry["digest"]:
+        raise StateMismatchError(f"{field}.digest", entry["digest"], digest_of(bare), remedy)
+    return bare
+
+
+def _shorten(value: Any) -> Any:
+    text = repr(value)
+    return value if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedState:
+    """A parsed state; see the module's docstring for the fields."""
+
+    kind: str
+    position: int
+    segments: list[list[int]]
+    fingerprint: dict[str, Any]
+    step: int | None = None
+    num_lanes: int | None = None
+    lanes: dict[str, Any] | None = None
+    hosts: dict[str, Any] | None = None
+    skipped: dict[str, Any] | None = None
+    num_skipped: int | None = None
+    num_unlisted: dict[str, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as a fresh JSON value."""
+        value: dict[str, Any] = {
+            "meshfeed": 1,
+            "kind": self.kind,
+            "position": self.position,
+            "segments": self.segments,
+            "fingerprint": self.fingerprint,
+        }
+        for name in ("step", "num_lanes", "lanes", "hosts", "skipped", "num_skipped", "num_unlisted"):
+            if getattr(self, name) is not None:
+                value[name] = getattr(self, name)
+        text = json.dumps(value)
+        return {**json.loads(text), "meshfeed": _needed_version(text)}
+
+
+def _needed_version(text: str) -> int:
+    """The lowest version that can read a state with this JSON text."""
+    return 2 if any(mark in text for mark in _OF_VERSION_2) else 1
+
+
+def parse_state(state: Any) -> FeedState:
+    """Checks the form of a state.
+
+    Args:
+      state: what ``get_state`` gave, or its JSON text.
+
+    Raises:
+      StateMismatchError: not JSON, cut short, from a newer version, or a field missing, unknown or of another type.
+    """
+    remedy = "Pass what get_state() returned; if this was read from a file, it is damaged: use an earlier checkpoint."
+    if isinstance(state, str | bytes | bytearray):
+        try:
+            state = json.loads(state)
+        except ValueError as error:
+            raise StateMismatchError(
+                "state", _shorten(state), "JSON", f"It is cut short or not JSON ({error}). {remedy}"
+            ) from None
+    if not isinstance(state, Mapping):
+        raise StateMismatchError("state", _shorten(state), "a JSON object", remedy)
+    state = dict(state)
+    version = state.pop("meshfeed", None)
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise StateMismatchError("meshfeed", version, VERSION, f"This is no state of a feed. {remedy}")
+    if version > VERSION:
+        raise StateMismatchError(
+            "meshfeed", version, VERSION, "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
+        )
+    if version < 1:
+        raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {remedy}")
+    required: dict[str, Any] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
+    optional: dict[str, Any] = {
+        "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
+        "num_unlisted": dict,
+    }  # fmt: skip
+    for name, kind in required.items():
+        if name not in state:
+            raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is cut short. {remedy}")
+    for name, value in state.items():
+        kind = required.get(name) or optional.get(name)
+        if kind is None:
+            raise StateMismatchError(name, _shorten(value), "no such field", remedy)
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+            raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", remedy)
+        if kind is int and value >= _MAX_NUMBER:
+            raise StateMismatchError(name, value, "a number below 2**62, beyond which no stream goes", remedy)
+    for name in ("lanes", "hosts", "skipped", "num_unlisted"):
+        for key, entry in state.get(name, {}).items():
+            if not isinstance(key, str) or not key.isdecimal():
+                raise StateMismatchError(f"{name}.{key}", key, "a number", remedy)
+            if name == "skipped" and not _is_ledger(entry):
+                raise StateMismatchError(
+                    f"{name}.{key}", _shorten(entry), "[[record id, epoch, reason, step], …]", remedy
+                )
+            if name == "num_unlisted" and (type(entry) is not int or entry < 0):
+                raise StateMismatchError(f"{name}.{key}", _shorten(entry), "a number of records", remedy)
+    if state["kind"] not in KINDS:
+        raise StateMismatchError("kind", state["kind"], " or ".join(KINDS), remedy)
+    text = json.dumps(state)
+    if version > (needed := _needed_version(text)):
+        raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
+    return FeedState(**json.loads(text))
+
+
+def _is_ledger(entries: Any) -> bool:
+    kinds = (int, int, str, int)
+    return isinstance(entries, list) and all(
+        isinstance(entry, list) and len(entry) == 4 and all(map(isinstance, entry, kinds)) for entry in entries
+    )
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted keys."""
+    if isinstance(value, dict) and value:
+        flat: dict[str, Any] = {}
+        for key, item in value.items():
+            flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+        return flat
+    return {prefix: value}
+
+
+def _same(left: Any, right: Any) -> bool:
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # to Python True equals 1
+
+
+def compare_fingerprints(
+    saved: Mapping[str, Any], current: Mapping[str, Any], file_names: Callable[[], Sequence[str]] | None = None
+) -> None:
+    """Raises where a state with fingerprint ``saved`` cannot be continued under ``current``.
+
+    Args:
+      saved: fingerprint of the state.
+      current: of the feed.
+      file_names: gives the files of the current source, to name those that are missing.
+
+    Raises:
+      StateMismatchError: naming the first field that differs.
+    """
+    current = json.loads(json.dumps(current))
+    for top in dict.fromkeys((*current, *saved)):
+        old, new = saved.get(top), current.get(top)
+        if _same(old, new) or (top == "num_epochs" and old is None):
+            continue
+        flat_old, flat_new = flatten(old, top), flatten(new, top)
+        field = next(
+            name
+            for name in dict.fromkeys((*flat_new, *flat_old))
+            if not _same(flat_old.get(name, "missing"), flat_new.get(name, "missing"))
+        )
+        files = about_files(flat_old, flat_new, file_names() if file_names else ()) if top == "source" else ""
+        raise StateMismatchError(
+            field,
+            flat_old.get(field, "missing"),
+            flat_new.get(field, "missing"),
+            files + _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
+        )
+
+
+def kind_mismatch(saved: str, current: str) -> StateMismatchError:
+    """The error for a state of another kind of source."""
+    return StateMismatchError("kind", saved, current, _REMEDIES["kind"])
+
+
+def _join_entries(part: str, left: Any, right: Any) -> Any:
+    """One entry for two hosts' entries of the same lane, host or ledger; None where they contradict each other."""
+    if left == right:
+        return left
+    if part == "lanes":
+        # two hosts that open one lane may have taken the source's own state at different records before the same place
+        place = ("records", "epoch", "taken", "ended")
+        if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in place):
+            return min(left, right, key=lambda entry: entry.get("skip", 0))
+        return None
+    if part == "num_unlisted":
+        return max(left, right)
+    if part == "skipped" and isinstance(left, list) and isinstance(right, list):
+        # each host adds to its own ledger only, and carries the others' as they were when it was restored
+        longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
+        return longer if longer[: len(shorter)] == shorter else None
+    return None
+
+
+@public("meshfeed")
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins the states of several hosts, taken after the same step, into one.
+
+    For random access they are the same and one is given back; for streams the lanes are joined, and the ledgers of
+    replaced records in each kind.
+
+    Args:
+      states: what ``get_state`` gave on the hosts, in any order; a lane may stand in several.
+
+    Raises:
+      StateMismatchError: the states are not of the same stream and step.
+    """
+    parsed = [parse_state(state) for state in states]
+    if not parsed:
+        raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")
+    first = parsed[0]
+    remedy = "Merge states that the hosts took after the same step of one feed."
+    joined: dict[str, dict[str, Any]] = {"lanes": {}, "hosts": {}, "skipped": {}, "num_unlisted": {}}
+    for state in parsed:
+        for name in ("kind", "position", "step", "segments", "num_lanes", "num_skipped", "fingerprint"):
+            if getattr(state, name) != getattr(first, name):
+                raise StateMismatchError(name, getattr(first, name), getattr(state, name), remedy)
+        for part, target in joined.items():
+            for key, entry in (getattr(state, part) or {}).items():
+                joined_entry = _join_entries(part, target.setdefault(key, entry), entry)
+                if joined_entry is None:
+                    raise StateMismatchError(f"{part}.{key}", _shorten(target[key]), _shorten(entry), remedy)
+                target[key] = joined_entry
+    merged = {
+        part: dict(sorted(entries.items(), key=lambda item: int(item[0]))) or getattr(first, part)
+        for part, entries in joined.items()
+    }
+    return dataclasses.replace(first, **merged).to_json()

@@ -1,0 +1,1 @@
+"""Streams that are divided into lanes. Read first: ``lane.py``."""

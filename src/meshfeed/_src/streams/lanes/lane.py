@@ -1,0 +1,367 @@
+"""One lane of a stream: records one after the other over its epochs, exactly resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from meshfeed._src.base import exact_json
+from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.rng import philox
+from meshfeed._src.base.settings import Retry, SkipBad
+from meshfeed._src.base.types import PyTree
+from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, join_batches, num_rows
+from meshfeed._src.reading.records import accepts_keyword
+from meshfeed._src.state import state as feed_state
+
+_log = logging.getLogger("meshfeed.lanes")
+_SNAPSHOT_SHARE = 0.01  # of the lane's time that taking its state may cost
+_MAX_SNAPSHOT_SECONDS = 60.0  # of reading that a resume may have to do again
+_EXPENSIVE_SECONDS = 2e-3
+_MAX_BAD_IN_A_ROW = 1000
+_ALL = 1 << 62  # more records than anything asks for at once
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneEntry:
+    """Where a lane stands after a delivered batch.
+
+    Attributes:
+      records: records delivered, over all epochs.
+      epoch: the epoch it is in.
+      taken: records taken from the source in this epoch, bad ones included.
+      state: the source's own state some records before, encoded, or None for the epoch's beginning.
+      skip: records to read and drop from ``state`` on.
+      ended: whether the lane has no more records.
+    """
+
+    records: int = 0
+    epoch: int = 0
+    taken: int = 0
+    state: Any = None
+    skip: int = 0
+    ended: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as it stands in a state, sealed."""
+        return feed_state.seal(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(value: Any, lane_index: int) -> LaneEntry:
+        """An entry of a state.
+
+        Raises:
+          StateMismatchError: it is not what was saved.
+        """
+        field = f"lanes.{lane_index}"
+        bare = feed_state.unseal(value, field)
+        try:
+            return LaneEntry(**bare)
+        except TypeError:
+            raise StateMismatchError(
+                field, sorted(bare), sorted(f.name for f in dataclasses.fields(LaneEntry)), "Use an earlier checkpoint."
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneSettings:
+    """What all lanes of a feed share; travels to worker processes."""
+
+    num_lanes: int
+    num_epochs: int | None
+    seed: int
+    retry: Retry
+    bad_records: SkipBad | None
+
+
+@dataclasses.dataclass
+class Taken:
+    """Records of one lane for one batch.
+
+    Attributes:
+      tree: pytree of arrays ``[count, ...]``; None if count is 0.
+      count: rows, at most those asked for.
+      bad: ``[record id, epoch, reason]`` of records left out.
+      retries: reads tried again.
+    """
+
+    tree: PyTree | None
+    count: int
+    bad: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    retries: int = 0
+
+
+class Lane:
+    """Reads one lane. One thread at a time.
+
+    An iterator that raised is never called again (most then skip records or end without a word): the lane is opened
+    again at its last state and moved forward.
+
+    Args:
+      source: a stream source.
+      lane_index: which lane.
+      settings: shared settings.
+      entry: where to begin.
+    """
+
+    def __init__(self, source: Any, lane_index: int, settings: LaneSettings, entry: LaneEntry) -> None:
+        self._source = source
+        self.lane_index = lane_index
+        self._settings = settings
+        self._decode = getattr(source, "decode", None)
+        self._decode_rng = accepts_keyword(self._decode, "rng")
+        self._entry = entry
+        self._epoch = entry.epoch
+        self._taken = entry.taken
+        self._records = entry.records
+        self._ended = entry.ended
+        self._snapshot: Any = entry.state
+        self._since = entry.skip
+        self._busy_since_snapshot = 0.0
+        self._snapshot_cost = 0.0
+        self._bad_in_a_row = 0
+        self._most = _ALL  # records to ask the iterator for at once
+        self._iterator: Any = None
+        self.spec: RecordSpec | None = None
+        if not self._ended:
+            call_with_retry(self._reopen, settings.retry, doing=f"opening lane {lane_index}")
+
+    # ------------------------------------------------------------------ opening
+
+    def _open(self, epoch: int) -> Any:
+        extra: dict[str, Any] = {}
+        if accepts_keyword(self._source.open, "epoch"):
+            extra["epoch"] = epoch
+        if accepts_keyword(self._source.open, "seed"):
+            extra["seed"] = self._settings.seed
+        try:
+            return self._source.open(self.lane_index, self._settings.num_lanes, **extra)
+        except StopIteration as error:
+            raise SourceError(
+                f"opening lane {self.lane_index} raised StopIteration.", lane_index=self.lane_index
+            ) from error
+
+    def _reopen(self) -> None:
+        """Opens the lane at its snapshot and moves it forward by the records since."""
+        self._close_iterator()
+        iterator = self._open(self._epoch)
+        if self._snapshot is not None:
+            if not hasattr(iterator, "set_state"):
+                raise StateMismatchError(
+                    f"lanes.{self.lane_index}.state",
+                    "a state of the source",
+                    f"{type(iterator).__name__} has no set_state",
+                    "Pass the source that the state was saved with.",
+                )
+            iterator.set_state(exact_json.decode_value(self._snapshot))
+        if self._since and not hasattr(iterator, "get_state") and self._since == self._taken and self._taken:
+            _log.info(
+                "lane %d has no get_state: it is resumed by reading and dropping %d records",
+                self.lane_index,
+                self._since,
+            )
+        self._drop(iterator, self._since)
+        self._iterator = iterator
+
+    def _drop(self, iterator: Any, count: int) -> None:
+        left = count
+        while left:
+            try:
+                if hasattr(iterator, "next_batch"):
+                    left -= num_rows(iterator.next_batch(left))
+                else:
+                    next(iterator)
+                    left -= 1
+            except StopIteration:
+                raise SourceError(
+                    f"lane {self.lane_index} ended {left} records before the place where it is to be continued "
+                    f"(epoch {self._epoch}, record {self._taken}); the data has become shorter.",
+                    lane_index=self.lane_index,
+                ) from None
+
+    def _close_iterator(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        close = getattr(iterator, "close", None)
+        if callable(close):
+            close()
+
+    # ------------------------------------------------------------------ reading
+
+    def take(self, num_records: int) -> Taken:
+        """Up to ``num_records`` records, fewer only where the lane ends.
+
+        Raises:
+          SourceError: records that differ from the first, or an epoch without a record.
+          What the source or its decoder raised, after the retries.
+        """
+        start = time.monotonic()
+        chunks: list[PyTree] = []
+        result = Taken(None, 0)
+        stack = RecordStack(num_records, self.spec, lane_index=self.lane_index)
+
+        def count_retry() -> None:
+            result.retries += 1
+
+        def read() -> bool:
+            return self._read_some(num_records, stack, chunks, result)
+
+        while result.count < num_records and not self._ended:
+            more = call_with_retry(
+                read,
+                self._settings.retry,
+                doing=self.describe,
+                on_retry=count_retry,
+                progress=lambda: self._taken,
+            )
+            if not more:
+                self._next_epoch()
+        self._take_stacked(stack, chunks)
+        if chunks:
+            result.tree = join_batches(chunks, what=lambda _: f"lane {self.lane_index}", lane_index=self.lane_index)
+        self._records += result.count
+        self._busy_since_snapshot += time.monotonic() - start
+        return result
+
+    def _read_some(self, num_records: int, stack: RecordStack, chunks: list[PyTree], result: Taken) -> bool:
+        """Fills ``result`` up to ``num_records``, or adds one stacked batch; False at the end of the epoch."""
+        if self._iterator is None:
+            self._reopen()
+        iterator: Any = self._iterator
+        try:
+            if self._decode is None and hasattr(iterator, "next_batch"):
+                self._take_stacked(stack, chunks)  # of an epoch whose iterator gave single records
+                self._add_batch(iterator, num_records - result.count, chunks, result)
+                return True
+            while result.count < num_records:
+                self._add(next(iterator), stack, result)
+                self._taken += 1  # only now: a decoder that failed in passing is given the same record again
+                self._since += 1
+            return True
+        except StopIteration:
+            self._most = _ALL
+            return False
+        except BaseException as error:
+            named = any(f"lane {self.lane_index}" in note for note in getattr(error, "__notes__", ()))
+            if not named and not isinstance(error, SourceError):
+                error.add_note(f"while reading lane {self.lane_index}, after record {self._taken}")
+            self._close_broken()
+            raise
+
+    def _add_batch(self, iterator: Any, missing: int, chunks: list[PyTree], result: Taken) -> None:
+        # After a failure one record, then 2, 4, …: what was read stays read, and the tries of each record are its own.
+        most, self._most = self._most, 1
+        batch = own_batch(iterator.next_batch(min(most, missing)), iterator, "next_batch")
+        self._most = min(2 * most, _ALL)
+        count = num_rows(batch)
+        chunks.append(batch)
+        self._taken += count
+        self._since += count
+        result.count += count
+
+    def _take_stacked(self, stack: RecordStack, chunks: list[PyTree]) -> None:
+        if stack.count:
+            tree, self.spec = stack.take()
+            chunks.append(tree)
+
+    def _close_broken(self) -> None:
+        try:
+            self._close_iterator()
+        except Exception as error:  # an error before it is the one to report
+            _log.debug("closing the iterator of lane %d failed: %s", self.lane_index, error)
+
+    def _add(self, record: Any, stack: RecordStack, result: Taken) -> None:
+        if self._decode is not None:
+            record_id = (self.lane_index << 48) | self._taken
+            extra = {"rng": philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
+            try:
+                record = self._decode(record, **extra)
+            except StopIteration as error:
+                raise SourceError(
+                    f"decode raised StopIteration at record {self._taken} of lane {self.lane_index}; that is no end "
+                    "of the data. Raise ValueError for a bad record.",
+                    lane_index=self.lane_index,
+                ) from error
+            except ValueError as error:
+                if self._settings.bad_records is None:
+                    error.add_note(f"while decoding record {self._taken} of lane {self.lane_index}")
+                    raise
+                result.bad.append((record_id, self._epoch, f"{type(error).__name__}: {error}"[:200]))
+                self._bad_in_a_row += 1
+                if self._bad_in_a_row >= _MAX_BAD_IN_A_ROW:
+                    raise SourceError(
+                        f"{_MAX_BAD_IN_A_ROW} records of lane {self.lane_index} in a row are bad, up to record "
+                        f"{self._taken} of epoch {self._epoch}; the data is damaged as a whole, or decode is wrong.",
+                        lane_index=self.lane_index,
+                    ) from error
+                return  # the next record of the lane takes its row
+        self._bad_in_a_row = 0
+        stack.add(record)
+        result.count += 1
+
+    def _next_epoch(self) -> None:
+        if self._taken == 0 and (self._settings.num_epochs is None or self._settings.num_epochs > 1):
+            raise SourceError(
+                f"lane {self.lane_index} of {self._settings.num_lanes} has no record in epoch {self._epoch}, so the "
+                "epochs would go on for ever without it. Use fewer lanes (num_lanes=) or give each lane data.",
+                lane_index=self.lane_index,
+            )
+        if self._settings.num_epochs is not None and self._epoch + 1 >= self._settings.num_epochs:
+            self._ended = True
+            self._close_iterator()
+            return
+        self._close_iterator()
+        self._epoch += 1
+        self._taken, self._since, self._snapshot = 0, 0, None
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def length(self) -> int | None:
+        """Records of the lane over all epochs, once it has ended."""
+        return self._records if self._ended else None
+
+    def entry(self) -> LaneEntry:
+        """Where the lane stands now; takes the source's state unless that costs too much just now."""
+        if not self._ended and self._since and self._iterator is not None and hasattr(self._iterator, "get_state"):
+            cheap = self._snapshot_cost <= _SNAPSHOT_SHARE * self._busy_since_snapshot
+            overdue = self._busy_since_snapshot > _MAX_SNAPSHOT_SECONDS
+            if cheap or overdue or self._snapshot_cost < 2e-5:
+                self._take_snapshot()
+        return LaneEntry(
+            records=self._records,
+            epoch=self._epoch,
+            taken=self._taken,
+            state=self._snapshot,
+            skip=self._since,
+            ended=self._ended,
+        )
+
+    def _take_snapshot(self) -> None:
+        start = time.monotonic()
+        state = self._iterator.get_state()
+        try:
+            # encoding copies, so that an iterator may go on changing what it gave
+            self._snapshot = exact_json.encode_value(state)
+        except TypeError as error:
+            raise SourceError(
+                f"the state of lane {self.lane_index} cannot be saved exactly: {error}. {exact_json.ALLOWED}",
+                lane_index=self.lane_index,
+            ) from error
+        self._since = 0
+        cost = time.monotonic() - start
+        if self._snapshot_cost < _EXPENSIVE_SECONDS <= cost:
+            _log.info("the state of lane %d takes %.1f ms: it is taken now and then", self.lane_index, cost * 1e3)
+        self._snapshot_cost = cost
+        self._busy_since_snapshot = 0.0
+
+    def describe(self) -> str:
+        """For logs."""
+        return f"reading lane {self.lane_index} (epoch {self._epoch}, after record {self._taken})"
+
+    def close(self) -> None:
+        """Closes the iterator, unless a read that hangs is still in it."""
+        self._close_broken()

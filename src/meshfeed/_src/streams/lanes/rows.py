@@ -1,0 +1,103 @@
+"""Where the rows of lanes stand in a host's part of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from meshfeed._src.base.types import PyTree
+from meshfeed._src.reading.host_batch import RecordSpec, check_spec, spec_of_batch
+from meshfeed._src.streams.lanes.lane import Taken
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneRun:
+    """Consecutive rows of one lane that are consecutive rows of the host's batch.
+
+    Attributes:
+      lane_index: the lane.
+      target: first row in the host's batch.
+      offset: first row in what the lane gave for the batch.
+      count: rows, at least 1.
+    """
+
+    lane_index: int
+    target: int
+    offset: int
+    count: int
+
+
+def lane_runs(rows: np.ndarray, rows_per_lane: int) -> tuple[LaneRun, ...]:
+    """The runs that make up a host's rows; the same for every batch of one size, so worked out once.
+
+    Args:
+      rows: this host's rows of the global batch, int64, rising.
+      rows_per_lane: rows of the global batch that each lane feeds.
+    """
+    if not len(rows):
+        return ()
+    new_run = (np.diff(rows) != 1) | (rows[1:] // rows_per_lane != rows[:-1] // rows_per_lane)
+    starts = np.concatenate(([0], np.flatnonzero(new_run) + 1))
+    counts = np.diff(np.append(starts, len(rows)))
+    lanes, offsets = np.divmod(rows[starts], rows_per_lane)
+    columns = (lanes, starts, offsets, counts)
+    return tuple(LaneRun(*values) for values in zip(*(column.tolist() for column in columns), strict=True))
+
+
+def place_rows(
+    lanes: Mapping[int, Taken], runs: Sequence[LaneRun], num_rows: int, spec: RecordSpec | None
+) -> tuple[PyTree | None, np.ndarray, RecordSpec | None]:
+    """Lays the rows of lanes out as this host's part of a batch.
+
+    Args:
+      lanes: what was taken, at least of the lanes of ``runs``.
+      runs: see :func:`lane_runs`.
+      num_rows: rows of this host.
+      spec: structure that records must have, if known.
+
+    Returns:
+      The tree ``[num_rows, ...]`` with zeros in rows that no lane filled (None if none did and ``spec`` is None), a
+      bool ``[num_rows]`` of the real rows, and the records' structure.
+
+    Raises:
+      SourceError: lanes whose records differ.
+    """
+    pieces: list[tuple[int, int, int, list[np.ndarray]]] = []
+    real = np.zeros(num_rows, bool)
+    checked: dict[int, list[np.ndarray]] = {}
+    for run in runs:
+        taken = lanes[run.lane_index]
+        if taken.tree is None:
+            continue
+        leaves = checked.get(run.lane_index)
+        if leaves is None:
+            if spec is None or not spec.fits(taken.tree, taken.count):
+                found = spec_of_batch(taken.tree, taken.count, what=f"lane {run.lane_index}")
+                spec = spec or found
+                check_spec(spec, found, what=f"lane {run.lane_index}", lane_index=run.lane_index)
+            leaves = checked[run.lane_index] = [np.asarray(leaf) for leaf in jax.tree.leaves(taken.tree)]
+        count = min(run.count, taken.count - run.offset)
+        if count <= 0:
+            continue
+        real[run.target : run.target + count] = True
+        pieces.append((run.target, run.offset, count, leaves))
+    if spec is None:
+        return None, real, None
+    if len(pieces) == 1 and pieces[0][2] == num_rows:
+        _, offset, count, leaves = pieces[0]
+        return spec.treedef.unflatten([leaf[offset : offset + count] for leaf in leaves]), real, spec
+    filled = sum(count for _, _, count, _ in pieces) == num_rows
+    output = spec.empty(num_rows) if filled else spec.zeros(num_rows)
+    outputs = jax.tree.leaves(output)
+    for target, offset, count, leaves in pieces:
+        for leaf, source_leaf in zip(outputs, leaves, strict=True):
+            leaf[target : target + count] = source_leaf[offset : offset + count]
+    return output, real, spec
+
+
+def needed_lanes(rows: Sequence[int] | np.ndarray, rows_per_lane: int) -> list[int]:
+    """Lanes that feed ``rows``."""
+    return np.unique(np.asarray(rows, np.int64) // rows_per_lane).tolist()

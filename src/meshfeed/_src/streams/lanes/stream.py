@@ -1,0 +1,387 @@
+"""The course of a stream: rows of every batch divided once and for all into lanes, each a sequential stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings
+from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.state import state as feed_state
+from meshfeed._src.state.ledger import Ledgers, count_skipped
+from meshfeed._src.streams.lanes.group import GroupRows, LaneGroup, WorkerLanes
+from meshfeed._src.streams.lanes.lane import Lane, LaneEntry, LaneSettings
+from meshfeed._src.streams.lanes.rows import LaneRun, lane_runs, needed_lanes, place_rows
+from meshfeed._src.streams.local_iterator import LocalIterator
+from meshfeed._src.streams.protocol import EMPTY_STREAM, HostBatch, HostRows, Place
+
+_MAX_LANES = 64
+
+
+def default_num_lanes(sizes: tuple[int, ...]) -> int:
+    """The largest divisor of every batch size that is at most 64."""
+    common = math.gcd(*sizes)
+    return next(lanes for lanes in range(min(_MAX_LANES, common), 0, -1) if common % lanes == 0)
+
+
+class LanesCourse:
+    """See :class:`meshfeed._src.streams.protocol.Course`.
+
+    Args:
+      source: a stream source.
+      settings: the feed's settings.
+    """
+
+    kind = "lanes"
+    opens_at_restore = True
+
+    def __init__(self, source: Any, settings: FeedSettings) -> None:
+        if settings.schedule is None:
+            raise SettingsError(
+                "global_batch_size is missing; a stream needs it (an int or a meshfeed.BatchSchedule).",
+                setting="global_batch_size",
+            )
+        if settings.shuffle is not False:
+            raise SettingsError(
+                f"shuffle={settings.shuffle!r}, but a stream cannot be shuffled as a whole: it is read one record after "
+                "the other. Shuffle in the source (Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a "
+                "random-access source.",
+                setting="shuffle",
+            )
+        if settings.bad_records is not None and getattr(source, "decode", None) is None:
+            raise SettingsError(
+                "bad_records=SkipBad(…) on a stream covers its decode, and this one has none; leave it out, and handle "
+                "bad records where the stream is made.",
+                setting="bad_records",
+            )
+        self.source = source
+        self._bind: Any = getattr(source, "bind", None)  # a mixture's stages begin at steps
+        self._settings = settings
+        self._schedule: BatchSchedule = settings.schedule
+        self.num_lanes = settings.num_lanes or default_num_lanes(self._schedule.sizes)
+        self._check_lanes(self.num_lanes)
+        check_source = getattr(source, "check_lanes", None)  # a source that knows how it can be cut says so at once
+        if callable(check_source):
+            check_source(self.num_lanes)
+        self._identity = source_identity(source, settings.retry)  # here, since taking a state must not read
+        if self._bind is not None:
+            self.start().source.mixture_config()  # of the components
+        self._spec: RecordSpec | None = None
+
+    def _check_lanes(self, num_lanes: int) -> None:
+        for size in self._schedule.sizes:
+            if size % num_lanes:
+                best = default_num_lanes(self._schedule.sizes)
+                raise SettingsError(
+                    f"num_lanes={num_lanes} does not divide global_batch_size={size}; it takes a divisor of every batch "
+                    f"size, such as {best}.",
+                    setting="num_lanes",
+                )
+
+    @property
+    def _pad(self) -> bool:
+        return self._settings.end == "pad"
+
+    # ------------------------------------------------------------------ state
+
+    def fingerprint(self, place: Place) -> dict[str, Any]:
+        """Source, seed, epochs, end and number of lanes."""
+        return {
+            "source": self._identity,
+            "seed": self._settings.seed,
+            "num_epochs": self._settings.num_epochs,
+            "end": self._settings.end,
+            "num_lanes": place.num_lanes,
+            **({} if self._bind is None else {"mixture": place.source.mixture_config()}),
+        }
+
+    def _source_under(self, timeline: step_schedules.Timeline) -> Any:
+        if self._bind is None:
+            return self.source
+        settings = self._settings
+        return self._bind(
+            seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=timeline.position_of_step
+        )
+
+    def start(self, like: Place | None = None) -> Place:
+        """Step 0, every lane at its beginning; as many lanes as ``like`` has, which may come from a state."""
+        num_lanes = self.num_lanes if like is None else like.num_lanes
+        entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
+        timeline = step_schedules.Timeline(self._schedule)
+        return Place(timeline, 0, 0, entries=entries, num_lanes=num_lanes, source=self._source_under(timeline))
+
+    def restore(self, state: feed_state.FeedState) -> Place:
+        """The place of the lanes that the state holds."""
+        remedy = "The state was changed or damaged; use an earlier checkpoint."
+        num_lanes = self._settings.num_lanes or state.num_lanes
+        if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
+            raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", remedy)
+        here = dataclasses.replace(self.start(), num_lanes=num_lanes)
+        saved, current = dict(state.fingerprint), self.fingerprint(here)
+        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
+        feed_state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
+        if num_lanes != state.num_lanes:
+            raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, remedy)
+        if any(size % num_lanes for size in self._schedule.sizes):
+            raise StateMismatchError(
+                "num_lanes",
+                num_lanes,
+                f"a divisor of the batch sizes {list(self._schedule.sizes)}",
+                "Choose global_batch_size as a multiple of the saved number of lanes.",
+            )
+        segments = step_schedules.parse_segments(state.segments)
+        nominal = 0
+        if segments:
+            last = segments[-1]
+            nominal = last.first_position + (state.step - last.first_step) * last.size
+        consistent = state.step > segments[-1].first_step if segments else state.step == 0
+        if not consistent or state.position > nominal or (not self._pad and state.position != nominal):
+            raise StateMismatchError("position", state.position, f"{nominal} at step {state.step}", remedy)
+        entries: dict[str, LaneEntry] = {}
+        for key, value in state.lanes.items():
+            if not key.isdecimal() or int(key) >= num_lanes:
+                raise StateMismatchError(f"lanes.{key}", key, f"a lane below {num_lanes}", remedy)
+            entries[key] = LaneEntry.from_json(value, int(key))
+            expected = nominal // num_lanes
+            entry = entries[key]
+            if entry.records > expected or (entry.records < expected and not entry.ended):
+                raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, remedy)
+        delivered = sum(entry.records for entry in entries.values())
+        if len(entries) == num_lanes and delivered != state.position:
+            raise StateMismatchError("position", state.position, f"{delivered} records in all lanes", remedy)
+        ended = {int(key): entry.records for key, entry in entries.items() if entry.ended}
+        timeline = step_schedules.Timeline(self._schedule, past=segments, step=state.step, position=nominal)
+        source = self._source_under(timeline)
+        if self._bind is not None:
+            source.check_saved(mixture, nominal, state.step)
+        return Place(
+            timeline,
+            state.step,
+            state.position,
+            entries=entries,
+            ended=ended,
+            skipped=Ledgers.of_state(state),
+            num_skipped=count_skipped(state),
+            num_lanes=num_lanes,
+            source=source,
+        )
+
+    def state(self, place: Place) -> feed_state.FeedState:
+        """Holds the lanes of this host."""
+        return feed_state.FeedState(
+            kind=self.kind,
+            position=place.position,
+            step=place.step,
+            segments=place.timeline.delivered_json(place.step),
+            fingerprint=self.fingerprint(place),
+            num_lanes=place.num_lanes,
+            lanes={lane: entry.to_json() for lane, entry in sorted(place.entries.items(), key=lambda i: int(i[0]))},
+            **place.skipped.state_fields(),
+            num_skipped=place.num_skipped or None,
+        )
+
+    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Records of the stream up to and including ``step``, from the lengths of the lanes that ended."""
+        position, size = place.timeline.at(step)
+        each = (position + size) // place.num_lanes
+        ended = {**place.ended, **ended} if place.ended else ended
+        return position + size - sum(max(0, each - length) for length in ended.values())
+
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
+        """The place after a delivered batch."""
+        return dataclasses.replace(
+            place,
+            step=batch.step + 1,
+            position=self.records_after(place, batch.step, ended),
+            entries=batch.entries,
+            ended={**place.ended, **ended} if ended else place.ended,
+            skipped=place.skipped.after(batch.bad, batch.step),
+            num_skipped=num_skipped,
+        )
+
+    # ------------------------------------------------------------------ reading
+
+    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> LanesFeeder:
+        """Opens this host's lanes at a place.
+
+        Raises:
+          StateMismatchError: the state lacks lanes that this host needs.
+        """
+        size = place.timeline.at(place.step)[1]
+        needed = needed_lanes(host_rows.rows(size), size // place.num_lanes)
+        missing = [lane for lane in needed if str(lane) not in place.entries]
+        if missing:
+            raise StateMismatchError(
+                "lanes",
+                f"lanes {sorted(int(lane) for lane in place.entries)} of {place.num_lanes}",
+                f"this host reads the lanes {needed}",
+                f"The state lacks the lanes {missing}: join the states of all hosts with meshfeed.merge_states.",
+            )
+        entries = {lane: place.entries[str(lane)] for lane in needed}
+        return LanesFeeder(self, place, host_rows, self._settings, entries, hosts_agree=hosts_agree)
+
+    def lane_settings(self, num_lanes: int) -> LaneSettings:
+        """What lanes share."""
+        settings = self._settings
+        num_epochs = 1 if getattr(self.source, "owns_epochs", False) else settings.num_epochs
+        return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records)
+
+    def record_spec(self) -> RecordSpec:
+        """From the first record of the first lane that has one."""
+        if self._spec is None:
+            settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
+            source = self._source_under(step_schedules.Timeline(self._schedule))
+            for lane_index in range(self.num_lanes):
+                lane = Lane(source, lane_index, settings, LaneEntry())
+                taken = lane.take(1)
+                lane.close()
+                if taken.tree is not None:
+                    self._spec = spec_of_batch(taken.tree, 1, what=f"lane {lane_index}")
+                    break
+            else:
+                raise SourceError(f"the stream is empty: none of its {self.num_lanes} lanes has a record.")
+        return self._spec
+
+    def batch_size_at(self, place: Place) -> int:
+        """Global batch size of the next step."""
+        return place.timeline.at(place.step)[1]
+
+    def num_steps(self, place: Place) -> int | None:
+        """Not known before the end."""
+        raise TypeError("a stream has no length before it has ended.")
+
+    def record_ids(self, place: Place, step: int) -> RecordIds:
+        """Streams have no ids."""
+        raise SourceError(
+            f"record_ids({step}): a stream has no record ids; read the step again from a state taken before it."
+        )
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Streams cannot be read by id."""
+        raise SourceError("read(record_ids): a stream has no record ids; pass a random-access source.")
+
+    def local_iterator(self, feed: Any) -> LocalIterator:
+        """A view of the feed."""
+        return LocalIterator(feed)
+
+    def close(self) -> None:
+        """Releases the source, where it has a ``close``."""
+        close = getattr(self.source, "close", None)
+        if callable(close):
+            close()
+
+
+class LanesFeeder:
+    """Reads this host's lanes, step by step.
+
+    Args:
+      course: the course.
+      place: where to begin.
+      host_rows: this host's rows.
+      settings: the feed's settings.
+      entries: lane → where it begins; all lanes that this host needs.
+      hosts_agree: other hosts may still have data when this one has none.
+    """
+
+    sequential = True
+
+    def __init__(
+        self,
+        course: LanesCourse,
+        place: Place,
+        host_rows: HostRows,
+        settings: FeedSettings,
+        entries: Mapping[int, LaneEntry],
+        *,
+        hosts_agree: bool,
+    ) -> None:
+        self._timeline = place.timeline
+        self._host_rows = host_rows
+        self._settings = settings
+        self._num_lanes = place.num_lanes
+        self._step = place.step
+        self._asked = place.step
+        self._go_on = hosts_agree and settings.end == "pad"
+        self._hosts_agree = hosts_agree
+        self.empty = True  # no lane of this host has had a record so far
+        self._spec: RecordSpec | None = None
+        self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # by batch size: this host's rows, and their runs
+        self._final: int | None = None
+        self._group: LaneGroup | None = None
+        self._workers: WorkerLanes | None = None
+        shared = course.lane_settings(place.num_lanes)
+        if settings.num_workers and entries:
+            self._workers = WorkerLanes(place.source, shared, entries, settings.num_workers, settings.timeout_seconds)
+        else:
+            self._group = LaneGroup(place.source, shared, entries, settings.num_threads or 1)
+
+    def _rows_per_lane(self, step: int) -> int:
+        return self._timeline.at(step)[1] // self._num_lanes
+
+    def _read(self, step: int) -> GroupRows:
+        if self._group is not None:
+            return self._group.read(self._rows_per_lane(step))
+        assert self._workers is not None
+        while self._asked <= step + 1:
+            self._workers.submit(self._rows_per_lane(self._asked))
+            self._asked += 1
+        return self._workers.result()
+
+    def next(self) -> HostBatch:
+        """See :class:`meshfeed._src.streams.protocol.Feeder`."""
+        step = self._step
+        size = self._timeline.at(step)[1]
+        per_lane = self._rows_per_lane(step)
+        if size not in self._runs:
+            rows = self._host_rows.rows(size)
+            self._runs[size] = len(rows), lane_runs(rows, per_lane)
+        num_rows, runs = self._runs[size]
+        group = self._read(step)
+        self.empty = self.empty and not any(row.entry.records for row in group.lanes.values())
+        if self.empty and group.lanes and not self._hosts_agree:
+            raise SourceError(EMPTY_STREAM)
+        short = [lane for lane, row in group.lanes.items() if row.taken.count < per_lane]
+        if short and self._settings.end == "drop":
+            raise StopIteration
+        if not any(row.taken.count for row in group.lanes.values()):
+            if not self._go_on:
+                raise StopIteration
+            self._final = step if self._final is None else self._final
+        self._step = step + 1
+        tree, real, self._spec = place_rows(
+            {lane: row.taken for lane, row in group.lanes.items()}, runs, num_rows, self._spec
+        )
+        if tree is not None and self._settings.mask_key is not None:
+            tree = add_mask(tree, self._settings.mask_key, real)
+        return HostBatch(
+            step=step,
+            global_batch_size=size,
+            tree=tree,
+            num_bytes=0 if tree is None else num_bytes(tree),
+            entries={str(lane): row.entry for lane, row in group.lanes.items()},
+            ended={lane: row.entry.records for lane, row in group.lanes.items() if row.entry.ended},
+            bad=[entry for row in group.lanes.values() for entry in row.taken.bad],
+            times={"read_seconds": group.seconds},
+            retries=sum(row.taken.retries for row in group.lanes.values()),
+        )
+
+    def final(self) -> int | None:
+        """The first step without a real row of this host."""
+        return self._final
+
+    def describe(self) -> str:
+        """What the reader does."""
+        reader = self._group if self._group is not None else self._workers
+        return f"step {self._step}: {reader.describe()}" if reader is not None else "idle"
+
+    def close(self) -> None:
+        """Closes lanes, threads and processes."""
+        for reader in (self._group, self._workers):
+            if reader is not None:
+                reader.close()

@@ -1,0 +1,1 @@
+"""Streams of batches that each host makes itself. Read first: ``stream.py``."""

@@ -1,0 +1,294 @@
+"""The course of host-local batches: each host makes its own part, and a state belongs to this number of hosts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings
+from meshfeed._src.base.threads import SingleCall
+from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.reading.host_batch import RecordSpec, spec_of_batch
+from meshfeed._src.state import state as feed_state
+from meshfeed._src.streams.local_batches.reader import BatchesFeeder, rows_of
+from meshfeed._src.streams.local_iterator import LocalIterator
+from meshfeed._src.streams.protocol import HostBatch, HostRows, Place
+
+_log = logging.getLogger("meshfeed.host_batches")
+
+_UNSUPPORTED = {
+    "shuffle": (False, "shuffle where the batches are made"),
+    "num_workers": (0, "give the workers to what makes the batches"),
+    "num_lanes": (None, "host batches have no lanes"),
+    "bad_records": (None, "handle bad records where the batches are made"),
+}
+
+
+class BatchesCourse:
+    """See :class:`meshfeed._src.streams.protocol.Course`.
+
+    Args:
+      source: the host's batches (``meshfeed.sources.HostBatches``).
+      settings: the feed's settings.
+      layout: gives the global batch size if the setting is left out.
+    """
+
+    kind = "host_batches"
+    opens_at_restore = True
+
+    def __init__(self, source: Any, settings: FeedSettings, layout: Any) -> None:
+        for setting, (only, remedy) in _UNSUPPORTED.items():
+            value = getattr(settings, setting)
+            if value != only or isinstance(value, bool) != isinstance(only, bool):
+                raise SettingsError(
+                    f"{setting}={value!r} has no effect on an iterable of host batches; leave it out, and {remedy}.",
+                    setting=setting,
+                )
+        if settings.schedule is not None and len(settings.schedule.sizes) > 1:
+            raise SettingsError(
+                "a BatchSchedule needs a source of records; an iterable of host batches has batches of one size.",
+                setting="global_batch_size",
+            )
+        if settings.load != "sharded":
+            raise SettingsError(
+                f"load={settings.load!r} needs a source of records; with host batches every host brings its own rows.",
+                setting="load",
+            )
+        self.source = source
+        self._settings = settings
+        self._derive_size = layout.global_batch_size_of
+        self._smallest_size = layout.smallest_batch_size
+        self._schedule = settings.schedule
+        self._sizes: dict[int, int] = {}
+        self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
+        self._looking: SingleCall[PyTree] | None = None  # reads them, or the next batch of the reader
+        self._reading: BatchesFeeder | None = None  # has the iterator, which must not be opened a second time
+        self._spec: RecordSpec | None = None
+
+    @property
+    def moved_by_opening(self) -> bool:
+        """Whether opening the batches at another place moves the iterator that the present reader uses."""
+        return self.source.resumable and not self.source.restartable
+
+    # ------------------------------------------------------------------ sizes
+
+    def schedule(self) -> BatchSchedule:
+        """The batch size; reads the first batch where the setting is left out.
+
+        Raises:
+          SourceError: there is no first batch.
+        """
+        if self._schedule is None:
+            if self._reading is not None:
+                raise SourceError(
+                    "the iterable of host batches gave no batch on this host, so that it does not know the global batch "
+                    "size. Pass global_batch_size where a host may have no batch at all."
+                )
+            self.size_for(rows_of(self._peek()))
+        assert self._schedule is not None
+        return self._schedule
+
+    def size_for(self, host_rows: int) -> int:
+        """The global batch of which this host has ``host_rows`` rows."""
+        if self._schedule is None:
+            self._schedule = BatchSchedule([(0, self._derive_size(host_rows))])
+        elif getattr(self.source.iterable, "rows_may_vary", False):
+            if host_rows not in self._sizes:
+                self._sizes[host_rows] = self._derive_size(host_rows)
+            return self._sizes[host_rows]
+        return self._schedule.sizes[0]
+
+    def size_of_padding(self) -> tuple[int, bool]:
+        """Size of a global batch to which this host gives only padding, and whether that size is final.
+
+        It is not if the other hosts' batches determine it: then it is the smallest size that is possible.
+        """
+        if self._schedule is None or getattr(self.source.iterable, "rows_may_vary", False):
+            return self._smallest_size(), False
+        return self._schedule.sizes[0], True
+
+    def _peek(self) -> PyTree:
+        """The next batch, left for the reader. Not on the caller's thread: an interrupt would end a generator."""
+        if self._looking is None:
+            self._looking = SingleCall(self._look, "meshfeed-look")
+        try:
+            batch = self._looking.result()
+        except Exception:
+            self._looking = None
+            raise
+        self._looking = None
+        return batch
+
+    def _look(self) -> PyTree:
+        if self._reading is not None:
+            return self._reading.peek()
+        if self._first is None:
+            iterator = self.source.iterator()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise SourceError("the iterable of host batches is empty: it gave no batch on this host.") from None
+            self._first = (iterator, batch)
+        return self._first[1]
+
+    def record_spec(self) -> RecordSpec:
+        """From the first batch."""
+        if self._spec is None:
+            self.learn(self._peek())
+        assert self._spec is not None
+        return self._spec
+
+    def learn(self, batch: PyTree) -> None:
+        """Remembers structure and size of the first batch that is seen."""
+        if self._spec is None:
+            rows = rows_of(batch)
+            self._spec = spec_of_batch(batch, rows, what="the iterable of host batches")
+            self.size_for(rows)
+
+    def batch_size_at(self, place: Place) -> int:
+        """Global batch size."""
+        del place
+        return self.schedule().sizes[0]
+
+    # ------------------------------------------------------------------ state
+
+    def fingerprint(self, place: Place) -> dict[str, Any]:
+        """Not of the content: the batches are the user's affair."""
+        del place
+        return {
+            "source": self.source.fingerprint(),
+            "elastic": False,
+            "processes": coordination.process_count(),
+            "num_epochs": self._settings.num_epochs,
+            "end": "drop" if getattr(self.source.iterable, "ends_may_differ", False) else self._settings.end,
+        }
+
+    def start(self, like: Place | None = None) -> Place:
+        """Before the first batch; the batch size may not be known yet."""
+        del like
+        return Place(step_schedules.Timeline(self._schedule or BatchSchedule([(0, 1)])), 0, 0)
+
+    def restore(self, state: feed_state.FeedState) -> Place:
+        """The place of this host's batches."""
+        remedy = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
+        if state.hosts is None or state.step is None:
+            raise StateMismatchError("hosts", None, "step and hosts of an iterable of host batches", remedy)
+        feed_state.compare_fingerprints(state.fingerprint, self.fingerprint(self.start()))
+        host = str(coordination.process_index())
+        if host not in state.hosts and state.step:
+            raise StateMismatchError(
+                "hosts",
+                sorted(state.hosts),
+                f"host {host}",
+                "Join the states of all hosts with meshfeed.merge_states.",
+            )
+        entries = {}
+        if host in state.hosts:
+            entry = feed_state.unseal(state.hosts[host], f"hosts.{host}")
+            at = entry.get("step", state.step)  # of the last batch that this host had; with padding others go on
+            if at > state.step or (at < state.step and self._settings.end == "drop"):
+                raise StateMismatchError("step", state.step, f"{at} in hosts.{host}", "Use an earlier checkpoint.")
+            if not self.source.resumable:
+                raise StateMismatchError(
+                    f"hosts.{host}",
+                    f"{state.step} batches",
+                    "an iterator that can be read once",
+                    "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
+                )
+            entries[host] = entry
+        segments = step_schedules.parse_segments(state.segments)
+        schedule = self._schedule or BatchSchedule([(0, segments[0].size if segments else 1)])
+        nominal = (
+            segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
+        )
+        # nominal takes every batch to be as large as the first one
+        varies = getattr(self.source.iterable, "rows_may_vary", False)
+        long = state.position > nominal and not varies
+        short = state.position < nominal and not varies and self._settings.end == "drop"
+        if long or short or (bool(segments) != bool(state.step)):
+            raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
+        timeline = step_schedules.Timeline(schedule, past=segments, step=state.step, position=nominal)
+        return Place(timeline, state.step, state.position, entries=entries)
+
+    def state(self, place: Place) -> feed_state.FeedState:
+        """Holds this host's entry."""
+        return feed_state.FeedState(
+            kind=self.kind,
+            position=place.position,
+            step=place.step,
+            segments=place.timeline.delivered_json(place.step),
+            fingerprint=self.fingerprint(place),
+            hosts={host: feed_state.seal(dict(entry)) for host, entry in place.entries.items()},
+        )
+
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
+        """The place after a delivered batch; short last batches of hosts count as announced in ``ended``."""
+        del num_skipped
+        timeline = place.timeline
+        if place.step == 0 and not place.entries:  # now the size is known
+            timeline = step_schedules.Timeline(self._schedule or BatchSchedule([(0, batch.global_batch_size)]))
+        size = batch.global_batch_size
+        padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
+        return Place(timeline, batch.step + 1, place.position + size - padding, entries=batch.entries)
+
+    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Not needed: bad records are handled where the batches are made."""
+        del place, step, ended
+        return 0
+
+    # ------------------------------------------------------------------ reading
+
+    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> BatchesFeeder:
+        """Opens this host's iterator at a place."""
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.wait()
+        host = str(coordination.process_index())
+        entry = place.entries.get(host)
+        ready: PyTree | None = None
+        if entry is None and self._first is not None:
+            iterator, ready = self._first
+            self._first = None
+        else:
+            iterator = self.source.iterator(None if entry is None else entry["iterator"])
+            self._first = None
+        epoch = 0 if entry is None else int(entry["epoch"])
+        self._reading = BatchesFeeder(
+            self, place, host_rows, self._settings, iterator, ready, epoch, hosts_agree=hosts_agree
+        )
+        return self._reading
+
+    def forget(self, feeder: BatchesFeeder) -> None:
+        """``feeder`` is closed."""
+        if self._reading is feeder:
+            self._reading = None
+
+    def num_steps(self, place: Place) -> int | None:
+        """Not known before the end."""
+        raise TypeError("an iterable of host batches has no length that all hosts know.")
+
+    def record_ids(self, place: Place, step: int) -> RecordIds:
+        """Host batches have no ids."""
+        raise SourceError(f"record_ids({step}): host batches have no record ids.")
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Host batches cannot be read by id."""
+        raise SourceError("read(record_ids): host batches have no record ids; pass a random-access source.")
+
+    def local_iterator(self, feed: Any) -> LocalIterator:
+        """A view of the feed."""
+        return LocalIterator(feed)
+
+    def close(self) -> None:
+        """Closes the iterator, also one that was opened only to look at its first batch."""
+        if self._first is not None:
+            self._first[0].close()
+            self._first = None
+        try:
+            self.source.close()
+        except Exception as error:  # a generator in which a read hangs cannot be closed
+            _log.debug("closing the iterable of host batches failed: %s", error)

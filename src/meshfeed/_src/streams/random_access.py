@@ -1,0 +1,369 @@
+"""The course of a random-access source: everything follows from (source, settings, step)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings
+from meshfeed._src.base.threads import Threads
+from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
+from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
+from meshfeed._src.reading.workers.reader import WorkerReader
+from meshfeed._src.state import state as feed_state
+from meshfeed._src.state.ledger import Ledgers, count_skipped
+from meshfeed._src.streams.local_iterator import LocalIterator
+from meshfeed._src.streams.protocol import HostBatch, HostRows, Place
+
+_log = logging.getLogger("meshfeed.feed")
+
+
+class RandomCourse:
+    """See :class:`meshfeed._src.streams.protocol.Course`.
+
+    Args:
+      source: a random-access source.
+      settings: the feed's settings.
+    """
+
+    kind = "random_access"
+    opens_at_restore = False
+
+    def __init__(self, source: Any, settings: FeedSettings) -> None:
+        if settings.schedule is None:
+            raise SettingsError(
+                "global_batch_size is missing; a random-access source needs it (an int or a meshfeed.BatchSchedule).",
+                setting="global_batch_size",
+            )
+        if settings.num_lanes is not None:
+            raise SettingsError(
+                f"num_lanes={settings.num_lanes}, but this source is read at random and has no lanes; leave it out.",
+                setting="num_lanes",
+            )
+        if len(source) < 1:
+            raise SourceError(f"the source {type(source).__name__} is empty: it has 0 records.")
+        self.source = source
+        self._settings = settings
+        self._schedule: BatchSchedule = settings.schedule
+        self._make_order: Any = getattr(source, "make_order", None)  # a mixture brings its own
+        self._order = self._order_under(step_schedules.Timeline(self._schedule))
+        self.reader = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
+        self._identity = source_identity(source, settings.retry)  # here, since taking a state must not read
+        if self.num_steps(self.start()) == 0:
+            _log.warning(
+                "the source has %d records in all epochs, which is smaller than a batch of %d: with end='drop' there is no "
+                "batch at all. Use end='pad', more epochs or a smaller batch.",
+                self._order.total,
+                self._schedule.sizes[0],
+            )
+
+    @property
+    def _pad(self) -> bool:
+        return self._settings.end == "pad"
+
+    def _order_under(self, timeline: step_schedules.Timeline) -> Any:
+        settings = self._settings
+        kwargs: dict[str, Any] = {"shuffle": settings.shuffle, "seed": settings.seed, "num_epochs": settings.num_epochs}
+        if self._make_order is not None:
+            return self._make_order(**kwargs, position_of_step=timeline.position_of_step)
+        return epoch_order.EpochOrder(len(self.source), **kwargs)
+
+    def fingerprint(self, place: Place) -> dict[str, Any]:
+        """Source, order, epochs and end; of a mixture also its stages, which begin where the place's timeline says."""
+        config = dict(place.order.config())
+        return {
+            "source": self._identity,
+            "order": {"algorithm": config.pop("algorithm"), "version": config.pop("version")},
+            **config,
+            "num_epochs": self._settings.num_epochs,
+            "end": self._settings.end,
+        }
+
+    def start(self, like: Place | None = None) -> Place:
+        """Step 0, position 0."""
+        del like
+        return Place(step_schedules.Timeline(self._schedule), 0, 0, order=self._order)
+
+    def restore(self, state: feed_state.FeedState) -> Place:
+        """The place at the state's position; O(1)."""
+        saved, current = dict(state.fingerprint), self.fingerprint(self.start())
+        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
+        feed_state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
+        segments = step_schedules.parse_segments(state.segments)
+        order = self._order
+        if self._make_order is not None:
+            step = step_schedules.derive_step(segments, state.position, state.position, pad=self._pad)
+            order = self._order_under(
+                step_schedules.Timeline(self._schedule, past=segments, step=step, position=state.position)
+            )
+            order.check_saved(mixture, state.position, step)
+        beyond = order.total is not None and state.position > order.total
+        if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
+            raise StateMismatchError(
+                "position",
+                state.position,
+                f"at most {order.total}",
+                "The state was changed or damaged; use an earlier checkpoint.",
+            )
+        step = step_schedules.derive_step(segments, state.position, order.total, pad=self._pad)
+        timeline = step_schedules.Timeline(self._schedule, past=segments, step=step, position=state.position)
+        return Place(
+            timeline,
+            step,
+            state.position,
+            skipped=Ledgers.of_state(state),
+            num_skipped=count_skipped(state),
+            order=order,
+        )
+
+    def state(self, place: Place) -> feed_state.FeedState:
+        """The same on every host."""
+        return feed_state.FeedState(
+            kind=self.kind,
+            position=place.position,
+            segments=place.timeline.delivered_json(place.step),
+            fingerprint=self.fingerprint(place),
+            **place.skipped.state_fields(),
+            num_skipped=place.num_skipped or None,
+        )
+
+    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
+        """The place after a delivered batch."""
+        position = self.records_after(place, batch.step, ended)
+        return Place(
+            place.timeline,
+            batch.step + 1,
+            position,
+            skipped=place.skipped.after(batch.bad, batch.step),
+            num_skipped=num_skipped,
+            order=place.order,
+            source=place.source,
+        )
+
+    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+        """Records of the stream up to and including ``step``."""
+        del ended
+        position, size = place.timeline.at(step)
+        return position + size if place.order.total is None else min(position + size, place.order.total)
+
+    def num_steps(self, place: Place) -> int | None:
+        """From the length, the same everywhere, without talking."""
+        total = place.order.total
+        return None if total is None else place.timeline.num_steps(total, pad=self._pad)
+
+    def record_ids(self, place: Place, step: int) -> RecordIds:
+        """Ids of the rows of ``step`` in row order, int64 ``[rows]``, padding left out."""
+        last = self.num_steps(place)
+        if step < 0 or (last is not None and step >= last):
+            raise IndexError(f"step {step} is not in this stream, which has {last} steps (0 to {(last or 0) - 1}).")
+        position, size = place.timeline.at(step)
+        total = place.order.total
+        stop = position + size if total is None else min(position + size, total)
+        return place.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
+
+    def read(self, record_ids: Any) -> PyTree:
+        """Records as host-local numpy, decoded as in epoch 0."""
+        ids = np.asarray(record_ids)
+        if not ids.size:
+            return self.record_spec().zeros(0)
+        if ids.ndim > 1 or ids.dtype.kind not in "iu":
+            raise SettingsError(
+                f"read({record_ids!r}); it takes record ids, a sequence of ints or an int array [n].",
+                setting="record_ids",
+            )
+        ids = ids.astype(np.int64).reshape(-1)
+        valid = getattr(self.source, "check_record_ids", None)
+        if valid is not None:
+            valid(ids)
+        elif ids.min() < 0 or ids.max() >= len(self.source):
+            bad = int(ids[(ids < 0) | (ids >= len(self.source))][0])
+            raise SourceError(
+                f"record id {bad} is not in the source, which has the ids 0 to {len(self.source) - 1}.", record_id=bad
+            )
+        return self.reader.read(ids, np.zeros(ids.size, np.int64)).tree
+
+    def batch_size_at(self, place: Place) -> int:
+        """Global batch size of the next step."""
+        return place.timeline.at(place.step)[1]
+
+    def local_iterator(self, feed: Any) -> LocalIterator:
+        """A view of the feed."""
+        return LocalIterator(feed)
+
+    def record_spec(self) -> RecordSpec:
+        """From record 0."""
+        return self.reader.spec()
+
+    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> RandomFeeder:
+        """Opens the data at a place."""
+        del hosts_agree
+        return RandomFeeder(self, place, host_rows, self._settings)
+
+    def close(self) -> None:
+        """Releases the source's files, where it has a ``close``."""
+        close = getattr(self.source, "close", None)
+        if callable(close):
+            close()
+
+
+class _Part:
+    """This host's part of a batch of one size.
+
+    Attributes:
+      size: of the global batch.
+      rows: this host's, rising.
+      num_rows: how many.
+      first: the first of them where they are neighbours, else None.
+      columns: see :attr:`HostRows.columns`.
+    """
+
+    __slots__ = ("columns", "first", "num_rows", "rows", "size")
+
+    def __init__(self, size: int, rows: RecordIds, columns: ColumnSlices | None) -> None:
+        self.size, self.rows, self.columns = size, rows, columns
+        self.num_rows = len(rows)
+        neighbours = self.num_rows and int(rows[-1]) - int(rows[0]) == self.num_rows - 1
+        self.first = int(rows[0]) if neighbours else None
+
+
+class RandomFeeder:
+    """Reads steps of a random-access source, in this thread, in several, or in processes.
+
+    Args:
+      course: the course.
+      place: where to begin.
+      host_rows: this host's rows and columns.
+      settings: the feed's settings.
+    """
+
+    def __init__(self, course: RandomCourse, place: Place, host_rows: HostRows, settings: FeedSettings) -> None:
+        self._course = course
+        self._timeline = place.timeline
+        self._order = place.order
+        self._host_rows = host_rows
+        self._settings = settings
+        self._last = course.num_steps(place)
+        self._next_step = place.step
+        self._pending: dict[int, tuple[RecordIds, Any]] = {}  # by step, so that an interrupt leaves nothing half done
+        self._threads: Threads | None = None
+        self._workers: WorkerReader | None = None
+        self._ahead = 1
+        self._spec: RecordSpec | None = None
+        self._part: _Part | None = None
+        # Step and records while reading: put into words only where somebody asks, since that costs more than an order.
+        self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
+        self.sequential = settings.num_workers > 0  # workers answer in the order that they were asked in
+        if settings.num_workers:
+            self._workers = WorkerReader(course.reader, settings.num_workers, timeout_seconds=settings.timeout_seconds)
+            self._ahead = 2 * settings.num_workers
+        elif (settings.num_threads or 1) > 1:
+            self._threads = Threads(settings.num_threads or 1, "meshfeed-read")
+            self._ahead = 2 * (settings.num_threads or 1)
+
+    def _part_of(self, size: int) -> _Part:
+        part = self._part
+        if part is None or part.size != size:  # batches are mostly alike
+            part = self._part = _Part(size, self._host_rows.rows(size), self._host_rows.columns(size))
+        return part
+
+    def _ids_of(self, position: int, part: _Part) -> tuple[RecordIds, RecordIds]:
+        total = self._order.total
+        if total is not None and position + part.size > total:
+            positions = position + part.rows
+            return self._order.ids_at(positions[positions < total])
+        if part.first is None:
+            return self._order.ids_at(position + part.rows)
+        start = position + part.first
+        return self._order.ids_between(start, start + part.num_rows)
+
+    def _submit(self, step: int) -> tuple[RecordIds, Callable[[], ReadRows] | None]:
+        position, size = self._timeline.at(step)
+        part = self._part_of(size)
+        record_ids, epochs = self._ids_of(position, part)
+        if not record_ids.size:
+            return record_ids, None
+        if self._workers is not None:
+            return record_ids, self._workers.submit(step, record_ids, epochs, part.columns)
+        if self._threads is not None:
+            return record_ids, self._threads.submit(self._course.reader.read, record_ids, epochs, part.columns).result
+        return record_ids, functools.partial(self._course.reader.read, record_ids, epochs, part.columns)
+
+    def next(self) -> HostBatch:
+        """See :class:`meshfeed._src.streams.protocol.Feeder`."""
+        step = self._next_step
+        if self._last is not None and step >= self._last:
+            raise StopIteration
+        if self._ahead == 1:
+            record_ids, result = self._submit(step)
+        else:
+            for asked in range(step, step + self._ahead):
+                if asked not in self._pending and (self._last is None or asked < self._last):
+                    self._pending[asked] = self._submit(asked)
+            record_ids, result = self._pending[step]
+        self._doing = ((step, record_ids), time.monotonic())
+        batch = self._finish(step, record_ids, None if result is None else result())
+        self._pending.pop(step, None)
+        self._next_step = step + 1
+        self._doing = ("waiting for room", time.monotonic())
+        return batch
+
+    def rewind(self, step: int) -> None:
+        """The next batch is that of ``step``; not with workers."""
+        self._next_step = step
+
+    def _describe_read(self, step: int, record_ids: RecordIds) -> str:
+        if not record_ids.size:
+            return f"padding step {step}"
+        path = file_of(self._course.source, int(record_ids[0]))
+        how = "waiting for workers to read" if self._workers is not None else "reading"
+        return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
+
+    def _finish(self, step: int, record_ids: RecordIds, rows: ReadRows | None) -> HostBatch:
+        part = self._part_of(self._timeline.at(step)[1])
+        num_rows = part.num_rows
+        if rows is None:
+            tree = self._course.record_spec().zeros(num_rows)
+        else:
+            tree = rows.tree if len(record_ids) == num_rows else pad_rows(rows.tree, num_rows)
+        if self._ahead > 1 and part.columns is None:
+            self._check(tree, num_rows, step)
+        if self._settings.mask_key is not None:
+            tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < len(record_ids))
+        batch = HostBatch(step, part.size, tree, num_bytes(tree), record_ids=record_ids)
+        if rows is not None:
+            batch.bad, batch.times, batch.retries = rows.bad, rows.times, rows.retries
+        return batch
+
+    def _check(self, tree: PyTree, num_rows: int, step: int) -> None:
+        """Each worker knows only the records that it has read itself."""
+        found = spec_of_batch(tree, num_rows, what="the source")
+        self._spec = self._spec or found
+        check_spec(self._spec, found, what=f"step {step}")
+
+    def final(self) -> int | None:
+        """None: the end needs no talk."""
+        return None
+
+    def describe(self) -> str:
+        """What the reader does, and since when."""
+        doing, since = self._doing
+        what = doing if isinstance(doing, str) else self._describe_read(*doing)
+        return f"{what} for {time.monotonic() - since:.1f} s"
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self._pending.clear()
+        if self._threads is not None:
+            self._threads.close()
+        if self._workers is not None:
+            self._workers.close()

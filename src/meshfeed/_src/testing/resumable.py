@@ -1,0 +1,272 @@
+"""The conformance check of everything that can be saved and continued: save anywhere, restore, compare the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.names import public
+
+_SHORT = 3  # batches compared where only the first ones can tell anything new
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Rows of one leaf that lie together: a whole numpy array, or one device's shard of a jax.Array."""
+
+    first_row: int
+    where: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]  # a digest a row
+
+
+_Batch = dict[str, list[_Block]]  # leaf path → its blocks, in a fixed order
+
+
+@public("meshfeed.testing")
+def check_resumable(
+    make_feed: Callable[[], Any],
+    *,
+    max_steps: int = 40,
+    save_points: Iterable[int] | None = None,
+) -> int:
+    """Checks that a feed, or any iterator with ``get_state`` and ``set_state``, continues exactly.
+
+    It is run once without a break; then, for every save point: a fresh one is restored from the state of that point and
+    must deliver the same rest, bit for bit, every leaf's dtype and shape included; so must one that is restored from a
+    state taken at once after a restore. A running one is set back to where it is and to another point. The points
+    before the first batch and after the last are always there, as is ``reset()`` where there is one. After the end it
+    must stay at the end, also when it is restored there.
+
+    On several hosts call it on all of them with the same arguments; each compares what it holds. The number of batches
+    read grows with the square of the number of save points: give a small source.
+
+    Args:
+      make_feed: makes a fresh feed; the same source and settings at each call. What has ``close`` is closed. An object
+        that is no iterator but can be iterated (a Grain dataset) is iterated, and its iterator checked.
+      max_steps: the comparison ends there, for streams that have no end.
+      save_points: numbers of delivered batches after which to save; None: all.
+
+    Returns:
+      The number of save points that were checked.
+
+    Raises:
+      AssertionError: naming the save point, the step, the leaf and the first row that differs; and, where that row is
+        one of another step of the run without a break, which.
+      SettingsError: ``max_steps`` is below 1, or a save point is not within the run.
+    """
+    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+        raise SettingsError(f"max_steps={max_steps!r}: takes a positive int", setting="max_steps")
+    run = _Run(make_feed, max_steps)
+    wanted = set(range(len(run.states)) if save_points is None else save_points)
+    outside = sorted(point for point in wanted if not 0 <= point < len(run.states))
+    if outside:
+        raise SettingsError(
+            f"save_points={outside}: the run has {len(run.batches)} batches, so points are 0..{len(run.batches)}",
+            setting="save_points",
+        )
+    points = sorted(wanted | {0, len(run.batches)})
+    for number, point in enumerate(points):
+        run.check_restore(point)
+        run.check_running(point, other=points[(number + len(points) // 2) % len(points)])
+    run.check_start_again()
+    return len(points)
+
+
+class _Run:
+    """The run without a break, and the comparisons with it."""
+
+    def __init__(self, make_feed: Callable[[], Any], max_steps: int) -> None:
+        self._make_feed = make_feed
+        self.batches: list[_Batch] = []
+        self.states: list[str] = []
+        self.ended = False
+        with self._fresh() as feed:
+            self.states.append(_save(feed))
+            for _ in range(max_steps):
+                try:
+                    batch = next(feed)
+                except StopIteration:
+                    self.ended = True
+                    break
+                self.batches.append(_digest(batch))
+                self.states.append(_save(feed))
+            self._places = self._find_places()
+            if self.ended:
+                self._stays_ended(feed, "after StopIteration")
+            self._last_state = _save(feed)  # at the end: what a program that ran to it would save, after StopIteration
+
+    def _find_places(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """(leaf, digest of a row) → batch and row of it, to say where a wrong row came from."""
+        return {
+            (leaf, row): (step, block.first_row + number)
+            for step, batch in enumerate(self.batches)
+            for leaf, blocks in batch.items()
+            for block in blocks
+            for number, row in enumerate(block.rows)
+        }
+
+    def check_restore(self, point: int) -> None:
+        """A fresh one restored at ``point``, and another restored from what the first saves at once."""
+        with self._fresh() as first:
+            _restore(first, self.states[point])
+            again = _save(first)
+            self._compare(first, point, f"restored at step {point}", limit=_SHORT)
+        with self._fresh() as second:
+            _restore(second, again)
+            self._compare(second, point, f"restored at step {point}, saved at once and restored again")
+
+    def check_running(self, point: int, other: int) -> None:
+        """One that is running, with whatever it has read ahead, set back to where it is and to ``other``."""
+        with self._fresh() as feed:
+            _restore(feed, self.states[point])
+            if point < len(self.batches):
+                self._compare(feed, point, f"restored at step {point}", limit=1)
+                _restore(feed, _save(feed))
+                self._compare(
+                    feed, point + 1, f"restored at step {point}, one batch on saved and set back while running", _SHORT
+                )
+            _restore(feed, self.states[other])
+            self._compare(feed, other, f"set to step {other} while it was running behind step {point}", _SHORT)
+
+    def check_start_again(self) -> None:
+        """From the end, and from the middle, back to the start."""
+        with self._fresh() as feed:
+            _restore(feed, self._last_state)
+            if self.ended:
+                self._stays_ended(feed, "restored after the end")
+            _restore(feed, self.states[0])
+            self._compare(feed, 0, "set to the state before the first batch, from the end")
+            if hasattr(feed, "reset"):
+                feed.reset()
+                self._compare(feed, 0, "reset after the end" if self.ended else "reset while it was running")
+
+    @contextlib.contextmanager
+    def _fresh(self) -> Iterator[Any]:
+        made = self._make_feed()
+        feed = made if hasattr(made, "__next__") else iter(made)
+        for method in ("get_state", "set_state"):
+            assert hasattr(feed, method), f"{type(feed).__name__} has no {method}, so it cannot be saved and continued"
+        try:
+            yield feed
+        finally:
+            for thing in (feed,) if feed is made else (feed, made):
+                if callable(close := getattr(thing, "close", None)):
+                    close()
+
+    def _compare(self, feed: Any, step: int, how: str, limit: int | None = None) -> None:
+        """The batches of ``feed`` from ``step`` on are those of the run without a break."""
+        last = len(self.batches) if limit is None else min(len(self.batches), step + limit)
+        for k in range(step, last):
+            try:
+                batch = _digest(next(feed))
+            except StopIteration:
+                raise AssertionError(
+                    f"{how}: it ended before batch {k}; the run without a break has {len(self.batches)} batches"
+                ) from None
+            if batch != self.batches[k]:
+                raise AssertionError(f"{how}: batch {k} differs. {self._difference(batch, self.batches[k])}")
+        if self.ended and last == len(self.batches):
+            self._stays_ended(feed, how)
+
+    def _stays_ended(self, feed: Any, how: str) -> None:
+        for attempt in range(2):
+            try:
+                batch = _digest(next(feed))
+            except StopIteration:
+                continue
+            text = "it went on after StopIteration" if attempt else f"it did not end after {len(self.batches)} batches"
+            leaf = next(iter(batch), "")
+            rows = [row for block in batch.get(leaf, []) for row in block.rows]
+            raise AssertionError(f"{how}: {text}. {self._origin(leaf, rows[0]) if rows else ''}".rstrip())
+
+    def _difference(self, got: _Batch, expected: _Batch) -> str:
+        if got.keys() != expected.keys():
+            return f"Its leaves are {sorted(got)}, expected {sorted(expected)}"
+        for leaf in expected:
+            if len(got[leaf]) != len(expected[leaf]):
+                return f"Leaf {leaf!r} has {len(got[leaf])} shards here, expected {len(expected[leaf])}"
+            for new, old in zip(got[leaf], expected[leaf], strict=True):
+                if dataclasses.replace(new, rows=()) != dataclasses.replace(old, rows=()):
+                    return (
+                        f"Leaf {leaf!r} is {new.dtype}{list(new.shape)} at {new.where}, "
+                        f"expected {old.dtype}{list(old.shape)} at {old.where}"
+                    )
+                wrong = [r for r, (a, b) in enumerate(zip(new.rows, old.rows, strict=True)) if a != b]
+                if wrong:
+                    row = wrong[0]
+                    return (
+                        f"Leaf {leaf!r}, row {new.first_row + row} is the first of {len(wrong)} rows (of "
+                        f"{len(new.rows)} at {new.where}) that differ. {self._origin(leaf, new.rows[row])}"
+                    )
+        raise AssertionError("two batches are unequal without a difference")  # pragma: no cover
+
+    def _origin(self, leaf: str, row: int) -> str:
+        if (leaf, row) not in self._places:
+            return "What came there is nowhere in the run without a break."
+        step, number = self._places[leaf, row]
+        return f"What came there is row {number} of batch {step} of the run without a break."
+
+
+def _is_feed_state(state: Any) -> bool:
+    return isinstance(state, dict) and "meshfeed" in state
+
+
+def _save(feed: Any) -> str:
+    """The state as text, as a checkpoint holds it."""
+    state = feed.get_state()
+    try:
+        # A feed's state is JSON as it is. Other iterators may hold tuples and bytes, which the feed carries for them.
+        return json.dumps(state if _is_feed_state(state) else {"other": encode_value(state)})
+    except TypeError as error:
+        raise AssertionError(f"get_state() of {type(feed).__name__} gives what has no JSON form: {error}") from error
+
+
+def _restore(feed: Any, text: str) -> None:
+    state = json.loads(text)
+    feed.set_state(state if _is_feed_state(state) else decode_value(state["other"]))
+
+
+def _digest(batch: Any) -> _Batch:
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return {jax.tree_util.keystr(path): _blocks(leaf) for path, leaf in leaves}
+
+
+def _blocks(leaf: Any) -> list[_Block]:
+    if not isinstance(leaf, jax.Array):
+        return [_block(leaf, 0, "the host")]
+    shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
+    blocks = []
+    for shard in shards:
+        first = (shard.index[0].start or 0) if shard.index else 0
+        where = f"{shard.device} {list(leaf.shape)}[{_slices(shard.index)}]"
+        blocks.append(_block(np.asarray(shard.data), first, where))
+    return blocks
+
+
+def _slices(index: tuple[slice, ...]) -> str:
+    return ", ".join(f"{'' if s.start is None else s.start}:{'' if s.stop is None else s.stop}" for s in index)
+
+
+def _block(value: Any, first_row: int, where: str) -> _Block:
+    if isinstance(value, bytes | str):
+        data = value if isinstance(value, bytes) else value.encode()
+        return _Block(first_row, where, type(value).__name__, (), (xxhash.xxh3_64_intdigest(data),))
+    array = np.asarray(value)
+    rows = array if array.ndim else array[None]
+    if array.dtype.hasobject:
+        digests = [xxhash.xxh3_64_intdigest(repr(row).encode()) for row in rows]
+    else:
+        digests = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(row).tobytes()) for row in rows]
+    kind = str(array.dtype) if isinstance(value, np.ndarray) else f"{type(value).__name__} {array.dtype}"
+    return _Block(first_row, where, kind, array.shape, tuple(digests))

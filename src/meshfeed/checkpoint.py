@@ -1,0 +1,66 @@
+"""Arrays and data position in one checkpoint: read once across the cluster, exact to the bit, intact or refused.
+
+Nothing here is imported before it is asked for, so that ``import meshfeed.checkpoint`` loads no Orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshfeed._src.checkpoint.array_handler import ArrayHandler
+    from meshfeed._src.checkpoint.arrays import ArraysHandler, ArraysRestore, ArraysSave, restore_once
+    from meshfeed._src.checkpoint.checkpointer import Checkpointer
+    from meshfeed._src.checkpoint.errors import DamagedCheckpointError
+    from meshfeed._src.checkpoint.foreign import convert_state
+    from meshfeed._src.checkpoint.grain_face import as_grain_iterator
+    from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorRestore, IteratorSave
+    from meshfeed._src.checkpoint.metadata import StepMetadata
+    from meshfeed._src.checkpoint.verify import verify
+
+_HOMES = {
+    "ArrayHandler": "array_handler",
+    "ArraysHandler": "arrays",
+    "ArraysRestore": "arrays",
+    "ArraysSave": "arrays",
+    "Checkpointer": "checkpointer",
+    "DamagedCheckpointError": "errors",
+    "IteratorHandler": "iterator",
+    "IteratorRestore": "iterator",
+    "IteratorSave": "iterator",
+    "StepMetadata": "metadata",
+    "as_grain_iterator": "grain_face",
+    "convert_state": "foreign",
+    "restore_once": "arrays",
+    "verify": "verify",
+}
+
+__all__ = [
+    "ArrayHandler",
+    "ArraysHandler",
+    "ArraysRestore",
+    "ArraysSave",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "IteratorHandler",
+    "IteratorRestore",
+    "IteratorSave",
+    "StepMetadata",
+    "as_grain_iterator",
+    "convert_state",
+    "restore_once",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"meshfeed._src.checkpoint.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
