@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.feed.pipeline import Pipeline
@@ -40,19 +40,19 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """A place that knows its step only."""
+    """A cursor that knows its step only."""
 
     step: int
 
 
-def new_exchange(**settings: Any) -> Exchange:
+def new_window_reports(**settings: Any) -> WindowReports:
     """Of batches that are held whole, from step 0 on."""
-    return Exchange(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size, **settings)
+    return WindowReports(first_step=0, bad_records=None, blocks_of=None, num_rows=lambda size: size, **settings)
 
 
 def numbers_pipeline(
     agreement: WindowAgreement | None,
-    exchange: Exchange,
+    window_reports: WindowReports,
     *,
     host: int = 0,
     prefetch: int = 2,
@@ -64,9 +64,9 @@ def numbers_pipeline(
         lambda tree, size: tree,
         prefetch=prefetch,
         agreement=agreement,
-        exchange=exchange,
-        place=Position(0),
-        advance=lambda place, batch, ended, num_skipped: Position(batch.step + 1),
+        window_reports=window_reports,
+        cursor=Position(0),
+        advance=lambda cursor, batch, ended, num_skipped: Position(batch.step + 1),
         timeout_seconds=30,
         stats=StatsRecorder(),
         name=f"host-{host}",

@@ -20,7 +20,7 @@ from memory_store import MemoryStore
 
 from meshfeed import PeerError, SkipBad, StalledError
 from meshfeed._src.agreement.bad_records import BadRecords
-from meshfeed._src.agreement.handshake import Rounds
+from meshfeed._src.agreement.handshake import Handshake
 from meshfeed._src.agreement.rules import (
     Part,
     Stop,
@@ -33,12 +33,12 @@ from meshfeed._src.agreement.rules import (
     window_ends,
 )
 from meshfeed._src.agreement.stragglers import Lateness
-from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination
 from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.streams.protocol import HostBatch
-from tests.small_pipeline import new_exchange, numbers_pipeline
+from tests.small_pipeline import new_window_reports, numbers_pipeline
 
 STEP_SECONDS = 0.02
 
@@ -224,7 +224,7 @@ def test_hosts_that_do_not_come_to_an_exchange_are_named(
 
     def exchange() -> None:
         if rounds:
-            Rounds("feed/train", range(4)).agree({"seed": 0}, 0.05)
+            Handshake("feed/train", range(4)).agree({"seed": 0}, 0.05)
         else:
             options: dict[str, Any] = {"timeout_seconds": 0.05, "doing": "choosing a step"}
             coordination.reduce_json("restore", 0, {}, lambda values: None, participants=range(4), **options)
@@ -245,9 +245,9 @@ def test_hosts_that_do_not_come_to_an_exchange_are_named(
 
 
 def pipeline(store: Any, host: int, hosts: int, prefetch: int = 2) -> Pipeline:
-    exchange = new_exchange()
-    held_back = agreement(store, host, hosts, judge=exchange.judge)
-    return numbers_pipeline(held_back, exchange, host=host, prefetch=prefetch)
+    window_reports = new_window_reports()
+    held_back = agreement(store, host, hosts, judge=window_reports.judge)
+    return numbers_pipeline(held_back, window_reports, host=host, prefetch=prefetch)
 
 
 def take(one: Pipeline, steps: int) -> None:
@@ -420,7 +420,7 @@ def test_the_error_for_too_many_bad_records_says_which_step_and_what_to_do() -> 
     batches = [HostBatch(0, 4, None, 0, bad=[(3, 0, "CorruptDataError: cut short"), (9, 0, "ValueError: no JPEG")])]
     verdict = side.judge({1: Part(1, info=side.part(batches, {}))}, 0, 1, {})[1]
     assert verdict is not None
-    assert str(Exchange.verdict_error(verdict.message)) == (
+    assert str(WindowReports.verdict_error(verdict.message)) == (
         "2 of the 4 records up to step 0 are bad, 0.5 of them, and bad_records=SkipBad(max_fraction=0.25) allows 0.25 "
         "(last: host 1, record 9: ValueError: no JPEG). Look at the data; raise max_fraction only if so many bad records "
         "are expected."
@@ -437,7 +437,7 @@ def test_a_window_in_which_everything_is_bad_is_published_in_short() -> None:
 
 
 def test_the_ledger_of_padded_rows_does_not_grow() -> None:
-    exchange = new_exchange(compare_sizes=True)
+    window_reports = new_window_reports(compare_sizes=True)
     for first in range(0, 1000, 10):
         parts = {
             host: Part(
@@ -445,11 +445,11 @@ def test_the_ledger_of_padded_rows_does_not_grow() -> None:
             )
             for host, row in ((0, 0), (1, 0), (2, 6))  # hosts 0 and 1 hold the same rows
         }
-        info, verdict = exchange.judge(parts, first, first + 10)
+        info, verdict = window_reports.judge(parts, first, first + 10)
         assert verdict is None
-        exchange.learn(info)
+        window_reports.learn(info)
         for step in range(first, first + 10):
-            ended, _ = exchange.known_at(step)
+            ended, _ = window_reports.known_at(step)
             assert sum(missing for key, missing in ended.items() if key >> 32 == step + 1) == 4
             assert len(ended) <= 10
 

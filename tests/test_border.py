@@ -104,9 +104,9 @@ def test_causes_are_trimmed_too() -> None:
 def test_a_fault_of_meshfeed_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {}
     fault = "def finish(self, arrays, size):\n    return {}['no such key']\n"
-    exec(compile(fault, str(OWN / "_layout.py"), "exec"), namespace)
+    exec(compile(fault, str(OWN / "_placer.py"), "exec"), namespace)
     with make_feed({"x": np.zeros((16, 2))}) as feed:
-        monkeypatch.setattr(type(feed._layout), "finish", namespace["finish"])
+        monkeypatch.setattr(type(feed._placer), "finish", namespace["finish"])
         frames = frames_of(lambda: next(feed), KeyError)
     assert [frame.name for frame in frames][-2:] == ["__next__", "finish"]
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays.assemble import Assembler, narrow
-from meshfeed._src.arrays.device_put import Putter, probe_fast_call
+from meshfeed._src.arrays.device_put import DevicePut, probe_fast_call
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SourceError
 from meshfeed._src.plan.plan import plan_host
@@ -33,7 +33,7 @@ def make_mesh(axis_type: AxisType = AxisType.Auto, permuted: bool = False) -> Me
 def assembler(prefix: Any, fast: bool, x64: bool = False) -> Assembler:
     call = probe_fast_call()
     assert call is not None, "the private call is gone or changed: the fall-back is in use, look at _put.py"
-    return Assembler(prefix, putter=Putter(call if fast else None, x64))
+    return Assembler(prefix, device_put=DevicePut(call if fast else None, x64))
 
 
 def assert_same(ours: jax.Array, expected: jax.Array) -> None:
@@ -127,7 +127,7 @@ def test_the_private_call_is_given_up_for_good_with_one_line(caplog: pytest.LogC
         raise TypeError("takes 2 positional arguments")
 
     sharding = NamedSharding(make_mesh(), P("data"))
-    assemble = Assembler(sharding, putter=Putter(changed, False))
+    assemble = Assembler(sharding, device_put=DevicePut(changed, False))
     plan = plan_host(sharding, 8, 0)
     with caplog.at_level(logging.WARNING, "meshfeed"):
         for k in range(4):

@@ -437,11 +437,11 @@ def test_keyboard_interrupt_in_next_loses_no_batch(prefetch: int) -> None:
             with pytest.raises(KeyboardInterrupt):
                 next(feed)
         else:
-            original = feed._layout.finish
-            feed._layout.finish = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+            original = feed._placer.finish
+            feed._placer.finish = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 next(feed)
-            feed._layout.finish = original  # type: ignore[method-assign]
+            feed._placer.finish = original  # type: ignore[method-assign]
         seen += ids_of(feed)
     assert [i for batch in seen for i in batch] == list(range(64))
 
@@ -779,7 +779,7 @@ def test_a_move_between_hosts_that_was_interrupted_is_not_made_twice(monkeypatch
     moves: list[int] = []
     with make_feed(load="once") as feed:
         next(feed)
-        real = feed._layout.finish
+        real = feed._placer.finish
 
         def interrupted_once(arrays: Any, size: int) -> Any:
             moves.append(feed.step)
@@ -788,7 +788,7 @@ def test_a_move_between_hosts_that_was_interrupted_is_not_made_twice(monkeypatch
                 raise KeyboardInterrupt  # after the computation was enqueued
             return moved
 
-        monkeypatch.setattr(feed._layout, "finish", interrupted_once)
+        monkeypatch.setattr(feed._placer, "finish", interrupted_once)
         with pytest.raises(KeyboardInterrupt):
             next(feed)
         assert np.asarray(next(feed)["id"]).tolist() == list(range(16, 32))  # one host: nobody else takes part

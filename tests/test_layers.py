@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
 FLOORS: dict[str, str] = {
     "0": "_errors _names _border _types _fork",
     "1": (
-        "_exact_json _state _state_files _file_sets _ledger _timeline _settings _second_pass _retry _threads _process _order "
+        "_exact_json _state _state_files _file_sets _ledger _step_schedule _settings _second_pass _retry _threads _process _order "
         "_record_random _mixture_order _mixture_stages _plan _plan_table _shardings _topology _reshard _aligned _tree_json "
         "_launcher _ownership"
     ),
@@ -25,10 +25,10 @@ FLOORS: dict[str, str] = {
     "2a": "_host_batch _read _identity",
     "2b": (
         "sources sources.* checkpoint checkpoint.* _stats _steplog "  # records and arrays, from and to storage
-        "_narrow _put _global _load _load_move _layout _replicas "  # onto the devices
-        "_feeder* _course_* _lane _lanes _lane_* _local_iterator "  # what comes at which step
+        "_narrow _put _global _load _load_move _placer _replicas "  # onto the devices
+        "_reader* _course_* _lane _lanes _lane_* _local_iterator "  # what comes at which step
         "_prefetch _pipeline _window _workers _worker_* "  # when
-        "_agree _agree_* _exchange"  # with the others' consent
+        "_agree _agree_* _window_reports"  # with the others' consent
     ),
     "3": "_iterator _courses _replay",
     "4": "remote _remote_* maxtext _maxtext_* testing _resumable _spawn _spawn_host _spawn_child",

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays import load_once
-from meshfeed._src.arrays.load_once import Deal, Loader, LoadPlan, load_participants
+from meshfeed._src.arrays.load_once import Deal, Loader, RowAssignment, load_participants
 from meshfeed._src.arrays.move_rows import carrier_of, make_mover, to_carrier
 from meshfeed._src.arrays.reshard import without_ambient_mesh
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
@@ -69,7 +69,7 @@ def test_rows_read_once_arrive_in_the_wanted_sharding(axis_type: AxisType, permu
     host = {"tokens": np.arange(8 * 16, dtype=np.int32).reshape(8, 16), "length": np.arange(8, dtype=np.int32)}
     for spec in SPECS:
         sharding = NamedSharding(mesh, spec)
-        plan = LoadPlan(sharding, "once", 8, 0)
+        plan = RowAssignment(sharding, "once", 8, 0)
         assert plan.host_rows.tolist() == list(range(8))
         for _ in range(2):
             out = plan.reshard(plan.put(host))
@@ -84,7 +84,7 @@ def test_rows_read_once_arrive_in_the_wanted_sharding(axis_type: AxisType, permu
 def test_every_dtype_keeps_its_bits_through_gather_and_slice() -> None:
     host = {name: random_bits((8, 16), name) for name in DTYPES}
     for spec in (P(), P("data", "model")):
-        plan = LoadPlan(NamedSharding(mesh_of(), spec), "once", 8, 0)
+        plan = RowAssignment(NamedSharding(mesh_of(), spec), "once", 8, 0)
         out = plan.reshard(plan.put(host))
         for name in DTYPES:
             same_bits(out[name], host[name])
@@ -93,7 +93,7 @@ def test_every_dtype_keeps_its_bits_through_gather_and_slice() -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 9, 12, 17])
 def test_a_batch_need_not_be_a_multiple_of_the_devices(num_rows: int) -> None:
-    plan = LoadPlan(NamedSharding(mesh_of(), P(None, "model")), "once", num_rows, 0)
+    plan = RowAssignment(NamedSharding(mesh_of(), P(None, "model")), "once", num_rows, 0)
     host = random_bits((num_rows, 4), "bfloat16")
     same_bits(plan.reshard(plan.put(host)), host)
 
@@ -108,7 +108,7 @@ def test_64_bits_travel_where_they_are_on() -> None:
 
 
 def test_64_bits_are_narrowed_where_they_are_off() -> None:
-    plan = LoadPlan(NamedSharding(mesh_of(), P("data")), "once", 8, 0)
+    plan = RowAssignment(NamedSharding(mesh_of(), P("data")), "once", 8, 0)
     out = plan.reshard(plan.put({"x": np.arange(8), "y": np.arange(8.0)}))
     assert (out["x"].dtype, out["y"].dtype) == (np.int32, np.float32)
     np.testing.assert_array_equal(out["x"], np.arange(8))
@@ -144,7 +144,7 @@ def test_devices_that_do_not_read_give_nothing(ranks: list[int], num_rows: int) 
 def test_the_mesh_that_the_caller_has_set_does_not_matter(axis_type: AxisType) -> None:
     mesh = mesh_of(axis_type)
     host = random_bits((8, 4), "bfloat16")
-    plan = LoadPlan(NamedSharding(mesh, P("data", "model")), "once", 8, 0)
+    plan = RowAssignment(NamedSharding(mesh, P("data", "model")), "once", 8, 0)
     with jax.set_mesh(mesh):
         same_bits(plan.reshard(plan.put(host)), host)
         [mover] = plan._movers.values()
@@ -156,14 +156,14 @@ def test_the_mesh_that_the_caller_has_set_does_not_matter(axis_type: AxisType) -
 
 def test_a_guard_against_implicit_transfers_lets_a_loaded_batch_through() -> None:
     host = random_bits((8, 4), "float32")
-    plan = LoadPlan(NamedSharding(mesh_of(), P("data")), "once", 8, 0)
+    plan = RowAssignment(NamedSharding(mesh_of(), P("data")), "once", 8, 0)
     with jax.transfer_guard("disallow"):
         out = plan.reshard(plan.put(host))
     same_bits(out, host)
 
 
 def test_a_move_is_compiled_once_and_a_second_batch_is_another_array() -> None:
-    plan = LoadPlan(NamedSharding(mesh_of(), P("data")), "once", 8, 0)
+    plan = RowAssignment(NamedSharding(mesh_of(), P("data")), "once", 8, 0)
     for k in range(3):
         np.testing.assert_array_equal(plan.reshard(plan.put(np.full((8, 2), k, np.int32))), np.full((8, 2), k))
     [mover] = plan._movers.values()
@@ -176,7 +176,7 @@ def test_leaves_on_several_meshes_are_dealt_each_over_its_own() -> None:
         "turned": NamedSharding(mesh_of(permuted=True), P("model")),
         "half": NamedSharding(Mesh(np.array(jax.devices()[4:]), ("x",), axis_types=(AxisType.Auto,)), P()),
     }
-    plan = LoadPlan(prefix, "once", 8, 0)
+    plan = RowAssignment(prefix, "once", 8, 0)
     host = {"all": {"a": random_bits((8, 3), "bfloat16"), "b": np.arange(8, dtype=np.int8)}}
     host |= {"turned": random_bits((8, 2), "float32"), "half": random_bits((8, 2), "float16")}
     out = plan.reshard(plan.put(host))
@@ -191,7 +191,7 @@ def test_each_row_is_read_by_exactly_one_host(
     order = data.draw(st.permutations(range(num_hosts * per_host)))
     readers = data.draw(st.lists(st.integers(0, num_hosts - 1), min_size=1, unique=True))
     mesh = fake_mesh({"d": num_hosts * per_host}, num_hosts, per_host, permutation=order)
-    plans = [LoadPlan(NamedSharding(mesh, P()), readers, num_rows, host) for host in range(num_hosts)]
+    plans = [RowAssignment(NamedSharding(mesh, P()), readers, num_rows, host) for host in range(num_hosts)]
     assert sorted(row for plan in plans for row in plan.host_rows.tolist()) == list(range(num_rows))
     for host, plan in enumerate(plans):
         assert host in readers or not plan.host_rows.size
@@ -223,7 +223,7 @@ def test_what_load_takes(load: Any) -> None:
 
 
 def test_leaves_that_do_not_fit_are_refused() -> None:
-    plan = LoadPlan(NamedSharding(mesh_of(), P("data", "model")), "once", 8, 0)
+    plan = RowAssignment(NamedSharding(mesh_of(), P("data", "model")), "once", 8, 0)
     with pytest.raises(SourceError, match=r"leaf \['x'\] has shape \(7, 2\) .* expected 8 rows first"):
         plan.put({"x": np.zeros((7, 2), np.int32)})
     with pytest.raises(SourceError, match=r"leaf \['x'\] has dtype <U1"):

@@ -577,7 +577,7 @@ def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
 
 def test_close_does_not_wait_for_a_loader_that_hangs(mesh: Mesh, hanging: Hanging) -> None:
     loader = MultiHostDataLoadIterator(hanging, mesh)
-    iterator = loader._local.tape.iterators[0]
+    iterator = loader._local.replay_buffer.iterators[0]
     assert numbers([promptly(next, loader)]) == [0]
     assert hanging.entered.wait(60)
     promptly(loader.close)

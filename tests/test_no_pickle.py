@@ -19,7 +19,7 @@ from meshfeed import SourceError
 from meshfeed._src.agreement.rules import Part
 from meshfeed._src.remote import wire
 from meshfeed._src.streams.protocol import HostBatch
-from tests.small_pipeline import new_exchange
+from tests.small_pipeline import new_window_reports
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
 UNSAFE = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
@@ -84,7 +84,7 @@ class Trap:
 def published(tree: Any) -> dict[int, Part]:
     """What a host with a record and a host without one publish of their first window."""
     batches = [HostBatch(0, 4, tree, 8), HostBatch(0, 4, None, 0)]
-    infos = [json.loads(json.dumps(new_exchange().part_info([batch]))) for batch in batches]
+    infos = [json.loads(json.dumps(new_window_reports().part_info([batch]))) for batch in batches]
     return {host: Part(1, info=info) for host, info in enumerate(infos)}
 
 
@@ -101,9 +101,9 @@ def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_unpickling")
 def test_a_host_without_records_pads_with_what_the_others_announced() -> None:
     tree = {"x": np.ones((4, 3), np.float32), "y": (np.ones(4, np.int8), [np.ones((4, 0), bool)])}
-    info, verdict = new_exchange().judge(published(tree), 0, 1)
+    info, verdict = new_window_reports().judge(published(tree), 0, 1)
     assert verdict is None
-    other = new_exchange()
+    other = new_window_reports()
     other.learn(json.loads(json.dumps(info)))
     zeros = other.materialize(HostBatch(0, 4, None, 0))
     assert jax.tree.structure(zeros) == jax.tree.structure(tree)
@@ -115,15 +115,15 @@ def test_a_host_without_records_pads_with_what_the_others_announced() -> None:
 def test_records_that_cannot_be_described_stop_all_hosts_if_one_needs_them() -> None:
     jax.tree_util.register_pytree_node(Node, lambda node: ((node.x,), None), lambda _, children: Node(*children))
     parts = published(Node(np.ones(4)))
-    _, verdict = new_exchange().judge(parts, 0, 1)
+    _, verdict = new_window_reports().judge(parts, 0, 1)
     assert verdict is not None
-    error = new_exchange().verdict_error(verdict.message)
+    error = new_window_reports().verdict_error(verdict.message)
     assert isinstance(error, SourceError)
     assert str(error).startswith(
         "a host has no record of its own, and records of the structure PyTreeDef(CustomNode(Node"
     )
     assert "Convert them to dicts" in str(error)
-    _, verdict = new_exchange().judge({0: parts[0]}, 0, 1)
+    _, verdict = new_window_reports().judge({0: parts[0]}, 0, 1)
     assert verdict is None, "no host needs the description"
 
 
@@ -154,10 +154,10 @@ def test_answers_of_remote_hosts_need_no_pickle(value: Any) -> None:
 
 def test_a_pickle_from_another_host_is_not_read(tmp_path: pathlib.Path) -> None:
     payload = cloudpickle.dumps(Trap(str(tmp_path / "trapped")))
-    exchange = new_exchange()
-    exchange.learn({"element": base64.b64encode(payload).decode()})
+    window_reports = new_window_reports()
+    window_reports.learn({"element": base64.b64encode(payload).decode()})
     with pytest.raises((TypeError, ValueError, KeyError)):
-        exchange.materialize(HostBatch(0, 4, None, 0))
+        window_reports.materialize(HostBatch(0, 4, None, 0))
     with pytest.raises(ValueError):
         wire.decode_answer(b"P" + payload)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Feeder, agreement and caller put together, with announcements written by hand."""
+"""HostReader, agreement and caller put together, with announcements written by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.streams.protocol import HostBatch
-from tests.small_pipeline import new_exchange, numbers_pipeline
+from tests.small_pipeline import new_window_reports, numbers_pipeline
 
 
 class Store:
@@ -41,7 +41,7 @@ def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetc
         timeout_seconds=30,
         describe=lambda: "reading",
     )
-    pipeline = numbers_pipeline(agreement, new_exchange(), host=1, prefetch=prefetch, bad_step=3)
+    pipeline = numbers_pipeline(agreement, new_window_reports(), host=1, prefetch=prefetch, bad_step=3)
     for step in range(2):
         ready = pipeline.peek()
         assert ready.batch.step == step
@@ -53,6 +53,6 @@ def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetc
 
 
 def test_windows_leave_room_for_the_largest_batch_of_a_schedule() -> None:
-    exchange = new_exchange(largest_batch=1024)
-    info = exchange.part_info([HostBatch(0, 4, {"x": np.zeros(4)}, 32)])
+    window_reports = new_window_reports(largest_batch=1024)
+    info = window_reports.part_info([HostBatch(0, 4, {"x": np.zeros(4)}, 32)])
     assert info["bytes"] == 1024 * 8

@@ -1,4 +1,4 @@
-"""Scenarios over simulated hosts: the real courses, agreement and pipelines, a thread a host, no devices.
+"""Scenarios over simulated hosts: the real streams, agreement and pipelines, a thread a host, no devices.
 
 A killed host stops where it stands and says nothing more; the others find out by their time-outs.
 """
@@ -16,14 +16,14 @@ from memory_store import MemoryStore
 from scenario import DiskGone, Scenario
 
 import meshfeed
-from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.settings import check_settings
 from meshfeed._src.base.stats import StatsRecorder
-from meshfeed._src.feed.open_stream import make_course
+from meshfeed._src.feed.open_stream import make_stream
 from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import merge_states, parse_state
-from meshfeed._src.streams.protocol import HostRows
 
 TIMEOUT_SECONDS = 6.0
 
@@ -77,13 +77,13 @@ class Host:
             timeout_seconds=TIMEOUT_SECONDS,
             name=None,
         )
-        course: Any = make_course(scenario.source(self.number, self.host), settings, None)  # type: ignore[arg-type]
-        place = course.start() if self.state is None else course.restore(parse_state(self.state))
+        stream: Any = make_stream(scenario.source(self.number, self.host), settings, None)  # type: ignore[arg-type]
+        cursor = stream.start() if self.state is None else stream.restore(parse_state(self.state))
         agree = plan.hosts > 1
-        feeder = course.feeder(place, HostRows(self.rows_of, lambda size: None), hosts_agree=agree)
+        reader = stream.open_reader(cursor, HostRows(self.rows_of, lambda size: None), hosts_agree=agree)
         self.opened = True
-        exchange = Exchange(
-            first_step=place.step, bad_records=None, blocks_of=None, num_rows=lambda size: len(self.rows_of(size))
+        window_reports = WindowReports(
+            first_step=cursor.step, bad_records=None, blocks_of=None, num_rows=lambda size: len(self.rows_of(size))
         )
         agreement = None
         if agree:
@@ -92,21 +92,21 @@ class Host:
                 scope=f"run/{self.number}",
                 participants=range(plan.hosts),
                 host=self.host,
-                first_step=place.step,
+                first_step=cursor.step,
                 pad=scenario.kind != "random",
                 byte_limit=1 << 30,
                 timeout_seconds=TIMEOUT_SECONDS,
-                describe=feeder.describe,
-                judge=exchange.judge,
+                describe=reader.describe,
+                judge=window_reports.judge,
             )
         pipeline = Pipeline(
-            feeder,
+            reader,
             lambda tree, size: tree,
             prefetch=scenario.prefetch,
             agreement=agreement,
-            exchange=exchange,
-            place=place,
-            advance=course.advance,
+            window_reports=window_reports,
+            cursor=cursor,
+            advance=stream.advance,
             timeout_seconds=TIMEOUT_SECONDS,
             stats=StatsRecorder(),
             name=f"host-{self.host}",
@@ -124,7 +124,7 @@ class Host:
                     ready = pipeline.peek()
                 except StopIteration:
                     return
-                place = ready.place
+                cursor = ready.cursor
                 pipeline.pop(ready)
                 self.steps += 1
                 rows = self.rows_of(scenario.batch)
@@ -133,8 +133,8 @@ class Host:
                 self.seen.append(
                     Seen(self.number, ready.batch.step, dict(zip(rows[real].tolist(), ids[real].tolist(), strict=True)))
                 )
-                if place.step % scenario.save_every == 0:
-                    self.states[place.step] = course.state(place).to_json()
+                if cursor.step % scenario.save_every == 0:
+                    self.states[cursor.step] = stream.state(cursor).to_json()
         finally:
             pipeline.close(leaving)
 

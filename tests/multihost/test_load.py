@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshfeed import testing
 from meshfeed._src.arrays import load_once
 from meshfeed._src.arrays.assemble import Assembler
-from meshfeed._src.arrays.device_put import Putter, probe_fast_call
+from meshfeed._src.arrays.device_put import DevicePut, probe_fast_call
 from meshfeed._src.arrays.load_once import LoadPlan
 from meshfeed._src.plan.plan import plan_host
 
@@ -77,7 +77,7 @@ def _sharded(fast: bool) -> int:
         for spec in SPECS:
             sharding = NamedSharding(mesh, spec)
             plan = plan_host(sharding, ROWS, here)
-            assemble = Assembler(sharding, putter=Putter(probe_fast_call() if fast else None, False))
+            assemble = Assembler(sharding, device_put=DevicePut(probe_fast_call() if fast else None, False))
             records = {key: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for key, leaf in whole.items()}
             boxes = assemble.columns(records, plan)
             rows = {key: leaf[plan.rows] for key, leaf in whole.items()}

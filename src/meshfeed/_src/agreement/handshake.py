@@ -18,14 +18,14 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import AgreementError, PeerError, StalledError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.state.state import flatten
-from meshfeed._src.streams.protocol import Place
+from meshfeed._src.streams.protocol import Cursor
 
 _log = logging.getLogger("meshfeed.agree")
 _MAX_MESSAGE = 2000
 _GRACE_SECONDS = 3.0  # for a host that could not come to come after all
 
 
-def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], place: Cursor) -> dict[str, Any]:
     """What must be the same on all hosts before the first batch: field → JSON value, flat."""
     bad = settings.bad_records
     return {
@@ -41,7 +41,7 @@ def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], plac
     }
 
 
-class Rounds:
+class Handshake:
     """One host's side of all rounds of a feed.
 
     Args:

@@ -31,8 +31,8 @@ BlocksOf = Callable[[PyTree, int], "dict[str, np.ndarray]"]
 """Host tree and global batch size → label of each block of rows (and columns) that devices here hold, and the block."""
 
 
-class Exchange:
-    """This host's side of the exchange, and the reducer's rules.
+class WindowReports:
+    """This host's side of the window_reports, and the reducer's rules.
 
     Args:
       first_step: of the feed's present generation.

@@ -99,7 +99,7 @@ class WindowAgreement:
         self._ends = window_ends(first_step, self._window_size)
         self._window_end: int | None = None
         self._closed = False
-        self._farewell: str | None = None  # what a reducer that leaves announces
+        self._leave_notice: str | None = None  # what a reducer that leaves announces
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._reducer: Background | None = None  # runs from the first publish or wait_for on
@@ -247,8 +247,8 @@ class WindowAgreement:
             try:
                 parts, seen = self._collect(window)
                 if parts is None:
-                    if self._farewell is not None:
-                        self._announce(window, first, Stop(first, {self._host: self._farewell}), sizes or [1], {})
+                    if self._leave_notice is not None:
+                        self._announce(window, first, Stop(first, {self._host: self._leave_notice}), sizes or [1], {})
                     return
                 if not sizes:
                     largest = max((int(part.info.get("bytes", 0)) for part in parts.values()), default=0)
@@ -308,28 +308,28 @@ class WindowAgreement:
 
     # ------------------------------------------------------------------ the end
 
-    def close(self, farewell: str | None = None) -> None:
+    def close(self, leave_notice: str | None = None) -> None:
         """Ends the reducer's thread. The keys stay for hosts that go on; the feed deletes them once all have left.
 
         Args:
-          farewell: what this host does and at which step, for hosts that go on; None to leave without a word.
+          leave_notice: what this host does and at which step, for hosts that go on; None to leave without a word.
         """
         announces = self._reducer is not None  # and the others wait for it, whatever it has published
-        leaves_early = farewell is not None and self._stop is None and (announces or not self._last_published)
+        leaves_early = leave_notice is not None and self._stop is None and (announces or not self._last_published)
         if leaves_early:
-            self._farewell = closed_error(farewell or "")[:_MAX_MESSAGE]
+            self._leave_notice = closed_error(leave_notice or "")[:_MAX_MESSAGE]
         self._closed = True
         if leaves_early and not announces:
-            self._say_farewell()
+            self._say_leave_notice()
         if self._reducer is not None:
             if leaves_early:  # also where it was not needed yet
                 with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and starts no thread
                     self._reducer.start()
             self._reducer.join(5.0)
 
-    def _say_farewell(self) -> None:
+    def _say_leave_notice(self) -> None:
         def say() -> None:
             with self._publishing:
-                self._put(Part(self._count, self._count, self._farewell))
+                self._put(Part(self._count, self._count, self._leave_notice))
 
-        coordination.call_briefly(say, name="meshfeed-farewell", at_exit=True)
+        coordination.call_briefly(say, name="meshfeed-leave_notice", at_exit=True)

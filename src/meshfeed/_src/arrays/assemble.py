@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshfeed._src.arrays.device_put import LeafPutter, Putter, probe_fast_call
+from meshfeed._src.arrays.device_put import DevicePut, LeafDevicePut, probe_fast_call
 from meshfeed._src.arrays.dtypes import narrow, narrowed_dtype
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
@@ -29,16 +29,16 @@ class Assembler:
 
     Args:
       prefix: normalised shardings, a prefix of the batch.
-      putter: which way arrays are put on devices, and whether 64-bit dtypes are left alone; default: JAX's private
+      device_put: which way arrays are put on devices, and whether 64-bit dtypes are left alone; default: JAX's private
         fast call where this JAX has it, and 64 bits as ``jax_enable_x64`` is now on this thread.
     """
 
-    def __init__(self, prefix: PyTree, *, putter: Putter | None = None) -> None:
+    def __init__(self, prefix: PyTree, *, device_put: DevicePut | None = None) -> None:
         self._prefix = prefix
-        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
-        self._x64 = self._putter.x64
-        self._kinds: dict[Any, list[LeafPutter]] = {}
-        self._last: tuple[Any, list[LeafPutter]] = (None, [])
+        self._device_put = device_put or DevicePut(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+        self._x64 = self._device_put.x64
+        self._kinds: dict[Any, list[LeafDevicePut]] = {}
+        self._last: tuple[Any, list[LeafDevicePut]] = (None, [])
 
     @property
     def x64(self) -> bool:
@@ -68,29 +68,29 @@ class Assembler:
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
         shapes = None if record_shapes is None else tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
         kind = (plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
-        putters = self._last[1] if kind == self._last[0] else self._putters_of(kind, host_tree, leaves)
-        with self._putter.transfer():
-            return treedef.unflatten([put(leaf) for put, leaf in zip(putters, leaves, strict=True)])
+        device_puts = self._last[1] if kind == self._last[0] else self._device_puts_of(kind, host_tree, leaves)
+        with self._device_put.transfer():
+            return treedef.unflatten([put(leaf) for put, leaf in zip(device_puts, leaves, strict=True)])
 
-    def _putters_of(self, kind: Any, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]) -> list[LeafPutter]:
-        putters = self._kinds.get(kind)
-        if putters is None:
-            putters = self._putters(host_tree, leaves, kind[0], kind[2])
+    def _device_puts_of(self, kind: Any, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]) -> list[LeafDevicePut]:
+        device_puts = self._kinds.get(kind)
+        if device_puts is None:
+            device_puts = self._device_puts(host_tree, leaves, kind[0], kind[2])
             if len(self._kinds) >= _MAX_CACHED_BATCH_KINDS:
                 self._kinds.clear()
-            self._kinds[kind] = putters
-        self._last = (kind, putters)  # comparing is cheaper than hashing, and batches are mostly alike
-        return putters
+            self._kinds[kind] = device_puts
+        self._last = (kind, device_puts)  # comparing is cheaper than hashing, and batches are mostly alike
+        return device_puts
 
-    def _putters(
+    def _device_puts(
         self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]], plan: HostPlan, widths: Any
-    ) -> list[LeafPutter]:
+    ) -> list[LeafDevicePut]:
         shardings = broadcast_shardings(self._prefix, host_tree)
         paths = leaf_paths(host_tree)
         widths = [leaf.shape[1:] for leaf in leaves] if widths is None else widths
         if len(widths) != len(leaves):
             raise SourceError(f"the batch has {len(leaves)} leaves {paths}, and a record has {len(widths)}")
-        putters = []
+        device_puts = []
         for path, leaf, width, sharding in zip(paths, leaves, widths, shardings, strict=True):
             if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
                 raise SourceError(
@@ -102,8 +102,8 @@ class Assembler:
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
             local = _local_indices(leaf, leaf_plan, path)
             dtype = narrowed_dtype(leaf.dtype, self._x64)
-            putters.append(LeafPutter(self._putter, leaf_plan, leaf.shape, dtype, local, path))
-        return putters
+            device_puts.append(LeafDevicePut(self._device_put, leaf_plan, leaf.shape, dtype, local, path))
+        return device_puts
 
     def columns(self, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
         """Leaf path → the columns that this host holds: what a source need read, and this class accepts."""

@@ -44,7 +44,7 @@ def probe_fast_call() -> FastCall | None:
     return call if names[:5] == ["aval", "sharding", "xs", "devices", "committed"] and "enable_x64" in names else None
 
 
-class Putter:
+class DevicePut:
     """Holds which way is used, for all leaves of one feed.
 
     Args:
@@ -113,11 +113,11 @@ def x64_types(wanted: bool) -> Iterator[None]:
         yield
 
 
-class BlockPutter:
+class BlockDevicePut:
     """Puts the blocks of arrays of one shape, dtype and sharding on the devices of this host.
 
     Args:
-      putter: shared by the leaves.
+      device_put: shared by the leaves.
       global_shape: of the arrays.
       sharding: of the arrays.
       dtype: of the blocks, already as JAX takes it.
@@ -127,14 +127,14 @@ class BlockPutter:
 
     def __init__(
         self,
-        putter: Putter,
+        device_put: DevicePut,
         global_shape: tuple[int, ...],
         sharding: NamedSharding,
         dtype: Any,
         devices: Sequence[Any],
         indices: Sequence[tuple[slice, ...]],
     ) -> None:
-        self._putter = putter
+        self._device_put = device_put
         self._shape = global_shape
         self._sharding = sharding
         self._dtype = np.dtype(dtype)
@@ -150,14 +150,18 @@ class BlockPutter:
             share memory on CPU: never write to them again.
         """
         if not self._devices:
-            return self._putter.without_blocks(self._shape, self._sharding, self._dtype)
-        fast_call = self._putter.fast_call
+            return self._device_put.without_blocks(self._shape, self._sharding, self._dtype)
+        fast_call = self._device_put.fast_call
         if fast_call is not None and self._aval is not None:
             try:
-                return fast_call(self._aval, self._sharding, blocks, self._devices, True, enable_x64=self._putter.x64)
+                return fast_call(
+                    self._aval, self._sharding, blocks, self._devices, True, enable_x64=self._device_put.x64
+                )
             except (TypeError, AttributeError) as error:
-                self._putter.give_up(error)
-        array = self._putter.public_call(self._shape, self._sharding, self._dtype, lambda i: blocks[self._number(i)])
+                self._device_put.give_up(error)
+        array = self._device_put.public_call(
+            self._shape, self._sharding, self._dtype, lambda i: blocks[self._number(i)]
+        )
         self._aval = getattr(array, "aval", None)
         return array
 
@@ -166,11 +170,11 @@ class BlockPutter:
         return self._number_of_index[_key(whole)]
 
 
-class LeafPutter:
+class LeafDevicePut:
     """Puts the host arrays of one leaf, all of one shape and dtype, on the devices of its plan.
 
     Args:
-      putter: shared by the leaves.
+      device_put: shared by the leaves.
       plan: where the blocks go.
       host_shape: of the host arrays.
       dtype: of the arrays, as JAX takes it; host arrays of other dtypes are narrowed to it.
@@ -180,24 +184,24 @@ class LeafPutter:
 
     def __init__(
         self,
-        putter: Putter,
+        device_put: DevicePut,
         plan: LeafPlan,
         host_shape: tuple[int, ...],
         dtype: Any,
         local: Sequence[tuple[slice, ...]],
         path: str,
     ) -> None:
-        self._putter, self._path, self._dtype = putter, path, np.dtype(dtype)
+        self._device_put, self._path, self._dtype = device_put, path, np.dtype(dtype)
         devices = [block.device for block in plan.blocks]
         indices = [block.index for block in plan.blocks]
-        self._put = BlockPutter(putter, plan.global_shape, plan.sharding, dtype, devices, indices)
+        self._put = BlockDevicePut(device_put, plan.global_shape, plan.sharding, dtype, devices, indices)
         keys = [_key(index) for index in local]
         distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         # Replicas on this host share one block: one view, or one copy where its columns are cut.
         self._distinct = [local[keys.index(key)] for key in distinct]
         self._number_of_block = [distinct[key] for key in keys]
         whole = all(key[1:] == tuple((0, size) for size in host_shape[1:]) for key in keys)
-        # The usual case, whole rows, needs neither indices of the columns nor a look at each part's layout.
+        # The usual case, whole rows, needs neither indices of the columns nor a look at each part's placer.
         self._rows = [index[0] for index in local] if whole else None
         row_bytes = math.prod(host_shape[1:]) * np.dtype(dtype).itemsize
         self._align = all(device.platform == "cpu" for device in devices) and all(
@@ -215,7 +219,7 @@ class LeafPutter:
           SourceError: an integer that does not fit in the dtype.
         """
         if host.dtype != self._dtype:
-            host = narrow(host, self._path, self._putter.x64)
+            host = narrow(host, self._path, self._device_put.x64)
         if self._rows is not None and host.flags.c_contiguous:
             if self._align and not memory.is_aligned(host):
                 # JAX would copy each block by itself: up to twice as slow as one copy here, which it then takes as it is.

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.assemble import leaf_paths, leaf_spec
-from meshfeed._src.arrays.device_put import BlockPutter, Putter, contiguous, probe_fast_call, x64_types
+from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, contiguous, probe_fast_call, x64_types
 from meshfeed._src.arrays.dtypes import narrow
 from meshfeed._src.arrays.move_rows import Carrier, carrier_of, make_mover, to_carrier
 from meshfeed._src.arrays.reshard import without_ambient_mesh
@@ -129,7 +129,7 @@ class Deal:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["treedef", "specs"])
 @dataclasses.dataclass(frozen=True)
 class LoadedBatch:
-    """Arrays in the load layout: transferred, not yet where the step wants them.
+    """Arrays in the load placer: transferred, not yet where the step wants them.
 
     Attributes:
       arrays: one for each leaf, integers that hold the bits.
@@ -142,7 +142,7 @@ class LoadedBatch:
     specs: tuple[jax.ShapeDtypeStruct, ...]
 
 
-class LoadPlan:
+class RowAssignment:
     """What one host reads of a batch of one size, and how it becomes the wanted arrays.
 
     Args:
@@ -150,14 +150,14 @@ class LoadPlan:
       load: ``"once"`` or process indices.
       global_batch_size: rows of a batch.
       process_index: this host.
-      putter: how blocks are put on devices.
+      device_put: how blocks are put on devices.
     """
 
     def __init__(
-        self, prefix: PyTree, load: Any, global_batch_size: int, process_index: int, putter: Putter | None = None
+        self, prefix: PyTree, load: Any, global_batch_size: int, process_index: int, device_put: DevicePut | None = None
     ) -> None:
         self._prefix = prefix
-        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+        self._device_put = device_put or DevicePut(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         readers = _readers(load, load_participants(prefix, load))
         orders = _device_orders(prefix)
         self._deals = {devices: Deal.over(devices, readers, global_batch_size) for devices in orders}
@@ -192,15 +192,15 @@ class LoadPlan:
         kind = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self._kinds:
             self._kinds[kind] = self._plan_leaves(host_tree, leaves)
-        specs, putters = self._kinds[kind]
-        with self._putter.transfer():
-            return LoadedBatch([put(leaf) for put, leaf in zip(putters, leaves, strict=True)], treedef, specs)
+        specs, device_puts = self._kinds[kind]
+        with self._device_put.transfer():
+            return LoadedBatch([put(leaf) for put, leaf in zip(device_puts, leaves, strict=True)], treedef, specs)
 
     def _plan_leaves(
         self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], list[_LoadedLeaf]]:
-        plan, x64 = self._rows, self._putter.x64
-        specs, putters = [], []
+        plan, x64 = self._rows, self._device_put.x64
+        specs, device_puts = [], []
         for path, leaf, sharding in zip(
             leaf_paths(host_tree), leaves, broadcast_shardings(self._prefix, host_tree), strict=True
         ):
@@ -213,8 +213,8 @@ class LoadPlan:
             narrow(leaf[:0], path, x64)  # refuses a dtype before anything is made of it
             specs.append(leaf_spec((plan.global_batch_size, *leaf.shape[1:]), leaf.dtype, sharding, path, x64))
             deal = self._deals[_devices_of(sharding.mesh)]
-            putters.append(_LoadedLeaf(self._putter, plan, deal, specs[-1], path))
-        return tuple(specs), putters
+            device_puts.append(_LoadedLeaf(self._device_put, plan, deal, specs[-1], path))
+        return tuple(specs), device_puts
 
     def reshard(self, loaded: LoadedBatch) -> PyTree:
         """The batch in the wanted shardings; a device computation, so on the thread that runs the step.
@@ -231,7 +231,7 @@ class LoadPlan:
             numbers = [n for n, spec in enumerate(loaded.specs) if _devices_of(spec.sharding.mesh) == devices]
             specs = tuple(loaded.specs[n] for n in numbers)
             if not deal.held_by(self._rows.process_index):
-                moved = [self._putter.without_blocks(spec.shape, spec.sharding, spec.dtype) for spec in specs]
+                moved = [self._device_put.without_blocks(spec.shape, spec.sharding, spec.dtype) for spec in specs]
             else:
                 moved = self._move(deal, specs, tuple(loaded.arrays[n] for n in numbers))
             for n, array in zip(numbers, moved, strict=True):
@@ -247,15 +247,17 @@ class LoadPlan:
         mover = self._movers.get(key)
         if mover is None:
             mover = self._movers[key] = make_mover(deal.sharding, deal.ranks, deal.chunk_rows, specs)
-        with x64_types(self._putter.x64), self._putter.allowed(), without_ambient_mesh():
+        with x64_types(self._device_put.x64), self._device_put.allowed(), without_ambient_mesh():
             return mover(arrays)
 
 
 class _LoadedLeaf:
-    """Puts the host arrays of one leaf into the load layout."""
+    """Puts the host arrays of one leaf into the load placer."""
 
-    def __init__(self, putter: Putter, plan: HostPlan, deal: Deal, spec: jax.ShapeDtypeStruct, path: str) -> None:
-        self._x64 = putter.x64
+    def __init__(
+        self, device_put: DevicePut, plan: HostPlan, deal: Deal, spec: jax.ShapeDtypeStruct, path: str
+    ) -> None:
+        self._x64 = device_put.x64
         self._path = path
         self._carrier: Carrier = carrier_of(spec.dtype)
         held = deal.held_by(plan.process_index)
@@ -265,7 +267,7 @@ class _LoadedLeaf:
         whole = tuple(slice(0, size) for size in self._block_shape[1:])
         indices = [(slice(n * deal.chunk_rows, (n + 1) * deal.chunk_rows), *whole) for n, _, _ in held]
         devices = [device for _, device, _ in held]
-        self._put = BlockPutter(putter, shape, deal.sharding, self._carrier.dtype, devices, indices)
+        self._put = BlockDevicePut(device_put, shape, deal.sharding, self._carrier.dtype, devices, indices)
         self._placeholder = placeholder(self._block_shape, self._carrier.dtype)
         self._nothing_read: jax.Array | None = None
 
@@ -301,24 +303,24 @@ class Loader:
       prefix: normalised shardings.
       load: ``"once"`` or process indices.
       process_index: this host.
-      putter: how blocks are put on devices; default: JAX's private fast call where this JAX has it.
+      device_put: how blocks are put on devices; default: JAX's private fast call where this JAX has it.
 
     Raises:
       SettingsError: ``load`` cannot be used with these shardings.
     """
 
-    def __init__(self, prefix: PyTree, load: Any, process_index: int, *, putter: Putter | None = None) -> None:
+    def __init__(self, prefix: PyTree, load: Any, process_index: int, *, device_put: DevicePut | None = None) -> None:
         self.participants = load_participants(prefix, load)
         self._prefix = prefix
         self._load = load
         self._process_index = process_index
-        self._putter = putter or Putter(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
-        self._plans: dict[int, LoadPlan] = {}
+        self._device_put = device_put or DevicePut(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+        self._plans: dict[int, RowAssignment] = {}
 
-    def plan(self, global_batch_size: int) -> LoadPlan:
+    def plan(self, global_batch_size: int) -> RowAssignment:
         """The plan for a batch size; made once."""
         plan = self._plans.get(global_batch_size)
         if plan is None:
-            plan = LoadPlan(self._prefix, self._load, global_batch_size, self._process_index, self._putter)
+            plan = RowAssignment(self._prefix, self._load, global_batch_size, self._process_index, self._device_put)
             self._plans[global_batch_size] = plan
         return plan

@@ -16,13 +16,12 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
-from meshfeed._src.plan.plan import HostPlan, cut_spec, normalize_sharding, participants, plan_host
+from meshfeed._src.plan.plan import HostPlan, HostRows, cut_spec, normalize_sharding, participants, plan_host
 from meshfeed._src.plan.shardings import axes_of, sharding_leaves
 from meshfeed._src.reading.host_batch import RecordSpec
-from meshfeed._src.streams.protocol import HostRows
 
 
-class Layout(Protocol):
+class Placer(Protocol):
     """Host batch → global arrays, in a part for any thread and a part for the caller's thread."""
 
     participants: tuple[int, ...]
@@ -69,7 +68,7 @@ def _without_mask(prefix: PyTree, mask_key: str | None) -> PyTree:
     return {key: sharding for key, sharding in prefix.items() if key != mask_key}
 
 
-class ShardedLayout:
+class ShardedPlacer:
     """Each host reads what its devices hold.
 
     Args:
@@ -97,7 +96,7 @@ class ShardedLayout:
         return plan
 
     def host_rows(self, spec_of: Any) -> HostRows:
-        """See :class:`Layout`."""
+        """See :class:`Placer`."""
         cached: dict[int, ColumnSlices | None] = {}
 
         def columns(size: int) -> ColumnSlices | None:
@@ -116,11 +115,11 @@ class ShardedLayout:
         return HostRows(rows, columns)
 
     def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
-        """See :class:`Layout`."""
+        """See :class:`Placer`."""
         return self._assembler(tree, self.plan(global_batch_size), self._record_shapes(tree))
 
     def global_batch_size_of(self, host_rows: int) -> int:
-        """See :class:`Layout`.
+        """See :class:`Placer`.
 
         Raises:
           PlanError: this host's rows cannot be spread evenly over its devices.
@@ -136,7 +135,7 @@ class ShardedLayout:
         return host_rows // mine * shards
 
     def smallest_batch_size(self) -> int:
-        """See :class:`Layout`."""
+        """See :class:`Placer`."""
         return math.lcm(*(_row_shards(sharding) for sharding in sharding_leaves(self.prefix)))
 
     def _record_shapes(self, tree: PyTree) -> PyTree | None:
@@ -158,7 +157,7 @@ class ShardedLayout:
         return arrays
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
-        """See :class:`Layout`."""
+        """See :class:`Placer`."""
         return self._assembler.element_spec(spec.shapes(), global_batch_size)
 
 
@@ -167,7 +166,7 @@ def _row_shards(sharding: NamedSharding) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in axes_of(entry))
 
 
-class LoadedLayout:
+class LoadOncePlacer:
     """Each row is read by one host and resharded on device, on unsigned bits.
 
     Args:
@@ -185,7 +184,7 @@ class LoadedLayout:
         self._specs = Assembler(prefix)
 
     def host_rows(self, spec_of: Any) -> HostRows:
-        """See :class:`Layout`; whole records are read."""
+        """See :class:`Placer`; whole records are read."""
         del spec_of
 
         def columns(size: int) -> None:
@@ -194,7 +193,7 @@ class LoadedLayout:
         return HostRows(lambda size: self._loader.plan(size).host_rows, columns)
 
     def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
-        """See :class:`Layout`."""
+        """See :class:`Placer`."""
         return self._loader.plan(global_batch_size).put(tree)
 
     def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
@@ -210,11 +209,11 @@ class LoadedLayout:
         raise PlanError("host batches need load='sharded'.")
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
-        """See :class:`Layout`."""
+        """See :class:`Placer`."""
         return self._specs.element_spec(spec.shapes(), global_batch_size)
 
 
-def make_layout(sharding: PyTree, settings: FeedSettings) -> ShardedLayout | LoadedLayout:
+def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | LoadOncePlacer:
     """The layout that ``load=`` asks for.
 
     Raises:
@@ -224,11 +223,11 @@ def make_layout(sharding: PyTree, settings: FeedSettings) -> ShardedLayout | Loa
     prefix = _masked_prefix(normalize_sharding(sharding), settings.mask_key)
     here = coordination.process_index()
     if settings.load == "sharded":
-        layout: ShardedLayout | LoadedLayout = ShardedLayout(prefix, here, settings.mask_key)
+        placer: ShardedPlacer | LoadOncePlacer = ShardedPlacer(prefix, here, settings.mask_key)
     else:
-        layout = LoadedLayout(prefix, settings.load, here)
+        placer = LoadOncePlacer(prefix, settings.load, here)
     if settings.schedule is not None:
-        check = ShardedLayout(prefix, here) if not isinstance(layout, ShardedLayout) else layout
+        check = ShardedPlacer(prefix, here) if not isinstance(placer, ShardedPlacer) else placer
         for size in settings.schedule.sizes:
             check.plan(size)  # refuses a size that does not divide
-    return layout
+    return placer

@@ -8,23 +8,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed._src.arrays.placer import ShardedLayout
+from meshfeed._src.arrays.placer import ShardedPlacer
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.plan.plan import broadcast_shardings
 
 
-def blocks_of(layout: Any) -> Callable[[PyTree, int], dict[str, np.ndarray]] | None:
+def blocks_of(placer: Any) -> Callable[[PyTree, int], dict[str, np.ndarray]] | None:
     """The function that cuts a host batch; None where each row is read by one host anyway."""
-    if not isinstance(layout, ShardedLayout):
+    if not isinstance(placer, ShardedPlacer):
         return None
 
     def cut(tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
-        plan = layout.plan(global_batch_size)
+        plan = placer.plan(global_batch_size)
         blocks: dict[str, np.ndarray] = {}
         paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-        for (path, leaf), sharding in zip(paths, broadcast_shardings(layout.prefix, tree), strict=True):
+        for (path, leaf), sharding in zip(paths, broadcast_shardings(placer.prefix, tree), strict=True):
             name = jax.tree_util.keystr(path) or "(the record)"
-            leaf_plan = plan.leaf(sharding, (global_batch_size, *layout.record_shape(path, leaf)), name)
+            leaf_plan = plan.leaf(sharding, (global_batch_size, *placer.record_shape(path, leaf)), name)
             whole = leaf.shape[1:] == leaf_plan.global_shape[1:]
             for block in leaf_plan.blocks:
                 where = ", ".join(f"{part.start or 0}:{part.stop}" for part in block.index)

@@ -30,7 +30,7 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
       dtype: any dtype without Python objects, those of ``ml_dtypes`` included.
     """
     dtype = np.dtype(dtype)
-    return _placed(Memory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
+    return _placed(AlignedMemory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
 
 
 def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
@@ -50,7 +50,7 @@ def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
 
 
-class Memory(np.ndarray):
+class AlignedMemory(np.ndarray):
     """What an array of :func:`empty` lies in: uint8[bytes of it + 64], its first byte anywhere."""
 
 

@@ -78,7 +78,7 @@ def is_immutable(array: np.ndarray[Any, Any]) -> bool:
             return isinstance(owner, bytes)
         elif owner.flags.writeable:
             return False
-        elif isinstance(owner, memory.Memory):
+        elif isinstance(owner, memory.AlignedMemory):
             return True
         else:
             owner = owner.base

@@ -32,7 +32,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Bell:
+class WakeUp:
     """Wakes the one thread that waits for it.
 
     Replaces ``threading.Condition``, which takes a lock and walks its list of waiters at each notify, in Python: two
@@ -83,7 +83,7 @@ class Background:
         self._unclaimed = [None]  # popped by the one thread that runs the function
         self._threads: list[threading.Thread] = []  # more than one only if start() was interrupted
         self._asked = self._started = self._ended = False
-        self._end = Bell()
+        self._end = WakeUp()
 
     @property
     def unused(self) -> bool:
@@ -155,7 +155,7 @@ class Call(Generic[R]):
         self._error: BaseException | None = None
         self._traceback: Any = None
         self._done = False
-        self._arrived = Bell()
+        self._arrived = WakeUp()
 
     @property
     def succeeded(self) -> bool:

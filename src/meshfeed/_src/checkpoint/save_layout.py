@@ -43,7 +43,7 @@ def free_axes(sharding: NamedSharding) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class ReplicaCut:
     """Dimension and mesh axes along which replicas share an array."""
 
     dimension: int
@@ -67,7 +67,7 @@ def _is_worth(shard_bytes: int, replicas: int, hosts: int, min_slice_bytes: int 
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_cut(shape: tuple[int, ...], itemsize: int, sharding: Any, min_slice_bytes: int | None) -> Cut | None:
+def choose_cut(shape: tuple[int, ...], itemsize: int, sharding: Any, min_slice_bytes: int | None) -> ReplicaCut | None:
     """The finest cut of an array among its replicas, along the first dimension that they divide.
 
     Args:
@@ -89,11 +89,11 @@ def choose_cut(shape: tuple[int, ...], itemsize: int, sharding: Any, min_slice_b
             continue
         for dimension, size in enumerate(shard):
             if size % replicas == 0:
-                return Cut(dimension, subset)
+                return ReplicaCut(dimension, subset)
     return None
 
 
-def cut_sharding(sharding: NamedSharding, rank: int, cut: Cut) -> NamedSharding:
+def cut_sharding(sharding: NamedSharding, rank: int, cut: ReplicaCut) -> NamedSharding:
     """The sharding after the cut."""
     axes = spec_axes(sharding, rank)
     axes[cut.dimension] = (*axes[cut.dimension], *cut.axes)
@@ -109,7 +109,7 @@ def _carry(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cutter(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, cut: Cut) -> Any:
+def _cutter(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, cut: ReplicaCut) -> Any:
     mesh, rank = sharding.mesh, len(shape)
     size = sharding.shard_shape(shape)[cut.dimension] // math.prod(mesh.shape[axis] for axis in cut.axes)
     spec = PartitionSpec(*(part or None for part in spec_axes(sharding, rank)))

@@ -91,18 +91,18 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
             "No batch was delivered before this state, so its batch size is not known. Give --global-batch-size.",
             setting="global_batch_size",
         )
-    timeline = step_schedules.Timeline(
+    step_schedule = step_schedules.StepSchedule(
         BatchSchedule([(0, size)]), past=segments, step=next_step, position=state.position
     )
     batch_index = max(0, next_step - 1) if batch_index is None else batch_index
-    count = None if order.total is None else timeline.num_steps(order.total, pad=pad)
+    count = None if order.total is None else step_schedule.num_steps(order.total, pad=pad)
     if count is not None and batch_index >= count:
         raise SettingsError(
             f"batch index {batch_index} is beyond this stream, which has {count} batches, counted from 0. Give "
             f"--batch-index less than {count}.",
             setting="batch_index",
         )
-    position, size = timeline.at(batch_index)
+    position, size = step_schedule.at(batch_index)
     stop = position + size if order.total is None else min(position + size, order.total)
     record_ids, epochs = order.ids_at(np.arange(position, stop, dtype=np.int64))
     return {

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.window_report import spec_with_mask
-from meshfeed._src.arrays.placer import make_layout
+from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.fork import Owner, finalize
@@ -25,7 +25,7 @@ from meshfeed._src.base.stats import FeedStats, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import PyTree, RecordIds
-from meshfeed._src.feed.open_stream import make_course
+from meshfeed._src.feed.open_stream import make_stream
 from meshfeed._src.feed.pipeline import Pipeline, Ready
 from meshfeed._src.feed.replay import replay_step
 from meshfeed._src.feed.start_pipeline import make_pipeline
@@ -35,7 +35,7 @@ from meshfeed._src.reading.records import reads_columns
 from meshfeed._src.sources.recognize import describe_source
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.protocol import Feeder, Place
+from meshfeed._src.streams.protocol import Cursor, HostReader
 
 _log = logging.getLogger("meshfeed.feed")
 
@@ -44,7 +44,7 @@ class _Generation(NamedTuple):
     """What a feed read with until a reset, a set_state or its close; ``doing`` says which, ``because`` of what."""
 
     pipeline: Pipeline | None
-    opening: SingleCall[Feeder] | None
+    opening: SingleCall[HostReader] | None
     finalizer: Any
     doing: str
     because: BaseException | None
@@ -111,12 +111,12 @@ class Feed:
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
-        self._opening: SingleCall[Feeder] | None = None  # opens the data at the place
-        self._last_opening: SingleCall[Feeder] | None = None
+        self._opening: SingleCall[HostReader] | None = None  # opens the data at the cursor
+        self._last_opening: SingleCall[HostReader] | None = None
         self._pipeline: Pipeline | None = None
         self._finalizer: Any = None
         self._ready: Ready | None = None  # the next batch once it was looked at, or what is left of the last one
-        self._previous: Place | None = None
+        self._previous: Cursor | None = None
         self._left: _Generation | None = None  # what reset or set_state has replaced and not yet closed
         self._closed = self._released = False
         self._failed: BaseException | None = None
@@ -128,8 +128,8 @@ class Feed:
         self._second_pass = SecondPass(self.name)
         self._scope = f"feed/{self.name}/{coordination.next_use(f'feed {self.name}')}"
         self._participants = _participants(sharding)
-        self._rounds = handshake.Rounds(self._scope, self._participants)
-        self._hosts_agree = self._rounds.needed
+        self._handshake = handshake.Handshake(self._scope, self._participants)
+        self._hosts_agree = self._handshake.needed
         try:
             if self._hosts_agree:
                 coordination.require_store()
@@ -157,32 +157,34 @@ class Feed:
                 ),
             )
         except BaseException as error:
-            self._rounds.fail(error)
-            self._rounds.leave()
+            self._handshake.fail(error)
+            self._handshake.leave()
             raise
         if self._hosts_agree:
-            finalize(self, self._rounds.leave)  # of a feed that is dropped; runs after the pipeline's, which is younger
+            finalize(
+                self, self._handshake.leave
+            )  # of a feed that is dropped; runs after the pipeline's, which is younger
 
     def _make(self, source: Any, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
-        self._layout = make_layout(sharding, settings)
-        self._course = make_course(source, settings, self._layout)
-        self._place = self._course.start()
-        in_columns = reads_columns(getattr(self._course, "source", None))
-        self._host_rows = self._layout.host_rows(self._course.record_spec if in_columns else lambda: None)
+        self._placer = make_placer(sharding, settings)
+        self._stream = make_stream(source, settings, self._placer)
+        self._cursor = self._stream.start()
+        in_columns = reads_columns(getattr(self._stream, "source", None))
+        self._host_rows = self._placer.host_rows(self._stream.record_spec if in_columns else lambda: None)
 
     def __repr__(self) -> str:
         known = vars(self)  # the constructor may have failed before the rest was there
-        course, place, failed = known.get("_course"), known.get("_place"), known.get("_failed")
-        if course is None or place is None:
+        stream, cursor, failed = known.get("_stream"), known.get("_cursor"), known.get("_failed")
+        if stream is None or cursor is None:
             return f"<meshfeed.Feed {known.get('name')!r}: not made>"
-        schedule = getattr(course, "_schedule", None)  # of host batches unknown before the first; a repr reads nothing
+        schedule = getattr(stream, "_schedule", None)  # of host batches unknown before the first; a repr reads nothing
         sizes = () if schedule is None else schedule.sizes
         parts = [
-            describe_source(course.source),
+            describe_source(stream.source),
             *([f"global_batch_size={sizes[0] if len(sizes) == 1 else schedule}"] if sizes else []),
-            f"step={place.step}",
-            f"position={place.position}",
+            f"step={cursor.step}",
+            f"position={cursor.position}",
             *(["closed"] if known.get("_closed") else []),
         ]
         if failed is not None:
@@ -214,7 +216,7 @@ class Feed:
         try:
             pipeline = self._running_pipeline()
             ready = self._ready
-            if ready is None or ready.batch.step < self._place.step:
+            if ready is None or ready.batch.step < self._cursor.step:
                 self._ready = ready = pipeline.peek()
             if not ready.finished:
                 self._finish(ready)
@@ -225,38 +227,40 @@ class Feed:
         if not ready.counted:
             self._count(ready, start)
         pipeline.pop(ready)
-        place, arrays = ready.place, ready.arrays
-        self._previous = self._place  # keeps it alive: nothing is to be freed in the next three lines, which takes time
+        cursor, arrays = ready.cursor, ready.arrays
+        self._previous = (
+            self._cursor
+        )  # keeps it alive: nothing is to be freed in the next three lines, which takes time
         # Python handles signals at calls and backward jumps. There is none from here to the return, so an interrupt finds
         # the batch either to be delivered again or delivered.
-        ready.arrays, self._place = None, place
+        ready.arrays, self._cursor = None, cursor
         return arrays
 
     def _finish(self, ready: Ready) -> None:
-        if ready.finishing and self._hosts_agree and self._layout.finish_computes:
+        if ready.finishing and self._hosts_agree and self._placer.finish_computes:
             raise MeshfeedError(
                 f"{self.name}: step {ready.batch.step} was interrupted while its rows moved between hosts, and making the "
                 "move again would pair it with the other hosts' next one. Continue on every host with "
                 "set_state(get_state()), or start the job again from its last checkpoint."
             )
         ready.finishing = True
-        ready.arrays = self._layout.finish(ready.arrays, ready.batch.global_batch_size)
+        ready.arrays = self._placer.finish(ready.arrays, ready.batch.global_batch_size)
         ready.finished = True
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, StopIteration):
             self._failed, self._failed_at = error, error.__traceback__
             return
-        if not self._place.step and self._course.kind != "random_access":
+        if not self._cursor.step and self._stream.kind != "random_access":
             _log.warning("%s: the data ended before one batch was full, so that there is no batch at all.", self.name)
         self._failed, self._failed_at = StopIteration(), None  # without the frames of whoever came to the end
 
     def _count(self, ready: Ready, start: float) -> None:
-        batch, position = ready.batch, self._place.position
-        self._stats.delivered(start, ready.place.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
+        batch, position = ready.batch, self._cursor.position
+        self._stats.delivered(start, ready.cursor.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
         ready.counted = True
         if logs_steps():
-            source = getattr(self._course, "source", None)
+            source = getattr(self._stream, "source", None)
             log_step(self.name, self._host, ready, position, time.perf_counter() - start, source)
 
     def _running_pipeline(self) -> Pipeline:
@@ -271,85 +275,85 @@ class Feed:
         return self._pipeline
 
     def _make_pipeline(self) -> Pipeline:
-        place, settings = self._place, self._settings
+        cursor, settings = self._cursor, self._settings
         try:
             if self._opening is None:
-                self._opening = self._open(place)
-            feeder = self._opening.result()
-            fingerprint = self._course.fingerprint(place) if self._hosts_agree else {}
+                self._opening = self._open(cursor)
+            reader = self._opening.result()
+            fingerprint = self._stream.fingerprint(cursor) if self._hosts_agree else {}
         except Exception as error:
-            self._rounds.fail(error)
+            self._handshake.fail(error)
             raise
-        self._rounds.agree(
-            handshake.agreed_settings(settings, fingerprint, place), timeout_seconds=settings.timeout_seconds
+        self._handshake.agree(
+            handshake.agreed_settings(settings, fingerprint, cursor), timeout_seconds=settings.timeout_seconds
         )
         return make_pipeline(
-            feeder,
-            course=self._course,
-            layout=self._layout,
-            place=place,
+            reader,
+            stream=self._stream,
+            placer=self._placer,
+            cursor=cursor,
             host_rows=self._host_rows,
             settings=settings,
             stats=self._stats,
             name=self.name,
-            scope=f"{self._scope}/{self._rounds.round}" if self._hosts_agree else None,
+            scope=f"{self._scope}/{self._handshake.round}" if self._hosts_agree else None,
         )
 
     # ------------------------------------------------------------------ state
 
     def get_state(self) -> dict[str, Any]:
         """State of the last delivered batch, as JSON. May be called at any time; no cross-host communication."""
-        return self._course.state(self._place).to_json()
+        return self._stream.state(self._cursor).to_json()
 
     @hides_own_frames
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``. An interrupt (Ctrl-C) leaves the feed at its old place or at the new one.
+        """Goes on from ``state``. An interrupt (Ctrl-C) leaves the feed at its old cursor or at the new one.
 
         Raises:
           StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
         """
-        place = opening = None
+        cursor = opening = None
         try:
             parsed = feed_state.parse_state(state)
-            if parsed.kind != self._course.kind:
-                raise feed_state.kind_mismatch(parsed.kind, self._course.kind)
-            place = self._course.restore(parsed)
-            if self._course.opens_at_restore:
-                opening = self._open(place)
+            if parsed.kind != self._stream.kind:
+                raise feed_state.kind_mismatch(parsed.kind, self._stream.kind)
+            cursor = self._stream.restore(parsed)
+            if self._stream.opens_at_restore:
+                opening = self._open(cursor)
                 opening.result()
-            self._begin(place, opening, "set a state in its feed")
+            self._begin(cursor, opening, "set a state in its feed")
         except BaseException as error:
-            if self._place is place:
+            if self._cursor is cursor:
                 raise
             if isinstance(error, Exception):
-                self._rounds.fail(error, refused=True)
-            elif opening is not None and getattr(self._course, "moved_by_opening", False):
-                self._begin(self._place, None, "was interrupted in set_state of its feed")
+                self._handshake.fail(error, refused=True)
+            elif opening is not None and getattr(self._stream, "moved_by_opening", False):
+                self._begin(self._cursor, None, "was interrupted in set_state of its feed")
             raise
 
-    def _open(self, place: Place) -> SingleCall[Feeder]:
+    def _open(self, cursor: Cursor) -> SingleCall[HostReader]:
         """Not on the caller's thread, where an interrupt could come between two steps that belong together."""
-        course, host_rows, hosts_agree = self._course, self._host_rows, self._hosts_agree
+        stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree
         previous = self._last_opening
 
-        def open_feeder() -> Feeder:
+        def open_reader() -> HostReader:
             if previous is not None:
                 previous.wait()  # an interrupt may have left it under way, and both may use one iterator
-            return course.feeder(place, host_rows, hosts_agree=hosts_agree)
+            return stream.open_reader(cursor, host_rows, hosts_agree=hosts_agree)
 
-        self._last_opening = opening = SingleCall(open_feeder, f"meshfeed-open-{self.name}")
+        self._last_opening = opening = SingleCall(open_reader, f"meshfeed-open-{self.name}")
         return opening
 
     @hides_own_frames
     def reset(self) -> None:
         """Goes back to the first batch of this stream; keeps ``num_lanes`` from a restored state."""
-        self._begin(self._course.start(self._place), None, "reset its feed")
+        self._begin(self._stream.start(self._cursor), None, "reset its feed")
 
-    def _begin(self, place: Place, opening: SingleCall[Feeder] | None, doing: str) -> None:
-        """A new generation of the feed, at ``place``."""
+    def _begin(self, cursor: Cursor, opening: SingleCall[HostReader] | None, doing: str) -> None:
+        """A new generation of the feed, at ``cursor``."""
         self._stats.restart()
-        self._rounds.withdraw()
-        self._leave(place, opening, doing)
+        self._handshake.withdraw()
+        self._leave(cursor, opening, doing)
 
     async def save(self, directory: Any) -> Any:
         """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
@@ -364,12 +368,12 @@ class Feed:
     @property
     def step(self) -> int:
         """Batches delivered so far; the next batch has this index."""
-        return self._place.step
+        return self._cursor.step
 
     @property
     def position(self) -> int:
         """Real records delivered so far, over all hosts."""
-        return self._place.position
+        return self._cursor.position
 
     def __len__(self) -> int:
         """Batches from the first to the last, delivered ones included.
@@ -377,7 +381,7 @@ class Feed:
         Raises:
           TypeError: the stream has no end, or its length is not known.
         """
-        steps = self._course.num_steps(self._place)
+        steps = self._stream.num_steps(self._cursor)
         if steps is None:
             raise TypeError(f"{self.name} goes on for ever (num_epochs=None) and has no length.")
         return steps
@@ -385,8 +389,8 @@ class Feed:
     @property
     def element_spec(self) -> PyTree:
         """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
-        spec = spec_with_mask(self._course.record_spec(), self._settings.mask_key)
-        return self._layout.element_spec(spec, self._course.batch_size_at(self._place))
+        spec = spec_with_mask(self._stream.record_spec(), self._settings.mask_key)
+        return self._placer.element_spec(spec, self._stream.batch_size_at(self._cursor))
 
     @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
@@ -403,7 +407,7 @@ class Feed:
         """
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
-        return self._course.record_ids(self._place, int(step))
+        return self._stream.record_ids(self._cursor, int(step))
 
     @hides_own_frames
     def read(self, record_ids: Any) -> PyTree:
@@ -412,7 +416,7 @@ class Feed:
         Raises:
           SourceError: an id that is not there, or a source that is not read at random. SettingsError: no ids at all.
         """
-        return self._course.read(record_ids)
+        return self._stream.read(record_ids)
 
     @hides_own_frames
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
@@ -430,29 +434,29 @@ class Feed:
           IndexError: there is no such step. StateMismatchError: the state is of another stream, or lacks lanes.
           SettingsError: the state was taken after the step. SourceError: host batches cannot be replayed.
         """
-        if self._course.kind == "random_access":
-            self._course.record_ids(self._place, step)  # refuses a step that is not there
-            return replay_step(self._course, dataclasses.replace(self._place, step=0), step)
-        place = (
-            self._course.start(self._place) if state is None else self._course.restore(feed_state.parse_state(state))
+        if self._stream.kind == "random_access":
+            self._stream.record_ids(self._cursor, step)  # refuses a step that is not there
+            return replay_step(self._stream, dataclasses.replace(self._cursor, step=0), step)
+        cursor = (
+            self._stream.start(self._cursor) if state is None else self._stream.restore(feed_state.parse_state(state))
         )
-        return replay_step(self._course, place, step)
+        return replay_step(self._stream, cursor, step)
 
     def config(self) -> dict[str, Any]:
         """Every setting and the fingerprint, JSON."""
         return {
             **settings_json(self._settings),
             "name": self.name,
-            "kind": self._course.kind,
-            "num_lanes": self._place.num_lanes or None,
+            "kind": self._stream.kind,
+            "num_lanes": self._cursor.num_lanes or None,
             "participants": list(self._participants),
-            "fingerprint": self._course.fingerprint(self._place),
+            "fingerprint": self._stream.fingerprint(self._cursor),
         }
 
     @property
     def local_iterator(self) -> Any:
         """The underlying local iterator, as MaxText reads it: its state is that of the last delivered batch."""
-        return self._course.local_iterator(self)
+        return self._stream.local_iterator(self)
 
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
@@ -469,14 +473,14 @@ class Feed:
     # ------------------------------------------------------------------ the end
 
     def _leave(
-        self, place: Place, opening: SingleCall[Feeder] | None, doing: str, because: BaseException | None = None
+        self, cursor: Cursor, opening: SingleCall[HostReader] | None, doing: str, because: BaseException | None = None
     ) -> None:
         """Lets go of the read-ahead, and tells other hosts what this one is doing, should they go on."""
         if self._left is not None:
             self._close_left()
         left = _Generation(self._pipeline, self._opening, self._finalizer, doing, because)
         # Python handles signals at calls and backward jumps: an interrupt finds either all of this done or nothing.
-        self._left, self._place, self._opening = left, place, opening
+        self._left, self._cursor, self._opening = left, cursor, opening
         self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
         self._close_left()
 
@@ -488,7 +492,7 @@ class Feed:
         if left.pipeline is not None:
             left.pipeline.close(left.doing, left.because)
         elif left.opening is not None:
-            left.opening.discard(lambda feeder: feeder.close())
+            left.opening.discard(lambda reader: reader.close())
         self._left = None
 
     def close(self, *, _because: BaseException | None = None) -> None:
@@ -498,9 +502,9 @@ class Feed:
         self._closed = True
         if not self._owner.is_here:  # a copy in a forked child: everything that is open belongs to the parent
             return
-        self._leave(self._place, None, "closed its feed", self._failed or _because)
-        self._rounds.leave()
-        self._course.close()
+        self._leave(self._cursor, None, "closed its feed", self._failed or _because)
+        self._handshake.leave()
+        self._stream.close()
         self._released = True
 
     def __enter__(self) -> Feed:

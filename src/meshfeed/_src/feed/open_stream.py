@@ -1,19 +1,21 @@
-"""From what a user passes as source to the course that reads it."""
+"""From what a user passes as source to the stream that reads it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshfeed._src.arrays.placer import Layout
+from meshfeed._src.arrays.placer import Placer
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
-from meshfeed._src.streams.lanes.stream import LanesCourse
-from meshfeed._src.streams.local_batches.stream import BatchesCourse
-from meshfeed._src.streams.random_access import RandomCourse
+from meshfeed._src.streams.lanes.stream import LaneStream
+from meshfeed._src.streams.local_batches.stream import LocalBatchStream
+from meshfeed._src.streams.random_access import RandomAccessStream
 
 
-def make_course(source: Any, settings: FeedSettings, layout: Layout) -> RandomCourse | LanesCourse | BatchesCourse:
+def make_stream(
+    source: Any, settings: FeedSettings, placer: Placer
+) -> RandomAccessStream | LaneStream | LocalBatchStream:
     """Recognises ``source`` and chooses how it is read.
 
     Raises:
@@ -22,7 +24,7 @@ def make_course(source: Any, settings: FeedSettings, layout: Layout) -> RandomCo
     """
     recognized = as_source(source)
     if isinstance(recognized, HostBatches):
-        return BatchesCourse(recognized, settings, layout)
+        return LocalBatchStream(recognized, settings, placer)
     if hasattr(recognized, "open") and not hasattr(recognized, "__getitem__"):
-        return LanesCourse(recognized, settings)
-    return RandomCourse(recognized, settings)
+        return LaneStream(recognized, settings)
+    return RandomAccessStream(recognized, settings)

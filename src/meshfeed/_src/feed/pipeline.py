@@ -1,8 +1,8 @@
-"""Feeder → agreement → transfer → caller, with the threads in between.
+"""HostReader → agreement → transfer → caller, with the threads in between.
 
 ::
 
-    feeder ──(reader thread, host batches)──► agreement ──(read-ahead thread, global arrays)──► caller
+    reader ──(reader thread, host batches)──► agreement ──(read-ahead thread, global arrays)──► caller
 
 One process needs no reader thread: its read-ahead thread reads. With ``prefetch=0`` there is no read-ahead thread, and the
 caller reads, unless a read that an interrupt breaks off cannot be made again.
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from meshfeed._src.agreement.rules import ALL_HOSTS, Part, Stop, closed_message
-from meshfeed._src.agreement.window_report import Exchange
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.coordination import format_hosts
 from meshfeed._src.base.errors import PeerError, StalledError
@@ -26,7 +26,7 @@ from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.feed.prefetch import ReadAhead
-from meshfeed._src.streams.protocol import Feeder, HostBatch
+from meshfeed._src.streams.protocol import HostBatch, HostReader
 
 HOST_READ_AHEAD_BYTES = 1 << 30
 
@@ -37,17 +37,17 @@ class Ready:
 
     Attributes:
       batch: what was read, without its tree.
-      arrays: global arrays, or what :meth:`Layout.finish` turns into them.
-      place: after this batch.
+      arrays: global arrays, or what :meth:`Placer.finish` turns into them.
+      cursor: after this batch.
       seconds: ``transfer_seconds``.
-      finishing: whether :meth:`Layout.finish` was called.
+      finishing: whether :meth:`Placer.finish` was called.
       finished: whether it has returned.
       counted: whether the figures and the log have this batch.
     """
 
     batch: HostBatch
     arrays: PyTree
-    place: Any
+    cursor: Any
     seconds: float
     finishing: bool = False
     finished: bool = False
@@ -55,17 +55,17 @@ class Ready:
 
 
 class Pipeline:
-    """Batches from a place on, in order. Nothing runs before the first :meth:`peek`.
+    """Batches from a cursor on, in order. Nothing runs before the first :meth:`peek`.
 
     Args:
-      feeder: reads this host's part; closed with the pipeline.
+      reader: reads this host's part; closed with the pipeline.
       put: host tree and global batch size → arrays; any thread.
       prefetch: arrays kept ready.
       agreement: with other hosts, or None.
-      exchange: what hosts tell each other about a window.
-      place: where the feeder begins.
-      advance: the place before a batch, the batch, lanes of all hosts that ended so far (lane → length in records) and the
-        number of bad records that all hosts have replaced so far → the place after it; any thread.
+      window_reports: what hosts tell each other about a window.
+      cursor: where the reader begins.
+      advance: the cursor before a batch, the batch, lanes of all hosts that ended so far (lane → length in records) and the
+        number of bad records that all hosts have replaced so far → the cursor after it; any thread.
       timeout_seconds: longest wait for this host's own reader.
       stats: figures are added here.
       name: of the feed, for threads.
@@ -74,13 +74,13 @@ class Pipeline:
 
     def __init__(
         self,
-        feeder: Feeder,
+        reader: HostReader,
         put: Callable[[PyTree, int], PyTree],
         *,
         prefetch: int,
         agreement: WindowAgreement | None,
-        exchange: Exchange,
-        place: Any,
+        window_reports: WindowReports,
+        cursor: Any,
         advance: Callable[[Any, HostBatch, Mapping[int, int], int], Any],
         timeout_seconds: float,
         stats: StatsRecorder,
@@ -88,13 +88,13 @@ class Pipeline:
         host: int,
     ) -> None:
         self._owner = Owner()
-        self._feeder = feeder
-        self._rewind = getattr(feeder, "rewind", None) or (lambda step: None)
+        self._reader = reader
+        self._rewind = getattr(reader, "rewind", None) or (lambda step: None)
         self._put = put
         self._agreement = agreement
-        self._exchange = exchange
-        self._place, self._advance = place, advance
-        self._step: int = place.step
+        self._window_reports = window_reports
+        self._cursor, self._advance = cursor, advance
+        self._step: int = cursor.step
         self._delivered = self._step
         self._read_step = self._step
         self._window: list[HostBatch] = []
@@ -105,7 +105,7 @@ class Pipeline:
         self._held: HostBatch | None = None  # without a reader thread: what was read and is not transferred yet
         self._host_stage: ReadAhead[HostBatch] | None = None
         self._device_stage: ReadAhead[Ready] | None = None
-        if agreement is not None or (feeder.sequential and not prefetch):
+        if agreement is not None or (reader.sequential and not prefetch):
             depth = (lambda: 1) if agreement is None else (lambda: agreement.read_ahead)
             self._host_stage = ReadAhead(self._read, depth=depth, name=f"meshfeed-reader-{name}")
         if prefetch:
@@ -119,7 +119,7 @@ class Pipeline:
         agreement = self._agreement
         try:
             with jax.profiler.TraceAnnotation("meshfeed.host_batch"):
-                batch = self._feeder.next()
+                batch = self._reader.next()
         except StopIteration:
             self._publish(final=self._read_step)
             raise
@@ -129,23 +129,23 @@ class Pipeline:
         self._stats.read(batch.times, batch.retries)
         self._read_step = batch.step + 1
         if agreement is None:
-            self._exchange.judge_alone(batch)
+            self._window_reports.judge_alone(batch)
         else:
             self._window.append(batch)
             if self._read_step == agreement.window_end:
-                self._publish(final=self._feeder.final())
+                self._publish(final=self._reader.final())
         return batch
 
     def _publish(self, *, final: int | None, error: str | None = None) -> None:
         if self._agreement is None:
             return
         try:
-            info: dict[str, Any] = self._exchange.part_info(self._window)
+            info: dict[str, Any] = self._window_reports.part_info(self._window)
         except Exception as failure:
             if error is None:
                 raise
             info = {"failed": str(failure)}
-        if getattr(self._feeder, "empty", False):
+        if getattr(self._reader, "empty", False):
             info["empty"] = True
         self._window = []
         self._agreement.publish(Part(self._read_step, final, error, info))
@@ -161,7 +161,7 @@ class Pipeline:
     def _tick(self, waited: float) -> None:
         if waited >= self._timeout_seconds:
             raise StalledError(
-                f"step {self._step}: host {self._host} itself is late: it is {self._feeder.describe()} "
+                f"step {self._step}: host {self._host} itself is late: it is {self._reader.describe()} "
                 f"(waited {waited:.0f} s, timeout_seconds={self._timeout_seconds:g}). Raise timeout_seconds if its "
                 "reads may take longer.",
                 hosts=(self._host,),
@@ -179,7 +179,7 @@ class Pipeline:
             self._host_stage.pop(ready.batch)
         self._held = None
         ready.batch.tree = None
-        self._step, self._place = ready.batch.step + 1, ready.place
+        self._step, self._cursor = ready.batch.step + 1, ready.cursor
 
     def _produce(self) -> Ready:
         """The next batch; nothing is taken off yet, so that an interrupted call can be made again."""
@@ -187,16 +187,18 @@ class Pipeline:
             stop = self._agreement.wait_for(self._step)
             infos = self._agreement.infos()
             for info in infos:
-                self._exchange.learn(info)
+                self._window_reports.learn(info)
             self._agreement.forget_infos(len(infos))
             if stop is not None:
                 self._raise_stop(stop)
         batch = self._next_host_batch()
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation("meshfeed.assemble"):
-            arrays = self._put(self._exchange.materialize(batch), batch.global_batch_size)
+            arrays = self._put(self._window_reports.materialize(batch), batch.global_batch_size)
         seconds = time.perf_counter() - start
-        return Ready(batch, arrays, self._advance(self._place, batch, *self._exchange.known_at(batch.step)), seconds)
+        return Ready(
+            batch, arrays, self._advance(self._cursor, batch, *self._window_reports.known_at(batch.step)), seconds
+        )
 
     def _raise_stop(self, stop: Stop) -> None:
         if not stop.errors:
@@ -205,7 +207,7 @@ class Pipeline:
             while True:  # batches that another host cannot make, up to what the reader raised
                 self._host_stage.pop(self._host_stage.peek(self._tick))
         if ALL_HOSTS in stop.errors:
-            raise self._exchange.verdict_error(stop.errors[ALL_HOSTS])
+            raise self._window_reports.verdict_error(stop.errors[ALL_HOSTS])
         failed = {host: message for host, message in stop.errors.items() if closed_message(message) is None}
         host = min(failed or stop.errors)
         who = format_hosts(list(failed or stop.errors))
@@ -274,18 +276,18 @@ class Pipeline:
         """
         if self._closed or not self._owner.is_here:
             return
-        farewell = None
+        leave_notice = None
         if leaving is not None:
-            farewell = f"{leaving} at step {self._delivered}"
-            farewell += "" if because is None else f" after {type(because).__name__}: {because}"
+            leave_notice = f"{leaving} at step {self._delivered}"
+            leave_notice += "" if because is None else f" after {type(because).__name__}: {because}"
         stages = [stage for stage in (self._host_stage, self._device_stage) if stage is not None]
         for stage in stages:
             stage.stop()
         if self._agreement is not None:
-            self._agreement.close(farewell)
+            self._agreement.close(leave_notice)
         for stage in reversed(stages):
             stage.join()
-        self._feeder.close()
+        self._reader.close()
         self._closed = True
 
 

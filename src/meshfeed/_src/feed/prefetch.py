@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.base.threads import Background, Bell
+from meshfeed._src.base.threads import Background, WakeUp
 
 _log = logging.getLogger("meshfeed.prefetch")
 _JOIN_SECONDS = 10.0
@@ -42,7 +42,7 @@ class ReadAhead(Generic[T]):
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._closed = False
-        self._arrived, self._room = Bell(), Bell()
+        self._arrived, self._room = WakeUp(), WakeUp()
         self._thread = Background(self._run, name)
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ from meshfeed._src.maxtext.local import LocalBatches
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.local_batches.stream import BatchesCourse
+from meshfeed._src.streams.local_batches.stream import LocalBatchStream
 from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
 _PREFETCH = 2
@@ -82,7 +82,7 @@ class MultiHostDataLoadIterator:
         self._held: PyTree | None = None  # what next() returns, from the feed's return to its own
         self._ended = False  # whether the data of all hosts has
         self._no_data = False  # whether no host could show the shape of padding
-        self._first_number = 0  # number in the tape of the batch of step 0
+        self._first_number = 0  # number in the replay_buffer of the batch of step 0
         self._view = LocalIteratorView(self, self._local)
 
     # ------------------------------------------------------------------ iteration
@@ -131,7 +131,7 @@ class MultiHostDataLoadIterator:
     def _settle(self) -> bool:
         """Counts the batches that :meth:`__next__` has returned; False if this host gave padding in the last of them."""
         returned = self._feed.step - (self._held is not None)
-        return self._local.tape.delivered_before(self._first_number + returned)
+        return self._local.replay_buffer.delivered_before(self._first_number + returned)
 
     def reset(self) -> None:
         """From the beginning; a loader that can be read only once goes on after the last delivered batch."""
@@ -142,7 +142,7 @@ class MultiHostDataLoadIterator:
 
     def _begin_anew(self) -> None:
         self._held, self._ended, self._no_data = None, False, False
-        self._first_number = self._local.tape.begin()[1] - self._feed.step
+        self._first_number = self._local.replay_buffer.begin()[1] - self._feed.step
 
     @property
     def out_of_data(self) -> bool:
@@ -158,7 +158,7 @@ class MultiHostDataLoadIterator:
     def last_local_data(self) -> PyTree | None:
         """The host-local batch that was delivered last, or its padding; None before the first one."""
         if not self.out_of_data:
-            return self._local.tape.last
+            return self._local.replay_buffer.last
         if self._like is None:  # nothing was delivered before the end
             return None
         return jax.tree.map(lambda leaf: np.zeros(self._local_shape_of(leaf.shape), leaf.dtype), self._like)
@@ -234,7 +234,7 @@ class MultiHostDataLoadIterator:
     def peek_spec(self) -> PyTree | None:
         """What the next batch looks like, from this host's batch; None where it has none. Nothing is lost by it."""
         self._settle()
-        batch = self._local.tape.peek()
+        batch = self._local.replay_buffer.peek()
         return None if batch is None else self._global_spec(self._one_device(batch))
 
     # ------------------------------------------------------------------ what MaxText's class has not
@@ -282,20 +282,20 @@ class MultiHostDataLoadIterator:
     def local_state(self) -> dict[str, Any]:
         """The loaders' state after the last delivered batch."""
         self._settle()
-        return self._local.tape.state
+        return self._local.replay_buffer.state
 
     def restart_from(self, local_state: Any) -> None:
         """Drops the read-ahead and brings the loaders to a state of ``local_iterator``."""
         self._settle()
         self._feed.reset()
-        self._local.tape.restore(local_state)
+        self._local.replay_buffer.restore(local_state)
         self._begin_anew()
 
     def close(self) -> None:
         """Ends threads and closes the loader; does nothing in a forked child."""
         self._feed.close()
         if self._owner.is_here:
-            self._local.tape.close()
+            self._local.replay_buffer.close()
 
     def __enter__(self) -> MultiHostDataLoadIterator:
         return self
@@ -345,20 +345,20 @@ class LocalIteratorView:
         Raises:
           What the loader raises at a state that it cannot take.
         """
-        saved = self._local.tape.state
+        saved = self._local.replay_buffer.state
         if "iterators" in saved and len(saved["iterators"]) == 1:
             state = {"batches": 0, "iterators": [state]}
         self._owner.restart_from(state)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        iterators = self._local.tape.iterators
+        iterators = self._local.replay_buffer.iterators
         return type(iterators[0]) if len(iterators) == 1 else LocalIteratorView
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._local.tape.iterators[0], name)
+        return getattr(self._local.replay_buffer.iterators[0], name)
 
 
 def _is_of_the_beginning(state: Any) -> bool:
@@ -367,7 +367,7 @@ def _is_of_the_beginning(state: Any) -> bool:
         parsed = feed_state.parse_state(state)
     except StateMismatchError:
         return False  # the feed refuses it
-    return parsed.kind == BatchesCourse.kind and not parsed.step and not parsed.hosts
+    return parsed.kind == LocalBatchStream.kind and not parsed.step and not parsed.hosts
 
 
 def _spec_of(array: jax.Array) -> jax.ShapeDtypeStruct:

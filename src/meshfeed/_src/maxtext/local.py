@@ -44,15 +44,17 @@ class LocalBatches:
         self._local_devices = local_devices
         self._rows: int | None = None
         self.one_shot = all(_is_one_shot(loader) for loader in self._loaders())
-        self.tape = self._open()
+        self.replay_buffer = self._open()
 
     def _loaders(self) -> list[Any]:
         return list(self._dataloader) if self._in_turns else [self._dataloader]
 
-    def _open(self) -> Tape:
-        tape = Tape(self._reopen(), self._local_devices, reopen=None if self.one_shot else self._reopen)
-        tape.rows = self._rows
-        return tape
+    def _open(self) -> ReplayBuffer:
+        replay_buffer = ReplayBuffer(
+            self._reopen(), self._local_devices, reopen=None if self.one_shot else self._reopen
+        )
+        replay_buffer.rows = self._rows
+        return replay_buffer
 
     def _reopen(self) -> OpenLoaders:
         return OpenLoaders([start(loader) for loader in self._loaders()], self._joined)
@@ -60,20 +62,20 @@ class LocalBatches:
     def expect_rows(self, rows: int) -> None:
         """Refuses batches of another number of host-local rows from now on."""
         self._rows = rows
-        self.tape.expect_rows(rows)
+        self.replay_buffer.expect_rows(rows)
 
     def reset(self) -> None:
         """From the beginning; a loader that can be read once goes on after the last delivered batch."""
         if self.one_shot:
-            self.tape.last = None
+            self.replay_buffer.last = None
         else:
-            self.tape.close()
-            self.tape = self._open()
+            self.replay_buffer.close()
+            self.replay_buffer = self._open()
 
     def rewind(self) -> None:
         """From the beginning, also where the loader can be read once but has states."""
         if self.one_shot:
-            self.tape.restore(self.tape.beginning)
+            self.replay_buffer.restore(self.replay_buffer.beginning)
         else:
             self.reset()
 
@@ -81,7 +83,7 @@ class LocalBatches:
         """The first batch of the data, whatever was read or restored since; None if it cannot be read. Nothing moves."""
         try:
             if self.one_shot:
-                return self.tape.sample()
+                return self.replay_buffer.sample()
             fresh = self._reopen()
             try:
                 with fresh.turn():
@@ -95,22 +97,22 @@ class LocalBatches:
             return None
 
     def __iter__(self) -> LocalPass:
-        return LocalPass(self.tape)
+        return LocalPass(self.replay_buffer)
 
 
 class LocalPass:
-    """One reader of a tape, from the first batch that is not delivered yet."""
+    """One reader of a replay_buffer, from the first batch that is not delivered yet."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._version, self._number = tape.begin()
-        self._state = tape.state
+    def __init__(self, replay_buffer: ReplayBuffer) -> None:
+        self._replay_buffer = replay_buffer
+        self._version, self._number = replay_buffer.begin()
+        self._state = replay_buffer.state
 
     def __iter__(self) -> Iterator[PyTree]:
         return self
 
     def __next__(self) -> PyTree:
-        batch, self._state = self._tape.read(self._version, self._number)
+        batch, self._state = self._replay_buffer.read(self._version, self._number)
         self._number += 1
         return batch
 
@@ -119,13 +121,13 @@ class LocalPass:
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Brings the loaders to a state; readers of the tape from before find it ended."""
-        self._tape.restore(state)
-        self._version, self._number = self._tape.begin()
-        self._state = self._tape.state
+        """Brings the loaders to a state; readers of the replay_buffer from before find it ended."""
+        self._replay_buffer.restore(state)
+        self._version, self._number = self._replay_buffer.begin()
+        self._state = self._replay_buffer.state
 
 
-class Tape:
+class ReplayBuffer:
     """What was read of the loaders and not delivered, each batch with their state after it.
 
     Args:
@@ -170,7 +172,7 @@ class Tape:
         """Batch ``number`` and the loaders' state after it.
 
         Raises:
-          StopIteration: the end, or the tape was brought to another state since.
+          StopIteration: the end, or the replay_buffer was brought to another state since.
           PlanError: (a ValueError) rows that cannot be split over this host's devices; names the leaf.
         """
         with self._lock:

@@ -22,7 +22,7 @@ class Segment:
     size: int
 
 
-class Timeline:
+class StepSchedule:
     """Steps laid out over the stream.
 
     Args:

@@ -222,3 +222,16 @@ def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> Hos
         }
         ranges.extend(held)
     return HostPlan(process_index, global_batch_size, merge_ranges(ranges))
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """Which rows and columns this host reads, for any batch size.
+
+    Attributes:
+      rows: global batch size → rows, int64, rising.
+      columns: global batch size → part of each leaf, or None for all of it.
+    """
+
+    rows: Callable[[int], RecordIds]
+    columns: Callable[[int], ColumnSlices | None]

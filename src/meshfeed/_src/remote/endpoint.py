@@ -29,7 +29,7 @@ from meshfeed._src.remote.wire import (
 )
 
 
-class Target(Protocol):
+class EndpointTarget(Protocol):
     """What an endpoint makes on each host: gives batches, and answers calls by name."""
 
     calls: dict[str, Any]
@@ -51,7 +51,7 @@ class Endpoint:
     """See the module.
 
     Args:
-      payload: pickled function, CPU mesh → Target.
+      payload: pickled function, CPU mesh → EndpointTarget.
     """
 
     def __init__(self, payload: bytes) -> None:

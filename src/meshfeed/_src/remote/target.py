@@ -54,7 +54,7 @@ def make_feed_payload(make_source: Any, prefix: PyTree, settings: Mapping[str, A
 
 
 class FeedTarget:
-    """See :class:`meshfeed._src.remote.endpoint.Target`.
+    """See :class:`meshfeed._src.remote.endpoint.EndpointTarget`.
 
     Args:
       feed: over CPU devices.

@@ -1,13 +1,13 @@
-"""What flows from reading to the mesh: one host's part of a global batch, and the places between batches."""
+"""What flows from reading to the mesh: one host's part of a global batch, and the cursors between batches."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
-from meshfeed._src.order.steps import Timeline
+from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.reading.host_batch import RecordSpec
 from meshfeed._src.state.ledger import Ledgers
 from meshfeed._src.state.state import FeedState
@@ -49,8 +49,8 @@ class HostBatch:
     size_from_others: bool = False
 
 
-class Feeder(Protocol):
-    """Gives a host's batches one after the other, from a place on. Called from one thread at a time."""
+class HostReader(Protocol):
+    """Gives a host's batches one after the other, from a cursor on. Called from one thread at a time."""
 
     sequential: bool
     """Whether a read that was interrupted cannot be made again, so that reading belongs on a thread of its own.
@@ -78,11 +78,11 @@ class Feeder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Cursor:
     """Where a stream stands between two batches.
 
     Attributes:
-      timeline: steps delivered and to come.
+      step_schedule: steps delivered and to come.
       step: the next step.
       position: real records delivered over all hosts.
       entries: see :attr:`HostBatch.entries`.
@@ -90,11 +90,11 @@ class Place:
       skipped: replaced records in delivered batches.
       num_skipped: bad records replaced in delivered batches, over all hosts.
       num_lanes: of a stream.
-      order: of a random-access source; a mixture's depends on the timeline, because its stages begin at steps.
-      source: that a stream's lanes are opened from; a mixture's depends on the timeline too.
+      order: of a random-access source; a mixture's depends on the step_schedule, because its stages begin at steps.
+      source: that a stream's lanes are opened from; a mixture's depends on the step_schedule too.
     """
 
-    timeline: Timeline
+    step_schedule: StepSchedule
     step: int
     position: int
     entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -106,59 +106,46 @@ class Place:
     source: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class HostRows:
-    """Which rows and columns this host reads, for any batch size.
-
-    Attributes:
-      rows: global batch size → rows, int64, rising.
-      columns: global batch size → part of each leaf, or None for all of it.
-    """
-
-    rows: Callable[[int], RecordIds]
-    columns: Callable[[int], ColumnSlices | None]
-
-
-class Course(Protocol):
-    """One kind of stream: how it is fingerprinted, entered at a place, read, and remembered."""
+class FeedStream(Protocol):
+    """One kind of stream: how it is fingerprinted, entered at a cursor, read, and remembered."""
 
     kind: str
     opens_at_restore: bool
     """Whether restoring must open the data to know that it works."""
 
-    def fingerprint(self, place: Place) -> dict[str, Any]:
+    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
         """What must be equal for a state to be continued."""
         ...
 
-    def start(self, like: Place | None = None) -> Place:
-        """The place before the first batch, of the stream that ``like`` is a place of."""
+    def start(self, like: Cursor | None = None) -> Cursor:
+        """The cursor before the first batch, of the stream that ``like`` is a cursor of."""
         ...
 
-    def restore(self, state: FeedState) -> Place:
-        """The place of a state.
+    def restore(self, state: FeedState) -> Cursor:
+        """The cursor of a state.
 
         Raises:
           StateMismatchError: the state is not of this stream.
         """
         ...
 
-    def state(self, place: Place) -> FeedState:
-        """The state of a place."""
+    def state(self, cursor: Cursor) -> FeedState:
+        """The state of a cursor."""
         ...
 
-    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> Feeder:
-        """Opens the data at a place."""
+    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> HostReader:
+        """Opens the data at a cursor."""
         ...
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
-        """The place after a delivered batch; ``ended`` holds lanes of all hosts, ``num_skipped`` counts theirs."""
+    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+        """The cursor after a delivered batch; ``ended`` holds lanes of all hosts, ``num_skipped`` counts theirs."""
         ...
 
-    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
-        """Records of the stream up to and including ``step``, at or after ``place``."""
+    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
+        """Records of the stream up to and including ``step``, at or after ``cursor``."""
         ...
 
-    def num_steps(self, place: Place) -> int | None:
+    def num_steps(self, cursor: Cursor) -> int | None:
         """Steps in all, where known; None for a stream without an end.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The course of a random-access source: everything follows from (source, settings, step)."""
+"""The stream of a random-access source: everything follows from (source, settings, step)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
@@ -23,13 +24,13 @@ from meshfeed._src.reading.workers.reader import WorkerReader
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.ledger import Ledgers, count_skipped
 from meshfeed._src.streams.local_iterator import LocalIterator
-from meshfeed._src.streams.protocol import HostBatch, HostRows, Place
+from meshfeed._src.streams.protocol import Cursor, HostBatch
 
 _log = logging.getLogger("meshfeed.feed")
 
 
-class RandomCourse:
-    """See :class:`meshfeed._src.streams.protocol.Course`.
+class RandomAccessStream:
+    """See :class:`meshfeed._src.streams.protocol.FeedStream`.
 
     Args:
       source: a random-access source.
@@ -56,8 +57,8 @@ class RandomCourse:
         self._settings = settings
         self._schedule: BatchSchedule = settings.schedule
         self._make_order: Any = getattr(source, "make_order", None)  # a mixture brings its own
-        self._order = self._order_under(step_schedules.Timeline(self._schedule))
-        self.reader = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
+        self._order = self._order_of(step_schedules.StepSchedule(self._schedule))
+        self.records = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
         self._identity = source_identity(source, settings.retry)  # here, since taking a state must not read
         if self.num_steps(self.start()) == 0:
             _log.warning(
@@ -71,16 +72,16 @@ class RandomCourse:
     def _pad(self) -> bool:
         return self._settings.end == "pad"
 
-    def _order_under(self, timeline: step_schedules.Timeline) -> Any:
+    def _order_of(self, step_schedule: step_schedules.StepSchedule) -> Any:
         settings = self._settings
         kwargs: dict[str, Any] = {"shuffle": settings.shuffle, "seed": settings.seed, "num_epochs": settings.num_epochs}
         if self._make_order is not None:
-            return self._make_order(**kwargs, position_of_step=timeline.position_of_step)
+            return self._make_order(**kwargs, position_of_step=step_schedule.position_of_step)
         return epoch_order.EpochOrder(len(self.source), **kwargs)
 
-    def fingerprint(self, place: Place) -> dict[str, Any]:
-        """Source, order, epochs and end; of a mixture also its stages, which begin where the place's timeline says."""
-        config = dict(place.order.config())
+    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
+        """Source, order, epochs and end; of a mixture also its stages, which begin where the cursor's step_schedule says."""
+        config = dict(cursor.order.config())
         return {
             "source": self._identity,
             "order": {"algorithm": config.pop("algorithm"), "version": config.pop("version")},
@@ -89,13 +90,13 @@ class RandomCourse:
             "end": self._settings.end,
         }
 
-    def start(self, like: Place | None = None) -> Place:
+    def start(self, like: Cursor | None = None) -> Cursor:
         """Step 0, position 0."""
         del like
-        return Place(step_schedules.Timeline(self._schedule), 0, 0, order=self._order)
+        return Cursor(step_schedules.StepSchedule(self._schedule), 0, 0, order=self._order)
 
-    def restore(self, state: feed_state.FeedState) -> Place:
-        """The place at the state's position; O(1)."""
+    def restore(self, state: feed_state.FeedState) -> Cursor:
+        """The cursor at the state's position; O(1)."""
         saved, current = dict(state.fingerprint), self.fingerprint(self.start())
         mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
         feed_state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
@@ -103,8 +104,8 @@ class RandomCourse:
         order = self._order
         if self._make_order is not None:
             step = step_schedules.derive_step(segments, state.position, state.position, pad=self._pad)
-            order = self._order_under(
-                step_schedules.Timeline(self._schedule, past=segments, step=step, position=state.position)
+            order = self._order_of(
+                step_schedules.StepSchedule(self._schedule, past=segments, step=step, position=state.position)
             )
             order.check_saved(mixture, state.position, step)
         beyond = order.total is not None and state.position > order.total
@@ -116,9 +117,9 @@ class RandomCourse:
                 "The state was changed or damaged; use an earlier checkpoint.",
             )
         step = step_schedules.derive_step(segments, state.position, order.total, pad=self._pad)
-        timeline = step_schedules.Timeline(self._schedule, past=segments, step=step, position=state.position)
-        return Place(
-            timeline,
+        step_schedule = step_schedules.StepSchedule(self._schedule, past=segments, step=step, position=state.position)
+        return Cursor(
+            step_schedule,
             step,
             state.position,
             skipped=Ledgers.of_state(state),
@@ -126,50 +127,50 @@ class RandomCourse:
             order=order,
         )
 
-    def state(self, place: Place) -> feed_state.FeedState:
+    def state(self, cursor: Cursor) -> feed_state.FeedState:
         """The same on every host."""
         return feed_state.FeedState(
             kind=self.kind,
-            position=place.position,
-            segments=place.timeline.delivered_json(place.step),
-            fingerprint=self.fingerprint(place),
-            **place.skipped.state_fields(),
-            num_skipped=place.num_skipped or None,
+            position=cursor.position,
+            segments=cursor.step_schedule.delivered_json(cursor.step),
+            fingerprint=self.fingerprint(cursor),
+            **cursor.skipped.state_fields(),
+            num_skipped=cursor.num_skipped or None,
         )
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
-        """The place after a delivered batch."""
-        position = self.records_after(place, batch.step, ended)
-        return Place(
-            place.timeline,
+    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+        """The cursor after a delivered batch."""
+        position = self.records_after(cursor, batch.step, ended)
+        return Cursor(
+            cursor.step_schedule,
             batch.step + 1,
             position,
-            skipped=place.skipped.after(batch.bad, batch.step),
+            skipped=cursor.skipped.after(batch.bad, batch.step),
             num_skipped=num_skipped,
-            order=place.order,
-            source=place.source,
+            order=cursor.order,
+            source=cursor.source,
         )
 
-    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
         """Records of the stream up to and including ``step``."""
         del ended
-        position, size = place.timeline.at(step)
-        return position + size if place.order.total is None else min(position + size, place.order.total)
+        position, size = cursor.step_schedule.at(step)
+        return position + size if cursor.order.total is None else min(position + size, cursor.order.total)
 
-    def num_steps(self, place: Place) -> int | None:
+    def num_steps(self, cursor: Cursor) -> int | None:
         """From the length, the same everywhere, without talking."""
-        total = place.order.total
-        return None if total is None else place.timeline.num_steps(total, pad=self._pad)
+        total = cursor.order.total
+        return None if total is None else cursor.step_schedule.num_steps(total, pad=self._pad)
 
-    def record_ids(self, place: Place, step: int) -> RecordIds:
+    def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
         """Ids of the rows of ``step`` in row order, int64 ``[rows]``, padding left out."""
-        last = self.num_steps(place)
+        last = self.num_steps(cursor)
         if step < 0 or (last is not None and step >= last):
             raise IndexError(f"step {step} is not in this stream, which has {last} steps (0 to {(last or 0) - 1}).")
-        position, size = place.timeline.at(step)
-        total = place.order.total
+        position, size = cursor.step_schedule.at(step)
+        total = cursor.order.total
         stop = position + size if total is None else min(position + size, total)
-        return place.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
+        return cursor.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
 
     def read(self, record_ids: Any) -> PyTree:
         """Records as host-local numpy, decoded as in epoch 0."""
@@ -190,11 +191,11 @@ class RandomCourse:
             raise SourceError(
                 f"record id {bad} is not in the source, which has the ids 0 to {len(self.source) - 1}.", record_id=bad
             )
-        return self.reader.read(ids, np.zeros(ids.size, np.int64)).tree
+        return self.records.read(ids, np.zeros(ids.size, np.int64)).tree
 
-    def batch_size_at(self, place: Place) -> int:
+    def batch_size_at(self, cursor: Cursor) -> int:
         """Global batch size of the next step."""
-        return place.timeline.at(place.step)[1]
+        return cursor.step_schedule.at(cursor.step)[1]
 
     def local_iterator(self, feed: Any) -> LocalIterator:
         """A view of the feed."""
@@ -202,12 +203,12 @@ class RandomCourse:
 
     def record_spec(self) -> RecordSpec:
         """From record 0."""
-        return self.reader.spec()
+        return self.records.spec()
 
-    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> RandomFeeder:
-        """Opens the data at a place."""
+    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> RandomAccessReader:
+        """Opens the data at a cursor."""
         del hosts_agree
-        return RandomFeeder(self, place, host_rows, self._settings)
+        return RandomAccessReader(self, cursor, host_rows, self._settings)
 
     def close(self) -> None:
         """Releases the source's files, where it has a ``close``."""
@@ -236,24 +237,24 @@ class _Part:
         self.first = int(rows[0]) if neighbours else None
 
 
-class RandomFeeder:
+class RandomAccessReader:
     """Reads steps of a random-access source, in this thread, in several, or in processes.
 
     Args:
-      course: the course.
-      place: where to begin.
+      stream: the stream.
+      cursor: where to begin.
       host_rows: this host's rows and columns.
       settings: the feed's settings.
     """
 
-    def __init__(self, course: RandomCourse, place: Place, host_rows: HostRows, settings: FeedSettings) -> None:
-        self._course = course
-        self._timeline = place.timeline
-        self._order = place.order
+    def __init__(self, stream: RandomAccessStream, cursor: Cursor, host_rows: HostRows, settings: FeedSettings) -> None:
+        self._stream = stream
+        self._step_schedule = cursor.step_schedule
+        self._order = cursor.order
         self._host_rows = host_rows
         self._settings = settings
-        self._last = course.num_steps(place)
-        self._next_step = place.step
+        self._last = stream.num_steps(cursor)
+        self._next_step = cursor.step
         self._pending: dict[int, tuple[RecordIds, Any]] = {}  # by step, so that an interrupt leaves nothing half done
         self._threads: Threads | None = None
         self._workers: WorkerReader | None = None
@@ -264,7 +265,7 @@ class RandomFeeder:
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
         self.sequential = settings.num_workers > 0  # workers answer in the order that they were asked in
         if settings.num_workers:
-            self._workers = WorkerReader(course.reader, settings.num_workers, timeout_seconds=settings.timeout_seconds)
+            self._workers = WorkerReader(stream.records, settings.num_workers, timeout_seconds=settings.timeout_seconds)
             self._ahead = 2 * settings.num_workers
         elif (settings.num_threads or 1) > 1:
             self._threads = Threads(settings.num_threads or 1, "meshfeed-read")
@@ -287,7 +288,7 @@ class RandomFeeder:
         return self._order.ids_between(start, start + part.num_rows)
 
     def _submit(self, step: int) -> tuple[RecordIds, Callable[[], ReadRows] | None]:
-        position, size = self._timeline.at(step)
+        position, size = self._step_schedule.at(step)
         part = self._part_of(size)
         record_ids, epochs = self._ids_of(position, part)
         if not record_ids.size:
@@ -295,11 +296,11 @@ class RandomFeeder:
         if self._workers is not None:
             return record_ids, self._workers.submit(step, record_ids, epochs, part.columns)
         if self._threads is not None:
-            return record_ids, self._threads.submit(self._course.reader.read, record_ids, epochs, part.columns).result
-        return record_ids, functools.partial(self._course.reader.read, record_ids, epochs, part.columns)
+            return record_ids, self._threads.submit(self._stream.records.read, record_ids, epochs, part.columns).result
+        return record_ids, functools.partial(self._stream.records.read, record_ids, epochs, part.columns)
 
     def next(self) -> HostBatch:
-        """See :class:`meshfeed._src.streams.protocol.Feeder`."""
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         step = self._next_step
         if self._last is not None and step >= self._last:
             raise StopIteration
@@ -324,15 +325,15 @@ class RandomFeeder:
     def _describe_read(self, step: int, record_ids: RecordIds) -> str:
         if not record_ids.size:
             return f"padding step {step}"
-        path = file_of(self._course.source, int(record_ids[0]))
+        path = file_of(self._stream.source, int(record_ids[0]))
         how = "waiting for workers to read" if self._workers is not None else "reading"
         return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
 
     def _finish(self, step: int, record_ids: RecordIds, rows: ReadRows | None) -> HostBatch:
-        part = self._part_of(self._timeline.at(step)[1])
+        part = self._part_of(self._step_schedule.at(step)[1])
         num_rows = part.num_rows
         if rows is None:
-            tree = self._course.record_spec().zeros(num_rows)
+            tree = self._stream.record_spec().zeros(num_rows)
         else:
             tree = rows.tree if len(record_ids) == num_rows else pad_rows(rows.tree, num_rows)
         if self._ahead > 1 and part.columns is None:

@@ -356,7 +356,7 @@ def _stored_md5(info: dict[str, Any]) -> str | None:
 def _check(entry: _Entry, part: pathlib.Path) -> None:
     size = part.stat().st_size
     if size != entry.num_bytes:
-        # Cut short on the way, most often: worth another try, and OSError is what Retry tries again on.
+        # FileCut short on the way, most often: worth another try, and OSError is what Retry tries again on.
         raise OSError(f"fetched {size:,} bytes of {entry.url}, which has {entry.num_bytes:,}")
     if entry.checksum is None:
         return

@@ -53,7 +53,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class FileCut:
     """What one lane reads.
 
     Attributes:
@@ -74,7 +74,7 @@ def cut_files(
     lane_index: int,
     num_lanes: int,
     group_rows: Callable[[int], Sequence[int] | None],
-) -> Cut:
+) -> FileCut:
     """What lane ``lane_index`` of ``num_lanes`` reads of ``files``.
 
     Args:
@@ -92,12 +92,12 @@ def cut_files(
     pieces = list(files[lane_index:whole:num_lanes])
     left = files[whole:]
     if not left:
-        return Cut(tuple(pieces), "files")
+        return FileCut(tuple(pieces), "files")
     counts = [group_rows(file.file_index) for file in left]
     if any(rows is None for rows in counts):
         indices = tuple(file.file_index for file in left)
         turns, times_read = _deal(indices, lane_index, num_lanes)
-        return Cut((*pieces, *turns), "turns", indices, times_read)
+        return FileCut((*pieces, *turns), "turns", indices, times_read)
     groups = [group for file, rows in zip(left, counts, strict=True) for group in _groups(file, rows or ())]
     # Files end in a short group: only groups of the full size are dealt out whole, or lanes would be uneven.
     largest = max(map(_size, groups), default=0)
@@ -110,7 +110,7 @@ def cut_files(
     rows = sum(_size(group) for group in groups)
     times_read = (rows - sum(_size(group) for group in rest) + rows_read) / max(rows, 1)
     indices = tuple(file.file_index for file in left)
-    return Cut(tuple(_join([*pieces, *ranges])), "rows" if rest else "row_groups", indices, times_read)
+    return FileCut(tuple(_join([*pieces, *ranges])), "rows" if rest else "row_groups", indices, times_read)
 
 
 def keep_rows(

@@ -17,7 +17,7 @@ MAX_THREADS = 16
 """As many as one Grain iterator takes by default."""
 
 
-class ReaderPool:
+class GrainReaderPool:
     """A thread pool that its users keep alive."""
 
     def __init__(self, max_threads: int) -> None:
@@ -50,4 +50,4 @@ class ReaderPool:
             return self._executor.submit(function, *args)
 
 
-POOL = ReaderPool(MAX_THREADS)
+POOL = GrainReaderPool(MAX_THREADS)

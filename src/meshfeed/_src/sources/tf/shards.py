@@ -12,7 +12,7 @@ from meshfeed._src.base.rng import philox
 from meshfeed._src.base.types import JsonValue, Record
 from meshfeed._src.reading.records import accepts_keyword
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.stream import Cut, Piece, cut_files
+from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
 from meshfeed._src.sources.tf.records import files_of, record_decoder
 
 _RECORDS_AT_ONCE = 32
@@ -79,7 +79,7 @@ class TFDSLane:
     def __init__(
         self,
         paths: Sequence[str],
-        cut: Cut,
+        cut: FileCut,
         offsets: Sequence[int],
         decode: Any,
         lane_index: int,

@@ -178,7 +178,7 @@ class Lane:
                     left -= 1
             except StopIteration:
                 raise SourceError(
-                    f"lane {self.lane_index} ended {left} records before the place where it is to be continued "
+                    f"lane {self.lane_index} ended {left} records before the cursor where it is to be continued "
                     f"(epoch {self._epoch}, record {self._taken}); the data has become shorter.",
                     lane_index=self.lane_index,
                 ) from None

@@ -1,4 +1,4 @@
-"""The course of a stream: rows of every batch divided once and for all into lanes, each a sequential stream."""
+"""The stream of a stream: rows of every batch divided once and for all into lanes, each a sequential stream."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchE
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.types import PyTree, RecordIds
 from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.state import state as feed_state
@@ -19,7 +20,7 @@ from meshfeed._src.streams.lanes.group import GroupRows, LaneGroup, WorkerLanes
 from meshfeed._src.streams.lanes.lane import Lane, LaneEntry, LaneSettings
 from meshfeed._src.streams.lanes.rows import LaneRun, lane_runs, needed_lanes, place_rows
 from meshfeed._src.streams.local_iterator import LocalIterator
-from meshfeed._src.streams.protocol import EMPTY_STREAM, HostBatch, HostRows, Place
+from meshfeed._src.streams.protocol import EMPTY_STREAM, Cursor, HostBatch
 
 _MAX_LANES = 64
 
@@ -30,8 +31,8 @@ def default_num_lanes(sizes: tuple[int, ...]) -> int:
     return next(lanes for lanes in range(min(_MAX_LANES, common), 0, -1) if common % lanes == 0)
 
 
-class LanesCourse:
-    """See :class:`meshfeed._src.streams.protocol.Course`.
+class LaneStream:
+    """See :class:`meshfeed._src.streams.protocol.FeedStream`.
 
     Args:
       source: a stream source.
@@ -90,34 +91,36 @@ class LanesCourse:
 
     # ------------------------------------------------------------------ state
 
-    def fingerprint(self, place: Place) -> dict[str, Any]:
+    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
         """Source, seed, epochs, end and number of lanes."""
         return {
             "source": self._identity,
             "seed": self._settings.seed,
             "num_epochs": self._settings.num_epochs,
             "end": self._settings.end,
-            "num_lanes": place.num_lanes,
-            **({} if self._bind is None else {"mixture": place.source.mixture_config()}),
+            "num_lanes": cursor.num_lanes,
+            **({} if self._bind is None else {"mixture": cursor.source.mixture_config()}),
         }
 
-    def _source_under(self, timeline: step_schedules.Timeline) -> Any:
+    def _source_under(self, step_schedule: step_schedules.StepSchedule) -> Any:
         if self._bind is None:
             return self.source
         settings = self._settings
         return self._bind(
-            seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=timeline.position_of_step
+            seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=step_schedule.position_of_step
         )
 
-    def start(self, like: Place | None = None) -> Place:
+    def start(self, like: Cursor | None = None) -> Cursor:
         """Step 0, every lane at its beginning; as many lanes as ``like`` has, which may come from a state."""
         num_lanes = self.num_lanes if like is None else like.num_lanes
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
-        timeline = step_schedules.Timeline(self._schedule)
-        return Place(timeline, 0, 0, entries=entries, num_lanes=num_lanes, source=self._source_under(timeline))
+        step_schedule = step_schedules.StepSchedule(self._schedule)
+        return Cursor(
+            step_schedule, 0, 0, entries=entries, num_lanes=num_lanes, source=self._source_under(step_schedule)
+        )
 
-    def restore(self, state: feed_state.FeedState) -> Place:
-        """The place of the lanes that the state holds."""
+    def restore(self, state: feed_state.FeedState) -> Cursor:
+        """The cursor of the lanes that the state holds."""
         remedy = "The state was changed or damaged; use an earlier checkpoint."
         num_lanes = self._settings.num_lanes or state.num_lanes
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
@@ -156,12 +159,12 @@ class LanesCourse:
         if len(entries) == num_lanes and delivered != state.position:
             raise StateMismatchError("position", state.position, f"{delivered} records in all lanes", remedy)
         ended = {int(key): entry.records for key, entry in entries.items() if entry.ended}
-        timeline = step_schedules.Timeline(self._schedule, past=segments, step=state.step, position=nominal)
-        source = self._source_under(timeline)
+        step_schedule = step_schedules.StepSchedule(self._schedule, past=segments, step=state.step, position=nominal)
+        source = self._source_under(step_schedule)
         if self._bind is not None:
             source.check_saved(mixture, nominal, state.step)
-        return Place(
-            timeline,
+        return Cursor(
+            step_schedule,
             state.step,
             state.position,
             entries=entries,
@@ -172,59 +175,59 @@ class LanesCourse:
             source=source,
         )
 
-    def state(self, place: Place) -> feed_state.FeedState:
+    def state(self, cursor: Cursor) -> feed_state.FeedState:
         """Holds the lanes of this host."""
         return feed_state.FeedState(
             kind=self.kind,
-            position=place.position,
-            step=place.step,
-            segments=place.timeline.delivered_json(place.step),
-            fingerprint=self.fingerprint(place),
-            num_lanes=place.num_lanes,
-            lanes={lane: entry.to_json() for lane, entry in sorted(place.entries.items(), key=lambda i: int(i[0]))},
-            **place.skipped.state_fields(),
-            num_skipped=place.num_skipped or None,
+            position=cursor.position,
+            step=cursor.step,
+            segments=cursor.step_schedule.delivered_json(cursor.step),
+            fingerprint=self.fingerprint(cursor),
+            num_lanes=cursor.num_lanes,
+            lanes={lane: entry.to_json() for lane, entry in sorted(cursor.entries.items(), key=lambda i: int(i[0]))},
+            **cursor.skipped.state_fields(),
+            num_skipped=cursor.num_skipped or None,
         )
 
-    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
         """Records of the stream up to and including ``step``, from the lengths of the lanes that ended."""
-        position, size = place.timeline.at(step)
-        each = (position + size) // place.num_lanes
-        ended = {**place.ended, **ended} if place.ended else ended
+        position, size = cursor.step_schedule.at(step)
+        each = (position + size) // cursor.num_lanes
+        ended = {**cursor.ended, **ended} if cursor.ended else ended
         return position + size - sum(max(0, each - length) for length in ended.values())
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
-        """The place after a delivered batch."""
+    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+        """The cursor after a delivered batch."""
         return dataclasses.replace(
-            place,
+            cursor,
             step=batch.step + 1,
-            position=self.records_after(place, batch.step, ended),
+            position=self.records_after(cursor, batch.step, ended),
             entries=batch.entries,
-            ended={**place.ended, **ended} if ended else place.ended,
-            skipped=place.skipped.after(batch.bad, batch.step),
+            ended={**cursor.ended, **ended} if ended else cursor.ended,
+            skipped=cursor.skipped.after(batch.bad, batch.step),
             num_skipped=num_skipped,
         )
 
     # ------------------------------------------------------------------ reading
 
-    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> LanesFeeder:
-        """Opens this host's lanes at a place.
+    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> LaneReader:
+        """Opens this host's lanes at a cursor.
 
         Raises:
           StateMismatchError: the state lacks lanes that this host needs.
         """
-        size = place.timeline.at(place.step)[1]
-        needed = needed_lanes(host_rows.rows(size), size // place.num_lanes)
-        missing = [lane for lane in needed if str(lane) not in place.entries]
+        size = cursor.step_schedule.at(cursor.step)[1]
+        needed = needed_lanes(host_rows.rows(size), size // cursor.num_lanes)
+        missing = [lane for lane in needed if str(lane) not in cursor.entries]
         if missing:
             raise StateMismatchError(
                 "lanes",
-                f"lanes {sorted(int(lane) for lane in place.entries)} of {place.num_lanes}",
+                f"lanes {sorted(int(lane) for lane in cursor.entries)} of {cursor.num_lanes}",
                 f"this host reads the lanes {needed}",
                 f"The state lacks the lanes {missing}: join the states of all hosts with meshfeed.merge_states.",
             )
-        entries = {lane: place.entries[str(lane)] for lane in needed}
-        return LanesFeeder(self, place, host_rows, self._settings, entries, hosts_agree=hosts_agree)
+        entries = {lane: cursor.entries[str(lane)] for lane in needed}
+        return LaneReader(self, cursor, host_rows, self._settings, entries, hosts_agree=hosts_agree)
 
     def lane_settings(self, num_lanes: int) -> LaneSettings:
         """What lanes share."""
@@ -236,7 +239,7 @@ class LanesCourse:
         """From the first record of the first lane that has one."""
         if self._spec is None:
             settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
-            source = self._source_under(step_schedules.Timeline(self._schedule))
+            source = self._source_under(step_schedules.StepSchedule(self._schedule))
             for lane_index in range(self.num_lanes):
                 lane = Lane(source, lane_index, settings, LaneEntry())
                 taken = lane.take(1)
@@ -248,15 +251,15 @@ class LanesCourse:
                 raise SourceError(f"the stream is empty: none of its {self.num_lanes} lanes has a record.")
         return self._spec
 
-    def batch_size_at(self, place: Place) -> int:
+    def batch_size_at(self, cursor: Cursor) -> int:
         """Global batch size of the next step."""
-        return place.timeline.at(place.step)[1]
+        return cursor.step_schedule.at(cursor.step)[1]
 
-    def num_steps(self, place: Place) -> int | None:
+    def num_steps(self, cursor: Cursor) -> int | None:
         """Not known before the end."""
         raise TypeError("a stream has no length before it has ended.")
 
-    def record_ids(self, place: Place, step: int) -> RecordIds:
+    def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
         """Streams have no ids."""
         raise SourceError(
             f"record_ids({step}): a stream has no record ids; read the step again from a state taken before it."
@@ -277,12 +280,12 @@ class LanesCourse:
             close()
 
 
-class LanesFeeder:
+class LaneReader:
     """Reads this host's lanes, step by step.
 
     Args:
-      course: the course.
-      place: where to begin.
+      stream: the stream.
+      cursor: where to begin.
       host_rows: this host's rows.
       settings: the feed's settings.
       entries: lane → where it begins; all lanes that this host needs.
@@ -293,20 +296,20 @@ class LanesFeeder:
 
     def __init__(
         self,
-        course: LanesCourse,
-        place: Place,
+        stream: LaneStream,
+        cursor: Cursor,
         host_rows: HostRows,
         settings: FeedSettings,
         entries: Mapping[int, LaneEntry],
         *,
         hosts_agree: bool,
     ) -> None:
-        self._timeline = place.timeline
+        self._step_schedule = cursor.step_schedule
         self._host_rows = host_rows
         self._settings = settings
-        self._num_lanes = place.num_lanes
-        self._step = place.step
-        self._asked = place.step
+        self._num_lanes = cursor.num_lanes
+        self._step = cursor.step
+        self._asked = cursor.step
         self._go_on = hosts_agree and settings.end == "pad"
         self._hosts_agree = hosts_agree
         self.empty = True  # no lane of this host has had a record so far
@@ -315,14 +318,14 @@ class LanesFeeder:
         self._final: int | None = None
         self._group: LaneGroup | None = None
         self._workers: WorkerLanes | None = None
-        shared = course.lane_settings(place.num_lanes)
+        shared = stream.lane_settings(cursor.num_lanes)
         if settings.num_workers and entries:
-            self._workers = WorkerLanes(place.source, shared, entries, settings.num_workers, settings.timeout_seconds)
+            self._workers = WorkerLanes(cursor.source, shared, entries, settings.num_workers, settings.timeout_seconds)
         else:
-            self._group = LaneGroup(place.source, shared, entries, settings.num_threads or 1)
+            self._group = LaneGroup(cursor.source, shared, entries, settings.num_threads or 1)
 
     def _rows_per_lane(self, step: int) -> int:
-        return self._timeline.at(step)[1] // self._num_lanes
+        return self._step_schedule.at(step)[1] // self._num_lanes
 
     def _read(self, step: int) -> GroupRows:
         if self._group is not None:
@@ -334,9 +337,9 @@ class LanesFeeder:
         return self._workers.result()
 
     def next(self) -> HostBatch:
-        """See :class:`meshfeed._src.streams.protocol.Feeder`."""
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         step = self._step
-        size = self._timeline.at(step)[1]
+        size = self._step_schedule.at(step)[1]
         per_lane = self._rows_per_lane(step)
         if size not in self._runs:
             rows = self._host_rows.rows(size)

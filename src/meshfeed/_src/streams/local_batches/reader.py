@@ -15,8 +15,9 @@ from meshfeed._src.base.errors import SourceError, StalledError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import PyTree
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
-from meshfeed._src.streams.protocol import EMPTY_BATCHES, HostBatch, HostRows, Place
+from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch
 
 _log = logging.getLogger("meshfeed.feed")
 
@@ -47,15 +48,15 @@ def rows_of(batch: PyTree) -> int:
     )
 
 
-class BatchesFeeder:
+class LocalBatchReader:
     """Takes this host's batches.
 
     Args:
-      course: the course.
-      place: where to begin.
+      stream: the stream.
+      cursor: where to begin.
       host_rows: this host's rows.
       settings: the feed's settings.
-      iterator: opened at the place.
+      iterator: opened at the cursor.
       ready: its first batch, if it was taken already.
       epoch: pass through the iterable.
       hosts_agree: other hosts may still have data when this one has none.
@@ -67,8 +68,8 @@ class BatchesFeeder:
 
     def __init__(
         self,
-        course: Any,
-        place: Place,
+        stream: Any,
+        cursor: Cursor,
         host_rows: HostRows,
         settings: FeedSettings,
         iterator: Any,
@@ -77,19 +78,19 @@ class BatchesFeeder:
         *,
         hosts_agree: bool,
     ) -> None:
-        self._course = course
+        self._stream = stream
         self._host_rows = host_rows
         self._settings = settings
         self._iterator = iterator
         self._ready = ready
         self._epoch = epoch
-        self._step = place.step
+        self._step = cursor.step
         self._host = coordination.process_index()
-        self.empty = place.step == 0
+        self.empty = cursor.step == 0
         self._hosts_agree = hosts_agree
         self._go_on = hosts_agree and settings.end == "pad"
         self._final: int | None = None
-        self._entry: dict[str, Any] = place.entries.get(str(self._host), {})  # after the last batch that this host had
+        self._entry: dict[str, Any] = cursor.entries.get(str(self._host), {})  # after the last batch that this host had
         self._spec: RecordSpec | None = None
         self._checked: Any = None  # structure, shapes and dtypes of the last batch that was found right
         self._since = time.monotonic()
@@ -144,8 +145,8 @@ class BatchesFeeder:
             if batch is None:
                 return None
             self.empty = False
-            self._course.learn(batch)
-            num_rows, wanted = rows_of(batch), len(self._host_rows.rows(self._course.size_for(rows_of(batch))))
+            self._stream.learn(batch)
+            num_rows, wanted = rows_of(batch), len(self._host_rows.rows(self._stream.size_for(rows_of(batch))))
             if num_rows >= wanted or self._settings.end == "pad":
                 return batch
             epoch, step = self._epoch, self._step
@@ -155,13 +156,13 @@ class BatchesFeeder:
             if self._epoch == epoch:
                 raise SourceError(
                     f"host batch {self._step} has {num_rows} rows, and others follow; expected {wanted} rows, which is "
-                    f"what this host holds of a global batch of {self._course.schedule().sizes[0]}, in all batches but "
+                    f"what this host holds of a global batch of {self._stream.schedule().sizes[0]}, in all batches but "
                     "the last. Give batches of that many rows, or leave global_batch_size out to take it from the first. "
                     f"{SINGLE_RECORDS if not step else ''}".rstrip()
                 )
 
     def next(self) -> HostBatch:
-        """See :class:`meshfeed._src.streams.protocol.Feeder`."""
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         self._since = time.monotonic()
         start = time.perf_counter()
         batch = None
@@ -179,7 +180,7 @@ class BatchesFeeder:
         step = self._step
         self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator.get_state()}
         real = rows_of(batch)
-        size = self._course.size_for(real)
+        size = self._stream.size_for(real)
         rows = self._host_rows.rows(size)
         tree = self._check(batch, real, len(rows), step)
         return self._made(size, self._with_mask(tree, len(rows), real), rows[real:])
@@ -194,7 +195,7 @@ class BatchesFeeder:
             self._final = self._step
         if not self._entry:  # the state of a host that never has a batch has an entry too
             self._entry = {"epoch": 0, "step": self._step, "iterator": self._iterator.get_state()}
-        size, size_known = self._course.size_of_padding()
+        size, size_known = self._stream.size_of_padding()
         rows = self._host_rows.rows(size)
         tree = None
         if size_known and self._spec is not None:
@@ -235,7 +236,7 @@ class BatchesFeeder:
             leaf = spec_of_batch(batch, real, what=f"host batch {step}").leaves[0]
             raise SourceError(
                 f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
-                f"rows of a global batch of {self._course.schedule().sizes[0]}; give batches of {num_rows} rows."
+                f"rows of a global batch of {self._stream.schedule().sizes[0]}; give batches of {num_rows} rows."
                 f"{'' if step else ' ' + SINGLE_RECORDS}"
             )
         return pad_rows(batch, num_rows)
@@ -250,7 +251,7 @@ class BatchesFeeder:
 
     def close(self) -> None:
         """Closes the iterator."""
-        self._course.forget(self)
+        self._stream.forget(self)
         try:
             self._iterator.close()
         except Exception as error:  # a generator in which a read hangs cannot be closed

@@ -1,4 +1,4 @@
-"""The course of host-local batches: each host makes its own part, and a state belongs to this number of hosts."""
+"""The stream of host-local batches: each host makes its own part, and a state belongs to this number of hosts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import PyTree, RecordIds
 from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, spec_of_batch
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.local_batches.reader import BatchesFeeder, rows_of
+from meshfeed._src.streams.local_batches.reader import LocalBatchReader, rows_of
 from meshfeed._src.streams.local_iterator import LocalIterator
-from meshfeed._src.streams.protocol import HostBatch, HostRows, Place
+from meshfeed._src.streams.protocol import Cursor, HostBatch
 
 _log = logging.getLogger("meshfeed.host_batches")
 
@@ -28,8 +29,8 @@ _UNSUPPORTED = {
 }
 
 
-class BatchesCourse:
-    """See :class:`meshfeed._src.streams.protocol.Course`.
+class LocalBatchStream:
+    """See :class:`meshfeed._src.streams.protocol.FeedStream`.
 
     Args:
       source: the host's batches (``meshfeed.sources.HostBatches``).
@@ -66,12 +67,12 @@ class BatchesCourse:
         self._sizes: dict[int, int] = {}
         self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
         self._looking: SingleCall[PyTree] | None = None  # reads them, or the next batch of the reader
-        self._reading: BatchesFeeder | None = None  # has the iterator, which must not be opened a second time
+        self._reading: LocalBatchReader | None = None  # has the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
 
     @property
     def moved_by_opening(self) -> bool:
-        """Whether opening the batches at another place moves the iterator that the present reader uses."""
+        """Whether opening the batches at another cursor moves the iterator that the present reader uses."""
         return self.source.resumable and not self.source.restartable
 
     # ------------------------------------------------------------------ sizes
@@ -149,16 +150,16 @@ class BatchesCourse:
             self._spec = spec_of_batch(batch, rows, what="the iterable of host batches")
             self.size_for(rows)
 
-    def batch_size_at(self, place: Place) -> int:
+    def batch_size_at(self, cursor: Cursor) -> int:
         """Global batch size."""
-        del place
+        del cursor
         return self.schedule().sizes[0]
 
     # ------------------------------------------------------------------ state
 
-    def fingerprint(self, place: Place) -> dict[str, Any]:
+    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
         """Not of the content: the batches are the user's affair."""
-        del place
+        del cursor
         return {
             "source": self.source.fingerprint(),
             "elastic": False,
@@ -167,13 +168,13 @@ class BatchesCourse:
             "end": "drop" if getattr(self.source.iterable, "ends_may_differ", False) else self._settings.end,
         }
 
-    def start(self, like: Place | None = None) -> Place:
+    def start(self, like: Cursor | None = None) -> Cursor:
         """Before the first batch; the batch size may not be known yet."""
         del like
-        return Place(step_schedules.Timeline(self._schedule or BatchSchedule([(0, 1)])), 0, 0)
+        return Cursor(step_schedules.StepSchedule(self._schedule or BatchSchedule([(0, 1)])), 0, 0)
 
-    def restore(self, state: feed_state.FeedState) -> Place:
-        """The place of this host's batches."""
+    def restore(self, state: feed_state.FeedState) -> Cursor:
+        """The cursor of this host's batches."""
         remedy = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
         if state.hosts is None or state.step is None:
             raise StateMismatchError("hosts", None, "step and hosts of an iterable of host batches", remedy)
@@ -211,44 +212,44 @@ class BatchesCourse:
         short = state.position < nominal and not varies and self._settings.end == "drop"
         if long or short or (bool(segments) != bool(state.step)):
             raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
-        timeline = step_schedules.Timeline(schedule, past=segments, step=state.step, position=nominal)
-        return Place(timeline, state.step, state.position, entries=entries)
+        step_schedule = step_schedules.StepSchedule(schedule, past=segments, step=state.step, position=nominal)
+        return Cursor(step_schedule, state.step, state.position, entries=entries)
 
-    def state(self, place: Place) -> feed_state.FeedState:
+    def state(self, cursor: Cursor) -> feed_state.FeedState:
         """Holds this host's entry."""
         return feed_state.FeedState(
             kind=self.kind,
-            position=place.position,
-            step=place.step,
-            segments=place.timeline.delivered_json(place.step),
-            fingerprint=self.fingerprint(place),
-            hosts={host: feed_state.seal(dict(entry)) for host, entry in place.entries.items()},
+            position=cursor.position,
+            step=cursor.step,
+            segments=cursor.step_schedule.delivered_json(cursor.step),
+            fingerprint=self.fingerprint(cursor),
+            hosts={host: feed_state.seal(dict(entry)) for host, entry in cursor.entries.items()},
         )
 
-    def advance(self, place: Place, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Place:
-        """The place after a delivered batch; short last batches of hosts count as announced in ``ended``."""
+    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+        """The cursor after a delivered batch; short last batches of hosts count as announced in ``ended``."""
         del num_skipped
-        timeline = place.timeline
-        if place.step == 0 and not place.entries:  # now the size is known
-            timeline = step_schedules.Timeline(self._schedule or BatchSchedule([(0, batch.global_batch_size)]))
+        step_schedule = cursor.step_schedule
+        if cursor.step == 0 and not cursor.entries:  # now the size is known
+            step_schedule = step_schedules.StepSchedule(self._schedule or BatchSchedule([(0, batch.global_batch_size)]))
         size = batch.global_batch_size
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
-        return Place(timeline, batch.step + 1, place.position + size - padding, entries=batch.entries)
+        return Cursor(step_schedule, batch.step + 1, cursor.position + size - padding, entries=batch.entries)
 
-    def records_after(self, place: Place, step: int, ended: Mapping[int, int]) -> int:
+    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
         """Not needed: bad records are handled where the batches are made."""
-        del place, step, ended
+        del cursor, step, ended
         return 0
 
     # ------------------------------------------------------------------ reading
 
-    def feeder(self, place: Place, host_rows: HostRows, *, hosts_agree: bool) -> BatchesFeeder:
-        """Opens this host's iterator at a place."""
+    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> LocalBatchReader:
+        """Opens this host's iterator at a cursor."""
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.wait()
         host = str(coordination.process_index())
-        entry = place.entries.get(host)
+        entry = cursor.entries.get(host)
         ready: PyTree | None = None
         if entry is None and self._first is not None:
             iterator, ready = self._first
@@ -257,21 +258,21 @@ class BatchesCourse:
             iterator = self.source.iterator(None if entry is None else entry["iterator"])
             self._first = None
         epoch = 0 if entry is None else int(entry["epoch"])
-        self._reading = BatchesFeeder(
-            self, place, host_rows, self._settings, iterator, ready, epoch, hosts_agree=hosts_agree
+        self._reading = LocalBatchReader(
+            self, cursor, host_rows, self._settings, iterator, ready, epoch, hosts_agree=hosts_agree
         )
         return self._reading
 
-    def forget(self, feeder: BatchesFeeder) -> None:
-        """``feeder`` is closed."""
-        if self._reading is feeder:
+    def forget(self, reader: LocalBatchReader) -> None:
+        """``reader`` is closed."""
+        if self._reading is reader:
             self._reading = None
 
-    def num_steps(self, place: Place) -> int | None:
+    def num_steps(self, cursor: Cursor) -> int | None:
         """Not known before the end."""
         raise TypeError("an iterable of host batches has no length that all hosts know.")
 
-    def record_ids(self, place: Place, step: int) -> RecordIds:
+    def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
         """Host batches have no ids."""
         raise SourceError(f"record_ids({step}): host batches have no record ids.")
 
