@@ -14,12 +14,12 @@ import cloudpickle
 import jax
 import numpy as np
 import pytest
+from small_pipeline import new_window_reports
 
 from meshfeed import SourceError
 from meshfeed._src.agreement.rules import Part
 from meshfeed._src.remote import wire
 from meshfeed._src.streams.protocol import HostBatch
-from tests.small_pipeline import new_window_reports
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
 UNSAFE = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}

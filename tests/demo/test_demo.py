@@ -249,7 +249,7 @@ def test_what_an_installer_prints_is_shown(tmp_path: pathlib.Path) -> None:
     for name in ("python", "uv"):
         (programs / name).write_text('#!/bin/sh\n[ "$1" = -c ] || [ "$3" = --quiet ] || echo "$0 $*"\n')
         (programs / name).chmod(0o755)
-    root = pathlib.Path(__file__).parent.parent
+    root = pathlib.Path(__file__).parent.parent.parent
     (tmp_path / "scripts").mkdir()
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "scripts" / "environment").write_text((root / "scripts" / "environment").read_text())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "chaos"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
 from memory_store import MemoryStore
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_pipeline import new_window_reports, numbers_pipeline
 
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.streams.protocol import HostBatch
-from tests.small_pipeline import new_window_reports, numbers_pipeline
 
 
 class Store:

@@ -127,7 +127,7 @@ def test_a_kind_of_a_newer_version_is_refused() -> None:
 
 
 def test_what_earlier_versions_wrote_is_read() -> None:
-    written = json.loads((pathlib.Path(__file__).parent / "data" / "lane_value_version_1.json").read_text())
+    written = json.loads((pathlib.Path(__file__).parent.parent / "data" / "lane_value_version_1.json").read_text())
     wanted = {
         "tuple": (1, (2.5, "a")),
         "bytes": b"\x00\xff",

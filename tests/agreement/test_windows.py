@@ -14,9 +14,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "chaos"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
 from memory_store import MemoryStore
+from small_pipeline import new_window_reports, numbers_pipeline
 
 from meshfeed import PeerError, SkipBad, StalledError
 from meshfeed._src.agreement.bad_records import BadRecords
@@ -38,7 +39,6 @@ from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination
 from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.streams.protocol import HostBatch
-from tests.small_pipeline import new_window_reports, numbers_pipeline
 
 STEP_SECONDS = 0.02
 

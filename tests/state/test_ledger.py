@@ -117,7 +117,7 @@ def test_a_count_changed_by_hand_is_refused(count: Any) -> None:
 
 
 def test_a_state_of_version_1_is_continued() -> None:
-    path = pathlib.Path(__file__).parent / "data" / "lane_state_version_1.json"
+    path = pathlib.Path(__file__).parent.parent / "data" / "lane_state_version_1.json"
     state = json.loads(path.read_text())
     with old_states.make_feed() as feed:
         batches = [np.asarray(batch["x"]).tolist() for batch in feed]

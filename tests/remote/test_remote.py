@@ -34,7 +34,7 @@ from meshfeed._src.remote.wire import (
 )
 from meshfeed.remote import RemoteFeed
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import remote_jobs
 from remote_jobs import digest, make_memory, make_stream

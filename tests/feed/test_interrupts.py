@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from signal_storm import KINDS, make_feed
 
 import meshfeed
-from tests.signal_storm import KINDS, make_feed
 
 SOAK = bool(os.environ.get("MESHFEED_SOAK"))
 SOURCE = str(pathlib.Path(meshfeed.__file__).parent)
