@@ -1,7 +1,7 @@
 """What hosts tell each other about a window of batches, and what the reducer makes of it.
 
-Carried by :mod:`meshfeed._src.agreement.windows`: sizes (for the window's length), the structure of the records, lanes that ended,
-counts of bad records, and digests of replicated rows.
+Carried by :mod:`meshfeed._src.agreement.windows`: sizes (for the window's length), the structure of the records, lanes
+that ended, counts of bad records, and digests of replicated rows.
 """
 
 from __future__ import annotations

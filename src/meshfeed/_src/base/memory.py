@@ -66,7 +66,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
 def is_aligned(array: np.ndarray[Any, Any]) -> bool:
     """Whether the first byte lies on a multiple of 64."""
     base: Any = array.base
-    if type(base) is Memory and base.nbytes == array.nbytes + ALIGNMENT and array.flags.c_contiguous:
+    if type(base) is AlignedMemory and base.nbytes == array.nbytes + ALIGNMENT and array.flags.c_contiguous:
         return True  # the whole of what `empty` gave, known for a quarter of what asking for an address takes
     return not address(array) % ALIGNMENT
 

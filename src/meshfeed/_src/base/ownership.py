@@ -56,7 +56,7 @@ def own(leaf: Any) -> Any:
 
 
 def seal(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Makes an array of :mod:`meshfeed._src.base.memory` read-only, together with its memory, so that :func:`own` passes it."""
+    """Makes an array of :mod:`~meshfeed._src.base.memory` read-only, with its memory, so that :func:`own` passes it."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base.flags.writeable = False

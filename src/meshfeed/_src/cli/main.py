@@ -1,6 +1,6 @@
 """The command line: ``meshfeed plan`` and its sisters. Each command imports what it needs when it is called.
 
-A :class:`~meshfeed._src.base.errors.MeshfeedError` is printed as one message without a traceback: exit status 2 for a value that
+A :class:`~meshfeed.MeshfeedError` is printed as one message without a traceback: exit status 2 for a value that
 was typed wrongly, 1 for everything else that meshfeed refuses.
 """
 

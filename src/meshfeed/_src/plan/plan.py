@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshfeed._src.base.errors import PlanError
-from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
 from meshfeed._src.plan.shardings import (
     axes_of,
     broadcast_shardings,
@@ -224,7 +225,7 @@ def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> Hos
     return HostPlan(process_index, global_batch_size, merge_ranges(ranges))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class HostRows:
     """Which rows and columns this host reads, for any batch size.
 

@@ -1,7 +1,7 @@
 """The plan of every host at once, from plain tables: no devices, only numpy over all positions of the mesh.
 
-It gives what :mod:`meshfeed._src.plan.plan` gives host by host (a test holds the two together) in milliseconds for thousands of
-hosts, which is what the command line and questions of the kind "who reads what on 4,096 hosts" need.
+It gives what :mod:`meshfeed._src.plan.plan` gives host by host (a test holds the two together) in milliseconds for
+thousands of hosts, which is what the command line and questions of the kind "who reads what on 4,096 hosts" need.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ count} is there once a ledger is full. Every lane and host entry carries a diges
 hand is refused.
 
 ``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
-``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`); a state without them is still written as version 1, so that an older
-meshfeed can read it after a roll-back.
+``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`); a state without them is still written as version 1, so that an
+older meshfeed can read it after a roll-back.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from meshfeed._src.base.types import PyTree, RecordIds
 from meshfeed._src.order.steps import StepSchedule
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec
 from meshfeed._src.state.ledger import Ledgers
 from meshfeed._src.state.state import FeedState

@@ -1,4 +1,4 @@
-"""What runs inside each process that :mod:`meshfeed._src.testing.spawn` starts: join the job, run functions, leave in order."""
+"""Runs inside each process that :mod:`meshfeed._src.testing.spawn` starts: joins the job, runs functions, leaves."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ class Host:
         self.buffer = bytearray()
         self.ready = False
         read_fd, write_fd = os.pipe()
-        code = f"import sys; sys.path.insert(0, {_ROOT!r}); from meshfeed._src.testing.spawn_child import main; main({write_fd})"
+        code = f"import sys; sys.path.insert(0, {_ROOT!r}); from meshfeed._src.testing import spawn_child"
+        code += f"; spawn_child.main({write_fd})"
         with open(log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],

@@ -11,8 +11,8 @@ counted or removed.
   processes that fetch at the same time keep within the limit together.
 * ``meshfeed_room.lock``: held while the folder is counted and files get or lose their names.
 
-Lock files are removed by their holders; see :mod:`meshfeed._src.sources.files.file_lock`. Whole files of earlier versions, which
-had no prefix, are taken over when they are asked for.
+Lock files are removed by their holders; see :mod:`meshfeed._src.sources.files.file_lock`. Whole files of earlier
+versions, which had no prefix, are taken over when they are asked for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,217 @@
+"""Who may import whom: the rooms of docs/architecture.md. Read from the source; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+SRC = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
+
+# Room → rooms that it imports. A room that is not listed, an import that is not listed, and an entry that no import
+# needs any more are errors. "public" is what users import, above the rooms.
+MAY_IMPORT = {
+    "base": "",
+    "order": "base",
+    "plan": "base",
+    "state": "base",
+    "reading": "base order",
+    "arrays": "base plan reading",
+    "streams": "base order plan reading state",
+    "sources": "base order reading state",
+    "agreement": "base reading state streams",
+    "feed": "agreement arrays base plan reading sources state streams",
+    "checkpoint": "arrays base state",
+    "remote": "base feed plan state streams",
+    "maxtext": "arrays base feed remote sources state streams",
+    "testing": "base",
+    "demo": "public testing",
+    "cli": "base checkpoint demo feed order plan public reading state",
+    "public": "base checkpoint feed maxtext plan remote sources state testing",
+}
+# From the ground up. A room imports only from rooms before it; streams and sources do not know each other.
+FLOORS = (
+    "base",
+    "order plan state",
+    "reading",
+    "arrays",
+    "streams sources checkpoint",
+    "agreement",
+    "feed",
+    "remote",
+    "maxtext",
+    "testing",
+    "public",
+    "demo",
+    "cli",
+)
+# Only these may ask JAX what a process is.
+PROCESS_MODULES = {"meshfeed._src.base.coordination", "meshfeed._src.testing.spawn_child"}
+# Modules that import own modules when they are called: façades over heavy libraries, and the command line.
+LAZY = {
+    "meshfeed": "public names",
+    "meshfeed.checkpoint": "public names",
+    "meshfeed.sources": "public names",
+    "meshfeed._src.cli.main": "commands",
+    "meshfeed._src.cli.bench": "sources of the user's choice",
+    "meshfeed._src.cli.checkpoint": "Orbax",
+    "meshfeed._src.cli.replay": "sources of the user's choice",
+    "meshfeed._src.sources.array_record.source": "fsspec",
+    "meshfeed._src.sources.grain.source": "Grain",
+    "meshfeed._src.sources.grain.tree": "array_record",
+    "meshfeed._src.sources.host_batches": "Grain",
+    "meshfeed._src.sources.huggingface.source": "datasets",
+    "meshfeed._src.sources.recognize": "the library of what was passed",
+    "meshfeed._src.checkpoint.array_handler": "Orbax's handlers, which import each other",
+    "meshfeed._src.checkpoint.stored": "xxhash",
+}
+
+
+def name_of(path: pathlib.Path) -> str:
+    return ".".join(("meshfeed", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sorted(SRC.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["_src"] and len(parts) > 2 else "public"
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, str | None, bool]]:
+    """Own modules, the name imported from each, and whether that happens inside a function."""
+
+    def walk(node: ast.AST, late: bool) -> Iterator[tuple[str, str | None, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None, late) for alias in node.names if alias.name.split(".")[0] == "meshfeed")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meshfeed":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner, None, late) if inner in MODULES else (node.module or "", alias.name, late)
+        late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, late)
+
+    yield from walk(tree, False)
+
+
+def test_rooms_import_what_they_may_and_no_entry_is_stale() -> None:
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for module, tree in TREES.items():
+        if module != "meshfeed._src":
+            found[room_of(module)] |= {room_of(other) for other, _, _ in imports_of(tree)} - {room_of(module)}
+    assert {room: " ".join(sorted(others)) for room, others in sorted(found.items())} == dict(
+        sorted(MAY_IMPORT.items())
+    )
+
+
+def test_imports_go_down() -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
+    assert set(floor) == set(MAY_IMPORT)
+    wrong = [
+        (room, other) for room, others in MAY_IMPORT.items() for other in others.split() if floor[other] >= floor[room]
+    ]
+    assert not wrong
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(graph.get(module, ())):
+            if cycle := visit(other, [*path, module]):
+                return cycle
+        done.add(module)
+        return []
+
+    for module in sorted(graph):
+        if cycle := visit(module, []):
+            return cycle
+    return []
+
+
+def test_no_cycle() -> None:
+    graph = {
+        name: {other for other, _, _ in imports_of(tree)} - {name} for name, tree in TREES.items() if "_src" in name
+    }
+    cycle = cycle_in(graph)
+    assert not cycle, " → ".join(cycle)
+
+
+def test_the_cycle_search_finds_one() -> None:
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_own_modules_are_imported_late_only_by_lazy_facades() -> None:
+    late = {name for name, tree in TREES.items() if any(inside for _, _, inside in imports_of(tree))}
+    assert late <= set(LAZY), f"import at the top, or give a reason in LAZY: {sorted(late - set(LAZY))}"
+    lazily = {"meshfeed", "meshfeed.checkpoint", "meshfeed.sources"}  # by importlib
+    assert set(LAZY) - lazily <= late, f"stale in LAZY: {sorted(set(LAZY) - lazily - late)}"
+
+
+def test_no_private_name_crosses_rooms() -> None:
+    wrong = [
+        f"{module}: from {other} import {name}"
+        for module, tree in TREES.items()
+        for other, name, _ in imports_of(tree)
+        if name is not None and name.startswith("_") and name != "__version__" and room_of(other) != room_of(module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_class_name_stands_once() -> None:
+    where = collections.defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(module)
+    # The same name on purpose: MaxText's own, under which its users know it.
+    twice = {name: modules for name, modules in where.items() if len(modules) > 1}
+    assert not twice
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in (SRC / "_src").rglob("*.py")}), ids=lambda path: path.name
+)
+def test_each_room_says_what_lives_there(folder: pathlib.Path) -> None:
+    path = folder / "__init__.py"
+    tree = ast.parse(path.read_text())
+    text = ast.get_docstring(tree) or ""
+    assert len(text) > 20
+    assert len(tree.body) == 1, "a room's __init__ says what lives there, and nothing runs"
+    for name in [word.strip("`.,;") for word in text.split() if word.strip("`.,;").endswith((".py", ".c"))]:
+        assert (folder / name).exists(), f"{path} names {name}"
+
+
+def test_only_one_module_asks_jax_about_processes() -> None:
+    wrong = []
+    for module in MODULES.keys() - PROCESS_MODULES:
+        for node in ast.walk(TREES[module]):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in ("process_index", "process_count", "process_indices", "distributed")
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "jax"
+            ):
+                wrong.append(f"{module}:{node.lineno}: jax.{node.attr}; use meshfeed._src.base.coordination")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_relative_imports() -> None:
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not wrong
