@@ -21,17 +21,17 @@ from meshfeed._src.agreement.rules import Part
 from meshfeed._src.remote import wire
 from meshfeed._src.streams.protocol import HostBatch
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed"
+ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed" / "_src"
 UNSAFE = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
 ALLOWED = {
-    "_workers": "to and from this process's own children, over a socket pair",
-    "_worker_main": "to and from this process's own parent, over a socket pair",
-    "_worker_wire": "between a process and its own children",
-    "_spawn": "to this process's own children, over pipes",
-    "_spawn_host": "to and from this process's own children, over pipes",
-    "_spawn_child": "to and from this process's own parent, over pipes",
+    "reading.workers.pool": "to and from this process's own children, over a socket pair",
+    "reading.workers.main": "to and from this process's own parent, over a socket pair",
+    "reading.workers.wire": "between a process and its own children",
+    "testing.spawn": "to this process's own children, over pipes",
+    "testing.spawn_host": "to and from this process's own children, over pipes",
+    "testing.spawn_child": "to and from this process's own parent, over pipes",
 }
-FACTORIES = {("_remote_wire", "make_payload"), ("_remote_endpoint", "begin")}
+FACTORIES = {("remote.wire", "make_payload"), ("remote.endpoint", "begin")}
 """The user's functions, from the controller to its hosts. Documented there."""
 
 

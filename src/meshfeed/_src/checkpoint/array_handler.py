@@ -17,6 +17,7 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.arrays.reshard import without_ambient_mesh
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.base.names import public
 from meshfeed._src.checkpoint import manifest
 from meshfeed._src.checkpoint.digests import ShardDigests
 from meshfeed._src.checkpoint.leaves import describe_array, is_key
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from meshfeed._src.checkpoint.work import LeafRequest
 
 
+@public("meshfeed.checkpoint._array_handler")  # Orbax writes this name into checkpoints: it stays as it was
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
     """Orbax's handler of ``jax.Array``, saving exactly and with digests, restoring read-once and bit for bit.
 

@@ -25,6 +25,7 @@ from meshfeed._src.checkpoint.tree_restore import abstract_tree_of, restore_tree
 from meshfeed._src.state import files as state_files
 
 
+@public("meshfeed.checkpoint._arrays")  # Orbax writes this name into checkpoints: it stays as it was
 class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores a pytree of arrays, numpy values, numbers and text, each exactly as it was.
 

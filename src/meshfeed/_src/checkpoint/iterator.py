@@ -23,6 +23,7 @@ PLAIN_FILE = "metadata"
 _JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler"
 
 
+@public("meshfeed.checkpoint._iterator")  # Orbax writes this name into checkpoints: it stays as it was
 class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores the state of a feed as one item of an Orbax checkpoint.
 

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.names import public
 from meshfeed._src.base.second_pass import SecondPass
 from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._src.base.stats import FeedStats, stats_since
@@ -34,9 +35,8 @@ from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.streams.local_iterator import LocalIterator
 
-__all__ = ["RemoteFeed"]
 
-
+@public("meshfeed.remote")
 class RemoteFeed:
     """:class:`meshfeed.Feed` on the hosts beside the accelerators, with the same interface.
 
