@@ -14,7 +14,7 @@ from meshfeed._src.checkpoint.blocks import BlockGather, cut_block, rows_in_flig
 from meshfeed._src.checkpoint.gather import gather_group, host_bits_of, piece_shape
 from meshfeed._src.checkpoint.grid import Grid, box_shape, joint_cell, slices
 from meshfeed._src.checkpoint.packed import assign_units
-from meshfeed._src.checkpoint.save_layout import Cut, choose_cut, chunk_shape
+from meshfeed._src.checkpoint.save_layout import ReplicaCut, choose_cut, chunk_shape
 from meshfeed._src.checkpoint.stored import StoredLeaf
 from meshfeed._src.plan.topology import fake_mesh
 
@@ -101,13 +101,13 @@ def test_the_chosen_plan_reads_each_chunk_on_one_host(saved, spec, shape):
     ("axes", "hosts", "rows", "least", "cut"),
     [
         ({"data": 8}, 1, 64, None, None),  # 16 KiB: eight slices by one host only cost
-        ({"data": 8}, 1, 4096, None, Cut(0, ("data",))),
-        ({"data": 8}, 1, 64, 0, Cut(0, ("data",))),  # asked for
+        ({"data": 8}, 1, 4096, None, ReplicaCut(0, ("data",))),
+        ({"data": 8}, 1, 64, 0, ReplicaCut(0, ("data",))),  # asked for
         ({"data": 8}, 8, 64, None, None),
-        ({"data": 64}, 64, 2048, None, Cut(0, ("data",))),  # 512 KiB in 8 KiB: a slice for each host
+        ({"data": 64}, 64, 2048, None, ReplicaCut(0, ("data",))),  # 512 KiB in 8 KiB: a slice for each host
         ({"data": 64}, 8, 2048, None, None),  # eight for each
-        ({"data": 64}, 8, 8192, None, Cut(0, ("data",))),
-        ({"data": 8, "model": 4}, 8, 2048, None, Cut(0, ("data",))),  # hosts along data, one host along model
+        ({"data": 64}, 8, 8192, None, ReplicaCut(0, ("data",))),
+        ({"data": 8, "model": 4}, 8, 2048, None, ReplicaCut(0, ("data",))),  # hosts along data, one host along model
     ],
 )
 def test_replicas_share_a_leaf_where_that_is_worth_it(axes, hosts, rows, least, cut):

@@ -15,7 +15,7 @@ from meshfeed import testing
 from meshfeed._src.arrays import load_once
 from meshfeed._src.arrays.assemble import Assembler
 from meshfeed._src.arrays.device_put import DevicePut, probe_fast_call
-from meshfeed._src.arrays.load_once import LoadPlan
+from meshfeed._src.arrays.load_once import RowAssignment
 from meshfeed._src.plan.plan import plan_host
 
 pytestmark = pytest.mark.multihost
@@ -106,7 +106,7 @@ def _loaded(load: Any, num_rows: int, meshes: list[str]) -> list[int]:
             if num_rows % 8 and spec and spec[0] is not None:
                 continue
             sharding = NamedSharding(mesh, spec)
-            plan = LoadPlan(sharding, load, num_rows, here)
+            plan = RowAssignment(sharding, load, num_rows, here)
             for _ in range(2):
                 out = plan.reshard(plan.put({key: leaf[plan.host_rows] for key, leaf in whole.items()}))
                 for key, leaf in whole.items():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._src.sources.files.stream import Cut, Piece, cut_files, keep_rows
+from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files, keep_rows
 
 
 def rows_of(piece: Piece, file_rows: int) -> list[int]:
@@ -19,7 +19,7 @@ def rows_of(piece: Piece, file_rows: int) -> list[int]:
     raise AssertionError
 
 
-def cut(groups: list[list[int]], lane: int, lanes: int, *, counted: bool = True) -> Cut:
+def cut(groups: list[list[int]], lane: int, lanes: int, *, counted: bool = True) -> FileCut:
     files = [Piece(index) for index in range(len(groups))]
     return cut_files(files, lane, lanes, lambda index: groups[index] if counted else None)
 
@@ -39,7 +39,7 @@ def test_lanes_cover_each_row_once(groups, num_lanes, counted):
 @pytest.mark.parametrize("counted", [True, False])
 def test_whole_rounds_of_files_are_not_cut(counted):
     assert [cut([[5]] * 8, lane, 4, counted=counted) for lane in range(4)] == [
-        Cut((Piece(lane), Piece(lane + 4)), "files") for lane in range(4)
+        FileCut((Piece(lane), Piece(lane + 4)), "files") for lane in range(4)
     ]
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import old_states
 import pytest
 from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed._src.state import ledger
 from meshfeed._src.state.ledger import Ledgers
-from tests import old_states
 
 
 class HalfBad(meshfeed.sources.Memory):
