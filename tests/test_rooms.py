@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import pathlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -215,3 +216,12 @@ def test_no_relative_imports() -> None:
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not wrong
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    page = (SRC.parent.parent / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.(?:py|md)|[\w/]+/)`", page))
+    roots = (SRC / "_src", SRC, SRC.parent.parent)
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not any((root / name).exists() for root in roots)] == []
+    assert [room for room in MAY_IMPORT if room != "public" and not re.search(rf"\b{room}\b", page)] == []
