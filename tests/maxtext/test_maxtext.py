@@ -444,7 +444,7 @@ def interrupted_next(loader: Any, line: int) -> bool:
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal left
-        if "meshfeed/_maxtext" not in frame.f_code.co_filename:
+        if "meshfeed/_src/maxtext" not in frame.f_code.co_filename:
             return None
         # not where a lock is released, nor after the assignments before the return: no real signal is handled there
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
