@@ -52,7 +52,7 @@ def _block_updater(plan: LoadPlan) -> Any:
 
     def update(out: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
         received = receive(block, plan)
-        # Reshapes are free, so the donated result is updated in place. It keeps the carrier dtype until the end: with
+        # Reshapes are free, so the donated result is updated in place. It keeps the transfer dtype until the end: with
         # bitcasts around the update, XLA copies the whole result for each block.
         rows = received.shape[dimension] // ways
         received = received.reshape(*received.shape[:dimension], ways, rows, *received.shape[dimension + 1 :])
@@ -71,7 +71,7 @@ def _block_updater(plan: LoadPlan) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _block_frame(plan: LoadPlan, dtype: Any) -> tuple[Any, Any]:
-    """Programs that create the empty result (carrier dtype, padded) and that finish one shard (None if not needed)."""
+    """Programs that create the empty result (transfer dtype, padded) and that finish one shard (None if not needed)."""
     sizes, mesh, wanted = plan.sharding.mesh.shape, plan.sharding.mesh, wanted_spec(plan)
     carrier = bits_dtype(dtype)
     ways = math.prod(sizes[axis] for axis in plan.piece_axes())
@@ -111,7 +111,7 @@ class BlockGather:
 
         Args:
           first: row within each piece.
-          blocks: blocks in the carrier dtype, by the device that reads them. The buffers may be overwritten afterwards.
+          blocks: blocks in the transfer dtype, by the device that reads them. They may be overwritten afterwards.
         """
         block = pieces_array(self._plan, blocks, self._dtype, self._idle)
         self._out = self._update(self._out, block, np.int32(first))
