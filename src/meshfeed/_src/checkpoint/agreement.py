@@ -41,6 +41,7 @@ class Agreement:
         self._scope = f"checkpoint/{next_use('checkpoint')}"
         self._round = 0
         self._participants = list(range(process_count()))
+        # Fail now rather than at the first read: without a store hosts cannot agree.
         if len(self._participants) > 1:
             require_store()
 
@@ -59,7 +60,8 @@ class Agreement:
     def confirm(self, error: BaseException | None) -> None:
         """Raises the same error on every host if any host passes one; otherwise returns.
 
-        The error is that of the lowest-numbered host that failed.
+        The error is that of the lowest-numbered host that failed. In a job of one process, a MeshfeedError is raised
+        unchanged.
 
         Raises:
           DamagedCheckpointError: that host found stored bytes that differ from those written.

@@ -33,6 +33,7 @@ def as_step(step: Any, order: str) -> int:
     Raises:
       SettingsError: it is not an integer, or it is negative.
     """
+    # bool is an int, but as a step it is surely a mistake.
     try:
         number = None if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -63,6 +64,7 @@ def check_train_state(train_state: Any, order: str) -> None:
     Raises:
       SettingsError: it is a feed.
     """
+    # A registered pytree may have a get_state method of its own; only an opaque leaf is taken for a feed.
     if callable(getattr(train_state, "get_state", None)) and jax.tree_util.all_leaves([train_state]):
         raise SettingsError(
             f"train_state={_short(train_state)}: is a feed, expected a pytree of arrays. {order}", setting="train_state"

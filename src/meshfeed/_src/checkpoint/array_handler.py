@@ -84,6 +84,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Otherwise Orbax slices again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
         super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
+        # Share writes among replicas unless an Orbax setting restricts which replicas write.
         self._share = orbax.get("use_replica_parallel") is not False and orbax.get("replica_id", 0) is not None
         self._share = self._share and orbax.get("max_replicas_for_replica_parallel") is None
         self._replica = orbax.get("replica_id", 0)
@@ -151,6 +152,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 entry["dtype"] = np.dtype(args[number].dtype or value.dtype).name
                 entry["cell"] = list(laid.cell)
                 asked = args[number].chunk_byte_size or laid.chunk_byte_size
+                # No dtype: lay_out has already cast.
                 args[number] = dataclasses.replace(args[number], dtype=None, chunk_byte_size=asked)
                 laid_values[number] = laid.array
                 if not self.has_dispatcher():
@@ -176,6 +178,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         Raises:
           CheckpointError: on every host, if any host could not read; the message names that host and the parameter.
           DamagedCheckpointError: on every host, if any host read bytes that differ from those written.
+          ValueError: ``args`` is None.
         """
         from meshfeed._src.checkpoint.handler_restore import restore_for_handler
 

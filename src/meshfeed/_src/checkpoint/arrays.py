@@ -67,6 +67,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         """Captures the tree and returns futures that write it."""
         encoded = args.encoded or encode_tree(args.tree)
         futures: list[orbax_future.Future] = []
+        # Orbax rejects a tree without leaves; such a tree is stored in our manifest only.
         if jax.tree.leaves(encoded.tree):
             save_args = args.save_args
             futures += await self._orbax.async_save(directory, args=ocp.args.PyTreeSave(encoded.tree, save_args)) or []
@@ -74,6 +75,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
             identity = args.identity
 
             async def write() -> None:
+                # Depending on its version, Orbax passes a path or a handle to a folder that does not exist yet.
                 path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
 
                 digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CheckpointError
 
+# In order of generality: a cast to a later kind loses at most precision.
 _KINDS = ("bool", "integer", "floating point", "complex")
 _PYTHON_KINDS: dict[type, int] = {bool: 0, int: 1, float: 2, complex: 3}
 

@@ -196,6 +196,7 @@ class Checkpointer:
         if feed is not None:
             items[ITERATOR] = IteratorSave(feed, identity=identity)
         self._saves += 1
+        # Forced, because save() has checked the interval, and the last step of a run need not be on it.
         try:
             return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except MeshfeedError:
@@ -235,8 +236,8 @@ class Checkpointer:
         Raises:
           SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
           CheckpointError: the requested step is absent or damaged; steps exist but none is intact; or a leaf does not
-            match what is stored: it is absent, has a different shape, or has a dtype that is not cast. The same on
-            every host.
+            match what is stored: it is absent, has a different shape, or has a dtype that is not cast; or ``feed`` is
+            given but the step was saved without one. The same on every host.
           StateMismatchError: the feed cannot continue from the saved position.
         """
         step = None if step is None else as_step(step, RESTORE_ORDER)
@@ -293,6 +294,7 @@ class Checkpointer:
     def _restore_step(self, step: int, wanted: Any, feed: Any, agreement: Agreement) -> Any:
         folder = self._directory / str(step)
         document = None
+        # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
         if feed is not None:
             document = agreement.attempt(lambda: _document(folder, step))
         stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS, self._options.memory_limit_bytes))
@@ -377,6 +379,7 @@ class Checkpointer:
 
         Agreement("setting damaged steps aside", self._options.timeout_seconds).publish(rename)
         self._damaged.difference_update(newer)
+        # Orbax caches the list of steps.
         self._manager.reload()
 
     def close(self) -> None:
@@ -406,6 +409,7 @@ class Checkpointer:
         last, self._last = self._last, None
         if last is None:
             return
+        # Saving is collective, so all hosts save or none does.
         found = self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)).collect(last.problem())
         problems = [f"host {host}: {problem}" for host, problem in sorted(found.items()) if problem is not None]
         if not problems:
@@ -464,6 +468,7 @@ def _continue(feed: Any, state: Any, agreement: Agreement, step: int) -> None:
         return
     if failure is not None:
         raise failure
+    # This host succeeded but another did not, so undo it.
     feed.set_state(before)
     raise CheckpointError(
         f"step {step}: host {failed[0]} cannot continue the feed: {reports[failed[0]]}. Every feed is as it was.",

@@ -101,6 +101,7 @@ def _plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> tuple
         if spread and options.restore == "once":
             plan, cost = best_plan(request.sharding, request.shape, units, request.leaf.itemsize)
             if cost.ratio > GOOD_READS:
+                # The chunks fit no cut of this sharding: read each one once and send it to every host.
                 packed.append(index)
                 continue
             loads.update(dict(cost.by_process))
@@ -192,6 +193,7 @@ def _limit_bytes(requests: Sequence[LeafRequest], options: RestoreOptions, agree
 
 
 def _device_bytes() -> int:
+    # CPU devices report no statistics; the limit is then the host's memory.
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] if stats else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -231,6 +233,7 @@ def _finish_group(group: Sequence[Work], results: list[Any]) -> None:
             together[work.plan.sharding.mesh].append(work)
             continue
         work.buffers = {}
+    # A compiled call can gather only leaves over the same mesh.
     for works in together.values():
         buffers = [{device: host_bits_of(buffer) for device, buffer in work.own_buffers().items()} for work in works]
         dtypes = [work.request.dtype for work in works]

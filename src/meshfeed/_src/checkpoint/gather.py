@@ -28,6 +28,7 @@ def host_bits_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if carrier == values.dtype:
         return values
     if bit_width(values.dtype) < 8 and jnp.issubdtype(values.dtype, jnp.integer):
+        # numpy holds int4 and the like as one byte per value; keep only their own bits.
         return values.astype(np.int8).view(np.uint8) & np.uint8((1 << bit_width(values.dtype)) - 1)
     return values.view(carrier)
 
@@ -119,6 +120,7 @@ def place(
     shards = [*placed, *(jax.device_put(list(buffers.values()), list(buffers)) if buffers else ())]
     if shards:
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
+    # Without a local shard, JAX cannot infer the dtype.
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 

@@ -61,7 +61,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         state_files.write_state(directory, args.feed.get_state(), identity=args.identity)
 
     def restore(self, directory: Any, args: IteratorRestore | None = None) -> Any:
-        """Reads the state of all hosts; sets it on ``args.feed`` and returns the feed, or returns the state if there is none.
+        """Reads the state of all hosts, sets it on ``args.feed`` and returns the feed; without one, returns the state.
 
         Raises:
           CheckpointError: there is no complete state.

@@ -200,6 +200,7 @@ def encode_tree(tree: Any) -> EncodedTree:
                 f"leaf {where}: the array was deleted or donated. Save before the step that donates it, or what the "
                 "step returns."
             )
+        # Orbax cannot save an array that is local to one of several processes; those are encoded as host values.
         if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable and process_count() > 1):
             encoded.append(leaf)
             continue

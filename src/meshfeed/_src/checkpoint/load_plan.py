@@ -88,6 +88,7 @@ class LoadPlan:
                     number = 0
                     for axis in cut:
                         number = number * mesh.shape[axis] + at[axis]
+                    # Pieces past the end are empty.
                     first = start + min(extent, number * self.piece)
                     box.append((first, min(start + extent, first + self.piece)))
                 else:
@@ -171,6 +172,7 @@ def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.
         count += len(own) - before
         if count > most:
             break
+    # If no cell is cut short, all units have the same size and need not be visited.
     whole = math.prod(units.cell) * itemsize
     even = all(size % cell == 0 for size, cell in zip(units.shape, units.cell, strict=True))
     costs = {
@@ -225,6 +227,7 @@ def best_plan(sharding: Any, shape: tuple[int, ...], units: Grid, itemsize: int)
         busiest = max((count for _, count in cost.by_process), default=0)
         uneven = busiest * hosts / max(1, cost.total)
         padded = 0.0 if plan.direct else plan.piece * len(sharding.device_set) / max(1, shape[plan.dimension])
+        # Values this close to the optimum count as equal, so the number of collectives decides.
         score = (max(cost.ratio, 1.05), max(uneven, 1.2), len(plan.moved), len(plan.gather), padded)
         if best is None or score < best_score:
             best, best_score = (plan, cost), score

@@ -52,6 +52,7 @@ class Manifest:
 def _write(item: epath.Path, name: str, content: Mapping[str, Any]) -> None:
     folder = item / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    # Normalize first (tuples, keys), because a reader computes the digest of the parsed JSON.
     bare = json.loads(json.dumps({"meshfeed_arrays": _VERSION, **content}))
     write_json(folder / name, {**bare, "digest": digest_of(bare)})
 
@@ -140,6 +141,7 @@ def join_parts(item: Any, chunks: Mapping[str, list[int]]) -> None:
         "skeleton": manifest.skeleton,
     }
     parts = [path for path in (item / FOLDER).iterdir() if path.name.startswith(_ARRAYS) or path.name == _TREE]
+    # Write before removing the parts: readers prefer the merged file, so a crash in between loses nothing.
     _write(item, _MANIFEST, content)
     for path in parts:
         path.unlink()
@@ -162,6 +164,7 @@ def describe_files(item: epath.Path) -> dict[str, list[Any]]:
                     folders.append(path)
             else:
                 size = path.stat().length
+                # OCDBT keeps array data in folders "d"; the digests of chunks cover it.
                 small = size <= SMALL_FILE_BYTES and "d" not in relative.split("/")[:-1]
                 sizes[relative] = [size, file_digest(path) if small else None]
     return sizes

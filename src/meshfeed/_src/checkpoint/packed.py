@@ -74,6 +74,7 @@ def send_rows(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     Returns:
       uint8[processes, length].
     """
+    # One device per process is enough: rows go to hosts, not to devices.
     first: dict[int, Any] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
         first.setdefault(device.process_index, device)

@@ -59,6 +59,7 @@ class Progress:
                 self._draw(now - self._started)
 
     def _draw(self, seconds: float) -> None:
+        # Reads are spread evenly over the processes.
         share = min(1.0, self._bytes / max(1, self._total_bytes // process_count()))
         bar = "█" * int(share * _BAR_WIDTH)
         rate = self._bytes / _GIB / seconds

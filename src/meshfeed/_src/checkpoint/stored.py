@@ -149,6 +149,8 @@ class StoredArrays:
             kvstore = {"driver": "file", "path": f"{base}/{name}/"}
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
         of_arrays = self.metadata_key is not None and self.plain_leaves()[name]["value_type"] == _JAX_ARRAY
+        # A committed checkpoint does not change, so caches need no revalidation. With our manifest, a missing chunk is
+        # damage, never the fill value.
         return {
             "driver": "zarr3" if plain.get("use_zarr3") else "zarr",
             "kvstore": kvstore,

@@ -129,6 +129,7 @@ def _finding(item: epath.Path, step: int | None, problems: list[str]) -> Finding
                 problems.append(str(error))
             count += reader.bytes_read
     except MeshfeedError as error:
+        # read_step may already have reported the same error.
         if str(error) not in problems:
             problems.append(str(error))
     seconds = time.perf_counter() - started

@@ -215,6 +215,7 @@ def _check_shape(stored: StoredArrays, name: str, found: tuple[int, ...], wanted
 
 
 def _impl_of(dtype: Any) -> str:
+    # JAX does not expose the implementation of a key dtype.
     impl = getattr(dtype, "_impl", None)
     return str(getattr(impl, "name", impl))
 
@@ -236,6 +237,7 @@ def _wrapper(impl: str, sharding: Any) -> Any:
 
 
 def _wrap_keys(data: jax.Array, impl: str, sharding: Any) -> jax.Array:
+    # A process without a device of this sharding cannot run the compiled call.
     if not data.addressable_shards:
         return data
     return _wrapper(impl, sharding)(data)
