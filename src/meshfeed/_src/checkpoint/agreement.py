@@ -1,4 +1,4 @@
-"""Hosts tell one another whether they could read, before any of them enters a collective."""
+"""Hosts report read errors to each other before any of them enters a collective."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ def _first_error(reports: dict[int, Any]) -> Any:
 
 
 def _all_reports(reports: dict[int, Any]) -> Any:
+    # JSON object keys are strings; collect() converts them back.
     return {str(host): report for host, report in reports.items()}
 
 
 class Agreement:
-    """Rounds of agreement among all processes of the job about one operation.
+    """Agreement among all processes of the job about one operation, in numbered rounds.
+
+    Every process must make the same calls in the same order.
 
     Args:
-      doing: the operation, for messages.
+      doing: the operation, for error messages.
       timeout_seconds: how long to wait for the slowest host.
 
     Raises:
-      MeshfeedError: there are several processes and no key-value store.
+      MeshfeedError: there are several processes but no key-value store.
     """
 
     def __init__(self, doing: str, timeout_seconds: float) -> None:
@@ -38,6 +41,7 @@ class Agreement:
         self._scope = f"checkpoint/{next_use('checkpoint')}"
         self._round = 0
         self._participants = list(range(process_count()))
+        # Fail now rather than at the first read: without a store hosts cannot agree.
         if len(self._participants) > 1:
             require_store()
 
@@ -54,11 +58,14 @@ class Agreement:
         )
 
     def confirm(self, error: BaseException | None) -> None:
-        """Returns where no host has an error; else raises the same one on every host.
+        """Raises the same error on every host if any host passes one; otherwise returns.
+
+        The error is that of the lowest-numbered host that failed. In a job of one process, a MeshfeedError is raised
+        unchanged.
 
         Raises:
-          DamagedCheckpointError: the lowest host that failed found stored bytes changed.
-          CheckpointError: it could not read for another reason.
+          DamagedCheckpointError: that host found stored bytes that differ from those written.
+          CheckpointError: that host could not read for any other reason.
         """
         report = None
         if error is not None:
@@ -77,7 +84,7 @@ class Agreement:
             raise as_checkpoint_error(failed["kind"], message) from error
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` and agrees that it worked on all hosts; gives its result."""
+        """Runs ``work`` and returns its result once every host has succeeded; otherwise raises on every host."""
         result, error = None, None
         try:
             result = work()
@@ -87,7 +94,7 @@ class Agreement:
         return result
 
     def publish(self, work: Callable[[], Any]) -> Any:
-        """The JSON value that ``work`` gives on host 0, on all hosts; what it raises there, all raise."""
+        """Runs ``work`` on host 0 and returns its JSON value on all hosts; an error there is raised on all of them."""
         if len(self._participants) == 1:
             return work()
         value, error = None, None
@@ -100,5 +107,5 @@ class Agreement:
         return self._reduce(value, lambda reports: reports[0])
 
     def collect(self, value: Any) -> dict[int, Any]:
-        """Every host's JSON value, on all hosts."""
+        """Returns every host's JSON value, keyed by host, on all hosts."""
         return {int(host): report for host, report in self._reduce(value, _all_reports).items()}

@@ -1,4 +1,4 @@
-"""Checks of what callers give, made before anything is written, waited for or agreed on."""
+"""Checks callers' arguments before anything is written, waited for or agreed on."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsEr
 SAVE_ORDER = "The order is save(step, train_state, feed)."
 RESTORE_ORDER = "The order is restore(train_state, feed, step)."
 
-_WRITTEN = ("gs",)  # Orbax takes every other URL for a relative path, at the first save
+_WRITTEN = ("gs",)  # for any other URL, the first save makes Orbax write to a relative path
 
 
 def _short(value: Any) -> str:
-    """Numbers and short text themselves, else the type: a tree of arrays fills a screen."""
+    """Returns numbers and short text as they are, otherwise the type: a printed tree of arrays fills a screen."""
     plain = value is None or isinstance(value, bool | int | float | str | bytes)
     text = repr(value) if plain else ""
     return text if text and len(text) <= 40 else f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
 def as_step(step: Any, order: str) -> int:
-    """The number of a step as an int; numpy's integers and 0-d integer arrays are taken too.
+    """Returns a step number as an int; also accepts numpy integers and 0-d integer arrays.
 
     Raises:
-      SettingsError: it is none, or below 0.
+      SettingsError: it is not an integer, or it is negative.
     """
+    # bool is an int, but as a step it is surely a mistake.
     try:
         number = None if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -43,7 +44,7 @@ def as_step(step: Any, order: str) -> int:
 
 
 def check_feed(feed: Any, methods: tuple[str, ...], order: str) -> None:
-    """Refuses what has no state of a feed; None is no feed.
+    """Rejects an object without the methods of a feed. None means no feed and is accepted.
 
     Raises:
       SettingsError: ``feed`` lacks one of ``methods``.
@@ -58,11 +59,12 @@ def check_feed(feed: Any, methods: tuple[str, ...], order: str) -> None:
 
 
 def check_train_state(train_state: Any, order: str) -> None:
-    """Refuses a feed in the place of the train state.
+    """Rejects a feed passed in place of the train state.
 
     Raises:
       SettingsError: it is a feed.
     """
+    # A registered pytree may have a get_state method of its own; only an opaque leaf is taken for a feed.
     if callable(getattr(train_state, "get_state", None)) and jax.tree_util.all_leaves([train_state]):
         raise SettingsError(
             f"train_state={_short(train_state)}: is a feed, expected a pytree of arrays. {order}", setting="train_state"
@@ -70,10 +72,11 @@ def check_train_state(train_state: Any, order: str) -> None:
 
 
 def as_directory(directory: Any) -> epath.Path:
-    """The absolute path of the folder of checkpoints.
+    """Returns the absolute path of the checkpoint folder.
 
     Raises:
-      SettingsError: it is no path, a file is there, or it is a URL that lost a slash or to which Orbax cannot write.
+      SettingsError: it is not a path, it is a file or lies below one, it is a URL that lost a slash, or Orbax cannot
+        write to that kind of URL.
     """
     remedy = "Give the path of a folder, which is made if absent."
     scheme, is_url, _ = str(directory).partition("://")
@@ -83,7 +86,7 @@ def as_directory(directory: Any) -> epath.Path:
             f"Give the path of a folder, such as that of a mounted bucket: Orbax takes {scheme}:// for a relative path.",
             setting="directory",
         )
-    if re.match(r"(gs|s3):/[^/]", str(directory)):  # else a folder "gs:" would be made where the program runs
+    if re.match(r"(gs|s3):/[^/]", str(directory)):  # otherwise a folder "gs:" would be created in the working directory
         raise SettingsError(
             f"directory={str(directory)!r}: is a URL that has lost a slash, as pathlib.Path does. Give it as text, or as an "
             "etils.epath.Path.",
@@ -98,7 +101,7 @@ def as_directory(directory: Any) -> epath.Path:
     if is_url:
         return path
     path = path.expanduser().absolute()
-    # What a file's path holds cannot be a folder either.
+    # The nearest ancestor that exists must be a folder too: nothing can be created below a file.
     for part in (path, *path.parents):
         if part.exists():
             if not part.is_dir():
@@ -109,10 +112,10 @@ def as_directory(directory: Any) -> epath.Path:
 
 @contextlib.contextmanager
 def opening(directory: epath.Path) -> Iterator[None]:
-    """Names the folder that Orbax, or the library of an object store, could not make or list.
+    """Wraps errors of Orbax or the object store's library with the folder that could not be created or listed.
 
     Raises:
-      CheckpointError: for their errors.
+      CheckpointError: in place of their errors.
     """
     try:
         yield
@@ -126,10 +129,11 @@ def opening(directory: epath.Path) -> Iterator[None]:
 
 
 def check_settings(timeout_seconds: Any, **mappings: Any) -> None:
-    """Checks what ``Checkpointer`` takes beside what its parts check.
+    """Checks the arguments of ``Checkpointer`` that its components do not check.
 
     Raises:
-      SettingsError: ``timeout_seconds`` is no positive number, or one of ``mappings`` is neither None nor a dict.
+      SettingsError: ``timeout_seconds`` is not a positive finite number, or one of ``mappings`` is neither None nor a
+        dict.
     """
     number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
     if not number or not math.isfinite(timeout_seconds) or timeout_seconds <= 0:
@@ -143,10 +147,10 @@ def check_settings(timeout_seconds: Any, **mappings: Any) -> None:
 
 @contextlib.contextmanager
 def naming(setting: str) -> Iterator[None]:
-    """Names the setting whose keywords Orbax refuses inside.
+    """Adds the setting's name to the error if Orbax rejects its keywords inside this context.
 
     Raises:
-      SettingsError: for Orbax's TypeError.
+      SettingsError: in place of Orbax's TypeError.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""An Orbax TypeHandler for ``jax.Array`` that saves with digests and restores with each stored byte read once."""
+"""An Orbax TypeHandler for ``jax.Array`` that saves digests and reads each stored byte once on restore."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ if TYPE_CHECKING:
     from meshfeed._src.checkpoint.work import LeafRequest
 
 
-@public("meshfeed.checkpoint._array_handler")  # Orbax writes this name into checkpoints: it stays as it was
+@public("meshfeed.checkpoint._array_handler")  # Orbax writes this name into checkpoints, so it must not change
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Orbax's handler of ``jax.Array``, saving exactly and with digests, restoring read-once and bit for bit.
+    """Orbax's handler for ``jax.Array`` that saves exactly, with digests, and restores read-once and bit for bit.
 
     ::
 
         ocp.type_handlers.register_type_handler(jax.Array, ArrayHandler(restore="once"), override=True)
 
-    Every process of the job must restore the same tree. Hosts agree that all could read before anything is gathered.
-    Errors that Orbax meets around the handler (in its own metadata files) are outside that agreement, and
-    ``ocp.Checkpointer.restore`` ends in a barrier of Orbax's own: a process that fails there leaves the others waiting
-    until Orbax's time-out.
+    Every process of the job must restore the same tree. Hosts confirm that all reads succeeded before anything is
+    gathered. This does not cover errors in Orbax's own metadata files, outside the handler:
+    ``ocp.Checkpointer.restore`` ends in Orbax's own barrier, so if one process fails there, the others wait until
+    Orbax's timeout.
 
     Args:
       restore: see :class:`RestoreOptions`.
-      replica_axis: likewise.
-      primary_replica: likewise.
-      memory_limit_bytes: likewise.
-      verify: check digests, where there are any.
-      **orbax: what ``ocp.type_handlers.ArrayHandler`` takes, passed through; and the names of
-        ``SingleReplicaArrayHandler`` for the settings above: ``replica_axis_index``, ``primary_replica_id``,
-        ``broadcast_memory_limit_bytes`` (of a process here), and ``broadcast_memory_scaling_factor``, the fraction of a
-        device's free memory to use if there is no limit. With a ``dispatcher``, Orbax reads on the workers, so that
-        ``restore``, the limit and ``verify`` are without effect for what they read.
+      replica_axis: see :class:`RestoreOptions`.
+      primary_replica: see :class:`RestoreOptions`.
+      memory_limit_bytes: see :class:`RestoreOptions`.
+      verify: check digests if the checkpoint has any.
+      **orbax: passed to ``ocp.type_handlers.ArrayHandler``. Also accepts the names that ``SingleReplicaArrayHandler``
+        uses for the settings above: ``replica_axis_index``, ``primary_replica_id``, ``broadcast_memory_limit_bytes``
+        (per process here), and ``broadcast_memory_scaling_factor``, the fraction of a device's free memory to use if
+        no limit is given. With a ``dispatcher``, Orbax reads on the workers; ``restore``, the limit and ``verify`` do
+        not apply to what they read.
 
     Raises:
-      SettingsError: an unknown ``restore``, a limit that is no positive int, or two names of one setting that differ.
+      SettingsError: ``restore`` is unknown, a limit is not a positive int, or a setting is given under both names with
+        different values.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         )
         orbax.setdefault("array_metadata_store", _metadata_store())
         least = self._min_slice_bytes = orbax.get("min_slice_bytes_for_replica_parallel")
-        # Or Orbax would slice again, on the device and by default without a least size: eight chunks for 16 KiB.
+        # Otherwise Orbax slices again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
         super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
+        # Share writes among replicas unless an Orbax setting restricts which replicas write.
         self._share = orbax.get("use_replica_parallel") is not False and orbax.get("replica_id", 0) is not None
         self._share = self._share and orbax.get("max_replicas_for_replica_parallel") is None
         self._replica = orbax.get("replica_id", 0)
-        self._local_storage = orbax.get("primary_host", 0) is None  # each host has a folder of its own
+        self._local_storage = orbax.get("primary_host", 0) is None  # each host writes to its own folder
         self._status = orbax.get("callback")
 
     async def serialize(
@@ -95,13 +97,13 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[orbax_future.Future]:
-        """Captures the arrays, and gives futures that write them and their digests."""
+        """Captures the arrays and returns futures that write them and their digests."""
         args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
             check_metadata_key(self.restore_options.metadata_key)
-        with without_ambient_mesh():  # not over an await: another coroutine of this thread may want the caller's
+        with without_ambient_mesh():  # not across an await: another coroutine on this thread may need the caller's mesh
             laid_values, entries, pending = self._lay_out(values, infos, args)
-        for shards in pending.values():  # before Orbax's threads start and want the interpreter too
+        for shards in pending.values():  # before Orbax starts threads that compete for the GIL
             shards.capture()
         futures = list(await super().serialize(laid_values, infos, args))
         process = process_index()
@@ -120,7 +122,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     def _lay_out(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: list[Any]
     ) -> tuple[list[jax.Array], dict[str, Any], dict[str, ShardDigests]]:
-        """Arrays for Orbax to write, manifest entries and digests to come by name; adapts ``args`` in place."""
+        """Returns arrays for Orbax to write, and manifest entries and pending digests by name; updates ``args``."""
         entries: dict[str, Any] = {}
         pending: dict[str, ShardDigests] = {}
         limited = getattr(infos[0].device_host_byte_limiter, "max_bytes", None) is not None if infos else False
@@ -129,8 +131,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             entry = describe_array(value)
             laid_values.append(value)
             if process_count() > 1 and value.is_fully_addressable:
-                continue  # Orbax refuses it with a good message
+                continue  # Orbax rejects it with a clear message
             _check_hosts(info.name, value)
+            # Under Orbax's limit on host memory, copy early only what Orbax itself copies synchronously.
             early = not limited or self._is_synchronous(info)
             if value.size == 0:
                 laid_values[number] = _placeholder(value)
@@ -149,10 +152,11 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                 entry["dtype"] = np.dtype(args[number].dtype or value.dtype).name
                 entry["cell"] = list(laid.cell)
                 asked = args[number].chunk_byte_size or laid.chunk_byte_size
+                # No dtype: lay_out has already cast.
                 args[number] = dataclasses.replace(args[number], dtype=None, chunk_byte_size=asked)
                 laid_values[number] = laid.array
                 if not self.has_dispatcher():
-                    if asked is None:  # a slice is a chunk, or a few where Orbax slices too: known without opening it
+                    if asked is None:  # a slice is a chunk (or a few, if Orbax slices too): known without opening it
                         entry["chunk"] = entry["cell"]
                     pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
             if self.restore_options.metadata_key is not None:
@@ -161,7 +165,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         return laid_values, entries, pending
 
     def _is_synchronous(self, info: Any) -> bool:
-        # Values that Orbax moves to the host later must be kept by the caller until then, and are not copied here.
+        # Values that Orbax moves to the host later are not copied here: the caller must keep them alive until then.
         return self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
 
     async def deserialize(
@@ -169,11 +173,12 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.type_handlers.RestoreArgs] | None = None,
     ) -> Sequence[jax.Array]:
-        """Restores the arrays; all processes of the job call it with the same parameters.
+        """Restores the arrays. All processes of the job must call it with the same parameters.
 
         Raises:
-          CheckpointError: on every host, when any could not read; names that host and the parameter.
-          DamagedCheckpointError: likewise, for bytes that are not what was written.
+          CheckpointError: on every host, if any host could not read; the message names that host and the parameter.
+          DamagedCheckpointError: on every host, if any host read bytes that differ from those written.
+          ValueError: ``args`` is None.
         """
         from meshfeed._src.checkpoint.handler_restore import restore_for_handler
 
@@ -186,7 +191,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         return restore_for_handler(infos, args, saved, self.restore_options)
 
     def _dispatched(self, stored: StoredArrays, requests: Sequence[LeafRequest]) -> list[jax.Array]:
-        """Restores through Orbax, whose dispatcher lets the workers read."""
+        """Restores through Orbax, whose dispatcher makes the workers read."""
         infos = [stored.param_info(request.leaf.name) for request in requests]
         args = [
             ocp.ArrayRestoreArgs(
@@ -195,7 +200,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             for request in requests
         ]
         restored: list[Any] = []
-        # In a thread, as the caller may run in an event loop already.
+        # On a separate thread, because the caller may already be inside an event loop.
         coroutine = super().deserialize(infos, args)
         worker = threading.Thread(target=lambda: restored.append(_outcome(coroutine)), daemon=True)
         worker.start()
@@ -213,8 +218,8 @@ def _outcome(coroutine: Any) -> Any:
 
 
 def _metadata_store() -> Any:
-    # Where Orbax keeps the kind of PRNG keys, so that plain Orbax restores keys that we saved. Not exported by name;
-    # without it such keys come back from plain Orbax as their uint32 data, and from meshfeed as keys all the same.
+    # Orbax stores the implementation of PRNG keys here, so plain Orbax can restore the keys that we save. The class is
+    # not public. Without it plain Orbax restores such keys as their uint32 data; meshfeed still restores keys.
     try:
         from orbax.checkpoint._src.metadata.array_metadata_store import Store
     except ImportError:
@@ -223,10 +228,10 @@ def _metadata_store() -> Any:
 
 
 def check_metadata_key(key: str | None) -> None:
-    """Refuses the key for a checkpoint in which Orbax would miss its own metadata files, after writing them all.
+    """Rejects ``metadata_key`` for formats in which Orbax would write its metadata files and then fail to find them.
 
     Raises:
-      SettingsError: there is a key.
+      SettingsError: a key is given.
     """
     if key is not None:
         raise SettingsError(
@@ -247,6 +252,7 @@ def _check_hosts(name: str, value: jax.Array) -> None:
 
 
 def _placeholder(value: jax.Array) -> jax.Array:
+    # Orbax cannot store an array of size 0, so a single uint8 takes its place; restore ignores it.
     shape = (1,) * value.ndim
     sharding = value.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):

@@ -1,4 +1,4 @@
-"""Orbax handler for a tree of arrays: saved with digests, restored with each stored byte read once."""
+"""An Orbax handler for a tree of arrays: saved with digests, restored with each stored byte read once."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from meshfeed._src.checkpoint.tree_restore import abstract_tree_of, restore_tree
 from meshfeed._src.state import files as state_files
 
 
-@public("meshfeed.checkpoint._arrays")  # Orbax writes this name into checkpoints: it stays as it was
+@public("meshfeed.checkpoint._arrays")  # Orbax writes this name into checkpoints, so it must not change
 class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores a pytree of arrays, numpy values, numbers and text, each exactly as it was.
 
-    Plain Orbax (``PyTreeCheckpointHandler``) reads what it writes. Dtypes that TensorStore has no type for come out of
-    plain Orbax as equal numbers of another dtype, from this handler as they were.
+    Plain Orbax (``PyTreeCheckpointHandler``) can read the result. If TensorStore lacks a dtype, plain Orbax returns
+    equal numbers of a different dtype; this handler returns the original dtype.
 
     Args:
-      restore: see :class:`ArrayHandler`, as all of these.
-      replica_axis: likewise.
-      primary_replica: likewise.
-      memory_limit_bytes: likewise.
+      restore: see :class:`ArrayHandler`.
+      replica_axis: see :class:`ArrayHandler`.
+      primary_replica: see :class:`ArrayHandler`.
+      memory_limit_bytes: see :class:`ArrayHandler`.
       verify: check digests while restoring.
       array_handler: keywords for Orbax's array handler, such as ``min_slice_bytes_for_replica_parallel``,
         ``primary_host`` or ``dispatcher``.
@@ -64,9 +64,10 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
 
     async def async_save(self, directory: Any, args: ArraysSave) -> list[orbax_future.Future]:
-        """Captures the tree, and gives futures that write it."""
+        """Captures the tree and returns futures that write it."""
         encoded = args.encoded or encode_tree(args.tree)
         futures: list[orbax_future.Future] = []
+        # Orbax rejects a tree without leaves; such a tree is stored in our manifest only.
         if jax.tree.leaves(encoded.tree):
             save_args = args.save_args
             futures += await self._orbax.async_save(directory, args=ocp.args.PyTreeSave(encoded.tree, save_args)) or []
@@ -74,6 +75,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
             identity = args.identity
 
             async def write() -> None:
+                # Depending on its version, Orbax passes a path or a handle to a folder that does not exist yet.
                 path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
 
                 digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
@@ -86,7 +88,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         return futures
 
     def save(self, directory: Any, args: ArraysSave) -> None:
-        """Writes the tree before it returns."""
+        """Writes the tree before returning."""
 
         async def run() -> None:
             for future in await self.async_save(epath.Path(directory), args):
@@ -95,15 +97,15 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         asyncio.run(run())
 
     def restore(self, directory: Any, args: ArraysRestore | None = None) -> Any:
-        """Reads the tree; every process of the job calls it.
+        """Reads the tree. Every process of the job must call it.
 
         Args:
-          directory: the item.
-          args: what is wanted; without it, everything as it was saved.
+          directory: the item's folder.
+          args: the tree to restore; None restores everything as it was saved.
 
         Raises:
-          CheckpointError: on every host the same, naming the host that could not read and the parameter.
-          DamagedCheckpointError: likewise, for stored bytes that are not what was written.
+          CheckpointError: the same on every host; it names the host that could not read and the parameter.
+          DamagedCheckpointError: likewise, if stored bytes differ from those written.
         """
         args = args or ArraysRestore()
         agreement = Agreement(f"restoring {directory}", self.restore_options.timeout_seconds)
@@ -114,11 +116,12 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         )
 
     def finalize(self, directory: Any) -> None:
-        """Merges what all hosts wrote; Orbax calls it on the primary host when all have written."""
+        """Merges the files of all hosts. Orbax calls it on the primary host once all hosts have written."""
         directory = epath.Path(directory)
         if (directory / "_METADATA").exists():
             self._orbax.finalize(directory)
         stored = StoredArrays(directory)
+        # Record the chunk shapes that were not known while saving, so a restore need not open each array to plan.
         unknown: list[str] = []
         chunks: dict[str, list[int]] = {}
         if stored.manifest is not None:
@@ -130,7 +133,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         manifest.join_parts(directory, chunks)
 
     def metadata(self, directory: Any) -> Any:
-        """The saved tree as ``jax.ShapeDtypeStruct`` with shardings, numpy dtypes and values; see ``Checkpointer``."""
+        """Returns the saved tree as ``jax.ShapeDtypeStruct`` with shardings, numpy dtypes and values."""
         return abstract_tree_of(StoredArrays(directory))
 
 
@@ -141,11 +144,12 @@ class ArraysSave(ocp.args.CheckpointArgs):
     """Saves ``tree``.
 
     Attributes:
-      tree: pytree of arrays, numpy values, numbers and text. Arrays may be donated and host values changed as soon as
-        ``save`` has returned.
-      save_args: tree of ``ocp.SaveArgs``, to cast or to choose chunks.
-      identity: ties the arrays to the data position saved with them; ``Checkpointer`` sets it.
-      encoded: the tree made ready before, so that a leaf that cannot be saved is known before Orbax makes folders.
+      tree: pytree of arrays, numpy values, numbers and text. Once ``save`` has returned, arrays may be donated and host
+        values changed.
+      save_args: tree of ``ocp.SaveArgs``, to cast or to choose chunk sizes.
+      identity: links the arrays to the data position saved with them; set by ``Checkpointer``.
+      encoded: the result of ``encode_tree(tree)``. Encoding first means that a leaf that cannot be saved raises before
+        Orbax creates any folder.
     """
 
     tree: Any
@@ -161,11 +165,11 @@ class ArraysRestore(ocp.args.CheckpointArgs):
     """Restores a tree.
 
     Attributes:
-      abstract_tree: pytree of ``jax.ShapeDtypeStruct`` with shardings, of arrays, or of numpy and Python values, whose
-        structure, shapes, dtypes (cast where they differ) and shardings are wanted; ``...`` for what is to be left
-        out. None: everything as it was saved, where these devices allow it.
+      abstract_tree: pytree of ``jax.ShapeDtypeStruct`` with shardings, of arrays, or of numpy and Python values. It
+        gives the structure, shapes, dtypes (cast if they differ from the stored ones) and shardings of the result;
+        ``...`` omits a leaf. None restores everything as it was saved, as far as the available devices allow.
       partial_restore: ignore stored leaves that ``abstract_tree`` lacks.
-      strict: refuse shapes that differ from the stored ones; False: cut them, or fill them with zeros.
+      strict: reject shapes that differ from the stored ones. If False, truncate arrays or pad them with zeros.
     """
 
     abstract_tree: Any = None
@@ -175,20 +179,21 @@ class ArraysRestore(ocp.args.CheckpointArgs):
 
 @public("meshfeed.checkpoint")
 def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | None = None, **options: Any) -> Any:
-    """Restores arrays from an item of a checkpoint, ours or plain Orbax's, reading each stored byte once in the job.
+    """Restores arrays from a checkpoint item of meshfeed or plain Orbax, reading each stored byte once per job.
 
-    Every process of the job calls it. On a checkpoint that plain Orbax saved without replica-parallel slices, or with
-    chunks larger than a host's share, whole chunks are read by one host each and sent.
+    Every process of the job must call it. If plain Orbax saved the checkpoint without replica-parallel slices, or with
+    chunks larger than a host's share, each chunk is read whole by one host and sent to the others.
 
     Args:
-      directory: the item's folder (``<step>/arrays``, ``<step>/default``), or a step's folder that has one such item.
-      abstract_tree: see :class:`ArraysRestore`; None for a plain Orbax checkpoint: the tree that Orbax would give.
-      memory_limit_bytes: limit on extra memory of a process, beside the result and one shard.
+      directory: the item's folder (``<step>/arrays``, ``<step>/default``), or a step's folder with only one such item.
+      abstract_tree: see :class:`ArraysRestore`. For a plain Orbax checkpoint, None gives the tree that Orbax would
+        return.
+      memory_limit_bytes: limit on a process's extra memory in bytes, beyond the result and one shard.
       **options: further fields of ``RestoreOptions``: ``restore``, ``verify``, ``replica_axis``, ….
 
     Raises:
-      CheckpointError: on every host the same, naming the host that could not read and the parameter.
-      DamagedCheckpointError: likewise, for stored bytes that are not what was written.
+      CheckpointError: the same on every host; it names the host that could not read and the parameter.
+      DamagedCheckpointError: likewise, if stored bytes differ from those written.
     """
     chosen = RestoreOptions(**{"restore": "once", "memory_limit_bytes": memory_limit_bytes, **options})
     agreement = Agreement(f"restoring {directory}", chosen.timeout_seconds)
@@ -199,7 +204,7 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
 
 
 def find_item(directory: Any) -> epath.Path:
-    """The folder of arrays: the one given, or the only one in it."""
+    """Returns the folder of the arrays: ``directory`` itself, or the only item inside it."""
     directory = state_files.readable_path(directory)
     if (directory / "_METADATA").exists() or (directory / manifest.FOLDER).exists() or not directory.exists():
         return directory

@@ -1,4 +1,4 @@
-"""Restores one large leaf in blocks: some rows of each piece are read, then sent a few at a time."""
+"""Restores one large leaf in blocks: reads some rows of each piece, then sends them a few at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshfeed._src.checkpoint.work import Work, read_group
 
 
 def restore_in_blocks(work: Work, reader: UnitReader, agreement: Agreement, limit: int) -> Any:
-    """Reads and gathers one large leaf within ``limit`` bytes in flight, or a unit a device where that is more.
+    """Reads and gathers one large leaf with at most ``limit`` bytes in flight, or one unit per device if that is more.
 
     Args:
-      work: the leaf; its plan is not direct.
+      work: the leaf; its plan must not be direct.
       reader: reads and checks units.
       agreement: confirms each read before its collectives.
       limit: in bytes.
@@ -31,7 +31,7 @@ def restore_in_blocks(work: Work, reader: UnitReader, agreement: Agreement, limi
         work.rows = (first, read_rows)
         agreement.attempt(lambda: read_group([work], reader))
         for at in range(0, read_rows, sent_rows):
-            at = min(at, read_rows - sent_rows)  # the last block may overlap, so that one program serves all
+            at = min(at, read_rows - sent_rows)  # the last block may overlap, so one program serves all
             if gather is not None:
                 blocks = cut_block(work.buffers, plan.dimension, at, sent_rows)
                 gather.add(first + at, {device: host_bits_of(block) for device, block in blocks.items()})

@@ -1,4 +1,4 @@
-"""Gathers one large leaf a few rows of each piece at a time, so that little is in flight beside the result."""
+"""Gathers one large leaf a few rows of each piece at a time, to keep little in flight beyond the result."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from meshfeed._src.checkpoint.save_layout import spec_axes
 
 
 def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, local_devices: int, limit: int) -> tuple[int, int]:
-    """How many rows of each piece to read at once under a limit, and how many of those to send at once.
+    """Returns how many rows of each piece to read at once under a limit, and how many of those to send at once.
 
-    A unit is always read whole, and never twice: where pieces are no whole number of units, all of a piece is read.
+    A unit is always read whole and only once: if a piece is not a whole number of units, the whole piece is read.
 
     Args:
-      plan: not direct.
-      units: of the stored leaf.
-      itemsize: bytes of a wanted value.
-      local_devices: of a process, at most.
-      limit: bytes in flight in a process: the blocks read, and what becomes of them on their way.
+      plan: must not be direct.
+      units: units of the stored leaf.
+      itemsize: bytes per value of the requested dtype.
+      local_devices: the largest number of devices per process.
+      limit: bytes in flight per process: the blocks read and their copies in transit.
     """
     ways = math.prod(plan.sharding.mesh.shape[axis] for axis in plan.piece_axes())
     row = max(1, math.prod(piece_shape(plan)) // max(1, plan.piece) * itemsize * local_devices)
@@ -52,8 +52,8 @@ def _block_updater(plan: LoadPlan) -> Any:
 
     def update(out: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
         received = receive(block, plan)
-        # By reshapes, which cost nothing, so that the donated result is written in place. It stays in the travelling
-        # dtype to the end: with bitcasts around the update, XLA copies the result for each block.
+        # Reshapes are free, so the donated result is updated in place. It keeps the transfer dtype until the end: with
+        # bitcasts around the update, XLA copies the whole result for each block.
         rows = received.shape[dimension] // ways
         received = received.reshape(*received.shape[:dimension], ways, rows, *received.shape[dimension + 1 :])
         pieces = out.reshape(*out.shape[:dimension], ways, plan.piece, *out.shape[dimension + 1 :])
@@ -71,7 +71,7 @@ def _block_updater(plan: LoadPlan) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _block_frame(plan: LoadPlan, dtype: Any) -> tuple[Any, Any]:
-    """Programs that make the empty result, in the travelling dtype and padded, and that finish a shard; None: it is."""
+    """Programs that create the empty result (transfer dtype, padded) and that finish one shard (None if not needed)."""
     sizes, mesh, wanted = plan.sharding.mesh.shape, plan.sharding.mesh, wanted_spec(plan)
     carrier = bits_dtype(dtype)
     ways = math.prod(sizes[axis] for axis in plan.piece_axes())
@@ -88,12 +88,12 @@ def _block_frame(plan: LoadPlan, dtype: Any) -> tuple[Any, Any]:
 
 
 class BlockGather:
-    """One leaf on its way, a block after the other; every process with a device in its mesh makes one.
+    """Gathers one leaf block by block. Every process with a device in the leaf's mesh must create one.
 
     Args:
-      plan: of the leaf, not direct.
-      dtype: its final dtype.
-      rows: of each piece in a block.
+      plan: the leaf's plan; must not be direct.
+      dtype: the leaf's final dtype.
+      rows: rows of each piece per block.
     """
 
     def __init__(self, plan: LoadPlan, dtype: Any, rows: int) -> None:
@@ -101,29 +101,29 @@ class BlockGather:
         self._plan, self._dtype = plan, dtype
         self._update = _block_updater(plan)
         shape = tuple(rows if d == plan.dimension else size for d, size in enumerate(piece_shape(plan)))
-        nothing = memory.zeros(shape, bits_dtype(dtype))  # one for all: it is neither written nor donated
+        nothing = memory.zeros(shape, bits_dtype(dtype))  # shared: neither written nor donated
         idle = [device for device, box in plan.boxes(process_index()).items() if box is None]
         self._idle = jax.device_put([nothing] * len(idle), idle) if idle else []
         self._out = start()
 
     def add(self, first: int, blocks: Mapping[Any, np.ndarray[Any, Any]]) -> None:
-        """Sends rows ``first`` and following of every piece.
+        """Sends the rows of every piece starting at row ``first``.
 
         Args:
-          first: row.
-          blocks: in the travelling dtype, by device that has read; free to be written over afterwards.
+          first: row within each piece.
+          blocks: blocks in the transfer dtype, by the device that reads them. They may be overwritten afterwards.
         """
         block = pieces_array(self._plan, blocks, self._dtype, self._idle)
         self._out = self._update(self._out, block, np.int32(first))
-        self._out.block_until_ready()  # or the blocks of all rounds would be in flight at once
+        self._out.block_until_ready()  # otherwise the blocks of all rounds would be in flight at once
 
     def finish(self) -> jax.Array:
-        """The leaf; call it once."""
+        """Returns the leaf. Call it only once."""
         if self._end is None:
             return self._out
         shards = [shard.data for shard in self._out.addressable_shards]
         del self._out
-        for index in range(len(shards)):  # one by one, so that not more than one of them is there twice
+        for index in range(len(shards)):  # one by one, so at most one shard exists twice
             shards[index] = self._end(shards[index]).block_until_ready()
         return jax.make_array_from_single_device_arrays(self._plan.shape, self._plan.sharding, shards)
 
@@ -131,7 +131,7 @@ class BlockGather:
 def cut_block(
     buffers: Mapping[Any, np.ndarray[Any, Any]], dimension: int, first: int, rows: int
 ) -> dict[Any, np.ndarray[Any, Any]]:
-    """Rows of each piece; copied only where they are not contiguous."""
+    """Cuts rows out of each piece; copies only if they are not contiguous."""
     cut = {}
     for device, buffer in buffers.items():
         window = tuple(slice(first, first + rows) if d == dimension else slice(None) for d in range(buffer.ndim))

@@ -1,7 +1,7 @@
-"""Which changes of type a tree that is wanted may ask for.
+"""Which dtype changes a restore may request.
 
-Another precision is often meant (float32 to bfloat16, a counter as float). A change that drops what the values are, such
-as fractions, signs or imaginary parts, is nearly always a template of another model, and nothing would say so later.
+A change of precision is often intended (float32 to bfloat16, a counter as float). A change that drops fractions, signs
+or imaginary parts nearly always means that the template belongs to a different model, and would go unnoticed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CheckpointError
 
+# In order of generality: a cast to a later kind loses at most precision.
 _KINDS = ("bool", "integer", "floating point", "complex")
 _PYTHON_KINDS: dict[type, int] = {bool: 0, int: 1, float: 2, complex: 3}
 
@@ -27,21 +28,21 @@ def _kind(dtype: np.dtype[Any]) -> int | None:
 
 
 def check_cast(where: str, stored: Any, wanted: Any) -> None:
-    """Refuses a cast from one dtype to another that loses more than precision.
+    """Rejects a cast that loses more than precision.
 
     Args:
-      where: names the leaf, for the message.
-      stored: dtype.
-      wanted: dtype; neither one is of PRNG keys.
+      where: the leaf, for the error message.
+      stored: stored dtype, not of PRNG keys.
+      wanted: requested dtype, not of PRNG keys.
 
     Raises:
-      CheckpointError: floats as integers, numbers as bools, complex as real, or types that are no numbers.
+      CheckpointError: floats as integers, numbers as bools, complex as real, or non-numeric types.
     """
     stored, wanted = np.dtype(stored), np.dtype(wanted)
     if stored == wanted:
         return
     before, after = _kind(stored), _kind(wanted)
-    if before is None and after is None and np.can_cast(stored, wanted, "safe"):  # text of another length
+    if before is None and after is None and np.can_cast(stored, wanted, "safe"):  # text of a different length
         return
     if before is None or after is None or after < before:
         names = [dtype.name if kind is None else _KINDS[kind] for dtype, kind in ((stored, before), (wanted, after))]
@@ -52,7 +53,7 @@ def check_cast(where: str, stored: Any, wanted: Any) -> None:
 
 
 def may_overflow(stored: Any, wanted: Any) -> bool:
-    """Whether integers of one dtype may lie outside another integer dtype."""
+    """Returns whether values of one integer dtype may not fit in another; False unless both are integer dtypes."""
     stored, wanted = np.dtype(stored), np.dtype(wanted)
     if not (jnp.issubdtype(stored, jnp.integer) and jnp.issubdtype(wanted, jnp.integer)):
         return False
@@ -61,10 +62,10 @@ def may_overflow(stored: Any, wanted: Any) -> bool:
 
 
 def check_fits(where: str, values: np.ndarray[Any, Any], wanted: Any) -> None:
-    """Refuses integers that would wrap around.
+    """Rejects integers that would wrap around.
 
     Raises:
-      CheckpointError: a value lies outside ``wanted``; names it and the range.
+      CheckpointError: a value does not fit in ``wanted``; the message gives the value and the range.
     """
     if not values.size:
         return
@@ -78,14 +79,14 @@ def check_fits(where: str, values: np.ndarray[Any, Any], wanted: Any) -> None:
 
 
 def check_python(where: str, stored: type, wanted: type) -> None:
-    """Refuses to give a stored Python value as one of another type, unless no value changes by that.
+    """Rejects restoring a stored Python value as a different type if that could change the value.
 
     Raises:
       CheckpointError: text as a number, a float as an int, and the like.
     """
     if stored is wanted:
         return
-    # Subclasses of int and float (enums, say) count as what they are.
+    # Treat subclasses of int and float (such as enums) as their base type.
     before, after = (
         next((k for t, k in _PYTHON_KINDS.items() if issubclass(one, t)), None) for one in (stored, wanted)
     )
@@ -97,6 +98,6 @@ def check_python(where: str, stored: type, wanted: type) -> None:
 
 
 def python_type_of(dtype: Any) -> type:
-    """The Python type that a value of ``dtype`` becomes; ``object`` where there is none."""
+    """Returns the Python type that a value of ``dtype`` becomes, or ``object`` if there is none."""
     kind = _kind(np.dtype(dtype))
     return object if kind is None else list(_PYTHON_KINDS)[kind]

@@ -1,4 +1,4 @@
-"""Arrays and data position saved and restored together."""
+"""Saves and restores arrays and data position together."""
 
 from __future__ import annotations
 
@@ -58,29 +58,30 @@ class Checkpointer:
                 step += 1
                 ckpt.save(step, train_state, feed)
 
-    Every process of the job makes one, with the same settings, and calls its methods in the same order.
+    Every process of the job must create one with the same settings and call its methods in the same order.
 
     Args:
-      directory: folder of the checkpoints, a path or ``gs://…``, the same on every host; made if absent. A step lies
-        in ``<directory>/<step>/``, as the Orbax item ``arrays`` and, beside it, ``iterator``.
-      max_to_keep: how many of the newest steps are kept; None: all.
-      save_interval_steps: :meth:`save` skips other steps.
-      save_last: save the last step that the interval skipped when the checkpointer is closed, so that the end of a run
-        is not lost; see :meth:`close`. Arrays of that step stay alive until then, unless they are donated.
-      restore: "once": each stored byte is read by one host, then sent over the accelerators' network;
-        "single_replica": the hosts of one replica read, then send; "every_host": each host reads what it holds.
+      directory: the checkpoint folder, a path or ``gs://…``, the same on every host; created if absent. A step is
+        stored in ``<directory>/<step>/`` as the Orbax items ``arrays`` and ``iterator``.
+      max_to_keep: number of newest steps to keep; None keeps all.
+      save_interval_steps: :meth:`save` skips steps that are not on this interval.
+      save_last: on close, save the last step that the interval skipped, so the end of a run is not lost; see
+        :meth:`close`. Arrays of that step stay alive until then unless they are donated.
+      restore: "once": each stored byte is read by one host, then sent over the accelerator network;
+        "single_replica": the hosts of one replica read, then send; "every_host": each host reads what its devices hold.
       verify: check digests of everything that is restored.
-      replica_axis: for "single_replica": name or number of a mesh axis; None: the one that leaves least to read.
+      replica_axis: for "single_replica": name or index of a mesh axis. None chooses the axis that requires the fewest
+        bytes to be read.
       primary_replica: index on that axis of the replica that reads.
-      memory_limit_bytes: limit on a process's extra memory while restoring, beside the result and one shard.
-      timeout_seconds: how long hosts wait for one another while restoring.
+      memory_limit_bytes: limit on a process's extra memory in bytes while restoring, beyond the result and one shard.
+      timeout_seconds: how long hosts wait for each other while restoring.
       array_options: keywords for Orbax's array handler, see :class:`ArraysHandler`.
       orbax_options: further keywords for ``ocp.CheckpointManagerOptions``.
 
     Raises:
-      SettingsError: a setting has a value that it cannot take.
-      CheckpointError: the folder cannot be made or listed; or the launcher (Slurm, MPI, Kubernetes, a TPU pod) started
-        several processes and ``jax.distributed`` is not initialized, so that all would save into one folder. For jobs
+      SettingsError: a setting has an invalid value.
+      CheckpointError: the folder cannot be created or listed; or the launcher (Slurm, MPI, Kubernetes, a TPU pod)
+        started several processes but ``jax.distributed`` is not initialized, so all would save to one folder. For jobs
         that are meant to be independent, each with its own folder, set ``MESHFEED_INDEPENDENT_PROCESSES=1``.
     """
 
@@ -132,12 +133,12 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(
                 self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
             )
-        # One random word for the job and a count tell saves apart, without talking at each save.
+        # A random token per job and a counter make each save's id unique without communication per save.
         self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._owner = Owner()
         self._saves = 0
         self._save_last = save_last
-        self._last: SkippedStep | None = None  # the newest that the interval skipped since the last save
+        self._last: SkippedStep | None = None  # the newest step that the interval skipped since the last save
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
@@ -145,28 +146,28 @@ class Checkpointer:
 
     @property
     def directory(self) -> epath.Path:
-        """Folder of the checkpoints."""
+        """The checkpoint folder."""
         return self._directory
 
     @hides_own_frames
     def save(self, step: int, train_state: Any, feed: Any = None, force: bool = False) -> bool:
-        """Saves a step; everything is captured before this returns, and written in the background.
+        """Saves a step. Everything is captured before this returns and written in the background.
 
-        Arrays may be donated, numpy leaves refilled, and the feed advanced at once. Errors of the background come from
-        :meth:`wait`, or the next ``save``. The newest step that the interval skips is saved by :meth:`close`.
+        Once it returns, arrays may be donated, numpy leaves overwritten, and the feed advanced. Background errors are
+        raised by :meth:`wait` or the next ``save``. The newest step that the interval skips is saved by :meth:`close`.
 
         Args:
-          step: the caller's number, an int from 0; not ``feed.step`` where gradients are accumulated.
+          step: the caller's step number, an int from 0; with gradient accumulation it differs from ``feed.step``.
           train_state: pytree of arrays, numpy values, numbers and text.
-          feed: whose state is saved with it; may be left out.
-          force: save also where the interval skips this step.
+          feed: feed whose state is saved with the step; optional.
+          force: save even if the interval skips this step.
 
         Returns:
-          False where the interval skips the step, or a newer step is there.
+          False if the interval skips the step, or a newer step exists.
 
         Raises:
-          SettingsError: an argument is not what it should be, such as arguments in another order.
-          CheckpointError: the step is there already, a leaf cannot be saved, or the checkpointer is closed.
+          SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
+          CheckpointError: the step already exists, a leaf cannot be saved, or the checkpointer is closed.
         """
         step = as_step(step, SAVE_ORDER)
         check_train_state(train_state, SAVE_ORDER)
@@ -195,6 +196,7 @@ class Checkpointer:
         if feed is not None:
             items[ITERATOR] = IteratorSave(feed, identity=identity)
         self._saves += 1
+        # Forced, because save() has checked the interval, and the last step of a run need not be on it.
         try:
             return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except MeshfeedError:
@@ -220,23 +222,23 @@ class Checkpointer:
 
     @hides_own_frames
     def restore(self, abstract_or_concrete_state: Any, feed: Any = None, step: int | None = None) -> tuple[int, Any]:
-        """Restores the newest intact step, or the one asked for, on any number of hosts and devices.
+        """Restores the newest intact step, or the requested one, on any number of hosts and devices.
 
         Args:
-          abstract_or_concrete_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays like those that
-            are wanted; None: everything as it was saved.
-          feed: continued in place; as it was, when this raises.
-          step: the number to restore; None: the newest intact step.
+          abstract_or_concrete_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays with the wanted
+            shapes, dtypes and shardings. None restores everything as it was saved.
+          feed: feed to set to the saved position, in place; unchanged if this raises.
+          step: the step number to restore; None restores the newest intact step.
 
         Returns:
-          the step and the train state; ``(0, abstract_or_concrete_state)`` where the folder has no step at all.
+          the step and the train state, or ``(0, abstract_or_concrete_state)`` if the folder has no steps.
 
         Raises:
-          SettingsError: an argument is not what it should be, such as arguments in another order.
-          CheckpointError: the step asked for is absent or damaged, or steps are there and none is intact; or a leaf
-            is not what is stored: absent, of another shape, or of a dtype to which it is not cast. The same on every
-            host.
-          StateMismatchError: the feed cannot continue the saved position.
+          SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
+          CheckpointError: the requested step is absent or damaged; steps exist but none is intact; or a leaf does not
+            match what is stored: it is absent, has a different shape, or has a dtype that is not cast; or ``feed`` is
+            given but the step was saved without one. The same on every host.
+          StateMismatchError: the feed cannot continue from the saved position.
         """
         step = None if step is None else as_step(step, RESTORE_ORDER)
         check_feed(feed, ("get_state", "set_state"), RESTORE_ORDER)
@@ -245,6 +247,7 @@ class Checkpointer:
         self.wait()
         agreement = Agreement(f"restoring from {self._directory}", self._options.timeout_seconds)
         if step is not None:
+            # Host 0 checks the step for all, so all hosts raise the same error.
             agreement.publish(lambda: bool(read_step(self._directory, step)))
             try:
                 return step, self._restore_step(step, abstract_or_concrete_state, feed, agreement)
@@ -256,7 +259,7 @@ class Checkpointer:
             return 0, abstract_or_concrete_state
         reasons = []
         while steps:
-            # One host looks and publishes, so that hosts never restore different steps.
+            # Host 0 chooses and publishes the step, so hosts never restore different ones.
             found = agreement.publish(lambda steps=steps: self._newest_whole(steps))
             for number, reason in found["passed"]:
                 reasons.append(self._pass_over(int(number), reason))
@@ -291,6 +294,7 @@ class Checkpointer:
     def _restore_step(self, step: int, wanted: Any, feed: Any, agreement: Agreement) -> Any:
         folder = self._directory / str(step)
         document = None
+        # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
         if feed is not None:
             document = agreement.attempt(lambda: _document(folder, step))
         stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS, self._options.memory_limit_bytes))
@@ -301,10 +305,10 @@ class Checkpointer:
 
     @hides_own_frames
     def wait(self) -> None:
-        """Waits until what was saved is committed; raises what failed in the background.
+        """Waits until all saves are committed, and raises any error from the background.
 
         Raises:
-          CheckpointError: a save failed; the step before it stays the newest.
+          CheckpointError: a save failed; the previous step remains the newest.
         """
         try:
             self._manager.wait_until_finished()
@@ -314,15 +318,15 @@ class Checkpointer:
             raise CheckpointError(f"{self._directory}: the last save failed: {error}") from error
 
     def steps(self) -> list[int]:
-        """Numbers of the committed steps, ascending, damaged ones included."""
+        """Returns the numbers of the committed steps, ascending, including damaged ones."""
         return find_steps(self._directory)
 
     @hides_own_frames
     def metadata(self, step: int | None = None) -> StepMetadata:
-        """What a step holds, without reading it: position, and shapes, dtypes and shardings of the train state.
+        """Describes a step without reading its arrays: position, and shapes, dtypes and shardings of the train state.
 
         Args:
-          step: the number; None: the newest.
+          step: the step number; None means the newest.
 
         Raises:
           CheckpointError: the step is absent or incomplete.
@@ -340,8 +344,8 @@ class Checkpointer:
         self._owner.check("this Checkpointer")
 
     def _begin_to_write(self) -> None:
-        # What a kill left unfinished is in the way of the same step. Not before this job saves: one that only reads,
-        # to evaluate say, must not remove what a training job is just writing.
+        # Leftovers of a killed save block saving the same step again. Remove them only once this job saves: a job that
+        # only reads, such as an evaluation, must not remove what a training job is still writing.
         if self._writes:
             return
 
@@ -359,7 +363,7 @@ class Checkpointer:
         self._writes = True
 
     def _set_damaged_aside(self, step: int) -> None:
-        # They lie where the steps to come go: Orbax would skip those, or refuse to write them.
+        # Damaged steps occupy future step numbers: Orbax would skip those steps or refuse to write them.
         newer = sorted(number for number in self._damaged if number >= step)
         if not newer:
             return
@@ -375,17 +379,19 @@ class Checkpointer:
 
         Agreement("setting damaged steps aside", self._options.timeout_seconds).publish(rename)
         self._damaged.difference_update(newer)
+        # Orbax caches the list of steps.
         self._manager.reload()
 
     def close(self) -> None:
-        """Saves the last step if the interval skipped it, waits for what was saved, and releases threads.
+        """Saves the last step if the interval skipped it, waits for pending saves, and releases threads.
 
-        Leaving the ``with`` block does the same, or saves nothing if an exception leaves it. A step whose arrays were
-        donated, whose numpy leaves were changed, or whose feed has moved on cannot be saved any more: that is a WARNING
-        of the logger ``meshfeed.checkpoint``, on every host. A second call, or one in a forked child, does nothing.
+        Leaving the ``with`` block does the same, except that after an exception the skipped step is not saved. That
+        step also cannot be saved if its arrays were donated, its numpy leaves changed, or its feed advanced; every host
+        then logs a WARNING on the logger ``meshfeed.checkpoint``. A second call, or a call in a forked child, does
+        nothing.
 
         Raises:
-          CheckpointError: a save failed; the step before it stays the newest.
+          CheckpointError: a save failed; the previous step remains the newest.
           StalledError: another host did not close its checkpointer.
         """
         if self._closed or not self._owner.is_here:
@@ -403,6 +409,7 @@ class Checkpointer:
         last, self._last = self._last, None
         if last is None:
             return
+        # Saving is collective, so all hosts save or none does.
         found = self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)).collect(last.problem())
         problems = [f"host {host}: {problem}" for host, problem in sorted(found.items()) if problem is not None]
         if not problems:
@@ -420,13 +427,13 @@ class Checkpointer:
         return Agreement(f"saving the last step in {self._directory}", timeout_seconds)
 
     def _abandon_skipped(self, reason: str) -> None:
-        """Saves nothing, and lets hosts that leave without an exception know why, as they wait for this one."""
+        """Drops the skipped step and sends the reason to hosts that leave normally, because they wait for this one."""
         last, self._last = self._last, None
         if last is not None and process_count() > 1:
             try:
                 self._leaving(_GOODBYE_SECONDS).collect(reason)
             except MeshfeedError:
-                pass  # they failed as well, or wait for a collective that this host has left
+                pass  # they failed too, or they wait in a collective that this host has left
 
     def __enter__(self) -> Self:
         return self
@@ -448,7 +455,7 @@ def _document(folder: epath.Path, step: int) -> dict[str, Any]:
 
 
 def _continue(feed: Any, state: Any, agreement: Agreement, step: int) -> None:
-    """Sets the feed's state on all hosts, or on none."""
+    """Sets the feed's state on all hosts or on none."""
     before = feed.get_state()
     failure: BaseException | None = None
     try:
@@ -461,6 +468,7 @@ def _continue(feed: Any, state: Any, agreement: Agreement, step: int) -> None:
         return
     if failure is not None:
         raise failure
+    # This host succeeded but another did not, so undo it.
     feed.set_state(before)
     raise CheckpointError(
         f"step {step}: host {failed[0]} cannot continue the feed: {reports[failed[0]]}. Every feed is as it was.",

@@ -1,4 +1,4 @@
-"""What ``meshfeed inspect | verify | diff | import-position`` do, as functions that give JSON values."""
+"""Implements ``meshfeed inspect | verify | diff | import-position`` as functions that return JSON values."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from meshfeed._src.state.state import flatten, parse_state
 
 
 def inspect(directory: Any, step: int | None = None) -> dict[str, Any]:
-    """What a folder of checkpoints holds; of one step, every leaf. Reads no values.
+    """Lists the steps of a checkpoint folder, and every leaf of one step. Reads no array values.
 
     Args:
       directory: a Checkpointer's folder, or one of its steps.
-      step: of which to list the leaves.
+      step: the step whose leaves to list.
 
     Returns:
-      ``{"directory", "steps": [{"step", "intact", "problem", "id", "feed_step", "position", "bytes", "leaves"}]}``, with
-      ``"leaves": [{"name", "kind", "dtype", "shape", "bytes", "chunk", "sharding"}]`` and ``"iterator"`` for a step
-      that was asked for, else their number.
+      ``{"directory", "steps": [{"step", "intact", "problem", "id", "feed_step", "position", "bytes", "leaves"}]}``. For
+      the requested step, ``"leaves"`` is ``[{"name", "kind", "dtype", "shape", "bytes", "chunk", "sharding"}]`` and
+      ``"iterator"`` holds the feed's state; for other steps, ``"leaves"`` is their number.
 
     Raises:
-      CheckpointError: no steps are there, or not the one asked for.
+      CheckpointError: there are no steps, or not the requested one.
     """
     directory, step = _split(directory, step)
     steps = find_steps(directory) if step is None else [step]
     if not steps:
         raise CheckpointError(f"{directory}: no steps there. Give the folder that was given to Checkpointer.")
     if step is not None and step not in find_steps(directory):
-        read_step(directory, step)  # raises, naming the steps that are there
+        read_step(directory, step)  # raises and lists the existing steps
     return {"directory": str(directory), "steps": [_inspect_step(directory, n, n == step) for n in steps]}
 
 
@@ -100,11 +100,11 @@ def _leaves(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def verify(directory: Any, step: int | None = None) -> dict[str, Any]:
-    """Reads every stored byte and checks it; see :func:`meshfeed._src.checkpoint.verify.verify`.
+    """Reads and checks every stored byte; see :func:`meshfeed._src.checkpoint.verify.verify`.
 
     Returns:
       ``{"intact", "steps": [{"path", "step", "intact", "problems", "leaves", "bytes_read", "without_digest",
-      "seconds"}]}``. The command's exit status is 0 where ``intact``, else 1.
+      "seconds"}]}``. The command exits with status 0 if ``intact``, otherwise 1.
     """
     findings = checkpoint_verify.verify(_folder(directory), step)
     rows = [
@@ -124,15 +124,15 @@ def verify(directory: Any, step: int | None = None) -> dict[str, Any]:
 
 
 def diff(first: Any, second: Any) -> dict[str, Any]:
-    """How two steps, or two saved states, differ.
+    """Compares two steps, or two saved states.
 
     Args:
       first: a step's folder, an iterator's folder, or a JSON file with a state.
       second: likewise.
 
     Returns:
-      ``{"same", "state": {field: [first, second]}, "leaves": {name: [first, second]}}``; leaves are compared by kind,
-      dtype, shape and digests, and a leaf whose digests are of different chunks is listed with both chunks.
+      ``{"same", "state": {field: [first, second]}, "leaves": {name: [first, second]}}``. Leaves are compared by kind,
+      dtype, shape and digests. If two leaves have digests of different chunks, both chunks are listed.
     """
     one, two = _load(first), _load(second)
     state = {
@@ -178,7 +178,7 @@ def _summary(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 class _Template:
-    """Stands for a feed before its first batch, of which only the state and the batch size are known."""
+    """Stands in for a feed before its first batch when only its state and batch size are known."""
 
     def __init__(self, state: dict[str, Any], global_batch_size: int) -> None:
         self._state = state
@@ -200,27 +200,27 @@ def import_position(
     step: int | None = None,
     unshuffled: bool = False,
 ) -> dict[str, Any]:
-    """Turns files that MaxText or Grain wrote into a state from which a feed continues.
+    """Converts files that MaxText or Grain wrote to a state from which a feed can resume.
 
     Args:
-      directory: of ``process_<i>-of-<n>.json`` or ``process_0.json``.
+      directory: folder with ``process_<i>-of-<n>.json`` files or ``process_0.json``.
       template: JSON file with ``feed.get_state()`` of a new feed over the same records in the same order.
-      output: folder to write ``state.json`` into.
-      global_batch_size: of the feed.
-      step: batches that were delivered.
+      output: folder in which to write ``state.json``.
+      global_batch_size: the feed's global batch size.
+      step: number of batches delivered.
       unshuffled: see :func:`meshfeed.checkpoint.convert_state`.
 
     Returns:
       the state.
 
     Raises:
-      CheckpointError: the template is none, or the feed cannot continue exactly; the message says why.
+      CheckpointError: the template is invalid, or the feed cannot resume exactly; the message says why.
     """
     state = _read_template(template)
     imported = foreign.convert_state(directory, _Template(state, global_batch_size), step=step, unshuffled=unshuffled)
     folder = epath.Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    document = state_files.make_document(imported, None, 0)  # of all hosts, also for streams
+    document = state_files.make_document(imported, None, 0)  # holds all hosts' state, also for streams
     state_files.write_json(folder / state_files.STATE_FILE, document)
     return imported
 

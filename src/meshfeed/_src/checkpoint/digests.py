@@ -1,4 +1,4 @@
-"""xxh3-64 of stored chunks, taken from the host copies that are saved anyway."""
+"""Computes xxh3-64 digests of stored chunks from the host copies that saving makes anyway."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from meshfeed._src.checkpoint.grid import Box, Grid, box_of_index, slices
 
 
 def digest(values: np.ndarray[Any, Any]) -> str:
-    """16 hex digits of the bytes of ``values`` in row-major order."""
+    """Returns the xxh3-64 digest of ``values``' bytes in row-major order, as 16 hex digits."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return f"{xxhash.xxh3_64_intdigest(flat.data):016x}"
 
 
 def cell_digests(values: np.ndarray[Any, Any], box: Box, grid: Grid) -> dict[int, str]:
-    """Digests of the cells of ``grid`` that fill ``box``, whose values are ``values``."""
+    """Returns the digest of each cell of ``grid`` inside ``box``, which holds ``values``, keyed by cell number."""
     number = grid.only(box)
     if number is not None:
         return {number: digest(values)}
@@ -33,9 +33,16 @@ def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 class ShardDigests:
-    """Host copies of the slices that this process writes of one array, and their digests.
+    """Host copies of the slices of one array that this process writes, and their digests.
 
-    Orbax's own transfer fills the same per-shard cache, so there is one copy from the device, and none on CPU.
+    Orbax's own transfer fills the same per-shard cache, so each slice is copied from the device once, and on CPU not at
+    all.
+
+    Args:
+      array: the array to save.
+      cell: shape of the boxes that get a digest.
+      replica_id: the replica that this process writes; None means the one it holds.
+      early: copy to the host now; otherwise only when :meth:`compute` runs.
     """
 
     def __init__(
@@ -54,15 +61,15 @@ class ShardDigests:
             data.copy_to_host_async()
 
     def capture(self) -> None:
-        """Waits for the host copies. Orbax takes only the slices that it writes, so the caller may donate the rest."""
+        """Waits for the host copies, so the caller may donate the array: Orbax copies only the slices it writes."""
         if self._early:
             self._shards = [(box, np.asarray(data)) for box, data in self._shards]
 
     def compute(self) -> dict[int, str]:
-        """The digests by cell number; frees the copies."""
+        """Returns the digests by cell number and frees the host copies."""
         digests: dict[int, str] = {}
         while self._shards:
             box, data = self._shards.pop()
-            values = np.asarray(data if self._early else data.copy())  # of a copy, or the array would keep it
+            values = np.asarray(data if self._early else data.copy())  # copy first: jax.Array caches its host value
             digests.update(cell_digests(values, box, self._grid))
         return digests

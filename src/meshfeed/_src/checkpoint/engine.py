@@ -1,4 +1,4 @@
-"""Restores a list of stored leaves to their shardings: plan, read, agree, gather."""
+"""Restores a list of stored leaves to their shardings in four stages: plan, read, agree, gather."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed._src.checkpoint.work import HERE, LeafRequest, Work, read_group
 
 SMALL_BYTES = 256 << 10
-"""Leaves up to this size are read by one host and sent packed: a collective of their own costs more than it saves."""
+"""Bytes; a leaf up to this size is read by one host and sent packed: its own collective costs more than it saves."""
 
 _DEFAULT_GROUP_BYTES = 4 << 30
 
 
 def choose_replica_axis(requests: Sequence[LeafRequest], options: RestoreOptions) -> str | None:
-    """The mesh axis of replicas: the one named, or that which leaves least to read.
+    """Returns the mesh axis of replicas: the one named, or the one that requires the fewest bytes to be read.
 
     Raises:
-      SettingsError: ``replica_axis`` names no axis, or ``primary_replica`` lies outside it.
+      SettingsError: ``replica_axis`` does not name an axis, or ``primary_replica`` is out of range for it.
     """
     meshes = {r.sharding.mesh for r in requests if isinstance(r.sharding, NamedSharding)}
     if isinstance(options.replica_axis, int):
@@ -82,7 +82,7 @@ def _cheapest_axis(requests: Sequence[LeafRequest], index: int) -> str | None:
 
 
 def _plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> tuple[list[Work], list[int], dict[int, int]]:
-    """Plans of leaves that their devices read, indices of those that are sent packed, and bytes read by host."""
+    """Returns plans for leaves that their devices read, indices of leaves to send packed, and bytes read per host."""
     works: list[Work] = []
     packed: list[int] = []
     loads: collections.Counter[int] = collections.Counter()
@@ -101,6 +101,7 @@ def _plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> tuple
         if spread and options.restore == "once":
             plan, cost = best_plan(request.sharding, request.shape, units, request.leaf.itemsize)
             if cost.ratio > GOOD_READS:
+                # The chunks fit no cut of this sharding: read each one once and send it to every host.
                 packed.append(index)
                 continue
             loads.update(dict(cost.by_process))
@@ -115,20 +116,20 @@ def _plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> tuple
 def restore_leaves(
     stored: StoredArrays, requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement
 ) -> list[Any]:
-    """Restores all leaves; every process of the job calls it with the same requests.
+    """Restores all leaves. Every process of the job must call it with the same requests.
 
     Args:
-      stored: the item.
-      requests: what is wanted.
-      options: how.
+      stored: the stored item.
+      requests: the leaves to restore.
+      options: how to restore them.
       agreement: used before each collective.
 
     Returns:
-      a ``jax.Array`` for each request with a sharding, else a numpy array.
+      a ``jax.Array`` for each request with a sharding, otherwise a numpy array, in the order of ``requests``.
 
     Raises:
-      CheckpointError: on all hosts, when one could not read.
-      DamagedCheckpointError: on all hosts, when one found bytes changed.
+      CheckpointError: on all hosts, if any host could not read.
+      DamagedCheckpointError: on all hosts, if any host read bytes that differ from those written.
     """
     if options.dispatch is not None:
         return _restore_dispatched(stored, requests, options, agreement)
@@ -151,7 +152,7 @@ def restore_leaves(
             else:
                 agreement.attempt(lambda group=group: read_group(group, reader))
                 _finish_group(group, results)
-            gc.collect(0)  # JAX lets go of host memory that it used without a copy only then
+            gc.collect(0)  # JAX frees host memory that it used without a copy only at a collection
         if packed:
             _exchange_packed(requests, packed, loads, results, reader, agreement, limit)
         progress.finish(reader.bytes_read, sum(_result_bytes(result) for result in results))
@@ -161,7 +162,7 @@ def restore_leaves(
 def _restore_dispatched(
     stored: StoredArrays, requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement
 ) -> list[Any]:
-    """Workers restore what Orbax stores and casts as we do; the rest, mostly small, is restored here."""
+    """Restores on the workers what Orbax stores and casts as we do; the rest, mostly small leaves, is restored here."""
     assert options.dispatch is not None
     remote = [
         index
@@ -183,7 +184,7 @@ def _restore_dispatched(
 
 
 def _limit_bytes(requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement) -> int | None:
-    """The limit on memory, the same on every host, as plans depend on it."""
+    """Returns the memory limit in bytes. It must be the same on every host because plans depend on it."""
     if options.memory_limit_bytes is not None or options.memory_fraction is None:
         return options.memory_limit_bytes
     shards = [(r.sharding.shard_shape(r.shape), r.dtype.itemsize) for r in requests if r.sharding is not None]
@@ -192,6 +193,7 @@ def _limit_bytes(requests: Sequence[LeafRequest], options: RestoreOptions, agree
 
 
 def _device_bytes() -> int:
+    # CPU devices report no statistics; the limit is then the host's memory.
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] if stats else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -203,7 +205,7 @@ def _result_bytes(result: Any) -> int:
 
 
 def _groups(works: Sequence[Work], limit: int | None) -> list[list[Work]]:
-    """Leaves that are read and gathered together; a large one by itself."""
+    """Splits leaves into groups that are read and gathered together; a large leaf is its own group."""
     groups: list[list[Work]] = []
     room = 0
     for work in works:
@@ -231,10 +233,12 @@ def _finish_group(group: Sequence[Work], results: list[Any]) -> None:
             together[work.plan.sharding.mesh].append(work)
             continue
         work.buffers = {}
+    # A compiled call can gather only leaves over the same mesh.
     for works in together.values():
         buffers = [{device: host_bits_of(buffer) for device, buffer in work.own_buffers().items()} for work in works]
         dtypes = [work.request.dtype for work in works]
         for work, array in zip(works, gather_group([w.plan for w in works], dtypes, buffers), strict=True):
+            # Wait, so the buffers of this group are free before the next group is read.
             array.block_until_ready()
             results[work.index] = array
             work.buffers = {}

@@ -1,4 +1,4 @@
-"""The error for damaged checkpoints, which are a checkpoint's fault and data's fault at once."""
+"""The error for damaged checkpoints, which is both a checkpoint error and a data error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshfeed._src.state.files import DamagedStateError
 
 @public("meshfeed.checkpoint")
 class DamagedCheckpointError(DamagedStateError):
-    """Stored bytes of a checkpoint are not what was written.
+    """The stored bytes of a checkpoint differ from those written.
 
-    Both :class:`~meshfeed.CheckpointError` and :class:`~meshfeed.CorruptDataError`.
+    It is both a :class:`~meshfeed.CheckpointError` and a :class:`~meshfeed.CorruptDataError`.
     """
 
 
 def as_checkpoint_error(kind: str, message: str, *, step: int | None = None) -> CheckpointError:
-    """The error that all hosts raise for what one of them reported."""
+    """Returns the error that all hosts raise for a failure reported by one of them."""
     if kind == "damaged":
         return DamagedCheckpointError(message, step=step)
     return CheckpointError(message, step=step)

@@ -1,17 +1,17 @@
-"""Positions that Grain and MaxText saved, as states of a feed over the same data, if that can be exact.
+"""Converts positions saved by Grain and MaxText to the state of a feed over the same data, if that can be exact.
 
-Grain and MaxText write ``process_<i>-of-<n>.json`` for each host (MaxText also ``-of-2.0``, from a scaling factor), or one
-``process_0.json`` from Grain's ElasticIterator. Three kinds of feed can continue from them:
+Grain and MaxText write one ``process_<i>-of-<n>.json`` per host (MaxText also ``-of-2.0``, from a scaling factor), or a
+single ``process_0.json`` from Grain's ElasticIterator. Three kinds of feed can resume from them:
 
-* **Random access**: a feed over the ``MapDataset`` without its batch and its slice for one host. Hosts that read every n-th
-  record and have read equally many have consumed the first records of the dataset's order. Each batch then has the same
-  records as before, its rows in our order.
-* **Lanes**, as many as there were hosts, each the same pipeline as one host had, without its ``batch`` and ``mp_prefetch``.
+* **Random access**: a feed over the ``MapDataset`` without its batching and its per-host slice. If every host reads
+  every n-th record and all have read equally many, they have consumed the first records of the dataset's order. Each
+  batch then has the same records as before, with its rows in our order.
+* **Lanes**, one per old host, each the same pipeline as that host had, without its ``batch`` and ``mp_prefetch``.
 * **Host batches**: the same iterators on the same number of hosts.
 
-The files hold an index and do not say what it counts, nor how the records were ordered. The caller states both: the number
-of batches delivered, and a feed over records in the order of the old run. What contradicts that is refused, and so is what
-later epochs would make wrong: Grain gives each epoch of a shuffled dataset an order of its own.
+The files hold an index, but neither what it counts nor how the records were ordered. The caller supplies both: the
+number of batches delivered, and a feed over records in the order of the old run. Anything that contradicts this is an
+error, and so is a feed that would go wrong in later epochs: Grain reorders a shuffled dataset in each epoch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _SLICES = "remainder_slices"
 
 
 def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
-    """The states that hosts wrote, by host, and the number of hosts (None for an elastic state).
+    """Reads the states that the hosts wrote, by host, and the number of hosts (None for an elastic state).
 
     Args:
       directory: a folder of such files, such as ``<step>/iter``.
 
     Raises:
-      CheckpointError: no such files, files of different host counts, missing hosts, or no JSON.
+      CheckpointError: there are no such files, they disagree on the number of hosts, some are missing, or one is not
+        valid JSON.
     """
     directory = epath.Path(directory)
     states: dict[int, Any] = {}
@@ -72,24 +73,24 @@ def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
 
 @public("meshfeed.checkpoint")
 def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuffled: bool = False) -> dict[str, Any]:
-    """A state for ``feed`` that continues from the files in ``directory``; the feed itself is not changed.
+    """Returns a state from which ``feed`` resumes where the files in ``directory`` stopped; does not change the feed.
 
     ::
 
         feed.set_state(meshfeed.checkpoint.convert_state("run/checkpoints/5000/iter", feed, step=5000))
 
     Args:
-      directory: of ``process_*.json`` files of one step.
-      feed: over the same records in the same order, before its first batch.
-      step: batches that were delivered. Only an elastic state can do without it.
-      unshuffled: the old run read the records in the order of the source, the same in every epoch. Needed if the feed
-        repeats the source (``num_epochs`` is not 1), because the files do not say whether Grain shuffled.
+      directory: folder with the ``process_*.json`` files of one step.
+      feed: a feed over the same records in the same order, before its first batch.
+      step: number of batches delivered. May be omitted only for an elastic state.
+      unshuffled: the old run read the records in the order of the source, the same in every epoch. Required if the feed
+        repeats the source (``num_epochs`` is not 1), because the files do not record whether Grain shuffled.
 
     Returns:
-      a state for ``feed.set_state``, the same on each host.
+      a state for ``feed.set_state``, the same on every host.
 
     Raises:
-      CheckpointError: the feed cannot continue exactly; the message says why.
+      CheckpointError: the feed cannot resume exactly; the message says why.
     """
     states, count = read_foreign_files(directory)
     template = feed.get_state()
@@ -123,7 +124,7 @@ def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuff
 
 
 def _stamped(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with the version that reads what it holds now."""
+    """Returns the state with the version number that its content requires."""
     return parse_state({**state, "meshfeed": 1}).to_json()
 
 
@@ -148,7 +149,7 @@ def _position(
     step: int | None,
     unshuffled: bool,
 ) -> int:
-    """Records consumed over all hosts, after every check."""
+    """Returns the number of records consumed over all hosts, after every check."""
     _check_order(directory, template, _samplers_keep_order(states) or unshuffled)
     if count is None:
         position, counts_batches = _elastic_position(directory, states[min(states)]), False
@@ -178,12 +179,12 @@ def _position(
 
 
 def _has_node(template: Mapping[str, Any], word: str) -> bool:
-    """Whether the source is a Grain dataset with such a transform."""
+    """Returns whether the source is a Grain dataset with a transform whose name contains ``word``."""
     return any(word in node for node in template["fingerprint"]["source"].get("pipeline", ()))
 
 
 def _check_order(directory: Any, template: Mapping[str, Any], unshuffled: bool) -> None:
-    """Raises if the feed's records cannot be in the order of the old run, in this epoch and the later ones."""
+    """Raises if the feed's records cannot be in the order of the old run, in this epoch and in later ones."""
     fingerprint = template["fingerprint"]
     if "mixture" in fingerprint:
         raise CheckpointError(
@@ -211,7 +212,7 @@ def _check_order(directory: Any, template: Mapping[str, Any], unshuffled: bool) 
 
 
 def _samplers_keep_order(states: Mapping[int, Any]) -> bool:
-    """Whether each state is that of a DataLoader whose sampler does not shuffle."""
+    """Returns whether every state is that of a DataLoader whose sampler does not shuffle."""
     samplers = [str(state.get("sampler")) if isinstance(state, dict) else "" for state in states.values()]
     return all("shuffle=False" in sampler or sampler.startswith("SequentialSampler") for sampler in samplers)
 
@@ -223,7 +224,7 @@ def _elastic_position(directory: Any, state: Any) -> int:
 
 
 def _counted_position(directory: Any, states: Mapping[int, Any], count: int, size: int, step: int) -> tuple[int, bool]:
-    """Records consumed by hosts that count their own, and whether they counted batches."""
+    """Returns the records consumed by hosts that each count their own, and whether they counted batches."""
     if size % count:
         raise CheckpointError(
             f"{directory}: {count} hosts wrote it, which cannot have read equal parts of a batch of {size}. Give the "
@@ -232,13 +233,14 @@ def _counted_position(directory: Any, states: Mapping[int, Any], count: int, siz
     taken = {host: _elements_taken(directory, host, state, count) for host, state in states.items()}
     if len(set(taken.values())) > 1:
         raise CheckpointError(f"{directory}: hosts stand at different places ({taken}); no step ends there.")
+    # With one row per host and batch, batches and records are the same count.
     elements, rows = next(iter(taken.values())), size // count
     counts_batches = elements == step and step > 0 and rows > 1
     return (step * size if counts_batches else elements * count), counts_batches
 
 
 def _elements_taken(directory: Any, host: int, state: Any, count: int) -> int:
-    """Elements that one host's iterator had returned."""
+    """Returns how many elements one host's iterator has returned."""
     if isinstance(state, dict) and _LOADER in state:
         return _loader_position(directory, host, state, count)
     state = _only_worker(directory, host, state)
@@ -252,7 +254,7 @@ def _elements_taken(directory: Any, host: int, state: Any, count: int) -> int:
 
 
 def _only_worker(directory: Any, host: int, state: Any) -> Any:
-    """The state inside ``mp_prefetch``: a single worker reads in the pipeline's order, several take turns by batch."""
+    """Unwraps the state inside ``mp_prefetch``: one worker reads in pipeline order, several alternate by batch."""
     if not isinstance(state, dict) or _WORKERS not in state:
         return state
     workers = state[_WORKERS]
@@ -266,7 +268,7 @@ def _only_worker(directory: Any, host: int, state: Any) -> Any:
 
 
 def _loader_position(directory: Any, host: int, state: Mapping[str, Any], count: int) -> int:
-    """Records that a Grain DataLoader had read, if they are the first ones of its source."""
+    """Returns how many records a Grain DataLoader has read, if they are the first ones of its source."""
     sampler = str(state.get("sampler"))
     as_batches = "Continue it as host batches, on the same number of hosts."
     if "shuffle=True" in sampler:
@@ -279,6 +281,7 @@ def _loader_position(directory: Any, host: int, state: Mapping[str, Any], count:
             f"{directory}: host {host} is one of several with a DataLoader, whose sampler gives each host a part of its "
             f"own ({sampler}), so their records are not the first ones of the source. {as_batches}"
         )
+    # Worker w reads records w, w + num_workers, …; -1 means that it has read none.
     last_seen = {int(worker): int(last) for worker, last in state[_LOADER].items() if int(last) >= 0}
     num_workers = len(state[_LOADER])
     read = sum((last - worker) // num_workers + 1 for worker, last in last_seen.items())
@@ -299,14 +302,14 @@ def _keys(state: Any) -> str:
 
 
 def _as_grain_gave_it(state: Any) -> Any:
-    """What ``get_state`` had returned before it was written as JSON, which has neither bytes nor tuples."""
+    """Restores what ``get_state`` returned before it was written as JSON, which has neither bytes nor tuples."""
     if isinstance(state, dict) and _LOADER in state:
         return json.dumps(state, indent=4).encode()
     return _with_slices(state)
 
 
 def _with_slices(state: Any) -> Any:
-    """ConcatThenSplitIterDataset compares its slices with tuples, and continues wrongly from lists."""
+    """Makes slices tuples again: ConcatThenSplitIterDataset compares them with tuples and would resume wrongly."""
     if isinstance(state, list):
         return [_with_slices(item) for item in state]
     if not isinstance(state, dict):

@@ -1,7 +1,7 @@
-"""Brings pieces from the devices that read them to the sharding that was asked for, bit for bit.
+"""Moves pieces from the devices that read them to the requested sharding, bit for bit.
 
-Written with ``shard_map`` and explicit collectives: which collective runs, and that it runs on unsigned bits, is then
-not the compiler's choice. Data is only moved, never added up.
+It uses ``shard_map`` and explicit collectives, so the compiler chooses neither the collective nor the dtype: unsigned
+bits. Data is only moved, never added.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from meshfeed._src.checkpoint.save_layout import spec_axes
 
 
 def host_bits_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Host values in the dtype in which they travel; a view where that is possible."""
+    """Converts host values to the transfer dtype; returns a view if possible."""
     carrier = bits_dtype(values.dtype)
     if carrier == values.dtype:
         return values
     if bit_width(values.dtype) < 8 and jnp.issubdtype(values.dtype, jnp.integer):
+        # numpy holds int4 and the like as one byte per value; keep only their own bits.
         return values.astype(np.int8).view(np.uint8) & np.uint8((1 << bit_width(values.dtype)) - 1)
     return values.view(carrier)
 
 
 def piece_sharding(plan: LoadPlan) -> NamedSharding:
-    """The sharding of the array of pieces of a plan that is not direct."""
+    """Returns the sharding of the array of pieces, for a plan that is not direct."""
     axes = spec_axes(plan.sharding, len(plan.shape))
     moved = {axis for axis, _ in plan.moved}
     parts = []
@@ -44,7 +45,7 @@ def piece_sharding(plan: LoadPlan) -> NamedSharding:
 
 
 def piece_shape(plan: LoadPlan) -> tuple[int, ...]:
-    """Shape of one device's piece, padding included."""
+    """Returns the shape of one device's piece, including padding."""
     moved = {axis for axis, _ in plan.moved}
     sizes = plan.sharding.mesh.shape
     shape = []
@@ -55,18 +56,19 @@ def piece_shape(plan: LoadPlan) -> tuple[int, ...]:
 
 
 def wanted_spec(plan: LoadPlan) -> PartitionSpec:
+    """Returns the requested PartitionSpec with one entry per dimension of the leaf."""
     return PartitionSpec(*(part or None for part in spec_axes(plan.sharding, len(plan.shape))))
 
 
 def receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
-    """All collectives of a plan on one device's block; rows of ``dimension`` come out in order, padding included."""
+    """Runs all collectives of a plan on one device's block; returns rows of ``dimension`` in order, with padding."""
     sizes = plan.sharding.mesh.shape
     if plan.broadcast is not None:
         axis, first = plan.broadcast
         count = sizes[axis]
         distance = (lax.axis_index(axis) - first) % count
         reach = 1
-        while reach < count:  # those that have it send it on, twice as many each round
+        while reach < count:  # devices that have the block forward it, so their number doubles each round
             pairs = [((first + i) % count, (first + i + reach) % count) for i in range(reach) if i + reach < count]
             received = lax.ppermute(block, axis, pairs)
             block = jnp.where((distance >= reach) & (distance < 2 * reach), received, block)
@@ -79,6 +81,7 @@ def receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
 
 
 def trim(block: jax.Array, plan: LoadPlan) -> jax.Array:
+    """Drops the padding rows of a gathered block."""
     if not plan.shape:
         return block
     ways = math.prod(
@@ -112,18 +115,19 @@ def place(
     dtype: Any,
     placed: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """A global array from this process's buffers by device, and from shards that are on their devices already."""
-    # Each device has a buffer of its own: if two aliased one, donating one shard would write into the other.
+    """Builds a global array from this process's buffers, keyed by device, and from shards already on their devices."""
+    # Each device needs its own buffer: if two aliased one, donating one shard would overwrite the other.
     shards = [*placed, *(jax.device_put(list(buffers.values()), list(buffers)) if buffers else ())]
     if shards:
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
+    # Without a local shard, JAX cannot infer the dtype.
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
 def pieces_array(
     plan: LoadPlan, buffers: Mapping[Any, np.ndarray[Any, Any]], dtype: Any, placed: Sequence[jax.Array] = ()
 ) -> jax.Array:
-    """The global array of pieces; ``buffers`` and the shards ``placed`` are in the travelling dtype."""
+    """Builds the global array of pieces; ``buffers`` and the shards ``placed`` are in the transfer dtype."""
     sharding = piece_sharding(plan)
     local = next(iter(buffers.values())).shape if buffers else placed[0].shape
     whole = []
@@ -138,9 +142,9 @@ def gather_group(
     """Gathers several leaves over one mesh in one compiled call.
 
     Args:
-      plans: of leaves over the same mesh, none direct.
-      dtypes: their final dtypes.
-      buffers: device → piece in the travelling dtype, of this process's devices.
+      plans: plans of leaves over the same mesh, none of them direct.
+      dtypes: the leaves' final dtypes.
+      buffers: for each leaf, device → piece in the transfer dtype, for this process's devices.
     """
     arrays = [pieces_array(plan, own, dtype) for plan, own, dtype in zip(plans, buffers, dtypes, strict=True)]
     gathered = _gatherer(tuple(plans), tuple(np.dtype(dtype) for dtype in dtypes))(*arrays)

@@ -1,4 +1,4 @@
-"""A feed in the shape of a Grain iterator, for checkpoint managers that take nothing else."""
+"""Adapts a feed to Grain's iterator interface, for checkpoint managers that accept only Grain iterators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshfeed._src.base.names import public
 
 
 class GrainIteratorFace:
-    """What Orbax's peer-to-peer manager and Grain's own handlers save and restore: a state as bytes."""
+    """The interface that Orbax's peer-to-peer manager and Grain's own handlers expect: a state as bytes."""
 
     def __init__(self, feed: Any) -> None:
         self._feed = feed
@@ -22,24 +22,24 @@ class GrainIteratorFace:
         return next(self._feed)
 
     def get_state(self) -> bytes:
-        """The feed's state as JSON text."""
+        """Returns the feed's state as JSON bytes."""
         return json.dumps(self._feed.get_state()).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Sets it in place."""
+        """Sets the feed's state in place, from JSON bytes."""
         self._feed.set_state(json.loads(state))
 
 
 @public("meshfeed.checkpoint")
 def as_grain_iterator(feed: Any) -> GrainIteratorFace:
-    """``feed`` as an iterator with Grain's interface, state and all.
+    """Wraps ``feed`` as an iterator with Grain's interface, including its state.
 
     ::
 
         manager.save(step, args=p2p.args.Composite(
             state=…, data_iter=grain.checkpoint.CheckpointSave(as_grain_iterator(feed))))
 
-    Such managers keep one state a process, so a stream is continued on as many hosts as it was saved on; where a
-    manager takes any Orbax handler, use :class:`IteratorHandler`.
+    Such managers keep one state per process, so a stream can resume only on as many hosts as it was saved on. If a
+    manager accepts any Orbax handler, use :class:`IteratorHandler`.
     """
     return GrainIteratorFace(feed)

@@ -1,4 +1,4 @@
-"""Restoring for the TypeHandler: from Orbax's parameter infos and restore arguments to our requests."""
+"""Restores for the TypeHandler: converts Orbax's parameter infos and restore arguments to our requests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshfeed._src.checkpoint.want import array_wanted, saved_sharding
 def restore_for_handler(
     infos: Sequence[Any], args: Sequence[Any], saved: Sequence[Any] | None, options: RestoreOptions
 ) -> list[Any]:
-    """Restores the parameters of ``infos`` as ``args`` say.
+    """Restores the parameters of ``infos`` according to ``args``.
 
     Args:
-      infos: Orbax's, all of one folder.
-      args: ``ArrayRestoreArgs``, or plain ``RestoreArgs`` that leave the sharding to what was saved.
-      saved: Orbax's metadata of the same parameters, where some sharding is not given.
-      options: how to read.
+      infos: Orbax's parameter infos, all from one folder.
+      args: ``ArrayRestoreArgs``, or plain ``RestoreArgs`` to use the saved sharding.
+      saved: Orbax's metadata of the same parameters; needed if any sharding is not given.
+      options: how to restore them.
     """
     agreement = Agreement(f"restoring {infos[0].parent_dir}", options.timeout_seconds)
 
@@ -44,12 +44,12 @@ def restore_for_handler(
                     dtype=arg.dtype,
                     sharding=_sharding(stored, info.name, arg, metadata),
                     strict=getattr(arg, "strict", True),
-                    any_cast=True,  # Orbax's restore arguments ask for a dtype apart from any tree
+                    any_cast=True,  # Orbax's restore arguments request a dtype explicitly, not through a template tree
                 )
             )
         return stored, wanted
 
-    with without_ambient_mesh():  # parameters may lie on other devices than the caller's jax.set_mesh
+    with without_ambient_mesh():  # parameters may be on devices outside the caller's jax.set_mesh
         stored, wanted = agreement.attempt(plan)
         requests = [request for request, _ in wanted if request is not None]
         results = iter(restore_leaves(stored, requests, options, agreement))
@@ -66,7 +66,7 @@ def _sharding(stored: StoredArrays, name: str, arg: Any, metadata: Any) -> Any:
     if sharding is not None and hasattr(sharding, "to_jax_sharding"):
         try:
             sharding = sharding.to_jax_sharding()
-        except Exception as error:  # devices of another topology
+        except Exception as error:  # devices of a different topology
             raise CheckpointError(
                 f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Give one."
             ) from error

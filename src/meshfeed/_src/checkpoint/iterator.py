@@ -1,4 +1,4 @@
-"""Orbax v0 handler for the state of a feed, for people who have their own CheckpointManager or Composite."""
+"""An Orbax v0 handler for the state of a feed, for users with their own CheckpointManager or Composite."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meshfeed._src.state import files as state_files
 PLAIN_FILE = "metadata"
 """A copy of the state under the name that Orbax's own JSON handlers read."""
 
-# By this name Orbax v1 finds its JSON handler, also in a process that never imports meshfeed. Orbax v0 knows this name
-# by our class alone, and so uses it.
+# Orbax v1 finds its JSON handler by this name, even in a process that never imports meshfeed. In Orbax v0 only our
+# class has this name, so v0 uses our class.
 _JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler"
 
 
-@public("meshfeed.checkpoint._iterator")  # Orbax writes this name into checkpoints: it stays as it was
+@public("meshfeed.checkpoint._iterator")  # Orbax writes this name into checkpoints, so it must not change
 class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     """Saves and restores the state of a feed as one item of an Orbax checkpoint.
 
@@ -32,17 +32,17 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         manager.save(step, args=ocp.args.Composite(data=IteratorSave(feed), …))
         manager.restore(step, args=ocp.args.Composite(data=IteratorRestore(feed), …))
 
-    The state is captured before ``save`` returns, also with asynchronous managers. One file holds it for all hosts, and
-    it is restored in place, on any number of hosts. Plain Orbax restores the item as JSON: the state itself.
+    The state is captured before ``save`` returns, including with asynchronous managers. One file holds the state of all
+    hosts; it is restored in place, on any number of hosts. Plain Orbax restores the item as JSON: the state itself.
     """
 
     @classmethod
     def typestr(cls) -> str:
-        """What Orbax notes in a step as the kind of this item, to find a handler when no arguments are given."""
+        """Returns the item kind that Orbax records in a step, to find a handler if no arguments are given."""
         return _JSON_HANDLER
 
     async def async_save(self, directory: Any, args: IteratorSave) -> list[orbax_future.Future]:
-        """Captures the state, and gives futures that write it."""
+        """Captures the state and returns futures that write it."""
         check_feed(args.feed, ("get_state",), "Give IteratorSave(feed).")
         state = args.feed.get_state()
         process = process_index()
@@ -57,15 +57,15 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         return [orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
 
     def save(self, directory: Any, args: IteratorSave) -> None:
-        """Writes the state before it returns."""
+        """Writes the state before returning."""
         state_files.write_state(directory, args.feed.get_state(), identity=args.identity)
 
     def restore(self, directory: Any, args: IteratorRestore | None = None) -> Any:
-        """Reads the state of all hosts and sets it on ``args.feed``, which is given back; without it, the state.
+        """Reads the state of all hosts, sets it on ``args.feed`` and returns the feed; without one, returns the state.
 
         Raises:
-          CheckpointError: no whole state is there.
-          StateMismatchError: the feed cannot continue it, and is as it was.
+          CheckpointError: there is no complete state.
+          StateMismatchError: the feed cannot resume from it; the feed is unchanged.
         """
         if args is not None:
             check_feed(args.feed, ("set_state",), "Give IteratorRestore(feed).")
@@ -76,13 +76,13 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         return args.feed
 
     def finalize(self, directory: Any) -> None:
-        """Joins the files of all hosts in one; Orbax calls it on the primary host when all have written."""
+        """Merges the files of all hosts into one. Orbax calls it on the primary host once all hosts have written."""
         state_files.merge_files(directory)
         if state_files.state_paths(directory):
             state_files.write_json(epath.Path(directory) / PLAIN_FILE, state_files.read_state(directory))
 
     def metadata(self, directory: Any) -> dict[str, Any]:
-        """The saved state, without a feed."""
+        """Returns the saved state, without a feed."""
         return state_files.read_state(epath.Path(directory))
 
 
@@ -93,8 +93,8 @@ class IteratorSave(ocp.args.CheckpointArgs):
     """Saves the state of ``feed``.
 
     Attributes:
-      feed: a :class:`meshfeed.Feed`, or anything that has ``get_state() -> dict``.
-      identity: ties the file to the arrays saved with it; :class:`~meshfeed.checkpoint.Checkpointer` sets it.
+      feed: a :class:`meshfeed.Feed`, or any object with ``get_state() -> dict``.
+      identity: links the file to the arrays saved with it; set by :class:`~meshfeed.checkpoint.Checkpointer`.
     """
 
     feed: Any
@@ -108,7 +108,7 @@ class IteratorRestore(ocp.args.CheckpointArgs):
     """Restores into ``feed``, in place.
 
     Attributes:
-      feed: whatever has ``set_state(dict)``; None gives back the state itself.
+      feed: any object with ``set_state(dict)``. None returns the state itself.
     """
 
     feed: Any = None

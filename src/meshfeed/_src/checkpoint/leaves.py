@@ -1,8 +1,8 @@
-"""Which leaves a tree has, what Orbax stores for each, and what must be remembered to give back exactly the same.
+"""Maps the leaves of a tree to what Orbax stores, and records what is needed to restore exactly the same leaves.
 
-Most arrays are stored as they are, and plain Orbax reads them. TensorStore has no type for some narrow dtypes; their
-values are stored as equal numbers of another dtype, so plain Orbax that is asked for the narrow dtype gets the right
-values. The manifest keeps the dtype. Empty arrays are not stored at all.
+Most arrays are stored unchanged, and plain Orbax reads them. TensorStore lacks some narrow dtypes; their values are
+stored as equal numbers of a different dtype, so plain Orbax returns the right values if asked for the narrow dtype. The
+manifest records the original dtype. Empty arrays are not stored at all.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.exact_json import decode_value, encode_value
 
 CARRIERS = {"bits": np.uint8, "int8": np.int8, "float16": np.float16}
-"""What the manifest says of a leaf that is stored in another dtype, and that dtype."""
+"""The manifest's name for each way of storing a leaf in a different dtype, and that dtype."""
 
 _PYTHON = {"bool": bool, "int": int, "float": float, "complex": complex, "str": str, "bytes": bytes}
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Orbax's name of a leaf: the keys on the way to it, joined by dots."""
+    """Returns Orbax's name of a leaf: the keys on its path, joined by dots."""
     return ".".join(str(_key(entry)) for entry in path)
 
 
@@ -42,9 +42,9 @@ def _key(entry: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def carrier_of(dtype: Any) -> np.dtype[Any]:
-    """The dtype in which values of ``dtype`` are stored: itself, unless TensorStore has no such type.
+    """Returns the dtype in which values of ``dtype`` are stored: ``dtype`` itself unless TensorStore lacks it.
 
-    Then narrow integers are carried as uint8 or int8 and narrow floats as float16, which hold each of their values.
+    In that case narrow integers are stored as uint8 or int8 and narrow floats as float16, which represent every value.
     """
     dtype = np.dtype(dtype)
     if not _is_extension(dtype):
@@ -70,24 +70,24 @@ def _dtype_text(dtype: np.dtype[Any]) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys."""
+    """Returns whether a leaf is an array of typed PRNG keys."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _stored_as(dtype: Any) -> dict[str, str]:
-    """What the manifest's entry says of the carrier; nothing for most dtypes."""
+    """Returns the manifest fields that describe the storage dtype; empty for most dtypes."""
     carrier = carrier_of(dtype)
     return {} if carrier == dtype else {"stored": next(name for name, held in CARRIERS.items() if held == carrier)}
 
 
 @functools.lru_cache(maxsize=16)
 def half_bits(dtype: Any) -> np.ndarray[Any, Any]:
-    """The bits of the float16 that carries each value of a narrow float, by the bits of that value; uint16."""
+    """Returns, for each bit pattern of a narrow float, the bits of the float16 that stores that value; uint16[n]."""
     codes = np.arange(1 << bit_width(dtype), dtype=np.uint8)
     values = codes.view(dtype)
     halves = values.astype(np.float16).view(np.uint16)
-    # A cast would give all NaNs one payload: theirs is the code itself.
+    # A cast would give all NaNs the same payload, so use the bit pattern itself as the payload.
     return np.where(np.isnan(values.astype(np.float32)), np.uint16(0x7E00) + codes, halves)
 
 
@@ -100,7 +100,7 @@ def _codes_by_half(dtype: Any) -> np.ndarray[Any, Any]:
 
 
 def numpy_to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Host values in the dtype that carries them."""
+    """Converts host values to the dtype in which they are stored."""
     carrier = carrier_of(array.dtype)
     if carrier == array.dtype:
         return array
@@ -110,7 +110,7 @@ def numpy_to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def numpy_from_stored(values: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
-    """The inverse of :func:`numpy_to_stored`; also of versions that stored narrow floats as the uint8 of their bits."""
+    """Inverts :func:`numpy_to_stored`; also reads older versions, which stored narrow floats as their bits in uint8."""
     dtype, values = np.dtype(dtype), np.ascontiguousarray(values)
     if values.dtype == np.float16:
         return _codes_by_half(dtype)[values.view(np.uint16)].view(dtype)
@@ -120,7 +120,7 @@ def numpy_from_stored(values: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[An
 
 
 def describe_array(leaf: Any) -> dict[str, Any]:
-    """The manifest's entry of a ``jax.Array``: dtype, logical shape, how it is stored, and its sharding."""
+    """Returns the manifest entry of a ``jax.Array``: dtype, logical shape, how it is stored, and its sharding."""
     entry: dict[str, Any] = {"kind": "jax", "shape": list(leaf.shape)}
     if is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
@@ -135,7 +135,7 @@ def describe_array(leaf: Any) -> dict[str, Any]:
 
 
 def describe_sharding(sharding: Any) -> dict[str, Any] | None:
-    """A NamedSharding as JSON; None for others."""
+    """Returns a NamedSharding as JSON, or None for any other sharding."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     spec = [list(part) if isinstance(part, tuple) else part for part in sharding.spec]
@@ -148,7 +148,7 @@ def describe_sharding(sharding: Any) -> dict[str, Any] | None:
 
 
 def rebuild_sharding(entry: dict[str, Any] | None) -> jax.sharding.NamedSharding | None:
-    """A sharding like the saved one over this job's devices; None where there are not as many."""
+    """Returns a sharding like the saved one over this job's devices, or None if their number differs."""
     if entry is None or int(np.prod(entry["axis_sizes"])) != jax.device_count():
         return None
     auto = (jax.sharding.AxisType.Auto,) * len(entry["axis_names"])
@@ -159,11 +159,11 @@ def rebuild_sharding(entry: dict[str, Any] | None) -> jax.sharding.NamedSharding
 
 @dataclasses.dataclass
 class EncodedTree:
-    """A tree as it is handed to Orbax.
+    """A tree in the form that is passed to Orbax.
 
     Attributes:
       tree: the same structure with leaves that Orbax stores exactly.
-      leaves: manifest entries of the leaves that are no ``jax.Array``.
+      leaves: manifest entries of the leaves that are not stored as a global ``jax.Array``.
       host_arrays: parameter name → the stored numpy array, for digests.
       skeleton: the structure as JSON.
     """
@@ -175,10 +175,10 @@ class EncodedTree:
 
 
 def encode_tree(tree: Any) -> EncodedTree:
-    """Prepares a tree for saving; host values are copied, so the caller may change them at once.
+    """Prepares a tree for saving. Host values are copied, so the caller may change them afterwards.
 
     Raises:
-      CheckpointError: a leaf of a type that cannot be stored, one that was donated, or two of one name; it names them.
+      CheckpointError: a leaf cannot be stored or was donated, or two leaves have one name; the message names them.
     """
     leaves: dict[str, dict[str, Any]] = {}
     host_arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -200,6 +200,7 @@ def encode_tree(tree: Any) -> EncodedTree:
                 f"leaf {where}: the array was deleted or donated. Save before the step that donates it, or what the "
                 "step returns."
             )
+        # Orbax cannot save an array that is local to one of several processes; those are encoded as host values.
         if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable and process_count() > 1):
             encoded.append(leaf)
             continue
@@ -215,12 +216,12 @@ def encode_tree(tree: Any) -> EncodedTree:
 
 
 def _encode_local(leaf: jax.Array) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
-    """An array of this process alone, such as an eager ``jnp.zeros`` in a job of several: process 0's copy is saved."""
+    """Encodes a process-local array of a multi-process job, such as an eager ``jnp.zeros``; process 0's is saved."""
     entry = describe_array(leaf)
     entry.pop("sharding", None)
     if leaf.size == 0:
         return entry, np.zeros((1,) * leaf.ndim, np.uint8)
-    with without_ambient_mesh():  # one over all hosts has devices that this array lacks
+    with without_ambient_mesh():  # an ambient mesh over all hosts has devices that this array lacks
         values = np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     return entry, numpy_to_stored(values)
 
@@ -237,10 +238,12 @@ def _encode_host(leaf: Any, where: str) -> tuple[dict[str, Any], Any]:
             f"leaf {where}: a {type(leaf).__module__}.{name} cannot be saved, expected an array, a number, text or "
             "bytes. Take it out of the tree, or register the container as a pytree."
         )
+    # repr is exact and covers NaN and infinity, which JSON lacks.
     if isinstance(leaf, complex):
         value: Any = [repr(leaf.real), repr(leaf.imag)]
     else:
         value = repr(leaf) if isinstance(leaf, float) else encode_value(leaf)
+    # Orbax stores ints as int64. Larger ones, complex numbers and bytes are stored as text; the manifest has the value.
     stored = (
         leaf if isinstance(leaf, float | str) or (isinstance(leaf, int) and -(2**63) <= leaf < 2**63) else str(leaf)
     )
@@ -263,19 +266,21 @@ def _encode_numpy(array: np.ndarray[Any, Any], where: str) -> tuple[dict[str, An
         return entry | _stored_as(dtype), numpy_to_stored(array)
     if dtype.kind in "biufc" and dtype.name not in ("longdouble", "clongdouble", "float128", "complex256"):
         return entry, np.array(array, dtype=dtype.newbyteorder("="))
+    # Orbax cannot store these dtypes (text, dates, structured, long double), so store their bytes.
     return {**entry, "stored": "bytes"}, np.array(array).reshape(-1).view(np.uint8)
 
 
 def dtype_of(entry: dict[str, Any]) -> np.dtype[Any]:
-    """The dtype of the values of a leaf, as it was in the tree (key data for keys)."""
+    """Returns the dtype of a leaf's values as they were in the tree (of the key data for PRNG keys)."""
     dtype = entry["dtype"]
+    # A list describes a structured dtype; JSON turned its tuples into lists.
     if isinstance(dtype, list):
         return np.dtype([tuple(tuple(p) if isinstance(p, list) else p for p in field) for field in dtype])
     return jnp.dtype(dtype)
 
 
 def python_value(entry: dict[str, Any]) -> Any:
-    """The Python number or text of an entry that holds its value."""
+    """Returns the Python number or text of an entry that holds its value."""
     kind, value = entry["kind"], entry["value"]
     if kind == "float":
         return float(value)
@@ -285,7 +290,7 @@ def python_value(entry: dict[str, Any]) -> Any:
 
 
 def skeleton_of(tree: Any) -> Any:
-    """The structure of a tree of dicts, lists and tuples as JSON; other nodes become dicts of their children."""
+    """Returns a tree's structure of dicts, lists and tuples as JSON; other nodes become dicts of their children."""
     if tree is None:
         return "none"
     if isinstance(tree, dict):
@@ -299,14 +304,14 @@ def skeleton_of(tree: Any) -> Any:
 
 
 def _plain_key(key: Any) -> Any:
-    """A dict key as the built-in type that it equals: members of enums, for example, are restored as text or int."""
+    """Returns a dict key as the built-in type that it equals: enum members, for example, are restored as str or int."""
     if isinstance(key, str):
         return str.__str__(key)
     return int(key) if isinstance(key, int) and type(key) is not bool else key
 
 
 def tree_of(skeleton: Any, leaf: Any, path: tuple[str, ...] = ()) -> Any:
-    """The tree of a skeleton, with ``leaf(parameter name)`` at each leaf."""
+    """Builds the tree of a skeleton, with ``leaf(parameter name)`` at each leaf."""
     if skeleton == "none":
         return None
     if skeleton == "leaf":

@@ -1,10 +1,10 @@
-"""Which device reads which box of a stored leaf, and how the boxes come to the wanted sharding.
+"""Plans which device reads which box of a stored leaf, and how the boxes reach the requested sharding.
 
-A leaf that R devices want in whole or in part is cut among them along one dimension ``dimension``: over the mesh axes
-along which it is replicated (``gather``), and, where the stored chunks run across the wanted shards, over axes that
-shard other dimensions (``moved``), so that each chunk is wanted by one device. After reading, ``moved`` axes are
-brought back with an all-to-all, and ``gather`` axes with an all-gather. Pieces are padded to the same size, so any
-length can be cut. The plan is a pure function of the leaf, its sharding and the stored chunks: every process makes the same.
+A leaf that several devices need, whole or in part, is cut among them along one ``dimension``: over the mesh axes along
+which it is replicated (``gather``) and, if stored chunks span several requested shards, over axes that shard other
+dimensions (``moved``), so that each chunk is needed by one device only. After reading, an all-to-all restores the
+``moved`` axes and an all-gather the ``gather`` axes. Pieces are padded to equal size, so any length can be cut. The
+plan is a pure function of the leaf, its sharding and the stored chunks, so every process computes the same one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from meshfeed._src.checkpoint.grid import Box, Grid, box_of_index, box_size
 from meshfeed._src.checkpoint.save_layout import free_axes, spec_axes
 
 GOOD_READS = 1.1
-"""Bytes read over bytes stored up to which a leaf is read by the devices that want it."""
+"""Bytes read over bytes stored; up to this ratio a leaf is read by the devices that need it."""
 
 
+# Stop adding up the cost of a plan that reads twice the stored bytes.
 _HOPELESS_READS = 2.0
 
 
@@ -34,13 +35,13 @@ class LoadPlan:
     """How one leaf is read.
 
     Attributes:
-      sharding: the wanted one.
-      shape: the wanted global shape (key data for PRNG keys).
-      dimension: along which pieces are cut; unused without ``gather`` and ``moved``.
+      sharding: the requested sharding.
+      shape: the requested global shape (of the key data for PRNG keys).
+      dimension: the dimension along which pieces are cut; unused without ``gather`` and ``moved``.
       gather: mesh axes to gather over, major first.
-      moved: (mesh axis, dimension it belongs to) in the order of the all-to-alls.
-      broadcast: mesh axis and index on it from which whole pieces are sent, or None.
-      piece: rows of ``dimension`` in each piece, the last ones padded.
+      moved: (mesh axis, dimension that it shards), in the order of the all-to-alls.
+      broadcast: mesh axis and the index on it from which whole pieces are sent, or None.
+      piece: rows of ``dimension`` in each piece; the last pieces are padded.
     """
 
     sharding: Any
@@ -53,14 +54,14 @@ class LoadPlan:
 
     @property
     def direct(self) -> bool:
-        """Whether every device reads just what it wants."""
+        """Whether every device reads exactly what it needs, without collectives."""
         return not (self.gather or self.moved or self.broadcast)
 
     def boxes(self, process: int | None = None) -> dict[Any, Box | None]:
-        """Device → the box it reads; None for devices that only receive. The process of a device reads for it.
+        """Returns device → the box that its process reads for it, or None for devices that only receive.
 
         Args:
-          process: only its devices; None: all.
+          process: only this process's devices; None means all devices.
         """
         if self.direct:
             indices = self.sharding.devices_indices_map(self.shape)
@@ -75,8 +76,8 @@ class LoadPlan:
         kept = [[axis for axis in names if axis not in moved] for names in axes]
         cut = self.piece_axes()
         boxes: dict[Any, Box | None] = {}
-        places = _places(mesh)
-        for device, at in itertools.chain(*places.values()) if process is None else places.get(process, ()):
+        by_process = _devices_by_process(mesh)
+        for device, at in itertools.chain(*by_process.values()) if process is None else by_process.get(process, ()):
             if self.broadcast and at[self.broadcast[0]] != self.broadcast[1]:
                 boxes[device] = None
                 continue
@@ -87,6 +88,7 @@ class LoadPlan:
                     number = 0
                     for axis in cut:
                         number = number * mesh.shape[axis] + at[axis]
+                    # Pieces past the end are empty.
                     first = start + min(extent, number * self.piece)
                     box.append((first, min(start + extent, first + self.piece)))
                 else:
@@ -95,24 +97,24 @@ class LoadPlan:
         return boxes
 
     def piece_axes(self) -> tuple[str, ...]:
-        """Mesh axes that cut ``dimension`` further, major first: what is undone last comes first."""
+        """Mesh axes that cut ``dimension`` further, major first, so the one gathered last comes first."""
         return (*self.gather, *(axis for axis, _ in reversed(self.moved)))
 
 
 @functools.lru_cache(maxsize=64)
-def _places(mesh: Any) -> dict[int, list[tuple[Any, dict[str, int]]]]:
-    """Process → its devices, each with its coordinates in the mesh by axis."""
+def _devices_by_process(mesh: Any) -> dict[int, list[tuple[Any, dict[str, int]]]]:
+    """Returns process → its devices, each with its coordinate on every mesh axis."""
     names = tuple(mesh.axis_names)
-    places: dict[int, list[tuple[Any, dict[str, int]]]] = collections.defaultdict(list)
+    by_process: dict[int, list[tuple[Any, dict[str, int]]]] = collections.defaultdict(list)
     for coordinates in np.ndindex(*mesh.devices.shape):
         device = mesh.devices[coordinates]
-        places[device.process_index].append((device, dict(zip(names, coordinates, strict=True))))
-    return dict(places)
+        by_process[device.process_index].append((device, dict(zip(names, coordinates, strict=True))))
+    return dict(by_process)
 
 
 @functools.lru_cache(maxsize=256)
 def devices_of_a_process(sharding: Any) -> int:
-    """The most devices that any process has in a sharding."""
+    """Returns the largest number of devices that any process has in a sharding."""
     return max(collections.Counter(device.process_index for device in sharding.device_set).values())
 
 
@@ -125,14 +127,14 @@ def _share(size: int, axes: list[str], at: dict[str, int], sizes: Any) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class ReadCost:
-    """Bytes that each process reads for a leaf under a plan, whole units only."""
+    """Bytes that each process reads for a leaf under a plan, counting whole units."""
 
     by_process: tuple[tuple[int, int], ...]
     stored: int
 
     @property
     def total(self) -> int:
-        """Over all processes."""
+        """Bytes read over all processes."""
         return sum(count for _, count in self.by_process)
 
     @property
@@ -142,20 +144,20 @@ class ReadCost:
 
 
 def clip(box: Box, shape: tuple[int, ...]) -> Box:
-    """The part of a wanted box that is stored, where shapes differ."""
+    """Returns the part of a requested box that is stored, in case the requested shape is larger than the stored one."""
     return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.inf) -> ReadCost:
-    """What reading under ``plan`` costs; a process reads a unit once for all its devices.
+    """Returns the cost of reading under ``plan``; a process reads a unit once for all its devices.
 
     Args:
-      plan: how.
-      units: what is read at once.
-      itemsize: bytes of a value.
-      give_up: bytes read over bytes stored from which on the rest is not counted: with thousands of hosts, a bad plan
-        takes long to add up.
+      plan: the plan.
+      units: grid of the units that are read whole.
+      itemsize: bytes per stored value.
+      give_up: stop counting at this ratio of bytes read to bytes stored; with thousands of hosts, counting a bad plan
+        in full takes long.
     """
     most, count = give_up * len(units), 0
     wanted: dict[int, set[int]] = collections.defaultdict(set)
@@ -170,6 +172,7 @@ def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.
         count += len(own) - before
         if count > most:
             break
+    # If no cell is cut short, all units have the same size and need not be visited.
     whole = math.prod(units.cell) * itemsize
     even = all(size % cell == 0 for size, cell in zip(units.shape, units.cell, strict=True))
     costs = {
@@ -208,13 +211,13 @@ def _candidates(sharding: Any, shape: tuple[int, ...]) -> list[LoadPlan]:
 
 @functools.lru_cache(maxsize=1024)
 def best_plan(sharding: Any, shape: tuple[int, ...], units: Grid, itemsize: int) -> tuple[LoadPlan, ReadCost]:
-    """The plan of mode ``once`` that reads least, then most evenly, then moves least.
+    """Returns the plan of mode ``once`` that reads least, then most evenly, then moves least, and its cost.
 
     Args:
-      sharding: the wanted one.
-      shape: the wanted shape.
-      units: what can be read on its own.
-      itemsize: bytes of a value.
+      sharding: the requested sharding.
+      shape: the requested shape.
+      units: grid of the units that can be read on their own.
+      itemsize: bytes per stored value.
     """
     best: tuple[LoadPlan, ReadCost] | None = None
     best_score: tuple[float, ...] = ()
@@ -224,18 +227,19 @@ def best_plan(sharding: Any, shape: tuple[int, ...], units: Grid, itemsize: int)
         busiest = max((count for _, count in cost.by_process), default=0)
         uneven = busiest * hosts / max(1, cost.total)
         padded = 0.0 if plan.direct else plan.piece * len(sharding.device_set) / max(1, shape[plan.dimension])
+        # Values this close to the optimum count as equal, so the number of collectives decides.
         score = (max(cost.ratio, 1.05), max(uneven, 1.2), len(plan.moved), len(plan.gather), padded)
         if best is None or score < best_score:
             best, best_score = (plan, cost), score
         if not plan.moved and cost.ratio <= 1.05 and uneven <= 1.2:
-            break  # nothing to gain, and with thousands of hosts each look takes a second
+            break  # good enough, and with thousands of hosts each further candidate takes a second
     assert best is not None
     return best
 
 
 @functools.lru_cache(maxsize=1024)
 def replica_plan(sharding: Any, shape: tuple[int, ...], axis: str | None, index: int) -> LoadPlan:
-    """The plan of mode ``single_replica``: the devices at ``index`` of ``axis`` read, the others receive."""
+    """Returns the plan of mode ``single_replica``: devices at ``index`` of ``axis`` read, the others receive."""
     if axis is None or not isinstance(sharding, NamedSharding) or axis not in free_axes(sharding):
         return LoadPlan(sharding, shape)
     rest = tuple(other for other in free_axes(sharding) if other != axis)

@@ -1,9 +1,9 @@
-"""What is known about stored arrays beside Orbax's own files: exact dtypes, digests of chunks, and the save's identity.
+"""What meshfeed stores about arrays beside Orbax's own files: exact dtypes, chunk digests, and the save's identity.
 
-It lies in the folder ``meshfeed`` of the arrays' item, so that it travels with them, and plain Orbax does not look
-there. While saving, every host writes what it knows (``arrays-<process>.json``: its digests) and process 0 the tree
-(``tree.json``); when all have written, the primary host joins them in ``manifest.json`` and removes the parts. Parts
-that were never joined (another manager than Orbax's, which does not finalize) are joined when they are read.
+It is stored in the folder ``meshfeed`` inside the arrays' item, so it is copied with them, and plain Orbax ignores it.
+While saving, every host writes a part with its digests (``arrays-<process>.json``), and process 0 writes the tree
+(``tree.json``). Once all have written, the primary host merges the parts into ``manifest.json`` and removes them. Parts
+that were never merged, because a manager other than Orbax's does not finalize, are merged on reading.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _TREE = "tree.json"
 _ARRAYS = "arrays-"
 _VERSION = 1
 SMALL_FILE_BYTES = 1 << 20
-_WRITTEN_LATER = "_CHECKPOINT_METADATA"  # by Orbax's Checkpointer, again after all handlers have finished
+_WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's Checkpointer rewrites it after all handlers have finished
 
 
 @dataclasses.dataclass
 class Manifest:
-    """Joined knowledge about one item of arrays.
+    """The merged manifest of one item of arrays.
 
     Attributes:
-      identity: of the save that wrote it, or None.
-      leaves: parameter name → what its leaf was; see :mod:`meshfeed._src.checkpoint.leaves`.
+      identity: identity of the save that wrote it, or None.
+      leaves: parameter name → description of its leaf; see :mod:`meshfeed._src.checkpoint.leaves`.
       digests: parameter name → {cell number: 16 hex digits of xxh3-64}.
-      files: path in the item → [size in bytes, digest of the content for small files or None]; {} before it was joined.
-      skeleton: the tree's structure, or None where only a type handler wrote.
+      files: path in the item → [size in bytes, digest of the content for small files or None]; {} before merging.
+      skeleton: the tree's structure, or None if only a type handler wrote the item.
     """
 
     identity: dict[str, Any] | None = None
@@ -52,6 +52,7 @@ class Manifest:
 def _write(item: epath.Path, name: str, content: Mapping[str, Any]) -> None:
     folder = item / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    # Normalize first (tuples, keys), because a reader computes the digest of the parsed JSON.
     bare = json.loads(json.dumps({"meshfeed_arrays": _VERSION, **content}))
     write_json(folder / name, {**bare, "digest": digest_of(bare)})
 
@@ -59,7 +60,7 @@ def _write(item: epath.Path, name: str, content: Mapping[str, Any]) -> None:
 def write_arrays_part(
     item: Any, process: int, leaves: Mapping[str, Any], digests: Mapping[str, Mapping[int, str]]
 ) -> None:
-    """Writes what one host knows of the arrays; ``leaves`` is the same on all, and given by one host in a folder."""
+    """Writes one host's part. ``leaves`` is the same on all hosts, and only one host per folder passes it."""
     text = {name: {str(cell): digest for cell, digest in cells.items()} for name, cells in digests.items()}
     _write(epath.Path(item), f"{_ARRAYS}{process}.json", {"leaves": leaves, "digests": text})
 
@@ -71,7 +72,7 @@ def write_tree_part(
     digests: Mapping[str, Mapping[int, str]],
     skeleton: Any,
 ) -> None:
-    """Writes the tree's structure and its leaves that are no arrays; process 0 calls it."""
+    """Writes the tree's structure and its non-array leaves. Only process 0 calls it."""
     text = {name: {str(cell): digest for cell, digest in cells.items()} for name, cells in digests.items()}
     content = {"identity": identity, "leaves": leaves, "digests": text, "skeleton": skeleton}
     _write(epath.Path(item), _TREE, content)
@@ -94,10 +95,11 @@ def _read(path: epath.Path) -> dict[str, Any]:
 
 
 def read_manifest(item: Any) -> Manifest | None:
-    """The manifest of an item of arrays; None for one that plain Orbax wrote.
+    """Reads the manifest of an item of arrays; returns None for an item that plain Orbax wrote.
 
     Raises:
-      DamagedCheckpointError: a part is not what was written.
+      DamagedCheckpointError: a part differs from what was written.
+      CheckpointError: a newer version of meshfeed wrote it.
     """
     folder = epath.Path(item) / FOLDER
     if not folder.exists():
@@ -118,11 +120,11 @@ def read_manifest(item: Any) -> Manifest | None:
 
 
 def join_parts(item: Any, chunks: Mapping[str, list[int]]) -> None:
-    """Joins the parts of all hosts in one file; one process calls it, when all have written.
+    """Merges the parts of all hosts into one file. One process calls it once all hosts have written.
 
     Args:
       item: folder of the arrays.
-      chunks: shapes of the stored chunks by parameter name, for those that are known.
+      chunks: shape of the stored chunks by parameter name, where known.
     """
     item = epath.Path(item)
     manifest = read_manifest(item)
@@ -139,18 +141,19 @@ def join_parts(item: Any, chunks: Mapping[str, list[int]]) -> None:
         "skeleton": manifest.skeleton,
     }
     parts = [path for path in (item / FOLDER).iterdir() if path.name.startswith(_ARRAYS) or path.name == _TREE]
+    # Write before removing the parts: readers prefer the merged file, so a crash in between loses nothing.
     _write(item, _MANIFEST, content)
     for path in parts:
         path.unlink()
 
 
 def file_digest(path: epath.Path) -> str:
-    """xxh3-64 of a file's bytes."""
+    """Returns the xxh3-64 digest of a file's bytes, as 16 hex digits."""
     return f"{xxhash.xxh3_64_intdigest(path.read_bytes()):016x}"
 
 
 def describe_files(item: epath.Path) -> dict[str, list[Any]]:
-    """Sizes of all files of an item beside the manifest's own, and digests of those that hold no values."""
+    """Returns the sizes of an item's files (without the manifest's), and digests of small files without array data."""
     sizes: dict[str, list[Any]] = {}
     folders = [item]
     while folders:
@@ -161,6 +164,7 @@ def describe_files(item: epath.Path) -> dict[str, list[Any]]:
                     folders.append(path)
             else:
                 size = path.stat().length
+                # OCDBT keeps array data in folders "d"; the digests of chunks cover it.
                 small = size <= SMALL_FILE_BYTES and "d" not in relative.split("/")[:-1]
                 sizes[relative] = [size, file_digest(path) if small else None]
     return sizes

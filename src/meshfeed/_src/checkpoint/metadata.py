@@ -1,4 +1,4 @@
-"""What a step holds, for restoring it without an abstract tree and for looking at it."""
+"""Describes a step, for inspection and for restoring it without an abstract tree."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from meshfeed._src.checkpoint.tree_restore import abstract_tree_of
 @public("meshfeed.checkpoint")
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
-    """A step without its values.
+    """A step without its array values.
 
     Attributes:
-      step: the caller's number.
-      feed_step: batches that the feed had delivered, or None without a feed.
-      position: records that it had delivered, or None.
-      id: of the save.
-      train_state: the saved tree: ``jax.ShapeDtypeStruct`` with the saved sharding where this job has as many devices,
-        numpy values of the saved shape and dtype, and numbers and text themselves. ``restore`` takes it as it is.
+      step: the caller's step number.
+      feed_step: number of batches that the feed had delivered, or None without a feed.
+      position: number of records that the feed had delivered, or None.
+      id: id of the save.
+      train_state: the saved tree. Arrays are ``jax.ShapeDtypeStruct``, with the saved sharding if this job has as many
+        devices; numpy values are placeholders with the saved shape and dtype; numbers and text are themselves.
+        ``restore`` accepts it unchanged.
       iterator_state: the feed's state, or None.
-      stored_bytes: size of the arrays' files.
+      stored_bytes: total size in bytes of the arrays' files.
     """
 
     step: int
@@ -37,7 +38,7 @@ class StepMetadata:
 
 
 def describe_step(parts: StepParts) -> StepMetadata:
-    """The metadata of a step whose parts were checked."""
+    """Returns the metadata of a step whose parts have been checked."""
     stored = StoredArrays(parts.directory / ARRAYS)
     return StepMetadata(
         step=parts.step,

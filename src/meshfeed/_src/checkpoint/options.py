@@ -1,4 +1,4 @@
-"""The settings of restoring arrays, checked when they are given."""
+"""Settings for restoring arrays, checked on construction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshfeed._src.base.errors import SettingsError
 
 MODES = ("once", "single_replica", "every_host")
 
-# Orbax's names of the constructor of SingleReplicaArrayHandler, and ours.
+# Constructor arguments of Orbax's SingleReplicaArrayHandler, and our names for them.
 _ORBAX_NAMES = {
     "replica_axis_index": "replica_axis",
     "primary_replica_id": "primary_replica",
@@ -24,19 +24,20 @@ class RestoreOptions:
     """How arrays are restored.
 
     Attributes:
-      restore: ``once``: every stored byte is read by one host of the job, then sent to the devices that want it;
-        ``single_replica``: the hosts of one replica read, then send; ``every_host``: each host reads what it holds.
-      replica_axis: mesh axis along which ``single_replica`` takes one index; None: the one that
-        leaves least to read.
-      primary_replica: that index.
-      memory_limit_bytes: limit on the memory in use by a process while restoring, beside the arrays themselves and one
-        shard; a stored chunk for each device that reads, where that is more; None: none.
+      restore: ``once``: every stored byte is read by one host of the job, then sent to the devices that need it;
+        ``single_replica``: the hosts of one replica read, then send; ``every_host``: each host reads what its devices
+        hold.
+      replica_axis: name or index of the mesh axis along which ``single_replica`` selects one replica. None chooses the
+        axis that requires the fewest bytes to be read.
+      primary_replica: index of that replica.
+      memory_limit_bytes: limit on a process's memory in bytes while restoring, beyond the arrays themselves and one
+        shard. One stored chunk per reading device is always allowed. None means no limit.
       verify: check digests.
-      timeout_seconds: how long hosts wait for one another's reads.
-      memory_fraction: without ``memory_limit_bytes``: limit it to this fraction of what a device has beside the
-        restored arrays.
-      metadata_key: name of TensorStore's metadata files of arrays, if they were saved under another than its own.
-      dispatch: restores arrays on remote workers instead of here: (stored arrays, requests) → arrays.
+      timeout_seconds: how long hosts wait for each other's reads.
+      memory_fraction: without ``memory_limit_bytes``: limit memory to this fraction of what a device has left beside
+        the restored arrays.
+      metadata_key: name of TensorStore's metadata files of arrays, if they were saved under a non-default name.
+      dispatch: restores arrays on remote workers instead of in this process: (stored arrays, requests) → arrays.
     """
 
     restore: str = "once"
@@ -80,10 +81,10 @@ class RestoreOptions:
 
 
 def options_of(orbax: dict[str, Any], **ours: Any) -> RestoreOptions:
-    """Options from our keywords and from Orbax's names for the same, which are taken out of ``orbax``.
+    """Builds options from our keywords and from Orbax's names for them, which it removes from ``orbax``.
 
     Raises:
-      SettingsError: a value is wrong, or a keyword and its synonym differ.
+      SettingsError: a value is invalid, or a setting is given under both names with different values.
     """
     defaults: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
     for theirs, name in _ORBAX_NAMES.items():

@@ -1,8 +1,8 @@
 """Sends stored units from the host that read them to all hosts, packed into a few byte buffers.
 
-For small leaves, host values, and leaves whose stored chunks fit no cut of their sharding: each unit is read by one
-host, the loads of hosts levelled by bytes, and everybody receives it over the accelerators' network. That costs a
-collective in a few rounds instead of a request per host and leaf on storage.
+It is used for small leaves, host values, and leaves whose stored chunks fit no cut of their sharding. Each unit is read
+by one host, with bytes balanced over hosts, and every host receives it over the accelerator network. This costs a
+collective in each of a few rounds instead of one storage request per host and leaf.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LEAST_ROUND_BYTES = 1 << 16
 def assign_units(
     leaves: Sequence[StoredLeaf], hosts: Sequence[int], loads: Mapping[int, int]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Which host reads which (leaf, unit): each to the host with least to read so far.
+    """Assigns each (leaf, unit), largest first, to the host with the fewest bytes to read so far.
 
     Args:
-      leaves: to send.
-      hosts: that may read.
-      loads: bytes that hosts read anyway.
+      leaves: leaves to send.
+      hosts: hosts that may read.
+      loads: bytes that each host reads anyway.
     """
     heap = [(loads.get(host, 0), host) for host in hosts]
     heapq.heapify(heap)
@@ -56,7 +56,7 @@ def _count(leaf: StoredLeaf) -> int:
 
 
 def unit_bytes(leaf: StoredLeaf, number: int) -> int:
-    """Bytes of a unit on the host."""
+    """Returns the size of a unit on the host in bytes."""
     return box_size(unit_box(leaf, number)) * leaf.itemsize
 
 
@@ -66,7 +66,15 @@ def _host_mesh(devices: tuple[Any, ...]) -> Mesh:
 
 
 def send_rows(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Every process gives a row of equally many bytes; all receive all rows, in order of processes."""
+    """Sends this process's row of bytes and returns all rows, in process order. Rows must have equal length.
+
+    Args:
+      row: uint8[length], the same length on every process.
+
+    Returns:
+      uint8[processes, length].
+    """
+    # One device per process is enough: rows go to hosts, not to devices.
     first: dict[int, Any] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
         first.setdefault(device.process_index, device)
@@ -89,12 +97,12 @@ def exchange(
     """Reads this host's units, sends them, and delivers all hosts' units.
 
     Args:
-      leaves: that are sent.
+      leaves: leaves to send.
       owned: host → its units in order, see :func:`assign_units`; the same on every host.
       reader: reads and checks units.
-      deliver: called with (index of the leaf, box, values) for every unit of every host.
+      deliver: called with (leaf index, box, values) for every unit of every host.
       agreement: confirms each round before its collective.
-      limit_bytes: of memory in flight, for all rows of a round together.
+      limit_bytes: limit on memory in flight, for all rows of a round together.
     """
     hosts = sorted(owned)
     lengths = {host: sum(unit_bytes(leaves[i], n) for i, n in owned[host]) for host in hosts}
@@ -103,7 +111,7 @@ def exchange(
         return
     budget = DEFAULT_ROUND_BYTES if limit_bytes is None else max(1, limit_bytes // 2)
     width = min(longest, max(_LEAST_ROUND_BYTES, budget // (len(hosts) + 1)))
-    width = min(1 << (width - 1).bit_length(), max(longest, 1))  # few widths, so few programs
+    width = min(1 << (width - 1).bit_length(), max(longest, 1))  # few distinct widths, so few compiled programs
     here = process_index()
     source = _stream(leaves, owned.get(here, ()), reader)
     sinks = {host: _parse(leaves, owned[host], deliver) for host in hosts}

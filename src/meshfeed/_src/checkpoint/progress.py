@@ -1,4 +1,4 @@
-"""Figures of a restore: the log, ``jax.monitoring`` under the names that Orbax users graph, a bar on a terminal."""
+"""Reports a restore in the log, in ``jax.monitoring`` under the names that Orbax users graph, and as a progress bar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIB = 1 << 30
 
 
 def storage_type(directory: Any) -> str:
-    """``gcs``, ``s3`` or ``local``, as a label of events."""
+    """Returns ``gcs``, ``s3`` or ``local``, as a label for monitoring events."""
     text = str(directory)
     return {"gs": "gcs", "s3": "s3"}.get(text.split("://", 1)[0], "local") if "://" in text else "local"
 
@@ -29,7 +29,7 @@ class Progress:
     """Counts the bytes of one restore on this host.
 
     Args:
-      directory: what is restored.
+      directory: the item being restored.
       total_bytes: stored bytes of everything restored, over all hosts.
     """
 
@@ -50,7 +50,7 @@ class Progress:
             sys.stderr.write("\n")
 
     def add(self, count: int) -> None:
-        """Counts bytes that have come from storage."""
+        """Counts bytes read from storage; safe to call from several threads."""
         with self._lock:
             self._bytes += count
             now = time.perf_counter()
@@ -59,6 +59,7 @@ class Progress:
                 self._draw(now - self._started)
 
     def _draw(self, seconds: float) -> None:
+        # Reads are spread evenly over the processes.
         share = min(1.0, self._bytes / max(1, self._total_bytes // process_count()))
         bar = "█" * int(share * _BAR_WIDTH)
         rate = self._bytes / _GIB / seconds
@@ -66,11 +67,11 @@ class Progress:
         sys.stderr.flush()
 
     def finish(self, read_bytes: int, held_bytes: int) -> None:
-        """Logs and records the figures.
+        """Logs and records the totals.
 
         Args:
-          read_bytes: what this host read from storage, decoded.
-          held_bytes: what it now holds.
+          read_bytes: bytes that this host read from storage, decoded.
+          held_bytes: bytes that this host now holds.
         """
         seconds = time.perf_counter() - self._started
         rate = read_bytes / seconds if seconds else 0.0

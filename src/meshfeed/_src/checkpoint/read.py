@@ -1,4 +1,4 @@
-"""Reads whole units of stored leaves, each once, and copies what is wanted of them into this process's buffers."""
+"""Reads whole units of stored leaves once each, and copies the requested parts into this process's buffers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DEFAULT_BYTES_IN_FLIGHT = 512 << 20
 
 
 class Target:
-    """A buffer that wants a box of a leaf.
+    """A buffer for one box of a leaf.
 
     Attributes:
-      box: in the leaf's coordinates.
-      buffer: host array whose first value is the box's first; its dtype is the final one.
+      box: the box in the leaf's coordinates.
+      buffer: host array whose first value is the box's first; it has the final dtype.
     """
 
     __slots__ = ("box", "buffer")
@@ -32,7 +32,7 @@ class Target:
         self.buffer = buffer
 
     def fill(self, unit_box: Box, values: np.ndarray[Any, Any]) -> None:
-        """Copies the common part, cast to the buffer's dtype."""
+        """Copies the overlap of ``unit_box`` and the box, cast to the buffer's dtype."""
         if self.buffer.ndim == 0:
             self.buffer[...] = values
             return
@@ -45,10 +45,11 @@ class Wanted(NamedTuple):
     """A unit to read.
 
     Attributes:
-      leaf: it belongs to.
-      number: of the unit.
+      leaf: the leaf that it belongs to.
+      number: the unit's number.
       take: called with (box, values).
-      room: where storage may put the values itself, of the unit's shape and dtype; ``take`` is then not called.
+      room: memory of the unit's shape and dtype into which storage may write the values directly; if it does, ``take``
+        is not called.
     """
 
     leaf: StoredLeaf
@@ -58,12 +59,12 @@ class Wanted(NamedTuple):
 
 
 def unit_box(leaf: StoredLeaf, number: int) -> Box:
-    """The box of a unit, of scalars too."""
+    """Returns the box of a unit; handles scalars too."""
     return leaf.units.box(number) if leaf.shape else ()
 
 
 def wanted_unit(leaf: StoredLeaf, number: int, targets: Sequence[Target]) -> Wanted:
-    """A unit that goes to ``targets``: straight into the only one, where that has room for all of it and is no cast."""
+    """Describes a unit for ``targets``; it is read directly into a sole target that holds all of it without a cast."""
 
     def take(box: Box, values: np.ndarray[Any, Any]) -> None:
         for target in targets:
@@ -77,14 +78,14 @@ def wanted_unit(leaf: StoredLeaf, number: int, targets: Sequence[Target]) -> Wan
 
 
 class UnitReader:
-    """Reads units with a bounded number of bytes in flight, checks them, and counts.
+    """Reads units with a bounded number of bytes in flight, checks them, and counts the bytes.
 
     Args:
       stored: the item.
       verify: check digests.
-      bytes_in_flight: how much is asked of storage at once; one unit at least.
-      on_bytes: called with the bytes of each unit that has come.
-      must_fit: parameter name → the integer dtype that its values must fit in.
+      bytes_in_flight: limit on the bytes requested from storage at once; at least one unit is always allowed.
+      on_bytes: called with the number of bytes of each unit that was read.
+      must_fit: parameter name → integer dtype in which its values must fit.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class UnitReader:
         self.seconds = 0.0
 
     def read(self, wanted: Iterable[Wanted]) -> None:
-        """Reads units in order; each one's ``take`` is called in the same order.
+        """Reads units in order and calls each one's ``take`` in the same order.
 
         Args:
-          wanted: what to read.
+          wanted: the units to read.
 
         Raises:
           CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`; or integers that do not fit.
@@ -123,7 +124,7 @@ class UnitReader:
             unit, box, future, placed, count = pending.popleft()
             leaf = unit.leaf
             values = self._stored.finish_read(leaf, box, future, self._verify)
-            if leaf.name in self._must_fit:  # here, where hosts still agree on errors
+            if leaf.name in self._must_fit:  # while hosts still agree on errors
                 check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
             self.bytes_read += count
             self._on_bytes(count)
@@ -146,7 +147,7 @@ class UnitReader:
 
 
 def units_for(leaf: StoredLeaf, targets: Iterable[Target]) -> dict[int, list[Target]]:
-    """Number of the unit → the targets that want some of it, ascending."""
+    """Returns unit number → the targets that need part of it, ascending by number."""
     found: dict[int, list[Target]] = collections.defaultdict(list)
     units = leaf.units
     for target in targets:

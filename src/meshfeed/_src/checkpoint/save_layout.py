@@ -1,8 +1,8 @@
-"""How arrays are laid out for saving, so that every later restore can read each byte once.
+"""Lays out arrays for saving so that any later restore can read each byte once.
 
-Replicas share the work: an array that several devices hold is cut among them along a dimension that they divide, on the
-device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12). Each device then writes a slice of its own,
-which is one stored chunk, or several where it is larger than 16 MiB, so that more hosts than today can share it later.
+Replicas share the work: an array held by several devices is cut among them along a dimension that they divide, on the
+device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12). Each device then writes its own slice as one
+stored chunk, or as several if it is larger than 16 MiB, so that a later job with more hosts can share the reads.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from meshfeed._src.arrays.reshard import from_bits, to_bits
 from meshfeed._src.checkpoint.leaves import carrier_of, half_bits
 
 TARGET_CHUNK_BYTES = 16 << 20
-_LEAST_CHUNK_BYTES = 1 << 20  # a dimension without good divisors would be cut to crumbs: leave the slice whole
-MIN_SLICE_BYTES = 64 << 10  # below this a slice costs more requests than it spreads bytes
-_LEAST_SLICE_BYTES = 4 << 10  # even where each host has one
-_CHUNK_WORTH_BYTES = 256 << 10  # writing a chunk takes about 0.3 ms beside its bytes
+_LEAST_CHUNK_BYTES = 1 << 20  # a dimension without good divisors would give tiny chunks: keep the slice whole
+MIN_SLICE_BYTES = 64 << 10  # below this, a slice costs more in requests than it gains by spreading bytes
+_LEAST_SLICE_BYTES = 4 << 10  # even if each host has only one slice
+_CHUNK_WORTH_BYTES = 256 << 10  # writing a chunk takes about 0.3 ms in addition to its bytes
 
 
 def spec_axes(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
-    """Mesh axes of each dimension, major first."""
+    """Returns the mesh axes of each dimension, major first."""
     parts = [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in sharding.spec]
     return parts + [()] * (rank - len(parts))
 
 
 def free_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Mesh axes of more than one device along which the array is replicated, in mesh order."""
+    """Returns the mesh axes with more than one device along which the array is replicated, in mesh order."""
     used = {axis for part in sharding.spec if part is not None for axis in ((part,) if isinstance(part, str) else part)}
     return tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaCut:
-    """Dimension and mesh axes along which replicas share an array."""
+    """The dimension and mesh axes along which replicas share an array."""
 
     dimension: int
     axes: tuple[str, ...]
@@ -52,7 +52,7 @@ class ReplicaCut:
 
 @functools.lru_cache(maxsize=256)
 def _hosts_along(mesh: Any, axes: tuple[str, ...]) -> int:
-    """How many processes the devices along ``axes`` belong to."""
+    """Returns the number of processes that own the devices along ``axes``."""
     index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     return len({device.process_index for device in np.ravel(mesh.devices[index])})
 
@@ -61,20 +61,21 @@ def _is_worth(shard_bytes: int, replicas: int, hosts: int, min_slice_bytes: int 
     slice_bytes = shard_bytes // replicas
     if min_slice_bytes is not None or slice_bytes >= MIN_SLICE_BYTES:
         return slice_bytes >= (min_slice_bytes or 0)
-    # Else one host would write a leaf of a few MiB alone that a thousand hold. Slices of one host only cost.
+    # Share smaller leaves only between hosts: otherwise one host would write alone a leaf of a few MiB that a thousand
+    # hold. More slices within a host only add cost.
     each = -(-replicas // hosts)
     return hosts > 1 and slice_bytes >= _LEAST_SLICE_BYTES and shard_bytes >= each * _CHUNK_WORTH_BYTES
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_cut(shape: tuple[int, ...], itemsize: int, sharding: Any, min_slice_bytes: int | None) -> ReplicaCut | None:
-    """The finest cut of an array among its replicas, along the first dimension that they divide.
+    """Returns the finest cut of an array among its replicas, along the first dimension that they divide.
 
     Args:
-      shape: of the global array.
-      itemsize: bytes of a stored value.
-      sharding: of the array; only NamedShardings are cut.
-      min_slice_bytes: finer slices than this are not made; None: 64 KiB, and less where hosts share the work by it.
+      shape: shape of the global array.
+      itemsize: bytes per stored value.
+      sharding: sharding of the array; only NamedShardings are cut.
+      min_slice_bytes: smallest slice to make. None means 64 KiB, or less if that shares the work between hosts.
     """
     if not isinstance(sharding, NamedSharding) or math.prod(shape) == 0 or not shape:
         return None
@@ -94,14 +95,14 @@ def choose_cut(shape: tuple[int, ...], itemsize: int, sharding: Any, min_slice_b
 
 
 def cut_sharding(sharding: NamedSharding, rank: int, cut: ReplicaCut) -> NamedSharding:
-    """The sharding after the cut."""
+    """Returns the sharding after the cut."""
     axes = spec_axes(sharding, rank)
     axes[cut.dimension] = (*axes[cut.dimension], *cut.axes)
     return NamedSharding(sharding.mesh, PartitionSpec(*(part or None for part in axes)))
 
 
 def _carry(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Values of ``dtype``, given as their bits, in the dtype in which they are stored; for use under ``jit``."""
+    """Converts the bits of values of ``dtype`` to their storage dtype; for use under ``jit``."""
     carrier = carrier_of(dtype)
     if carrier == dtype:
         return from_bits(bits, dtype)
@@ -133,12 +134,12 @@ def _carrier(sharding: Any) -> Any:
 
 @dataclasses.dataclass
 class Laid:
-    """An array as it goes to Orbax.
+    """An array as it is passed to Orbax.
 
     Attributes:
-      array: cut among replicas, in the dtype in which it is stored.
+      array: the array cut among replicas, in its storage dtype.
       cell: shape of the boxes that get a digest, which are the stored chunks.
-      chunk_byte_size: what to ask of Orbax for that; None: a slice is one chunk.
+      chunk_byte_size: size to request from Orbax to get these chunks; None means that a slice is one chunk.
     """
 
     array: jax.Array
@@ -147,12 +148,12 @@ class Laid:
 
 
 def lay_out(array: jax.Array, *, dtype: Any = None, share: bool = True, min_slice_bytes: int | None = None) -> Laid:
-    """Prepares one array (no PRNG keys, not empty); all processes of its sharding call it in the same order.
+    """Prepares one array for saving. All processes of its sharding must call it in the same order.
 
     Args:
-      array: the global array.
-      dtype: cast to it before saving.
-      share: cut among replicas.
+      array: the global array; neither PRNG keys nor empty.
+      dtype: dtype to cast to before saving; None keeps the array's.
+      share: cut the array among its replicas.
       min_slice_bytes: see :func:`choose_cut`.
     """
     if dtype is not None and np.dtype(dtype) != array.dtype:
@@ -169,10 +170,10 @@ def lay_out(array: jax.Array, *, dtype: Any = None, share: bool = True, min_slic
 
 
 def chunk_shape(shape: Sequence[int], piece: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], int | None]:
-    """The chunks in which a device's slice is stored, and the size to ask Orbax for to get them.
+    """Returns the chunk shape in which a device's slice is stored, and the size to request from Orbax to get it.
 
     Orbax halves (or thirds, …) the longest dimension that is already cut until the chunk is small enough, then the
-    others. That is good where the dimensions have small divisors; else the slice stays whole.
+    others. That works well if the dimensions have small divisors; otherwise the slice is kept whole.
     """
     chunk = [max(1, size) for size in piece]
     if math.prod(chunk) * itemsize <= TARGET_CHUNK_BYTES:

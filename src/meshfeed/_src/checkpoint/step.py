@@ -1,4 +1,4 @@
-"""One step of a checkpoint folder: its parts, whether they are whole, and whether they belong together."""
+"""Reads one step of a checkpoint folder, and checks that its parts are complete and belong together."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ITERATOR = "iterator"
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a step holds.
+    """The parts of a step.
 
     Attributes:
-      step: the caller's number.
-      directory: its folder.
-      manifest: of the arrays.
-      document: of the iterator, or None where it was saved without a feed.
+      step: the caller's step number.
+      directory: the step's folder.
+      manifest: the manifest of the arrays.
+      document: the iterator's document, or None if the step was saved without a feed.
     """
 
     step: int
@@ -34,12 +34,12 @@ class StepParts:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The id, step, feed_step and position that both parts carry."""
+        """The id, step, feed_step and position recorded in both parts."""
         return self.manifest.identity or {}
 
 
 def find_steps(directory: Any) -> list[int]:
-    """Numbers of the steps in a folder, ascending, whole or not."""
+    """Returns the numbers of the steps in a folder, ascending, whether complete or not."""
     directory = epath.Path(directory)
     if not directory.exists():
         return []
@@ -47,11 +47,11 @@ def find_steps(directory: Any) -> list[int]:
 
 
 def read_step(directory: Any, step: int) -> StepParts:
-    """Checks a step without reading its arrays' values: parts, identities, digests of small files, sizes of the rest.
+    """Checks a step without reading array values: parts, identities, digests of small files, and sizes of the rest.
 
     Raises:
-      CheckpointError: it is absent, incomplete, or its parts do not belong together.
-      DamagedCheckpointError: a file is not what was written.
+      CheckpointError: the step is absent or incomplete, or its parts do not belong together.
+      DamagedCheckpointError: a file differs from what was written.
     """
     folder = epath.Path(directory) / str(step)
     if not folder.exists():

@@ -1,4 +1,4 @@
-"""The arrays of one item of an Orbax checkpoint, ours or plain Orbax's, as they lie in storage."""
+"""Reads the arrays of one Orbax checkpoint item, whether meshfeed or plain Orbax wrote it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _BYTES_KEPT_BY_A_THREAD = 64 << 20
 
 
 def _threads(most: int, memory_limit_bytes: int | None) -> int:
-    # What a thread has freed, glibc keeps for that thread's next allocation: the bytes of a chunk and its values where
-    # it read or decoded one, 2 × 16 MiB, and up to 64 MiB in all.
+    # glibc keeps what a thread has freed for that thread's next allocation: a chunk's bytes and its decoded values,
+    # 2 × 16 MiB, and up to 64 MiB in all.
     return most if memory_limit_bytes is None else min(most, max(1, memory_limit_bytes // _BYTES_KEPT_BY_A_THREAD))
 
 
@@ -41,13 +41,13 @@ class StoredLeaf:
 
     Attributes:
       name: Orbax's parameter name.
-      shape: of the stored values; key data for PRNG keys.
-      dtype: of the values as they were in the tree; key data's for keys.
-      carried: whether storage holds them in another dtype.
+      shape: shape of the stored values (of the key data for PRNG keys).
+      dtype: dtype of the values as they were in the tree (of the key data for PRNG keys).
+      carried: whether they are stored in a different dtype.
       cell: shape of the boxes that have a digest, or None.
       chunk: shape of the stored chunks.
-      digests: digest by number of the cell.
-      impl: of PRNG keys.
+      digests: digest by cell number.
+      impl: implementation of PRNG keys, or None.
     """
 
     name: str
@@ -61,26 +61,26 @@ class StoredLeaf:
 
     @property
     def units(self) -> Grid:
-        """The boxes that can be read and checked on their own, without reading a chunk twice."""
+        """Grid of the boxes that can be read and checked on their own, without reading a chunk twice."""
         return Grid(self.shape, joint_cell(self.shape, self.cell if self.digests else None, self.chunk))
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a value on the host."""
+        """Bytes per value on the host."""
         return self.dtype.itemsize
 
 
 class StoredArrays:
-    """Opens the arrays of an item, and reads boxes of them.
+    """Opens the arrays of an item and reads boxes of them.
 
     Args:
       directory: the item's folder, such as ``<checkpoint>/<step>/arrays``.
-      memory_limit_bytes: of a restore; few threads read and decode then.
-      metadata_key: see ``RestoreOptions``; not needed for what our manifest knows.
+      memory_limit_bytes: the restore's memory limit; it reduces the number of threads that read and decode.
+      metadata_key: see ``RestoreOptions``; not needed if our manifest records it.
 
     Raises:
-      CheckpointError: no arrays are there.
-      DamagedCheckpointError: its manifest is not what was written.
+      CheckpointError: the folder does not exist.
+      DamagedCheckpointError: the manifest differs from what was written.
     """
 
     def __init__(self, directory: Any, memory_limit_bytes: int | None = None, metadata_key: str | None = None) -> None:
@@ -88,7 +88,7 @@ class StoredArrays:
         if not self.directory.exists():
             raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
         self.manifest: Manifest | None = read_manifest(self.directory)
-        # One context, so that the nodes of the OCDBT tree are read once for all arrays.
+        # One shared context, so the nodes of the OCDBT tree are read only once for all arrays.
         self._context = ts.Context(
             {
                 "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
@@ -108,7 +108,7 @@ class StoredArrays:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Orbax's own tree metadata."""
+        """Orbax's own metadata of the tree."""
         if self._metadata is None:
             path = self.directory / _TREE_METADATA
             if not path.exists():
@@ -117,7 +117,7 @@ class StoredArrays:
         return self._metadata
 
     def plain_leaves(self) -> dict[str, dict[str, Any]]:
-        """Parameter name → {"keys", "value_type"} as Orbax's metadata has it."""
+        """Returns parameter name → {"keys", "value_type"} from Orbax's metadata."""
         found = {}
         for text, entry in self.metadata["tree_metadata"].items():
             keys = [str(part["key"]) for part in entry["key_metadata"]] if "key_metadata" in entry else None
@@ -126,7 +126,7 @@ class StoredArrays:
         return found
 
     def _plain_impls(self) -> dict[str, str]:
-        """Parameter name → kind of PRNG keys, as plain Orbax notes it."""
+        """Returns parameter name → implementation of PRNG keys, as recorded by plain Orbax."""
         if self._impls is None:
             path = self.directory / _KEY_METADATA
             entries = _read_json(path)["array_metadatas"] if path.exists() else []
@@ -149,6 +149,8 @@ class StoredArrays:
             kvstore = {"driver": "file", "path": f"{base}/{name}/"}
         fill = not plain.get("store_array_data_equal_to_fill_value", False)
         of_arrays = self.metadata_key is not None and self.plain_leaves()[name]["value_type"] == _JAX_ARRAY
+        # A committed checkpoint does not change, so caches need no revalidation. With our manifest, a missing chunk is
+        # damage, never the fill value.
         return {
             "driver": "zarr3" if plain.get("use_zarr3") else "zarr",
             "kvstore": kvstore,
@@ -159,7 +161,7 @@ class StoredArrays:
         }
 
     def param_info(self, name: str) -> ocp.type_handlers.ParamInfo:
-        """The parameter as Orbax's handlers want it."""
+        """Describes the parameter for Orbax's handlers."""
         return ocp.type_handlers.ParamInfo(
             name=name,
             parent_dir=self.directory,
@@ -169,13 +171,13 @@ class StoredArrays:
         )
 
     def open_soon(self, names: Iterable[str]) -> None:
-        """Starts to open parameters side by side, so that each :meth:`open` need not wait its turn."""
+        """Starts opening parameters concurrently, so :meth:`open` does not wait for them one at a time."""
         for name in names:
             if name not in self._stores and name not in self._opening:
                 self._opening[name] = ts.open(self._spec(name), open=True, read=True, context=self._context)
 
     def open(self, name: str) -> ts.TensorStore:
-        """The TensorStore of a parameter."""
+        """Returns the TensorStore of a parameter, opening it if needed."""
         if name not in self._stores:
             self.open_soon([name])
             try:
@@ -185,8 +187,8 @@ class StoredArrays:
         return self._stores[name]
 
     def _failure(self, what: str, error: BaseException) -> CheckpointError:
-        # A file cut short, a failed checksum and a missing file all come as a ValueError of TensorStore; what storage
-        # itself refuses names its reason.
+        # TensorStore raises ValueError alike for a truncated file, a failed checksum and a missing file. Errors of the
+        # storage itself can be recognized by their text; they do not mean that the checkpoint is damaged.
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
         refused = isinstance(error, OSError) or any(
             word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "OS error")
@@ -196,12 +198,12 @@ class StoredArrays:
         return DamagedCheckpointError(f"{what}: {text}. Restore an earlier step.", path=str(self.directory))
 
     def chunk_of(self, name: str) -> list[int]:
-        """Shape of the stored chunks of a parameter."""
+        """Returns the shape of a parameter's stored chunks."""
         store: Any = self.open(name)
         return [int(size) for size in store.chunk_layout.read_chunk.shape] if store.rank else []
 
     def leaf(self, name: str) -> StoredLeaf:
-        """What is stored under a parameter name."""
+        """Describes what is stored under a parameter name."""
         if name not in self._leaves:
             self._leaves[name] = self._describe(name)
         return self._leaves[name]
@@ -217,7 +219,7 @@ class StoredArrays:
         assert self.manifest is not None
         dtype, stored = dtype_of(entry), entry.get("stored")
         shape = tuple(entry.get("data_shape", entry["shape"]))
-        if stored == "bytes":  # host values of unusual types: a flat row of bytes
+        if stored == "bytes":  # host values of unusual types are stored as flat bytes
             shape = (int(np.prod(shape)) * dtype.itemsize,)
             dtype = np.dtype(np.uint8)
         chunk = tuple(entry.get("chunk") or (self.chunk_of(name) if stored != "nothing" else shape))
@@ -226,14 +228,14 @@ class StoredArrays:
         return StoredLeaf(name, shape, dtype, stored in CARRIERS, cell, chunk, digests, entry.get("impl"))
 
     def start_read(self, leaf: StoredLeaf, box: Box) -> ts.Future:
-        """Starts to read a box; its result goes to :meth:`finish_read`."""
+        """Starts reading a box; pass the result to :meth:`finish_read`."""
         store = self.open(leaf.name)
         if leaf.shape == ():
             return store.read(order="C")
         return store[slices(box)].read(order="C")
 
     def start_read_into(self, leaf: StoredLeaf, box: Box, room: np.ndarray[Any, Any]) -> Any:
-        """As :meth:`start_read`, into memory of the caller's; None where the stored dtype is another."""
+        """Like :meth:`start_read`, but into the caller's memory; returns None if the stored dtype is different."""
         store: Any = self.open(leaf.name)
         if leaf.carried or store.dtype.numpy_dtype != room.dtype:
             return None
@@ -241,10 +243,10 @@ class StoredArrays:
         return _ReadInto(room, ts.array(room, copy=False, write=True, context=self._context).write(part))
 
     def finish_read(self, leaf: StoredLeaf, box: Box, future: ts.Future, verify: bool) -> np.ndarray[Any, Any]:
-        """Waits for a read of whole cells, checks it, and gives the values in the leaf's dtype.
+        """Waits for a read of whole cells, checks it, and returns the values in the leaf's dtype.
 
         Raises:
-          DamagedCheckpointError: the values are not what was written; names parameter and box.
+          DamagedCheckpointError: the values differ from those written; the message names the parameter and the box.
           CheckpointError: storage cannot be read.
         """
         from meshfeed._src.checkpoint.digests import digest
@@ -277,7 +279,7 @@ def _read_json(path: epath.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ReadInto:
-    """A read whose result is where it was to be put."""
+    """A read whose result is already in the caller's memory."""
 
     room: np.ndarray[Any, Any]
     written: Any
@@ -288,11 +290,11 @@ class _ReadInto:
 
 
 def key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys of a kind."""
+    """Returns the dtype of PRNG keys with the given implementation."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def key_shape(shape: tuple[int, ...], impl: str) -> tuple[int, ...]:
-    """Shape of the key data of PRNG keys of ``shape``."""
+    """Returns the shape of the key data of PRNG keys of ``shape``."""
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
     return (*shape, *data.shape)

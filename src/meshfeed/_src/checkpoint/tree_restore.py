@@ -1,4 +1,4 @@
-"""Restores whole trees: matches what is wanted with what is stored, leaf by leaf."""
+"""Restores whole trees: matches requested leaves with stored ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLAIN_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar", "
 
 
 def stored_kinds(stored: StoredArrays) -> dict[str, str]:
-    """Parameter name → kind of leaf, of all leaves that hold something."""
+    """Returns parameter name → kind of leaf, for all leaves that have content."""
     manifest = stored.manifest
     if manifest is not None and manifest.skeleton is not None:
         return {name: entry["kind"] for name, entry in manifest.leaves.items()}
@@ -46,18 +46,18 @@ def restore_tree(
     partial: bool = False,
     strict: bool = True,
 ) -> Any:
-    """Restores ``abstract_tree`` from an item; every process of the job calls it with the same tree.
+    """Restores ``abstract_tree`` from an item. Every process of the job must call it with the same tree.
 
     Args:
       stored: the item.
-      abstract_tree: see :class:`~meshfeed.checkpoint.ArraysRestore`; None: as it was saved.
-      options: how to read.
-      agreement: of this operation.
-      partial: ignore stored leaves that are not wanted.
-      strict: refuse other shapes than the stored ones.
+      abstract_tree: see :class:`~meshfeed.checkpoint.ArraysRestore`; None restores everything as it was saved.
+      options: how to restore.
+      agreement: the agreement of this restore.
+      partial: ignore stored leaves that are not requested.
+      strict: reject shapes that differ from the stored ones.
 
     Raises:
-      CheckpointError: trees that differ, naming the leaves; or hosts that could not read.
+      CheckpointError: the trees differ (the message names the leaves), or a host could not read.
     """
 
     def plan() -> tuple[list[tuple[LeafRequest | None, Finish]], Any]:
@@ -66,13 +66,13 @@ def restore_tree(
         kinds = stored_kinds(stored)
         names = [leaf_name(path) for path, _ in flat]
         _compare(stored, names, [leaf for _, leaf in flat], kinds, partial)
-        if stored.manifest is None:  # shapes stand only with the arrays
+        if stored.manifest is None:  # plain Orbax records shapes only with the arrays
             stored.open_soon(name for name in names if kinds.get(name) not in (None, "str"))
         return [
             _want(stored, name, leaf, kinds, strict) for name, (_, leaf) in zip(names, flat, strict=True)
         ], structure
 
-    with without_ambient_mesh():  # leaves may lie on other devices than the caller's jax.set_mesh
+    with without_ambient_mesh():  # leaves may be on devices outside the caller's jax.set_mesh
         wanted, structure = agreement.attempt(plan)
         requests = [request for request, _ in wanted if request is not None]
         results = iter(restore_leaves(stored, requests, options, agreement))
@@ -117,7 +117,7 @@ def _want(
         text = _text(stored, name)
         check_python(f"leaf {name!r}", type(text), type(leaf))
         return None, lambda _: text
-    if isinstance(leaf, np.generic):  # before Python's types: np.float64 is a float
+    if isinstance(leaf, np.generic):  # before the Python types, because np.float64 is a float
         request, finish = host_wanted(stored, name, shape=(), dtype=leaf.dtype)
         return request, lambda values: finish(values)[()]
     if isinstance(leaf, _PYTHON) or (kind == "scalar" and not hasattr(leaf, "shape")):
@@ -125,7 +125,7 @@ def _want(
     if isinstance(leaf, np.ndarray):
         return host_wanted(stored, name, shape=leaf.shape, dtype=leaf.dtype)
     sharding = _wanted_sharding(leaf)
-    if sharding is None and kind not in ("jax",):  # a host value whose shape alone was given: as it was saved
+    if sharding is None and kind not in ("jax",):  # a host value, given only as a shape: as it was saved
         request, finish = host_wanted(stored, name, shape=leaf.shape, dtype=leaf.dtype)
         return request, (lambda values: finish(values)[()]) if kind == "numpy_scalar" else finish
     if sharding is None:
@@ -174,16 +174,16 @@ def _python_wanted(stored: StoredArrays, name: str, leaf: Any) -> tuple[LeafRequ
 
 
 def abstract_tree_of(stored: StoredArrays) -> Any:
-    """The saved tree with a description at each leaf, which restores it as it was.
+    """Returns the saved tree with a description at each leaf; passing it to a restore restores everything as it was.
 
-    Arrays become ``jax.ShapeDtypeStruct``, with the saved sharding where this job has as many devices; numpy values
-    become empty-handed numpy values of the same shape and dtype; numbers and text stand for themselves.
+    Arrays become ``jax.ShapeDtypeStruct``, with the saved sharding if this job has as many devices. Numpy values become
+    placeholders of the same shape and dtype. Numbers and text are themselves.
     """
     manifest = stored.manifest
     if manifest is not None and manifest.skeleton is not None:
         return tree_of(manifest.skeleton, lambda name: _abstract(stored, name, manifest.leaves[name]))
     kinds = stored_kinds(stored)
-    # Orbax's own description of the tree, so that its containers are those that Orbax gives.
+    # Use Orbax's own description of the tree, to return the same containers as Orbax.
     arrays = ocp.type_handlers.ArrayHandler(metadata_key=stored.metadata_key)
     orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays))
     plain = orbax.metadata(stored.directory).tree
@@ -193,7 +193,7 @@ def abstract_tree_of(stored: StoredArrays) -> Any:
 
 
 def type_handlers(arrays: ocp.type_handlers.ArrayHandler) -> Any:
-    """Orbax's registry of handlers by type of leaf, with this one for arrays."""
+    """Returns an Orbax registry of type handlers that uses ``arrays`` for ``jax.Array``."""
     handlers = ocp.type_handlers
     return handlers.create_type_handler_registry(
         (int, handlers.ScalarHandler()),
@@ -210,6 +210,7 @@ def _abstract(stored: StoredArrays, name: str, entry: dict[str, Any]) -> Any:
         return python_value(entry)
     shape, dtype = tuple(entry["shape"]), dtype_of(entry)
     if kind == "numpy":
+        # broadcast_to gives the shape without allocating it.
         return np.broadcast_to(np.zeros((), dtype), shape)
     if kind == "numpy_scalar":
         return np.zeros((), dtype)[()]
@@ -235,10 +236,10 @@ def _abstract_plain(stored: StoredArrays, name: str, kind: str, described: Any) 
 
 
 def _plain_sharding(described: Any, rank: int) -> Any:
-    """The sharding that plain Orbax noted; None if this job's devices do not allow it on every process."""
+    """Returns the sharding that plain Orbax recorded; None if this job's devices do not allow it on every process."""
     try:
         sharding = described.sharding.to_jax_sharding()
-    except Exception:  # none was noted, or it is of another topology, for which Orbax raises errors of many kinds
+    except Exception:  # none was recorded, or it is for a different topology, for which Orbax raises various errors
         return None
     if len({device.process_index for device in sharding.device_set}) < process_count():
         return None

@@ -1,4 +1,4 @@
-"""Checks whole checkpoints without restoring them: every file, every chunk, every digest."""
+"""Checks whole checkpoints without restoring them: every file, chunk and digest."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from meshfeed._src.state import files as state_files
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found about one step or item.
+    """The result of checking one step or item.
 
     Attributes:
       path: its folder.
-      step: its number, or None for an item given by itself.
-      problems: what is wrong, in words; empty for an intact one.
-      leaves: arrays that were read.
-      bytes_read: of values.
-      without_digest: leaves that could be read but not checked, because plain Orbax saved them.
-      seconds: it took.
+      step: its number, or None for an item given directly.
+      problems: messages on what is wrong; empty if it is intact.
+      leaves: number of arrays read.
+      bytes_read: bytes of array values read.
+      without_digest: number of leaves that were read but not checked, because plain Orbax saved them.
+      seconds: duration of the check in seconds.
     """
 
     path: str
@@ -44,20 +44,23 @@ class Finding:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no problem was found."""
         return not self.problems
 
 
 @public("meshfeed.checkpoint")
 def verify(directory: Any, step: int | None = None) -> list[Finding]:
-    """Reads everything in a folder of checkpoints, or in one item of arrays, and compares it with its digests.
+    """Reads everything in a checkpoint folder, or in one item of arrays, and compares it with its digests.
 
     Args:
       directory: a Checkpointer's folder, a step's folder, or an item's.
-      step: only this one; None: all.
+      step: the only step to check; None checks all steps.
+
+    Returns:
+      a finding per step, in ascending order, or one for the item.
 
     Raises:
-      CheckpointError: nothing is there.
+      CheckpointError: there is nothing to check, or the requested step does not exist.
     """
     directory = state_files.readable_path(directory)
     if not directory.exists():
@@ -66,7 +69,7 @@ def verify(directory: Any, step: int | None = None) -> list[Finding]:
         )
     steps = find_steps(directory)
     if step is not None and step not in steps:
-        read_step(directory, step)  # absent is not damaged: raises, naming the steps that are there
+        read_step(directory, step)  # absent is not damaged: raises and lists the existing steps
     if step is not None or steps:
         return [_verify_step(directory, number) for number in ([step] if step is not None else steps)]
     if directory.name.isdecimal() and (directory / ARRAYS).exists():
@@ -96,7 +99,7 @@ def _verify_step(directory: epath.Path, step: int) -> Finding:
 
 
 def _check_copy(parts: StepParts) -> list[str]:
-    """Plain Orbax has no digest of the state that it reads."""
+    """Compares the iterator's plain copy with its state: the copy, which plain Orbax reads, has no digest."""
     path = parts.directory / ITERATOR / PLAIN_FILE
     if parts.document is None or not path.exists():
         return []
@@ -126,6 +129,7 @@ def _finding(item: epath.Path, step: int | None, problems: list[str]) -> Finding
                 problems.append(str(error))
             count += reader.bytes_read
     except MeshfeedError as error:
+        # read_step may already have reported the same error.
         if str(error) not in problems:
             problems.append(str(error))
     seconds = time.perf_counter() - started

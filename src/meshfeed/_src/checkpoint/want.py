@@ -1,4 +1,4 @@
-"""From what a caller wants for a leaf to what is read, and back to the leaf."""
+"""Converts a request for a leaf to what must be read, and the result of reading to the leaf."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ def array_wanted(
     strict: bool = True,
     any_cast: bool = False,
 ) -> tuple[LeafRequest | None, Finish]:
-    """What to read for a ``jax.Array``, and how to finish it.
+    """Returns what to read for a ``jax.Array``, and a function that finishes it.
 
     Args:
       stored: the item.
-      name: parameter.
-      shape: wanted; None: as stored.
-      dtype: wanted, a PRNG key dtype included; None: as stored.
+      name: parameter name.
+      shape: requested shape; None means the stored shape.
+      dtype: requested dtype, which may be a PRNG key dtype; None means the stored dtype.
       sharding: a Sharding of any memory kind, or a Format.
-      strict: refuse a shape that differs from the stored one; else cut, or fill with zeros.
-      any_cast: cast as numpy does, also where more than precision is lost.
+      strict: reject a shape that differs from the stored one. If False, truncate the array or pad it with zeros.
+      any_cast: cast as numpy does, even if more than precision is lost.
 
     Returns:
-      the request, None where nothing is stored because the leaf is empty, and what makes the leaf of its result.
+      the request (None if nothing is read, because the leaf is empty or its value is in the manifest), and a function
+      that converts the request's result to the leaf.
 
     Raises:
-      CheckpointError: the shapes or kinds of dtypes differ, or no sharding is known.
+      CheckpointError: the shapes or kinds of dtypes differ, or no sharding is given or known.
     """
     entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
     if entry is not None and "value" in entry:
         value = _number(stored, name, python_value(entry), shape, dtype)
         return None, lambda _: _from_host(value, sharding)
-    final = getattr(sharding, "sharding", sharding)  # of a Format
+    final = getattr(sharding, "sharding", sharding)  # the sharding of a Format
     if final is None:
         raise CheckpointError(
             f"{stored.directory}: parameter {name!r}: no sharding given, and none was saved that fits these "
@@ -96,7 +97,7 @@ def array_wanted(
 
 
 def cut_to_rank(sharding: Any, rank: int) -> Any:
-    """The sharding that Orbax notes for PRNG keys is of their data, which has more dimensions: cut to the keys' own."""
+    """Truncates a spec to ``rank``: Orbax records the sharding of a PRNG key's data, which has more dimensions."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or any(sharding.spec[rank:]):
         return sharding
     spec = jax.sharding.PartitionSpec(*sharding.spec[:rank])
@@ -106,8 +107,8 @@ def cut_to_rank(sharding: Any, rank: int) -> Any:
 def _local_wanted(
     stored: StoredArrays, name: str, shape: Any, dtype: Any, sharding: Any, any_cast: bool
 ) -> tuple[LeafRequest | None, Finish]:
-    # Every process wants the array on a device of its own, so their shardings differ: the values come as a host's do,
-    # because all processes must make the same plan.
+    # Each process wants the array on its own device, so their shardings differ, but all processes must make the same
+    # plan. The values are therefore read like those of a host array.
     leaf = stored.leaf(name)
     _check_cast(name, leaf.dtype, dtype, any_cast, leaf.impl)
     key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -124,7 +125,7 @@ def _local_wanted(
 def host_wanted(
     stored: StoredArrays, name: str, *, shape: Any = None, dtype: Any = None
 ) -> tuple[LeafRequest | None, Finish]:
-    """What to read for a numpy array on every process; as :func:`array_wanted`."""
+    """Returns what to read for a numpy array on every process, like :func:`array_wanted`."""
     entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
     if entry is not None and "value" in entry:
         value = _number(stored, name, python_value(entry), shape, dtype)
@@ -151,21 +152,21 @@ def host_wanted(
 
 
 def _number(stored: StoredArrays, name: str, value: Any, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    """A stored Python number as an array."""
+    """Returns a stored Python number as a 0-d array."""
     if isinstance(value, str | bytes):
         raise CheckpointError(f"leaf {name!r} is stored as {type(value).__name__}, wanted is an array. Ask for text.")
     _check_shape(stored, name, (), shape, True)
     if dtype is None:
         return np.asarray(value)
     python = type(value)
-    _check_cast(name, np.dtype(python), dtype)  # of the type, not of the value: a huge int is an object
+    _check_cast(name, np.dtype(python), dtype)  # by type, not by value: numpy makes a huge int an object
     if python is int and jnp.issubdtype(dtype, jnp.integer):
         check_fits(f"leaf {name!r}", np.asarray(value), dtype)
     return np.asarray(value).astype(dtype)
 
 
 def _check_cast(name: str, found: Any, wanted: Any, any_cast: bool = False, impl: str | None = None) -> None:
-    """Refuses what is no cast: other kinds of PRNG keys, and what ``check_cast`` refuses."""
+    """Rejects PRNG keys of a different implementation, and whatever ``check_cast`` rejects."""
     if wanted is None:
         return
     if jnp.issubdtype(wanted, jax.dtypes.prng_key):
@@ -184,7 +185,7 @@ def _check_cast(name: str, found: Any, wanted: Any, any_cast: bool = False, impl
 
 
 def saved_sharding(stored: StoredArrays, name: str) -> Any:
-    """The sharding that a leaf was saved with, over this job's devices; the only device's in a job of one; or None."""
+    """Returns a leaf's saved sharding on this job's devices; otherwise device 0 in a single-process job, or None."""
     entry = None if stored.manifest is None else stored.manifest.leaves.get(name)
     sharding = rebuild_sharding(entry.get("sharding")) if entry else None
     if sharding is None and process_count() == 1:
@@ -214,6 +215,7 @@ def _check_shape(stored: StoredArrays, name: str, found: tuple[int, ...], wanted
 
 
 def _impl_of(dtype: Any) -> str:
+    # JAX does not expose the implementation of a key dtype.
     impl = getattr(dtype, "_impl", None)
     return str(getattr(impl, "name", impl))
 
@@ -223,7 +225,7 @@ def _default_kind(sharding: Any) -> str | None:
 
 
 def _readable(sharding: Any) -> Any:
-    """The same sharding in the devices' default memory, where collectives can run."""
+    """Returns the same sharding in the devices' default memory, where collectives can run."""
     if getattr(sharding, "memory_kind", None) in (None, _default_kind(sharding)):
         return sharding
     return sharding.with_memory_kind(_default_kind(sharding))
@@ -235,19 +237,20 @@ def _wrapper(impl: str, sharding: Any) -> Any:
 
 
 def _wrap_keys(data: jax.Array, impl: str, sharding: Any) -> jax.Array:
+    # A process without a device of this sharding cannot run the compiled call.
     if not data.addressable_shards:
         return data
     return _wrapper(impl, sharding)(data)
 
 
 def _placed(array: jax.Array, sharding: Any) -> jax.Array:
-    """``array`` under exactly the sharding, memory kind and layout that were asked for."""
+    """Returns ``array`` with exactly the requested sharding, memory kind and layout."""
     final = getattr(sharding, "sharding", sharding)
     if final is not sharding or _readable(final) is not final:
         return jax.device_put(array, sharding)
     if array.sharding == final or is_key(array):
         return array
-    # The compiler writes PartitionSpec('a') where ('a', None) was asked for: the same layout, another value.
+    # The compiler returns PartitionSpec('a') for a requested ('a', None): the same layout, but they compare unequal.
     shards = [shard.data for shard in array.addressable_shards]
     if not shards:
         return jax.make_array_from_single_device_arrays(array.shape, final, [], dtype=array.dtype)

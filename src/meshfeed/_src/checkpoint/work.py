@@ -1,4 +1,4 @@
-"""One leaf on its way from storage to a sharding: what is asked for, how it is read, and the buffers it is read into."""
+"""One leaf between storage and its sharding: what is requested, how it is read, and the buffers it is read into."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshfeed._src.checkpoint.load_plan import LoadPlan, devices_of_a_process
 from meshfeed._src.checkpoint.read import Target, UnitReader, units_for, wanted_unit
 from meshfeed._src.checkpoint.stored import StoredLeaf
 
-_BROADCAST_BYTES = 64 << 20  # a broadcast in blocks is faster than of whole shards, for which every device has zeros
+_BROADCAST_BYTES = 64 << 20  # broadcasting in blocks is faster than whole shards, for which every device needs zeros
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,11 +27,12 @@ class LeafRequest:
     """A leaf to restore.
 
     Attributes:
-      leaf: as stored.
-      shape: wanted, in stored form (key data for keys); may differ from the stored one, then cut or filled with zeros.
-      dtype: wanted.
-      sharding: wanted; None for a numpy array on every process.
-      wrap: let integers that do not fit in ``dtype`` wrap around, instead of an error.
+      leaf: the stored leaf.
+      shape: requested shape in stored form (key data for PRNG keys). If it differs from the stored one, the array is
+        truncated or padded with zeros.
+      dtype: requested dtype.
+      sharding: requested sharding; None for a numpy array on every process.
+      wrap: let integers that do not fit in ``dtype`` wrap around instead of raising an error.
     """
 
     leaf: StoredLeaf
@@ -42,17 +43,17 @@ class LeafRequest:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes."""
+        """Size of the stored leaf in bytes."""
         return math.prod(self.leaf.shape) * self.leaf.itemsize
 
     @property
     def must_fit(self) -> bool:
-        """Whether the values have to be looked at before they are cast."""
+        """Whether the values must be checked before they are cast."""
         return not self.wrap and may_overflow(self.leaf.dtype, self.dtype)
 
 
 class _HostDevice:
-    """Stands for the memory of this process where a numpy array is wanted."""
+    """Represents the memory of this process, for leaves restored as numpy arrays."""
 
     platform = "host"
 
@@ -62,7 +63,7 @@ class _HostDevice:
 
 
 class _HostSharding:
-    """The sharding of such an array: whole, on one such device."""
+    """The sharding of such a leaf: whole, on a single ``_HostDevice``."""
 
     device_set = frozenset((_HostDevice(),))
 
@@ -78,18 +79,28 @@ HERE = _HostSharding()
 
 @dataclasses.dataclass(eq=False)
 class Work:
+    """One leaf being restored: its request, its plan and this process's buffers.
+
+    Attributes:
+      index: position of the request in the caller's list.
+      request: the leaf to restore.
+      plan: how it is read.
+      rows: the rows of each piece that are read; None means all.
+      buffers: device → the host buffer that it reads into.
+    """
+
     index: int
     request: LeafRequest
     plan: LoadPlan
-    rows: tuple[int, int] | None = None  # only these rows of each piece: first, count
+    rows: tuple[int, int] | None = None  # first row and number of rows, if only part of each piece is read
     buffers: dict[Any, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def targets(self) -> list[Target]:
-        """This process's buffers, one for each different box; shared by devices until they are placed.
+        """Returns this process's buffers, one per distinct box; devices share them until they are placed.
 
-        Called again for other rows it gives the same buffers, as fresh pages cost more than to write over old ones. The
-        arrays that took them over as they were are gone by then, and every value is written again: pieces are read in
-        parts only where the leaf is of the stored shape and parts are whole units (``rows_in_flight``).
+        A later call for other rows returns the same buffers, because fresh pages cost more than overwriting old ones.
+        This is safe: arrays that aliased the buffers no longer exist, and every value is overwritten, because pieces
+        are read in parts only if the leaf has the stored shape and the parts are whole units (``rows_in_flight``).
         """
         here = process_index()
         shared: dict[Box, np.ndarray[Any, Any]] = {}
@@ -100,7 +111,7 @@ class Work:
                 shape = box_shape(box or ())
             if self.rows is not None:
                 if box is None:
-                    continue  # it only receives: BlockGather has what stands in its place
+                    continue  # it only receives: BlockGather supplies its block
                 shape = tuple(self.rows[1] if d == self.plan.dimension else size for d, size in enumerate(shape))
                 box = take_rows(box, self.plan.dimension, *self.rows)
             elif box is None:
@@ -114,7 +125,7 @@ class Work:
         return targets
 
     def own_buffers(self) -> dict[Any, np.ndarray[Any, Any]]:
-        """Buffers by device, a copy of its own for each CPU device, which would alias a shared one."""
+        """Returns buffers by device, with a separate copy for each CPU device, which would alias a shared buffer."""
         seen: set[int] = set()
         own = {}
         for device, buffer in self.buffers.items():
@@ -127,19 +138,19 @@ class Work:
         return own
 
     def large(self, limit: int | None) -> bool:
-        """Whether it is gathered in blocks: because of the limit, or because whole broadcasts thrash memory."""
+        """Returns whether to gather in blocks: because of the limit, or because a whole broadcast thrashes memory."""
         if self.plan.direct or not self.plan.shape:
             return False
         return self.extra_bytes() > self.block_bytes(limit)
 
     def block_bytes(self, limit: int | None) -> int:
-        """Bytes in flight while it is gathered in blocks."""
+        """Returns the bytes in flight while it is gathered in blocks."""
         if limit is None:
             return _BROADCAST_BYTES if self.plan.broadcast else sys.maxsize
         return limit // 2
 
     def extra_bytes(self) -> int:
-        """Memory of this process beside the result while it is gathered; the same bound on every process."""
+        """Returns this process's memory beyond the result while it is gathered; the same bound on every process."""
         local = devices_of_a_process(self.plan.sharding)
         itemsize = self.request.dtype.itemsize
         if self.plan.direct:
@@ -149,7 +160,7 @@ class Work:
 
 
 def read_group(group: Sequence[Work], reader: UnitReader) -> None:
-    """Reads what the devices of this process want of several leaves into their buffers."""
+    """Reads what this process's devices need of several leaves into their buffers."""
     wanted = []
     for work in group:
         leaf = work.request.leaf
