@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 from memory_store import MemoryStore
 from small_pipeline import new_window_reports, numbers_pipeline
 
-from meshfeed import PeerError, SkipBad, StalledError
+from meshfeed import PeerError, SkipBad, SourceError, StalledError
 from meshfeed._src.agreement.bad_records import BadRecords
 from meshfeed._src.agreement.handshake import Handshake
 from meshfeed._src.agreement.rules import (
@@ -244,8 +244,10 @@ def test_hosts_that_do_not_come_to_an_exchange_are_named(
 # ---------------------------------------------------------------------- leaving
 
 
-def pipeline(store: Any, host: int, hosts: int, prefetch: int = 2) -> Pipeline:
-    window_reports = new_window_reports()
+def pipeline(
+    store: Any, host: int, hosts: int, prefetch: int = 2, window_reports: WindowReports | None = None
+) -> Pipeline:
+    window_reports = window_reports or new_window_reports()
     held_back = agreement(store, host, hosts, judge=window_reports.judge)
     return numbers_pipeline(held_back, window_reports, host=host, prefetch=prefetch)
 
@@ -253,6 +255,28 @@ def pipeline(store: Any, host: int, hosts: int, prefetch: int = 2) -> Pipeline:
 def take(one: Pipeline, steps: int) -> None:
     for _ in range(steps):
         one.pop(one.peek())
+
+
+def test_a_report_that_cannot_be_made_is_told_to_the_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(window: Any) -> Any:
+        raise MemoryError("for the digests")
+
+    store = MemoryStore()
+    pipelines = []
+    for host in range(3):
+        reports = new_window_reports()
+        if host == 1:
+            monkeypatch.setattr(reports, "part_info", no_memory)
+        pipelines.append(pipeline(store, host, 3, 2, reports))
+    try:
+        for one in pipelines:
+            with pytest.raises(
+                SourceError, match=r"host 1 failed while it prepared its batches: MemoryError: for the digests"
+            ):
+                take(one, 100)
+    finally:
+        for one in pipelines:
+            one.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.checkpoint import commands as checkpoint_commands
-from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, restore_once
+from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, IteratorSave, restore_once
 
 
 @pytest.fixture(scope="module")
@@ -301,3 +301,15 @@ def test_closed(saved, state):
     for call in (lambda: ckpt.save(9, state), lambda: ckpt.restore(state)):
         with pytest.raises(CheckpointError, match=r"this Checkpointer is closed\. Make another one"):
             call()
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_a_replica_axis_that_no_mesh_has_is_refused_on_both_sides(saved, state, mesh, axis: int) -> None:
+    with Checkpointer(saved, restore="single_replica", replica_axis=axis) as ckpt:
+        with pytest.raises((SettingsError, CheckpointError), match=rf"replica_axis={axis}: the meshes have the axes"):
+            ckpt.restore(state, step=1)
+
+
+def test_a_feed_without_a_state_is_refused_by_the_synchronous_save_too(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SettingsError, match="IteratorSave"):
+        IteratorHandler().save(tmp_path, IteratorSave(object()))

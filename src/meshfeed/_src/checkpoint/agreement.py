@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshfeed._src.base.coordination import next_use, process_count, process_index, reduce_json, require_store
-from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.checkpoint.errors import DamagedCheckpointError, as_checkpoint_error
 
 
@@ -65,13 +65,15 @@ class Agreement:
 
         Raises:
           DamagedCheckpointError: that host found stored bytes that differ from those written.
+          SettingsError: a keyword's value is wrong on that host.
           CheckpointError: that host could not read for any other reason.
         """
         report = None
         if error is not None:
             kind = "damaged" if isinstance(error, DamagedCheckpointError) else "unreadable"
+            setting = error.setting if isinstance(error, SettingsError) else None
             text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
-            report = {"kind": kind, "text": text}
+            report = {"kind": kind, "text": text, "setting": setting}
         if len(self._participants) == 1:
             if error is not None:
                 if isinstance(error, MeshfeedError):
@@ -81,6 +83,8 @@ class Agreement:
         failed = self._reduce(report, _first_error)
         if failed is not None:
             message = f"host {failed['host']}: {failed['text']}"
+            if failed["setting"] is not None:
+                raise SettingsError(message, setting=failed["setting"]) from error
             raise as_checkpoint_error(failed["kind"], message) from error
 
     def attempt(self, work: Callable[[], Any]) -> Any:

@@ -199,15 +199,11 @@ class Checkpointer:
         # Forced, because save() has checked the interval, and the last step of a run need not be on it.
         try:
             return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
-        except MeshfeedError:
-            raise
-        except Exception as error:
-            if type(error).__name__ == "StepAlreadyExistsError":
-                raise CheckpointError(
-                    f"step {step} is in {self._directory} already. Save under another number, or remove it first.",
-                    step=step,
-                ) from error
-            raise
+        except ocp.checkpoint_manager.StepAlreadyExistsError as error:
+            raise CheckpointError(
+                f"step {step} is in {self._directory} already. Save under another number, or remove it first.",
+                step=step,
+            ) from error
 
     def _warn_if_behind(self, step: int, latest: int | None) -> None:
         if latest is not None and latest > step and not self._warned:

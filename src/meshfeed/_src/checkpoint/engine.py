@@ -43,9 +43,8 @@ def choose_replica_axis(requests: Sequence[LeafRequest], options: RestoreOptions
     """
     meshes = {r.sharding.mesh for r in requests if isinstance(r.sharding, NamedSharding)}
     if isinstance(options.replica_axis, int):
-        names = {
-            mesh.axis_names[options.replica_axis] for mesh in meshes if options.replica_axis < len(mesh.axis_names)
-        }
+        number = options.replica_axis
+        names = {m.axis_names[number] for m in meshes if -len(m.axis_names) <= number < len(m.axis_names)}
         axis = next(iter(sorted(names)), None)
     elif options.replica_axis is not None:
         axis = options.replica_axis

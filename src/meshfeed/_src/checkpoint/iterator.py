@@ -58,6 +58,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: IteratorSave) -> None:
         """Writes the state before returning."""
+        check_feed(args.feed, ("get_state",), "Give IteratorSave(feed).")
         state_files.write_state(directory, args.feed.get_state(), identity=args.identity)
 
     def restore(self, directory: Any, args: IteratorRestore | None = None) -> Any:

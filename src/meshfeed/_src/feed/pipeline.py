@@ -139,16 +139,17 @@ class Pipeline:
     def _publish(self, *, final: int | None, error: str | None = None) -> None:
         if self._agreement is None:
             return
+        failure: Exception | None = None
         try:
             info: dict[str, Any] = self._window_reports.part_info(self._window)
-        except Exception as failure:
-            if error is None:
-                raise
-            info = {"failed": str(failure)}
+        except Exception as caught:  # published first: the other hosts wait for this window
+            failure, info = caught, {"failed": f"{type(caught).__name__}: {caught}"}
         if getattr(self._reader, "empty", False):
             info["empty"] = True
         self._window = []
         self._agreement.publish(Part(self._read_step, final, error, info))
+        if failure is not None and error is None:
+            raise failure
 
     def _next_host_batch(self) -> HostBatch:
         if self._host_stage is not None:
