@@ -59,6 +59,7 @@ class BadRecords:
         return {"bad": bad, "last_bad": last} if bad else {}
 
     def _too_many(self, bad: int, records: int) -> bool:
+        # Below 1 / limit records, a single bad record would exceed the limit.
         return self._limit is not None and records >= 1 / self._limit and bad > self._limit * records
 
     # ------------------------------------------------------------------ the reducer

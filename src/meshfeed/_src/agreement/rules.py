@@ -35,7 +35,7 @@ def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int
 def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
     """Yields the exclusive ends of windows 0, 1, 2, …: one step, then 1/4, 1/2 and finally all of ``size()`` steps."""
     end = first_step + 1
-    yield end
+    yield end  # before size(), which is known only after the first window: batch bytes come with its reports
     length = max(1, size() // _FIRST_WINDOWS)
     while True:
         end += min(length, size())
@@ -49,7 +49,7 @@ class Part:
 
     Attributes:
       count: steps that the host has read, counted from step 0 of the feed.
-      final: the first step for which the host has no data, or None.
+      final: the first step that the host cannot read or has no data for, or None.
       error: message of the exception that caused ``final``, or None at the end of the data.
       info: further JSON for the reducer: bytes per batch, lengths of ended lanes, bad records, digests.
       pads: whether the host continues with padding after ``final``, until the data of all hosts has ended.
@@ -93,10 +93,11 @@ def decide(parts: Mapping[int, Part], participants: Sequence[int], first: int, e
     failed = min((part.final for part in errors.values() if part.final is not None), default=None)
     ends = [(part.final, part.pads) for part in parts.values() if part.final is not None and part.error is None]
     ended = min((final for final, pads in ends if not pads), default=None)
+    # Padding hosts continue until the host with the most data has ended, so their end is known only from all hosts.
     if ended is None and len(ends) == len(participants):
         ended = max(final for final, _ in ends)
     if failed is not None and (ended is None or failed <= ended) and failed <= end:
-        step = max(first, failed)
+        step = max(first, failed)  # steps before ``first`` may already be delivered
         return step, Stop(step, {host: str(part.error) for host, part in errors.items() if part.final == failed})
     if ended is not None and ended <= end:
         step = max(first, ended)

@@ -26,7 +26,7 @@ from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, sp
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 
 _log = logging.getLogger("meshfeed.exchange")
-_CHECKED_STEPS = 4
+_CHECKED_STEPS = 4  # first steps of a generation whose replicas are compared
 BlocksOf = Callable[[PyTree, int], "dict[str, np.ndarray]"]
 """(host tree, global batch size) → label → block of rows (and columns), for each block on this host's devices."""
 
@@ -97,6 +97,7 @@ class WindowReports:
         if batches and batches[0].step == self._first_step and batches[0].tree is not None:
             tree = batches[0].tree
             size = batches[0].global_batch_size
+            # Scaled to the schedule's largest batch: the window length set by the first report never changes.
             info["bytes"] = num_bytes(tree) * max(size, self._largest_batch) // size
             if self._compare_records and jax.tree.leaves(tree)[0].shape[0]:
                 spec = spec_of_batch(tree, jax.tree.leaves(tree)[0].shape[0], what="the source")
@@ -169,6 +170,7 @@ class WindowReports:
             return dict(ended)
         padding: dict[int, int] = {}
         for key, missing in ended.items():
+            # keys are (step + 1) << 32 | first row; the sum keeps only the step
             padding[key >> 32 << 32] = padding.get(key >> 32 << 32, 0) + missing
         return padding
 

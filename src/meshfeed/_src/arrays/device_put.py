@@ -205,6 +205,8 @@ class LeafDevicePut:
         # The usual case: whole rows need no column indices and no contiguity check per block.
         self._rows = [index[0] for index in local] if whole else None
         row_bytes = math.prod(host_shape[1:]) * np.dtype(dtype).itemsize
+        # On CPU, JAX shares aligned host memory instead of copying it. Aligning the host array is only useful if every
+        # block's byte offset keeps the alignment.
         self._align = all(device.platform == "cpu" for device in devices) and all(
             index[0].start * row_bytes % memory.ALIGNMENT == 0 for index in local
         )

@@ -226,6 +226,7 @@ def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | Loa
         placer: ShardedPlacer | LoadOncePlacer = ShardedPlacer(prefix, here, settings.mask_key)
     else:
         placer = LoadOncePlacer(prefix, settings.load, here)
+    # Check all sizes now: otherwise a bad size fails at the step where the schedule switches to it.
     if settings.schedule is not None:
         check = ShardedPlacer(prefix, here) if not isinstance(placer, ShardedPlacer) else placer
         for size in settings.schedule.sizes:

@@ -125,6 +125,7 @@ class Feed:
         self._stats = StatsRecorder()
         self._host = coordination.process_index()
         self._owner = Owner()
+        # check_settings rejects other types below, once the handshake exists and can report the error to other hosts.
         self.name = name if isinstance(name, str) else f"feed-{coordination.next_use('feeds')}"
         self._second_pass = SecondPass(self.name)
         self._scope = f"feed/{self.name}/{coordination.next_use(f'feed {self.name}')}"
@@ -158,7 +159,7 @@ class Feed:
                 ),
             )
         except BaseException as error:
-            self._handshake.fail(error)
+            self._handshake.fail(error)  # other hosts wait for this one in the handshake
             self._handshake.leave()
             raise
         if self._hosts_agree:
@@ -327,11 +328,12 @@ class Feed:
                 opening.result()
             self._begin(cursor, opening, "set a state in its feed")
         except BaseException as error:
-            if self._cursor is cursor:
+            if self._cursor is cursor:  # interrupted after the switch: the new state holds
                 raise
             if isinstance(error, Exception):
                 self._handshake.fail(error, refused=True)
             elif opening is not None and getattr(self._stream, "moved_by_opening", False):
+                # The pipeline reads from the iterator that the opening moved: reopen it at the old cursor.
                 self._begin(self._cursor, None, "was interrupted in set_state of its feed")
             raise
 

@@ -29,7 +29,7 @@ from meshfeed._src.base.types import PyTree
 from meshfeed._src.feed.prefetch import ReadAhead
 from meshfeed._src.streams.protocol import HostBatch, HostReader
 
-HOST_READ_AHEAD_BYTES = 1 << 30
+HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
 
 
 @dataclasses.dataclass(slots=True)
@@ -179,7 +179,7 @@ class Pipeline:
         if self._host_stage is not None:
             self._host_stage.pop(ready.batch)
         self._held = None
-        ready.batch.tree = None
+        ready.batch.tree = None  # the arrays hold the data now; on CPU they may share its memory
         self._step, self._cursor = ready.batch.step + 1, ready.cursor
 
     def _produce(self) -> Ready:
@@ -284,6 +284,7 @@ class Pipeline:
         if leaving is not None:
             leave_notice = f"{leaving} at step {self._delivered}"
             leave_notice += "" if because is None else f" after {type(because).__name__}: {because}"
+        # Stop every thread before joining any: a stage may wait on the agreement or on the stage before it.
         stages = [stage for stage in (self._host_stage, self._device_stage) if stage is not None]
         for stage in stages:
             stage.stop()

@@ -109,6 +109,7 @@ class RandomAccessStream:
                 step_schedules.StepSchedule(self._schedule, past=segments, step=step, position=state.position)
             )
             order.check_saved(mixture, state.position, step)
+        # With fewer epochs than at the save, a position past the end is valid: the stream has ended.
         beyond = order.total is not None and state.position > order.total
         if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
             raise StateMismatchError(
@@ -267,7 +268,7 @@ class RandomAccessReader:
         self.sequential = settings.num_workers > 0  # workers answer in the order of the requests
         if settings.num_workers:
             self._workers = WorkerReader(stream.records, settings.num_workers, timeout_seconds=settings.timeout_seconds)
-            self._ahead = 2 * settings.num_workers
+            self._ahead = 2 * settings.num_workers  # two requests per worker, so that none waits for the next one
         elif (settings.num_threads or 1) > 1:
             self._threads = Threads(settings.num_threads or 1, "meshfeed-read")
             self._ahead = 2 * (settings.num_threads or 1)
@@ -314,7 +315,7 @@ class RandomAccessReader:
             record_ids, result = self._pending[step]
         self._doing = ((step, record_ids), time.monotonic())
         batch = self._finish(step, record_ids, None if result is None else result())
-        self._pending.pop(step, None)
+        self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
         self._next_step = step + 1
         self._doing = ("waiting for room", time.monotonic())
         return batch

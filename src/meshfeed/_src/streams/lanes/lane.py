@@ -21,8 +21,8 @@ from meshfeed._src.state import state as feed_state
 _log = logging.getLogger("meshfeed.lanes")
 _SNAPSHOT_SHARE = 0.01  # share of the lane's read time that snapshots of its state may cost
 _MAX_SNAPSHOT_SECONDS = 60.0  # read time that a resume may have to repeat
-_EXPENSIVE_SECONDS = 2e-3
-_MAX_BAD_IN_A_ROW = 1000
+_EXPENSIVE_SECONDS = 2e-3  # a slower snapshot is logged
+_MAX_BAD_IN_A_ROW = 1000  # beyond this the data or the decoder is broken as a whole
 _ALL = 1 << 62  # no limit: more records than any request
 
 
@@ -276,7 +276,7 @@ class Lane:
 
     def _add(self, record: Any, stack: RecordStack, result: Taken) -> None:
         if self._decode is not None:
-            record_id = (self.lane_index << 48) | self._taken
+            record_id = (self.lane_index << 48) | self._taken  # unique over all lanes, for rng= and the ledger
             extra = {"rng": philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
             try:
                 record = self._decode(record, **extra)

@@ -332,7 +332,7 @@ class LaneReader:
         if self._group is not None:
             return self._group.read(self._rows_per_lane(step))
         assert self._workers is not None
-        while self._asked <= step + 1:
+        while self._asked <= step + 1:  # queue the next step too, so that workers read while this one is delivered
             self._workers.submit(self._rows_per_lane(self._asked))
             self._asked += 1
         return self._workers.result()

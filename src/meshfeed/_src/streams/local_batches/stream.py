@@ -44,7 +44,7 @@ class LocalBatchStream:
     def __init__(self, source: Any, settings: FeedSettings, placer: Any) -> None:
         for setting, (only, remedy) in _UNSUPPORTED.items():
             value = getattr(settings, setting)
-            if value != only or isinstance(value, bool) != isinstance(only, bool):
+            if value != only or isinstance(value, bool) != isinstance(only, bool):  # False == 0
                 raise SettingsError(
                     f"{setting}={value!r} has no effect on an iterable of host batches; leave it out, and {remedy}.",
                     setting=setting,
