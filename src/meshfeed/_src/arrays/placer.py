@@ -201,11 +201,11 @@ class LoadOncePlacer:
         return self._loader.plan(global_batch_size).reshard(arrays)
 
     def global_batch_size_of(self, host_rows: int) -> int:
-        """Not for host batches, which refuse ``load=``."""
+        """Always raises: host batches require ``load="sharded"``."""
         raise PlanError(f"a host batch of {host_rows} rows needs load='sharded'.")
 
     def smallest_batch_size(self) -> int:
-        """Not for host batches, which refuse ``load=``."""
+        """Always raises: host batches require ``load="sharded"``."""
         raise PlanError("host batches need load='sharded'.")
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
