@@ -1,6 +1,6 @@
-"""meshfeed: global ``jax.Array`` batches for a training mesh of many hosts, exact on any number of them.
+"""meshfeed: global ``jax.Array`` batches for a multi-host training mesh, identical on any number of hosts.
 
-The public names are loaded when they are first used; nothing runs at import.
+Public names are imported lazily, on first use; ``import meshfeed`` runs nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Arrays and data position in one checkpoint: read once across the cluster, exact to the bit, intact or refused.
+"""Arrays and data position in one checkpoint: read once across the cluster, bit-exact, and rejected if damaged.
 
-Nothing here is imported before it is asked for, so that ``import meshfeed.checkpoint`` loads no Orbax.
+Public names are imported lazily, so ``import meshfeed.checkpoint`` does not import Orbax.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""meshfeed under MaxText's names: change one import of a MaxText training loop, and keep its checkpoint code.
+"""meshfeed under MaxText's names: change one import in a MaxText training loop and keep its checkpoint code.
 
 ::
 
     - from maxtext.input_pipeline import multihost_dataloading
     + from meshfeed import maxtext as multihost_dataloading
 
-Each difference from MaxText is listed in docs/how-to/migrate-from-maxtext.md.
+docs/how-to/migrate-from-maxtext.md lists all differences from MaxText.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources: one file a family, each loaded, with its library, when it is first used."""
+"""Sources. Each is imported on first use, together with the library that it needs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tools for tests of feeds: the conformance check, real multi-host jobs on one machine, and fake topologies.
+"""Tools for testing feeds: a conformance check, real multi-host jobs on one machine, and fake topologies.
 
-``check_resumable`` saves and restores a feed everywhere and compares. ``run_hosts`` runs a function on fresh
-``jax.distributed`` processes, ``HostPool`` many functions on the same ones, ``start_hosts`` gives a handle with which
-single hosts can be killed. ``fake_devices`` and ``fake_mesh`` make plans for thousands of hosts on a laptop.
+``check_resumable`` saves and restores a feed at each save point and compares the rest. ``run_hosts`` runs a function on
+new ``jax.distributed`` processes, ``HostPool`` runs many functions on the same processes, and ``start_hosts`` returns a
+handle that can kill single hosts. ``fake_devices`` and ``fake_mesh`` allow plans for thousands of hosts on a laptop.
 """
 
 from __future__ import annotations

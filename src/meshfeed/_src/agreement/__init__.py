@@ -1,4 +1,4 @@
-"""What hosts agree on through the key-value store: settings, how far all of them can go, and failures.
+"""What hosts agree on through the key-value store: settings, how far all of them can read, and failures.
 
-May import: everything above that is below feed: base to streams and sources. Read first: ``windows.py``.
+May import base to streams and sources: every package below feed. Start with ``windows.py``.
 """

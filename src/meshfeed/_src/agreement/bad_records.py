@@ -1,7 +1,7 @@
-"""Bad records counted over all hosts, and the step at which there are too many.
+"""Counts bad records over all hosts and finds the step at which there are too many.
 
-The count is one of the stream, not of hosts: replicas that several hosts read count once, it goes on where a state left
-it, and the step at which it is too large follows from source and settings alone.
+The count is a property of the stream, not of the hosts: records that several hosts read count once, the count resumes
+from a state, and the step at which it exceeds the limit depends only on the source and the settings.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from meshfeed._src.base.settings import SkipBad
 from meshfeed._src.streams.protocol import HostBatch
 
 RecordsAfter = Callable[[int, Mapping[int, int]], int]
-"""Step and lanes that ended → records of the stream up to and including the step."""
+"""(step, ended lanes) → records of the stream up to and including the step."""
 
 
 class BadRecords:
-    """This host's side of the count, and the reducer's.
+    """This host's and the reducer's side of the bad-record count.
 
     Args:
-      setting: of the feed.
+      setting: the feed's ``bad_records``.
       num_skipped: bad records in the batches delivered so far.
       records_after: see :data:`RecordsAfter`.
     """
@@ -30,19 +30,20 @@ class BadRecords:
     def __init__(self, setting: SkipBad | None, num_skipped: int, records_after: RecordsAfter) -> None:
         self._limit = None if setting is None else setting.max_fraction
         self._records_after = records_after
-        self._own = num_skipped  # what this host knows of itself: at most what there is
+        self._own = num_skipped  # from this host's reads alone: a lower bound of the stream's count
         self._judged = num_skipped
         self._judged_step = -1
         self._known = num_skipped
-        self._later: collections.deque[tuple[int, int]] = collections.deque()  # step, count up to it; not yet delivered
+        self._later: collections.deque[tuple[int, int]] = collections.deque()  # (undelivered step, count up to it)
 
-    # ------------------------------------------------------------------ this host's part
+    # ------------------------------------------------------------------ every host
 
     def part(self, batches: Iterable[HostBatch], ended: Mapping[int, int]) -> dict[str, Any]:
-        """What this host publishes of a window, JSON.
+        """Returns this host's share of a window report, as JSON.
 
-        Which records, not how many, because other hosts may have read the same rows. Nothing is listed from the step on
-        at which these alone are too many, so the list is never longer than ``max_fraction`` of the records.
+        Lists the bad records instead of counting them, because other hosts may have read the same rows. The list ends
+        at the step at which this host's bad records alone are too many, which bounds it to about ``max_fraction`` of
+        the records.
         """
         if self._limit is None:
             return {}
@@ -58,14 +59,15 @@ class BadRecords:
         return {"bad": bad, "last_bad": last} if bad else {}
 
     def _too_many(self, bad: int, records: int) -> bool:
+        # Below 1 / limit records, a single bad record would exceed the limit.
         return self._limit is not None and records >= 1 / self._limit and bad > self._limit * records
 
-    # ------------------------------------------------------------------ the rule
+    # ------------------------------------------------------------------ the reducer
 
     def judge(
         self, parts: Mapping[int, Part], first: int, end: int, ended: Mapping[int, int]
     ) -> tuple[dict[str, Any], Verdict | None]:
-        """The reducer's: counts up to the steps of a window, for the announcement, and the step with too many."""
+        """On the reducer: counts for the announcement of a window, and a failure at the first step over the limit."""
         if self._limit is None:
             return {}, None
         found: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
@@ -87,11 +89,11 @@ class BadRecords:
 
     @property
     def none_so_far(self) -> bool:
-        """Whether no record of this stream was bad yet, so that there is nothing to judge."""
+        """Whether no record of this stream has been bad so far."""
         return not self._judged
 
     def judge_alone(self, batch: HostBatch, ended: Mapping[int, int]) -> str | None:
-        """The rule for one process, which has no other to tell. A step that an interrupt brings twice counts once."""
+        """The rule for a single process. A step read twice because of an interrupt counts once."""
         last = f"record {batch.bad[-1][0]}: {batch.bad[-1][2]}" if batch.bad else ""
         if batch.bad and batch.step > self._judged_step:
             judged = self._judged + len({(record_id, epoch) for record_id, epoch, _ in batch.bad})
@@ -109,14 +111,14 @@ class BadRecords:
             + ". Look at the data; raise max_fraction only if so many bad records are expected."
         )
 
-    # ------------------------------------------------------------------ what was announced
+    # ------------------------------------------------------------------ announcements
 
     def learn(self, info: Mapping[str, Any]) -> None:
-        """Takes in the JSON of an announcement."""
+        """Adds the counts of an announcement."""
         self._later.extend((int(step), count) for step, count in info.get("bad", {}).items())
 
     def up_to(self, step: int) -> int:
-        """Bad records up to and including ``step``; steps are asked for in order."""
+        """Returns the bad records up to and including ``step``. Call with ascending steps."""
         while self._later and self._later[0][0] <= step:
             self._known = self._later[0][1]
             self._later.popleft()

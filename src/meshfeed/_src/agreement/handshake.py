@@ -1,9 +1,10 @@
-"""Agreement between hosts on settings and position, before the first batch of each generation of a feed.
+"""Compares settings and position between hosts before the first batch of each generation of a feed.
 
-Each generation is a round. Every host publishes what it has, the lowest participant compares, and all read the
-result. A host that cannot come (its feed cannot be made, its data cannot be opened, its state is refused) publishes
-that instead, and the others name it after a few seconds. Those seconds, and what follows here about states, are for
-hosts that go on after all: where every host was refused the same state and starts from the beginning, none has failed.
+Each generation takes one round. Every host publishes its settings, the lowest participant compares them, and all read
+the result. A host that cannot take part (making the feed, opening the data or restoring a state failed) publishes that
+failure instead, and the others raise an error naming it after a grace period of a few seconds. The grace period, and
+the tracking of refused states, are for hosts that recover: if every host refuses the same state and starts from the
+beginning, none has failed.
 """
 
 from __future__ import annotations
@@ -22,41 +23,43 @@ from meshfeed._src.streams.protocol import Cursor
 
 _log = logging.getLogger("meshfeed.agree")
 _MAX_MESSAGE = 2000
-_GRACE_SECONDS = 3.0  # for a host that could not come to come after all
+_GRACE_SECONDS = 3.0  # for a host that published a failure to recover
 
 
-def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], place: Cursor) -> dict[str, Any]:
-    """What must be the same on all hosts before the first batch: field → JSON value, flat."""
+def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
+    """Returns what must be equal on all hosts before the first batch: field → JSON value, flat."""
     bad = settings.bad_records
     return {
         **flatten(dict(fingerprint)),
-        "position": place.position,
-        "step": place.step,
+        "position": cursor.position,
+        "step": cursor.step,
         "load": settings.load,
         "mask_key": settings.mask_key,
         "bad_records": None if bad is None else bad.max_fraction,
-        "num_skipped": None if bad is None else place.num_skipped,
+        "num_skipped": None if bad is None else cursor.num_skipped,
         "check_replicas": settings.check_replicas,
         "global_batch_size": None if settings.schedule is None else settings.schedule.stages,
     }
 
 
 class Handshake:
-    """One host's side of all rounds of a feed.
+    """One host's side of all handshakes of a feed.
 
     Args:
-      scope: unique to this feed.
-      participants: process indices that take part; more than one, this one's included, or nothing is agreed.
+      scope: key prefix, unique to this feed.
+      participants: participating process indices. No handshake takes place unless there are several and this process
+        is one of them.
 
     Attributes:
-      round: the next one; rounds that failed count.
-      in_force: whether the last round succeeded, and its generation of the feed has not ended.
+      round: number of the next round; failed rounds count.
+      in_force: whether the last round succeeded and its generation of the feed has not ended.
     """
 
     def __init__(self, scope: str, participants: Sequence[int]) -> None:
         self._feed = f"meshfeed/{scope}"
         self._base = f"{self._feed}/settings"
-        # The name is there because hosts that build other feeds, or in another order, wait for each other under other names.
+        # Includes the feed's name because hosts that create different feeds, or in a different order, wait on
+        # different keys.
         self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
         self.participants = tuple(sorted(participants))
         self.round = 0
@@ -71,25 +74,25 @@ class Handshake:
         return len(self.participants) > 1 and coordination.process_index() in self.participants
 
     def fail(self, error: BaseException, *, refused: bool = False) -> None:
-        """Publishes, for the hosts that come to this round, that this one cannot.
+        """Publishes that this host cannot take part in this round.
 
         Args:
-          error: why.
-          refused: this host refuses a state and has changed nothing, so that it may still come; else it will come to
-            the next round at best.
+          error: the reason.
+          refused: this host rejected a state without changing anything and may still join this round. Otherwise it
+            can join the next round at the earliest.
         """
         store = self._store()
         if store is not None:
             message = {"failed": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]}
             try:
                 store.set(self._key("in", coordination.process_index()), json.dumps(message), overwrite=True)
-            except Exception as failure:  # the error is what the caller must see
+            except Exception as failure:  # must not mask ``error``, which the caller raises
                 _log.warning("cannot tell other hosts that this one failed: %s", failure)
         self._refused = refused
         self.round += not refused
 
     def withdraw(self) -> None:
-        """The feed begins a new generation; a state that was refused before no longer counts."""
+        """Starts a new generation of the feed and retracts the failure that a refused state published."""
         self.in_force = False
         store = self._store() if self._refused else None
         if store is not None:
@@ -97,13 +100,13 @@ class Handshake:
         self._refused = False
 
     def leave(self) -> None:
-        """This host is done with the feed, and writes and reads no key of it from here on."""
+        """Marks this host as done with the feed; it no longer reads or writes the feed's keys."""
         store, self._left = self._store(), True
         if store is not None:
             coordination.leave(store, self._feed, len(self.participants))
 
     def _store(self) -> coordination.KeyValueStore | None:
-        """For what can be left undone; None if nobody is there to read it."""
+        """Returns the store for optional messages, or None if no other host would read them."""
         return coordination.key_value_store() if self.needed and not self._left else None
 
     def agree(self, settings: Mapping[str, Any], timeout_seconds: float) -> None:
@@ -135,9 +138,9 @@ class Handshake:
             raise
         store = self._store()
         if store is not None and coordination.process_index() == self.participants[0] and self._generation is not None:
-            store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so nobody reads its windows
+            store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so its windows are unused
         following = self.round + 1
-        # together: an interrupt, which comes at calls only, finds this round either open or settled
+        # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
         self.round, self._generation, self._refused, self.in_force = following, following, False, True
 
     # ------------------------------------------------------------------ one round
@@ -233,7 +236,7 @@ class Handshake:
 
 
 class _GivenUp(Exception):
-    """The host that is to compare cannot come."""
+    """The comparing host failed and did not recover within the grace period."""
 
 
 def _compare(values: dict[int, Any]) -> dict[str, Any]:

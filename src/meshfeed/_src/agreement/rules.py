@@ -1,6 +1,6 @@
-"""The rules of the agreement between hosts: how long windows are, what a host says of one, and where all must stop.
+"""The rules of the agreement between hosts: window lengths, window reports, and the step at which all must stop.
 
-Pure: :mod:`meshfeed._src.agreement.windows` carries them over the coordination service.
+Pure functions; :mod:`meshfeed._src.agreement.windows` applies them over the coordination service.
 """
 
 from __future__ import annotations
@@ -10,24 +10,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _MIN_WINDOW = 8
-# 2 requests a host and window: 4,000 a second from 320 hosts on, at 20 ms a step. The rest of the 5,000 that one
-# coordinator should bear is left to polls that have to be repeated, and to whatever else the job asks of it.
+# 2 requests per host and window make at most 4,000 requests per second from 320 hosts on, at 20 ms per step. The rest
+# of the 5,000 per second that one coordinator should bear is left for repeated polls and for the rest of the job.
 _HOSTS_PER_STEP = 40
 _FIRST_WINDOWS = 4
-ALL_HOSTS = -1  # stands for the host in an error that is everybody's
+ALL_HOSTS = -1  # in place of the host, for an error of all hosts
 _CLOSED = "closed|"
 
 
 def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int:
-    """Steps of a full window: few requests a second on many hosts, and two windows within ``byte_limit`` bytes."""
+    """Returns the steps of a full window, at least 1.
+
+    Long enough to limit the request rate on many hosts, and short enough for two windows to fit in ``byte_limit``.
+
+    Args:
+      num_participants: number of hosts.
+      batch_bytes: bytes of one host's part of a batch, the largest over all hosts.
+      byte_limit: host memory in bytes for the read-ahead.
+    """
     wanted = max(_MIN_WINDOW, -(-num_participants // _HOSTS_PER_STEP))
     return max(1, min(wanted, byte_limit // (2 * max(1, batch_bytes))))
 
 
 def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
-    """Ends (exclusive) of the windows 0, 1, 2, …: one step, a quarter of ``size()``, a half, and then all of it."""
+    """Yields the exclusive ends of windows 0, 1, 2, …: one step, then 1/4, 1/2 and finally all of ``size()`` steps."""
     end = first_step + 1
-    yield end
+    yield end  # before size(), which is known only after the first window: batch bytes come with its reports
     length = max(1, size() // _FIRST_WINDOWS)
     while True:
         end += min(length, size())
@@ -37,14 +45,14 @@ def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a host publishes of a window.
+    """One host's report on a window.
 
     Attributes:
-      count: steps that it has read, counted from step 0 of the feed.
-      final: the first step that it cannot make of itself, or None.
-      error: message of the exception that made ``final``, or None for the end of its data.
-      info: further JSON for the reducer: bytes a batch, lengths of lanes that ended, counts of bad records, digests.
-      pads: whether this host continues with padding after ``final``, until the data of all hosts has ended.
+      count: steps that the host has read, counted from step 0 of the feed.
+      final: the first step that the host cannot read or has no data for, or None.
+      error: message of the exception that caused ``final``, or None at the end of the data.
+      info: further JSON for the reducer: bytes per batch, lengths of ended lanes, bad records, digests.
+      pads: whether the host continues with padding after ``final``, until the data of all hosts has ended.
     """
 
     count: int
@@ -56,7 +64,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Why and before which step all hosts stop.
+    """The step before which all hosts stop, and the reason.
 
     Attributes:
       step: the first step that is not delivered.
@@ -68,27 +76,28 @@ class Stop:
 
 
 def decide(parts: Mapping[int, Part], participants: Sequence[int], first: int, end: int) -> tuple[int, Stop | None]:
-    """The reducer's rule: how far all hosts can go in the window ``[first, end)``.
+    """The reducer's rule: how far all hosts can deliver in the window ``[first, end)``.
 
     Args:
-      parts: host → what it published; hosts may be missing only where some host has failed.
+      parts: host → its window report; hosts may be missing only if some host has failed.
       participants: all hosts.
-      first: first step of the window; nobody has delivered it.
+      first: first step of the window; no host has delivered it.
       end: one past the window's last step.
 
     Returns:
-      The step up to which all may deliver (exclusive), and why they stop there, or None.
+      The step up to which all hosts may deliver (exclusive), and the stop at that step, or None.
     """
     errors = {host: part for host, part in parts.items() if part.error is not None}
-    if len(parts) < len(participants):  # a failure, and some host too slow to wait for
+    if len(parts) < len(participants):  # a host failed, and another was too late to be waited for
         return first, Stop(first, {host: str(part.error) for host, part in errors.items()})
     failed = min((part.final for part in errors.values() if part.final is not None), default=None)
     ends = [(part.final, part.pads) for part in parts.values() if part.final is not None and part.error is None]
     ended = min((final for final, pads in ends if not pads), default=None)
+    # Padding hosts continue until the host with the most data has ended, so their end is known only from all hosts.
     if ended is None and len(ends) == len(participants):
         ended = max(final for final, _ in ends)
     if failed is not None and (ended is None or failed <= ended) and failed <= end:
-        step = max(first, failed)
+        step = max(first, failed)  # steps before ``first`` may already be delivered
         return step, Stop(step, {host: str(part.error) for host, part in errors.items() if part.final == failed})
     if ended is not None and ended <= end:
         step = max(first, ended)
@@ -98,11 +107,11 @@ def decide(parts: Mapping[int, Part], participants: Sequence[int], first: int, e
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """An error of all hosts, found in what they published.
+    """A failure that the reducer finds in the window reports; an error of all hosts.
 
     Attributes:
-      message: of the error.
-      step: the first step that is not delivered, or None for the window's first.
+      message: error message.
+      step: the first step that is not delivered, or None for the window's first step.
     """
 
     message: str
@@ -110,7 +119,11 @@ class Verdict:
 
 
 def overrule(upto: int, stop: Stop | None, verdict: Verdict | None, first: int) -> tuple[int, Stop | None]:
-    """What :func:`decide` gave, unless a verdict stops all hosts earlier, or spoils the end of the data."""
+    """Merges a failure into the result of :func:`decide`.
+
+    A failure with a step wins if it stops the hosts earlier. One without a step wins unless a host has failed; in
+    particular it replaces a stop at the end of the data.
+    """
     if verdict is None:
         return upto, stop
     step = first if verdict.step is None else max(first, verdict.step)
@@ -122,20 +135,20 @@ def overrule(upto: int, stop: Stop | None, verdict: Verdict | None, first: int) 
 
 
 Judge = Callable[[Mapping[int, Part], int, int], "tuple[dict[str, Any], Verdict | None]"]
-"""Reducer's hook: parts of a window, its first step and its end → (JSON for the announcement, a verdict or None)."""
+"""Reducer's hook: window reports, first step and end of the window → (JSON for the announcement, failure or None)."""
 
 
 def no_judge(parts: Mapping[int, Part], first: int, end: int) -> tuple[dict[str, Any], Verdict | None]:
-    """Finds nothing."""
+    """The default hook: finds no failure."""
     del parts, first, end
     return {}, None
 
 
 def closed_error(message: str) -> str:
-    """What a host publishes as its error when it leaves while others may go on."""
+    """Formats the error of a leave notice: the host leaves while others may continue."""
     return _CLOSED + message
 
 
 def closed_message(error: str) -> str | None:
-    """The message of :func:`closed_error`; None for an error of another kind."""
+    """Returns the message of a leave notice (:func:`closed_error`), or None for a different error."""
     return error.removeprefix(_CLOSED) if error.startswith(_CLOSED) else None

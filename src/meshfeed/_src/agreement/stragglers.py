@@ -1,7 +1,7 @@
-"""Who is late, and what they are doing, at a cost that does not grow with the square of the number of hosts.
+"""Finds the late hosts and what they are doing, at a cost that is not quadratic in the number of hosts.
 
-The reducer, which lists what has been published anyway, leaves a note with the names, and the others look whether those are
-still missing: a few requests a host.
+The reducer, which lists the published keys anyway, writes a note naming the missing hosts. The others only check
+whether those are still missing: a few requests per host.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from meshfeed._src.base import coordination
 
 
 class Lateness:
-    """One host's view of who is late.
+    """One host's view of the late hosts.
 
     Args:
       store: the key-value store.
-      prefix: of the agreement's keys.
-      participants: rising; the first is the reducer.
+      prefix: key prefix of the agreement.
+      participants: process indices, ascending; the first is the reducer.
       host: this process.
-      describe: what this host's reader is doing.
+      describe: returns what this host's reader is doing.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Lateness:
         self._describe = describe
 
     def say(self) -> None:
-        """Publishes what this host is doing; called by a host that is late itself."""
+        """Publishes what this host is doing. Called if this host is late itself."""
         self._store.set(f"{self._prefix}/doing/{self._host}", self._describe(), overwrite=True)
 
     def who(self, window: int) -> tuple[tuple[int, ...], str]:
-        """The hosts that keep a window waiting, at most 8 of them, and the words for it.
+        """Returns the hosts that have not published a window, at most 8, and a message naming them.
 
-        No hosts where all have come: then the reducer is about to announce, or it is what is late.
+        Empty if all have published: then the reducer is about to announce the window, or is itself late.
         """
         prefix, note = f"{self._prefix}/w/{window}", f"{self._prefix}/late/{window}"
         late, count = coordination.missing_hosts(self._store, prefix, note, self._reducer)

@@ -1,7 +1,7 @@
-"""What hosts tell each other about a window of batches, and what the reducer makes of it.
+"""Contents of the window reports, and the checks that the reducer runs on them.
 
-Carried by :mod:`meshfeed._src.agreement.windows`: sizes (for the window's length), the structure of the records, lanes
-that ended, counts of bad records, and digests of replicated rows.
+A report carries batch sizes in bytes (which set the window's length), the structure of the records, ended lanes, bad
+records, and digests of replicated rows. :mod:`meshfeed._src.agreement.windows` transports it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, sp
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 
 _log = logging.getLogger("meshfeed.exchange")
-_CHECKED_STEPS = 4
+_CHECKED_STEPS = 4  # first steps of a generation whose replicas are compared
 BlocksOf = Callable[[PyTree, int], "dict[str, np.ndarray]"]
-"""Host tree and global batch size → label of each block of rows (and columns) that devices here hold, and the block."""
+"""(host tree, global batch size) → label → block of rows (and columns), for each block on this host's devices."""
 
 
 class WindowReports:
-    """This host's side of the window_reports, and the reducer's rules.
+    """This host's window reports, and the reducer's checks on all hosts' reports.
 
     Args:
-      first_step: of the feed's present generation.
+      first_step: first step of the feed's current generation.
       bad_records: the feed's setting.
-      blocks_of: for ``check_replicas``, else None.
+      blocks_of: cuts a host batch into labelled blocks, for ``check_replicas``; otherwise None.
       num_rows: global batch size → rows of this host.
       num_skipped: bad records in the batches delivered so far.
-      records_after: step and lanes that ended → records of the stream up to and including the step.
-      compare_records: whether hosts read whole records, so that their structure can be compared.
-      largest_batch: global batch size that a schedule comes to; windows are as long as memory allows with that one.
-      compare_sizes: whether each host finds the global batch size from its own rows, so that they can differ.
+      records_after: (step, ended lanes) → records of the stream up to and including the step.
+      compare_records: whether to compare the structure of records; requires that hosts read whole records.
+      compare_sizes: whether to compare global batch sizes, which can differ if each host derives its own from its rows.
+      largest_batch: largest global batch size of the schedule; bounds the window's length to what memory allows.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class WindowReports:
         self._blocks_of = blocks_of
         self._num_rows = num_rows
         self._compare_records = compare_records
-        self._element: dict[str, Any] | None = None  # structure, shapes and dtypes of a batch, as announced
-        self._ended: Mapping[int, int] = {}  # as announced
-        self._sizes: dict[int, int] = {}  # step → global batch size, for steps in which some host has only padding
+        self._element: dict[str, Any] | None = None  # announced structure, shapes and dtypes of a batch
+        self._ended: Mapping[int, int] = {}  # announced
+        self._sizes: dict[int, int] = {}  # announced: step → global batch size, for steps some host only pads
         self._own_ended: dict[int, int] = {}
         self._judged_ended: dict[int, int] = {}
-        self._lock = threading.Lock()  # without other hosts the reader learns what it has read itself
+        self._lock = threading.Lock()  # on a single host the reader thread updates ``_ended`` in ``judge_alone``
 
-    # ------------------------------------------------------------------ this host's part
+    # ------------------------------------------------------------------ every host
 
     def part_info(self, batches: list[HostBatch]) -> dict[str, Any]:
-        """What this host publishes of the batches of a window, JSON."""
+        """Returns this host's report on the batches of a window, as JSON."""
         info: dict[str, Any] = {}
         ended: dict[int, int] = {}
         unsized: dict[int, int] = {}
@@ -97,6 +97,7 @@ class WindowReports:
         if batches and batches[0].step == self._first_step and batches[0].tree is not None:
             tree = batches[0].tree
             size = batches[0].global_batch_size
+            # Scaled to the schedule's largest batch: the window length set by the first report never changes.
             info["bytes"] = num_bytes(tree) * max(size, self._largest_batch) // size
             if self._compare_records and jax.tree.leaves(tree)[0].shape[0]:
                 spec = spec_of_batch(tree, jax.tree.leaves(tree)[0].shape[0], what="the source")
@@ -116,12 +117,12 @@ class WindowReports:
         return info
 
     def judge_alone(self, batch: HostBatch) -> None:
-        """The reducer's rule on bad records, for one process.
+        """Applies the reducer's rule on bad records in a single process.
 
         Raises:
           SourceError: too many bad records.
         """
-        if not batch.bad and not batch.ended and self._bad.none_so_far:  # nearly always
+        if not batch.bad and not batch.ended and self._bad.none_so_far:  # fast path for nearly all batches
             return
         _log_bad(batch)
         if batch.ended:
@@ -131,10 +132,10 @@ class WindowReports:
         if verdict is not None:
             raise self.verdict_error(verdict)
 
-    # ------------------------------------------------------------------ the reducer's rules
+    # ------------------------------------------------------------------ the reducer
 
     def judge(self, parts: Mapping[int, Part], first: int, end: int) -> tuple[dict[str, Any], Verdict | None]:
-        """Joins the parts of a window; see :data:`meshfeed._src.agreement.rules.Judge`."""
+        """Merges the reports on a window; see :data:`meshfeed._src.agreement.rules.Judge`."""
         info: dict[str, Any] = {}
         ended: dict[int, int] = {}
         for part in parts.values():
@@ -164,11 +165,12 @@ class WindowReports:
         return info, too_many if differ is None else Verdict(differ)
 
     def _by_step(self, ended: Mapping[int, int]) -> dict[int, int]:
-        """Padding of host batches summed up by step, once rows that several hosts hold are joined; lanes as they are."""
+        """Sums the padding of host batches by step, after rows that several hosts hold are merged; lanes unchanged."""
         if not self._compare_sizes:
             return dict(ended)
         padding: dict[int, int] = {}
         for key, missing in ended.items():
+            # keys are (step + 1) << 32 | first row; the sum keeps only the step
             padding[key >> 32 << 32] = padding.get(key >> 32 << 32, 0) + missing
         return padding
 
@@ -209,14 +211,14 @@ class WindowReports:
 
     @staticmethod
     def verdict_error(verdict: str) -> MeshfeedError:
-        """The exception of a verdict, the same on all hosts."""
+        """Returns the exception for a failure's message, the same on all hosts."""
         kind, _, message = verdict.partition("|")
         return AgreementError(message) if kind == "agreement" else SourceError(message)
 
-    # ------------------------------------------------------------------ what was announced
+    # ------------------------------------------------------------------ announcements
 
     def learn(self, info: Mapping[str, Any]) -> None:
-        """Takes in the JSON of an announcement."""
+        """Adds the contents of an announcement."""
         if "ended" in info:
             self._ended = {**self._ended, **{int(lane): length for lane, length in info["ended"].items()}}
         self._sizes.update((int(step), size) for step, size in info.get("sizes", {}).items())
@@ -225,15 +227,17 @@ class WindowReports:
             self._element = info["element"]
 
     def known_at(self, step: int) -> tuple[Mapping[int, int], int]:
-        """Lanes that ended (or padding by step), and bad records up to ``step``; steps are asked for in order."""
+        """Returns ended lanes (or padding by step) and bad records up to ``step``. Call with ascending steps."""
         if self._compare_sizes and self._ended:
-            with self._lock:  # padding of delivered steps is in the position
+            with self._lock:  # the position already accounts for the padding of delivered steps
                 self._ended = {key: missing for key, missing in self._ended.items() if key >> 32 > step}
             self._sizes = {at: size for at, size in self._sizes.items() if at > step}
         return self._ended, self._bad.up_to(step)
 
     def materialize(self, batch: HostBatch) -> PyTree:
-        """The batch's tree; rows of zeros for a host that has no record and takes size and structure from the others.
+        """Returns the batch's tree.
+
+        For a host without a record: rows of zeros, with the size and structure that the other hosts announced.
 
         Raises:
           SourceError: no host has a record.
@@ -249,7 +253,12 @@ class WindowReports:
 
 
 def _size_padding(parts: Mapping[int, Part]) -> tuple[dict[int, int], dict[int, int]]:
-    """Sizes of the steps in which hosts have only padding and do not know the size, and what they pad, as in ``ended``."""
+    """Resolves the steps that hosts only pad without knowing the global batch size.
+
+    Returns:
+      Step → global batch size, taken from the hosts that have data; and the padding at that size, keyed like ``ended``
+      (one past the step in the high 32 bits, first row of the run in the low 32).
+    """
     known = {int(step): size for part in parts.values() for step, size in part.info.get("sizes", {}).items()}
     sizes: dict[int, int] = {}
     ended: dict[int, int] = {}
@@ -257,7 +266,8 @@ def _size_padding(parts: Mapping[int, Part]) -> tuple[dict[int, int], dict[int, 
         unsized = part.info.get("unsized", {"size": 1, "ended": {}})
         for key, count in unsized["ended"].items():
             end, first_row = int(key) >> 32, int(key) & 0xFFFFFFFF
-            if end - 1 in known:  # the others have ended before the step, so that it is not delivered
+            # A step without a known size is past the end of all hosts' data and is not delivered.
+            if end - 1 in known:
                 sizes[end - 1] = known[end - 1]
                 times = known[end - 1] // unsized["size"]
                 ended[end << 32 | first_row * times] = count * times
@@ -271,7 +281,7 @@ def _log_bad(batch: HostBatch) -> None:
 
 
 def spec_with_mask(spec: RecordSpec, mask_key: str | None) -> RecordSpec:
-    """The structure of a batch's rows, its mask included."""
+    """Returns the structure of a batch's rows, including the mask."""
     if mask_key is None:
         return spec
     return spec_of_batch(add_mask(spec.zeros(0), mask_key, np.zeros(0, bool)), 0, what="the source")

@@ -1,15 +1,17 @@
-"""Agreement between hosts on how far all of them can go.
+"""Agreement between hosts on how far all of them can deliver.
 
-Batch k is delivered only when every participant has read its part of k, so that nobody enters the collective of a
-step that some host cannot make. Steps are grouped into windows. A host publishes a window once it has read it (or has
-found that it cannot); one of them, the reducer, announces what all can do; each host waits for an announcement only
-when it comes to a step beyond the last one. Three requests a host and window reach the coordination service at most.
+Batch k is delivered only after every participant has read its part of k, because a host that enters the collective of
+a step which some other host cannot make would hang. Steps are grouped into windows. A host publishes its report on a
+window once it has read it or failed to. One host, the reducer, announces up to which step all hosts can deliver. Each
+host waits for an announcement only when it reaches a step beyond the last one. At most three requests per host and
+window reach the coordination service.
 
-Nobody delivers a step of window w before announcement w, so the reducer is free to stop all hosts at any step of w.
-The first windows are short, so that the first batches are not held back, and double up to the full size.
+No host delivers a step of window w before announcement w, so the reducer can stop all hosts at any step of w. The
+first windows are short, to deliver the first batches early, and double up to the full size.
 
-A host that leaves before the end says so in the place of its next window, and the reducer passes it on; a reducer that
-leaves announces it itself. Where all hosts leave at the same step nobody asks any more, so nothing is heard of it.
+A host that leaves before the end publishes a leave notice as its next window report, and the reducer announces it; a
+reducer that leaves announces its own. If all hosts leave at the same step, none waits for the notice, and it has no
+effect.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ from meshfeed._src.base.errors import StalledError
 from meshfeed._src.base.threads import Background
 
 _log = logging.getLogger("meshfeed.agree")
-_ANNOUNCING_SECONDS = 2.0  # a reducer that has all parts announces within one slice of its waiting
+_ANNOUNCING_SECONDS = 2.0  # a reducer that has all reports announces within one poll interval
 _ERROR_GRACE_SECONDS = 4.0
 _MAX_MESSAGE = 2000
 
 
 class _AlreadySeen(Exception):
-    """The announcement that a thread waits for was read by another thread."""
+    """Another thread has read the announcement that this thread waits for."""
 
 
 class WindowAgreement:
-    """One host's side of the agreement on a run of steps; on the lowest participant also the reducer's thread.
+    """One host's side of the agreement for one generation of a feed; on the lowest participant, also the reducer.
 
     Args:
       store: the key-value store.
@@ -58,9 +60,9 @@ class WindowAgreement:
       host: this process.
       first_step: the next step to be delivered.
       pad: see :attr:`Part.pads`.
-      byte_limit: bytes that the host-side read-ahead may take.
+      byte_limit: bytes available to the host-side read-ahead.
       timeout_seconds: longest wait for an announcement.
-      describe: what this host's reader is doing, for the others' logs.
+      describe: returns what this host's reader is doing, for the other hosts' logs.
       judge: reducer's hook, the same on all hosts.
     """
 
@@ -95,21 +97,21 @@ class WindowAgreement:
         self._announced = 0  # announcements that this host has seen
         self._published = 0  # windows that this host has published
         self._count = first_step  # steps of those windows
-        self._last_published = False  # nothing can follow: an error, or the end
+        self._last_published = False  # after an error or the end of the data, no report follows
         self._ends = window_ends(first_step, self._window_size)
         self._window_end: int | None = None
         self._closed = False
-        self._leave_notice: str | None = None  # what a reducer that leaves announces
+        self._leave_notice: str | None = None
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
-        self._reducer: Background | None = None  # runs from the first publish or wait_for on
+        self._reducer: Background | None = None  # starts with the first publish or wait_for
         if host == self._participants[0]:
             self._reducer = Background(self._reduce, f"meshfeed-agree-{scope}")
 
     # ------------------------------------------------------------------ the reader's side
 
     def _window_size(self) -> int:
-        """Steps of a full window, from the first announcement; the reader waits for it before its second window."""
+        """Steps of a full window, set by the first announcement; the reader waits for it before its second window."""
         number = self._announced
         if self._size is None:
             self._wait_for_announcement(self._first_step, number)
@@ -117,21 +119,21 @@ class WindowAgreement:
 
     @property
     def window_end(self) -> int:
-        """One past the last step of the window that the reader is in."""
+        """One past the last step of the reader's current window."""
         if self._window_end is None:
             self._window_end = next(self._ends)
         return self._window_end
 
     @property
     def read_ahead(self) -> int:
-        """Host batches that the reader may keep: two windows, so that one is read while the other is delivered."""
+        """Host batches that the reader may hold: two windows, to read one while the other is delivered."""
         return 2 * (self._size or 1) + 1
 
     def publish(self, part: Part) -> None:
-        """Publishes the window that ends at ``window_end`` and goes on to the next, but not after a final part."""
+        """Publishes the report on the window that ends at ``window_end``; moves to the next unless it is the last."""
         self._start_reducer()
         with self._publishing:
-            if self._closed:  # what a read that outlived the feed came to is nobody's concern
+            if self._closed:  # discard reads that finish after close
                 return
             self._put(part)
             self._count = part.count
@@ -168,12 +170,12 @@ class WindowAgreement:
         return self._stop if self._stop is not None and step >= self._stop.step else None
 
     def infos(self) -> list[dict[str, Any]]:
-        """The judge's JSON of the announcements, without those forgotten."""
+        """Returns the judge's JSON of each announcement that :meth:`forget_infos` has not dropped."""
         with self._lock:
             return list(self._infos)
 
     def forget_infos(self, count: int) -> None:
-        """Drops the first of :meth:`infos`."""
+        """Drops the first ``count`` of :meth:`infos`."""
         with self._lock:
             del self._infos[:count]
 
@@ -260,12 +262,12 @@ class WindowAgreement:
                 else:
                     info = {}
                 self._announce(window, upto, stop, sizes, info)
-                while deleted < min(seen, default=0):  # every host has read these announcements
+                while deleted < min(seen, default=0):  # every host has read these announcements, so drop their keys
                     self._store.delete(f"{self._prefix}/a/{deleted}")
                     self._store.delete(f"{self._prefix}/w/{deleted}")
                     deleted += 1
             except Exception:
-                if not self._closed:  # the job is being torn down, or the coordinator is gone
+                if not self._closed:  # after close, errors only mean that the job or the coordinator is shutting down
                     _log.exception("the agreement between hosts broke off at window %d", window)
                 return
             if stop is not None:
@@ -309,12 +311,12 @@ class WindowAgreement:
     # ------------------------------------------------------------------ the end
 
     def close(self, leave_notice: str | None = None) -> None:
-        """Ends the reducer's thread. The keys stay for hosts that go on; the feed deletes them once all have left.
+        """Stops the reducer's thread. The keys stay for hosts that continue; the feed deletes them once all have left.
 
         Args:
-          leave_notice: what this host does and at which step, for hosts that go on; None to leave without a word.
+          leave_notice: why this host leaves and at which step, for hosts that continue; None to leave silently.
         """
-        announces = self._reducer is not None  # and the others wait for it, whatever it has published
+        announces = self._reducer is not None  # the others wait for a reducer even after its last report
         leaves_early = leave_notice is not None and self._stop is None and (announces or not self._last_published)
         if leaves_early:
             self._leave_notice = closed_error(leave_notice or "")[:_MAX_MESSAGE]
@@ -322,7 +324,7 @@ class WindowAgreement:
         if leaves_early and not announces:
             self._say_leave_notice()
         if self._reducer is not None:
-            if leaves_early:  # also where it was not needed yet
+            if leaves_early:  # start the thread, if it is not running, to announce the notice
                 with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and starts no thread
                     self._reducer.start()
             self._reducer.join(5.0)

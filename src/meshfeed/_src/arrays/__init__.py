@@ -1,4 +1,4 @@
-"""From host batches to global ``jax.Array``: dtypes, assembly, transfer, ``load="once"``, exact resharding.
+"""Host batches to global ``jax.Array``: dtypes, assembly, transfer, ``load="once"`` and exact resharding.
 
-May import: base, order, plan, state, reading. Read first: ``placer.py``, then ``assemble.py``.
+May import base, order, plan, state and reading. Start with ``placer.py``, then ``assemble.py``.
 """

@@ -1,6 +1,6 @@
-"""Host batch and plan to a pytree of global ``jax.Array``.
+"""Assembles a host batch into a pytree of global ``jax.Array``, following the host's plan.
 
-Nothing here computes on devices or talks to other hosts, so that it may run on a background thread.
+No device computation and no cross-host communication, so it can run on a background thread.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from meshfeed._src.base.types import PyTree
 from meshfeed._src.plan.plan import HostPlan, LeafPlan, broadcast_shardings, cut_spec
 from meshfeed._src.plan.shardings import check_divisible, sharded_dimensions
 
-_MAX_CACHED_BATCH_KINDS = 64  # a batch schedule or ragged widths make several; more means something is wrong
+_MAX_CACHED_BATCH_KINDS = 64  # batch schedules and ragged widths need several; more are unexpected, so start over
 
 
 class Assembler:
-    """Makes global arrays of the batches of one feed.
+    """Assembles the host batches of one feed into global arrays.
 
-    A host without a device in a leaf's sharding receives a ``jax.Array`` of the same global shape, dtype and sharding
-    with no addressable shards: it has a shape and a type and can be passed to a jitted step, and holds no values.
+    A host with no device in a leaf's sharding gets a ``jax.Array`` of the same global shape, dtype and sharding but
+    no addressable shards. It can be passed to a jitted step and holds no values.
 
     Args:
-      prefix: normalised shardings, a prefix of the batch.
-      device_put: which way arrays are put on devices, and whether 64-bit dtypes are left alone; default: JAX's private
-        fast call where this JAX has it, and 64 bits as ``jax_enable_x64`` is now on this thread.
+      prefix: normalized shardings, a pytree prefix of the batch.
+      device_put: how arrays are put on devices and whether 64-bit dtypes are kept. Default: JAX's private fast call
+        if available, and the current value of ``jax_enable_x64`` on this thread.
     """
 
     def __init__(self, prefix: PyTree, *, device_put: DevicePut | None = None) -> None:
@@ -42,27 +42,27 @@ class Assembler:
 
     @property
     def x64(self) -> bool:
-        """Whether 64-bit dtypes are left alone."""
+        """Whether 64-bit dtypes are kept."""
         return self._x64
 
     def __call__(self, host_tree: PyTree, plan: HostPlan, record_shapes: PyTree = None) -> PyTree:
-        """A global array for each leaf.
+        """Returns a global array for each leaf.
 
         Args:
-          host_tree: arrays ``[plan.num_rows, ...]``, rows in the order of ``plan.rows``. The dimensions after the
-            first are those of a record, or, where ``record_shapes`` is given, only the plan's columns of them. On CPU
-            the result shares memory with arrays whose address is a multiple of 64: never write to them again.
-          plan: which rows these are.
-          record_shapes: pytree of the same structure with the ``.shape`` of one record's leaves; needed where leaves
-            hold some columns only.
+          host_tree: arrays ``[plan.num_rows, ...]``, rows in the order of ``plan.rows``. The remaining dimensions are
+            those of a record or, if ``record_shapes`` is given, only the plan's columns of it. On CPU the result
+            shares memory with arrays whose address is a multiple of 64 bytes: do not write to them afterwards.
+          plan: the rows that this host holds.
+          record_shapes: pytree of the same structure with the ``.shape`` of each leaf of one record. Required if
+            leaves hold only some of the columns.
 
         Returns:
-          the same pytree with global arrays ``[plan.global_batch_size, ...]``.
+          The same pytree with global arrays ``[plan.global_batch_size, ...]``.
 
         Raises:
-          SourceError: a leaf without rows, of another number of rows or columns than planned, or of a dtype that JAX
-            does not take; names the leaf's path.
-          PlanError: a leaf's columns cannot be divided over the axes of its sharding.
+          SourceError: a leaf has no rows, a different number of rows or columns than planned, or a dtype that JAX
+            does not support. The message names the leaf's path.
+          PlanError: a leaf's columns are not divisible by the mesh axes of its sharding.
         """
         arrays, treedef = jax.tree_util.default_registry.flatten(host_tree)
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
@@ -79,7 +79,7 @@ class Assembler:
             if len(self._kinds) >= _MAX_CACHED_BATCH_KINDS:
                 self._kinds.clear()
             self._kinds[kind] = device_puts
-        self._last = (kind, device_puts)  # comparing is cheaper than hashing, and batches are mostly alike
+        self._last = (kind, device_puts)  # most batches match the last one, and comparing is cheaper than hashing
         return device_puts
 
     def _device_puts(
@@ -98,7 +98,7 @@ class Assembler:
                     f"{plan.num_rows} rows first, which is what host {plan.process_index} holds of a global batch of "
                     f"{plan.global_batch_size}"
                 )
-            narrow(leaf[:0], path, self._x64)  # refuses a dtype before anything is made of it
+            narrow(leaf[:0], path, self._x64)  # rejects an unsupported dtype before any work
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
             local = _local_indices(leaf, leaf_plan, path)
             dtype = narrowed_dtype(leaf.dtype, self._x64)
@@ -106,7 +106,7 @@ class Assembler:
         return device_puts
 
     def columns(self, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
-        """Leaf path → the columns that this host holds: what a source need read, and this class accepts."""
+        """Leaf path → the columns that this host holds, which is all that a source needs to read."""
         shardings = broadcast_shardings(self._prefix, record_shapes)
         specs = jax.tree.leaves(record_shapes)
         return {
@@ -115,15 +115,15 @@ class Assembler:
         }
 
     def element_spec(self, record_shapes: PyTree, global_batch_size: int) -> PyTree:
-        """What a batch will be: ``jax.ShapeDtypeStruct`` with shardings.
+        """Returns the spec of a batch: a pytree of ``jax.ShapeDtypeStruct`` with shardings.
 
         Args:
-          record_shapes: pytree of ``.shape`` and ``.dtype`` of one record's leaves.
+          record_shapes: pytree with the ``.shape`` and ``.dtype`` of each leaf of one record.
           global_batch_size: rows of a global batch.
 
         Raises:
-          PlanError: a dimension cannot be divided over the axes of its sharding.
-          SourceError: ``prefix`` does not fit the record.
+          PlanError: a dimension is not divisible by the mesh axes of its sharding.
+          SourceError: ``prefix`` does not match the structure of the record.
         """
         specs, treedef = jax.tree.flatten(record_shapes)
         shardings = broadcast_shardings(self._prefix, record_shapes)
@@ -139,17 +139,17 @@ class Assembler:
 def leaf_spec(
     global_shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, path: str, x64: bool
 ) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of one leaf of a batch.
+    """Returns the shape, dtype and sharding of one leaf of a batch.
 
     Args:
       global_shape: ``(global_batch_size, ...)``.
-      dtype: of the host array.
-      sharding: its spec is cut to the leaf's rank.
+      dtype: dtype of the host array.
+      sharding: its spec is truncated to the leaf's rank.
       path: the leaf's path, for messages.
-      x64: whether 64-bit dtypes are left alone.
+      x64: whether 64-bit dtypes are kept.
 
     Raises:
-      PlanError: a dimension cannot be divided over the axes of its sharding.
+      PlanError: a dimension is not divisible by the mesh axes of its sharding.
     """
     sharding = cut_spec(sharding, len(global_shape))
     for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
@@ -159,7 +159,7 @@ def leaf_spec(
 
 
 def leaf_paths(tree: PyTree) -> list[str]:
-    """Key path of each leaf, as ``jax.tree_util.keystr`` writes it."""
+    """Key path of each leaf, as formatted by ``jax.tree_util.keystr``."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 

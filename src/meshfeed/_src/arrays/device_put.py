@@ -1,10 +1,10 @@
-"""One leaf's host array to one global ``jax.Array``.
+"""Puts one leaf's host array on devices as one global ``jax.Array``.
 
-The fast way is a call that JAX itself ends in, ``jax._src.lib.xla_client.batched_device_put``: 1.5 to 5 times as
-fast as the public ways because nothing is worked out again for each batch. It is private, so it is probed before use
-and given up for good, with one log line, when it turns out to be another than expected. The public way
-(``jax.make_array_from_callback``) gives the same array, and also makes the first of each kind: the abstract value that
-the fast call wants is taken from that one, so that no private class has to be built here.
+The fast path is the function that JAX's own transfers end in, ``jax._src.lib.xla_client.batched_device_put``. It is
+1.5 to 5 times as fast as the public API because nothing is recomputed per batch. It is private, so it is probed before
+use and abandoned for good, with one log line, if its signature differs. The public path
+(``jax.make_array_from_callback``) gives the same array and also makes the first array of each kind: the fast call takes
+its abstract value from that array, which avoids constructing JAX's private classes.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ _log = logging.getLogger("meshfeed.put")
 
 FastCall = Callable[..., jax.Array]
 
-_GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")  # those named *_explicit mean these transfers too
+# The *_explicit levels are left out: they also cover explicit transfers, so the user means these transfers too.
+_GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
 
 
 def probe_fast_call() -> FastCall | None:
-    """The private call, or None where this JAX has no such function or its parameters are others."""
+    """Returns JAX's private call, or None if it does not exist or has different parameters."""
     try:
         from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
         call = xla_client.batched_device_put
     except (ImportError, AttributeError):
         return None
-    # It is C++, which tells its parameters in its docstring only: "batched_device_put(aval: object, ...) -> object".
+    # A C++ function: its parameters appear only in its docstring, "batched_device_put(aval: object, ...) -> object".
     names = re.findall(r"(\w+):", (call.__doc__ or "").partition("->")[0])
     return call if names[:5] == ["aval", "sharding", "xs", "devices", "committed"] and "enable_x64" in names else None
 
 
 class DevicePut:
-    """Holds which way is used, for all leaves of one feed.
+    """The transfer path (private or public) shared by all leaves of one feed.
 
     Args:
-      fast_call: the private call (:func:`probe_fast_call`), or None for the public way only.
-      x64: whether 64-bit types are on. Given explicitly because a thread does not see another thread's
-        ``jax.enable_x64`` context.
+      fast_call: the private call (:func:`probe_fast_call`), or None to use only the public API.
+      x64: whether 64-bit dtypes are enabled. Passed explicitly because the ``jax.enable_x64`` context is
+        thread-local.
     """
 
     def __init__(self, fast_call: FastCall | None, x64: bool) -> None:
@@ -58,7 +59,7 @@ class DevicePut:
         self.x64 = x64
 
     def give_up(self, error: Exception) -> None:
-        """Use the public way from now on."""
+        """Switches to the public API for the rest of the feed's life."""
         if self.fast_call is not None:
             self.fast_call = None
             _log.warning(
@@ -70,24 +71,24 @@ class DevicePut:
             )
 
     def transfer(self) -> contextlib.AbstractContextManager[Any]:
-        """To transfer in: :meth:`allowed`, and a profiler shows it."""
+        """Context for a transfer: :meth:`allowed`, annotated for the profiler."""
         annotation = jax.profiler.TraceAnnotation("meshfeed.transfer")
         return _both(self.allowed(), annotation) if _is_guarded() else annotation
 
     def allowed(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which a guard against implicit transfers lets these through: they are asked for."""
+        """Context in which a guard against implicit transfers permits these transfers, which are intended."""
         return jax.transfer_guard_host_to_device("allow") if _is_guarded() else contextlib.nullcontext()
 
     def public_call(
         self, global_shape: tuple[int, ...], sharding: Any, dtype: Any, block_of: Callable[[Any], Any]
     ) -> jax.Array:
-        """``jax.make_array_from_callback`` with 64-bit types on or off as the feed was made."""
+        """``jax.make_array_from_callback`` under the feed's own x64 setting."""
         with x64_types(self.x64):
             return jax.make_array_from_callback(global_shape, sharding, block_of, dtype=dtype)
 
     def without_blocks(self, global_shape: tuple[int, ...], sharding: Any, dtype: Any) -> jax.Array:
-        """The array of a host without a device in the sharding: shape and type, no addressable shards."""
-        with x64_types(self.x64):  # make_array_from_callback asks such a host for a block if all are the same
+        """Returns the array of a host with no device in the sharding: no addressable shards."""
+        with x64_types(self.x64):  # make_array_from_callback calls for a block even here if the array is replicated
             return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
 
 
@@ -105,7 +106,7 @@ def _both(
 
 @contextlib.contextmanager
 def x64_types(wanted: bool) -> Iterator[None]:
-    """Switches 64-bit dtypes on or off for this thread, where they are not so already."""
+    """Enables or disables 64-bit dtypes on this thread; does nothing if already so."""
     if jax.config.jax_enable_x64 == wanted:  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         yield
         return
@@ -114,15 +115,15 @@ def x64_types(wanted: bool) -> Iterator[None]:
 
 
 class BlockDevicePut:
-    """Puts the blocks of arrays of one shape, dtype and sharding on the devices of this host.
+    """Puts blocks on this host's devices, for arrays of one shape, dtype and sharding.
 
     Args:
-      device_put: shared by the leaves.
-      global_shape: of the arrays.
-      sharding: of the arrays.
-      dtype: of the blocks, already as JAX takes it.
-      devices: this host's devices in the sharding, in the sharding's order; none on a host outside its mesh.
-      indices: the block's place in the global array, for each of ``devices``.
+      device_put: shared by all leaves.
+      global_shape: shape of the global arrays.
+      sharding: sharding of the global arrays.
+      dtype: dtype of the blocks, already narrowed.
+      devices: this host's devices in the sharding's order; empty on a host outside its mesh.
+      indices: for each of ``devices``, the index of its block in the global array.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class BlockDevicePut:
         self._aval: Any = None
 
     def __call__(self, blocks: list[np.ndarray[Any, Any]]) -> jax.Array:
-        """The global array.
+        """Returns the global array.
 
         Args:
-          blocks: one for each device, C-contiguous, of the dtype; several may be the same array. They and the result
-            share memory on CPU: never write to them again.
+          blocks: one C-contiguous array of ``dtype`` per device; several may be the same array. On CPU the result
+            shares their memory: do not write to them afterwards.
         """
         if not self._devices:
             return self._device_put.without_blocks(self._shape, self._sharding, self._dtype)
@@ -174,11 +175,11 @@ class LeafDevicePut:
     """Puts the host arrays of one leaf, all of one shape and dtype, on the devices of its plan.
 
     Args:
-      device_put: shared by the leaves.
-      plan: where the blocks go.
-      host_shape: of the host arrays.
-      dtype: of the arrays, as JAX takes it; host arrays of other dtypes are narrowed to it.
-      local: for each block of the plan, where it lies in the host array.
+      device_put: shared by all leaves.
+      plan: which device holds which block.
+      host_shape: shape of the host arrays.
+      dtype: dtype of the global arrays; host arrays of other dtypes are narrowed to it.
+      local: for each block of the plan, its index in the host array.
       path: the leaf's path, for messages.
     """
 
@@ -197,32 +198,33 @@ class LeafDevicePut:
         self._put = BlockDevicePut(device_put, plan.global_shape, plan.sharding, dtype, devices, indices)
         keys = [_key(index) for index in local]
         distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        # Replicas on this host share one block: one view, or one copy where its columns are cut.
+        # Replicas on this host share one block: a view, or a single copy if its columns are sliced.
         self._distinct = [local[keys.index(key)] for key in distinct]
         self._number_of_block = [distinct[key] for key in keys]
         whole = all(key[1:] == tuple((0, size) for size in host_shape[1:]) for key in keys)
-        # The usual case, whole rows, needs neither indices of the columns nor a look at each part's placer.
+        # The usual case: whole rows need no column indices and no contiguity check per block.
         self._rows = [index[0] for index in local] if whole else None
         row_bytes = math.prod(host_shape[1:]) * np.dtype(dtype).itemsize
+        # On CPU, JAX shares aligned host memory instead of copying it. Aligning the host array is only useful if every
+        # block's byte offset keeps the alignment.
         self._align = all(device.platform == "cpu" for device in devices) and all(
             index[0].start * row_bytes % memory.ALIGNMENT == 0 for index in local
         )
 
     def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
-        """The global array.
+        """Returns the global array.
 
         Args:
-          host: the rows and columns of this host. It and the arrays made from it share memory on CPU: never write to
-            it again.
+          host: this host's rows and columns. On CPU the result shares its memory: do not write to it afterwards.
 
         Raises:
-          SourceError: an integer that does not fit in the dtype.
+          SourceError: an integer does not fit in the dtype.
         """
         if host.dtype != self._dtype:
             host = narrow(host, self._path, self._device_put.x64)
         if self._rows is not None and host.flags.c_contiguous:
             if self._align and not memory.is_aligned(host):
-                # JAX would copy each block by itself: up to twice as slow as one copy here, which it then takes as it is.
+                # Otherwise JAX copies each block: up to twice as slow as one aligned copy that it can use directly.
                 host = memory.copy(host)
             return self._put([host[rows] for rows in self._rows])
         parts = [contiguous(host[index]) for index in self._distinct]
@@ -234,5 +236,5 @@ def _key(index: Any) -> tuple[tuple[int, int], ...]:
 
 
 def contiguous(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The part itself where it is C-contiguous, else a fresh aligned copy."""
+    """Returns ``part`` if it is C-contiguous, otherwise a new aligned copy."""
     return part if part.flags.c_contiguous else memory.copy(part)

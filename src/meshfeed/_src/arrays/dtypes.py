@@ -1,4 +1,4 @@
-"""Dtypes of host batches as JAX takes them: native byte order, and 32 bits where x64 is off."""
+"""Converts the dtypes of host batches to those of JAX: native byte order, and 32 bits if x64 is off."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _NARROWED = {
 
 _AS_THEY_ARE = frozenset(
     np.dtype(name) for name in ("int32", "float32", "uint8", "bool", "int8", "uint32")
-)  # a fast way
+)  # need no conversion in any mode, so they skip the checks
 
 
 def narrowed_dtype(dtype: Any, x64: bool) -> np.dtype[Any]:
-    """The dtype that values of ``dtype`` have on device.
+    """Returns the dtype that values of ``dtype`` have on device.
 
     Args:
-      dtype: of the host array.
-      x64: whether 64-bit dtypes are left alone (``jax_enable_x64``).
+      dtype: dtype of the host array.
+      x64: whether 64-bit dtypes are kept (``jax_enable_x64``).
     """
     native = np.dtype(dtype).newbyteorder("=")
     return native if x64 else _NARROWED.get(native, native)
@@ -42,16 +42,17 @@ def _is_numeric(dtype: np.dtype[Any]) -> bool:
 
 
 def narrow(leaf: Any, path: str, x64: bool) -> np.ndarray[Any, Any]:
-    """The leaf as an array of a dtype that JAX takes.
+    """Returns the leaf as an array of a dtype that JAX supports.
 
     Args:
-      leaf: array ``[rows, ...]``. Returned as it is where its dtype needs no change, else a fresh aligned copy.
+      leaf: array ``[rows, ...]``. Returned unchanged if its dtype needs no conversion, otherwise as a new aligned
+        copy.
       path: the leaf's path, for messages.
-      x64: whether 64-bit dtypes are left alone. Otherwise int64 and uint64 become 32 bits wide if every value fits,
-        and float64 and complex128 are rounded to 32 bits a component.
+      x64: whether 64-bit dtypes are kept. If not, int64 and uint64 become 32 bits wide if every value fits, and
+        float64 and complex128 are rounded to 32 bits per component.
 
     Raises:
-      SourceError: an integer that does not fit in 32 bits, or a dtype that is not numeric (strings, objects, times).
+      SourceError: an integer does not fit in 32 bits, or the dtype is not numeric (strings, objects, times).
     """
     array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     if array.dtype in _AS_THEY_ARE:
@@ -66,7 +67,7 @@ def narrow(leaf: Any, path: str, x64: bool) -> np.ndarray[Any, Any]:
         return array
     if dtype.kind in "iu" and dtype.itemsize < array.dtype.itemsize:
         _check_fits(array, dtype, path)
-    with np.errstate(over="ignore"):  # a float out of range becomes inf, as it does in jax.device_put
+    with np.errstate(over="ignore"):  # an out-of-range float becomes inf, as in jax.device_put
         return memory.copy(array, dtype)
 
 

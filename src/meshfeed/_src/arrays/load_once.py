@@ -1,14 +1,14 @@
-"""``load="once"`` and ``load=[hosts]``: each row is read by one host, then resharded on the devices.
+"""``load="once"`` and ``load=[hosts]``: one host reads each row, then the rows are resharded on device.
 
-Rows are dealt in order to the devices of the hosts that read, a chunk each, in a flat layout over exactly the devices
-of the wanted sharding in the order of its mesh (one compiled call cannot change the order of devices). Devices of
-other hosts hold placeholders, because a global array has a block on each of its devices; these are masked out before
-anything is made of them. One compiled call then moves the rows to where the step wants them::
+Rows are assigned in order to the devices of the reading hosts, one chunk per device. The load sharding is flat over
+exactly the devices of the target sharding, in the order of its mesh (a compiled call cannot reorder devices). Devices
+of other hosts hold placeholders, because a global array has a block on each of its devices; placeholders are masked
+out before use. One compiled call then moves the rows to the target sharding::
 
-    host batch ──put──► [devices * chunk, ...] over "load" ──reshard──► [global_batch_size, ...] in the wanted sharding
+    host batch ──put──► [devices * chunk, ...] over "load" ──reshard──► [global_batch_size, ...], target sharding
                any thread                               caller's thread
 
-Everything travels as integers that hold the bits: XLA changes NaNs of narrow floats on the way, and a sum turns -0.0
+All values travel as integers holding their bits: XLA alters NaNs of narrow floats in transit, and a sum turns -0.0
 into 0.0.
 """
 
@@ -38,15 +38,15 @@ _AXIS = "load"
 
 
 def load_participants(prefix: PyTree, load: Any) -> tuple[int, ...]:
-    """Process indices that take part: those with a device in the shardings, which those that read are among.
+    """Returns the participating process indices: all hosts with a device in the shardings, including those that read.
 
     Args:
-      prefix: normalised shardings.
+      prefix: normalized shardings.
       load: ``"once"`` or a list of process indices.
 
     Raises:
-      SettingsError: ``load`` is neither, or names a host without a device in the shardings, or leaves one of several
-        meshes without a host that reads.
+      SettingsError: ``load`` is neither, names a host with no device in the shardings, or leaves one of several
+        meshes without a reading host.
     """
     everyone = participants(prefix)
     readers = _readers(load, everyone)
@@ -90,13 +90,13 @@ def _devices_of(mesh: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """How the rows of a batch are dealt to the devices of one mesh.
+    """Assignment of the rows of a batch to the devices of one mesh.
 
     Attributes:
-      sharding: rows over all devices of the mesh, in its order.
-      ranks: for each device its place among those that read, or -1.
-      chunk_rows: rows of each device.
-      num_rows: rows of the batch; the last chunks may have fewer, or none.
+      sharding: rows over all devices of the mesh, in mesh order.
+      ranks: for each device, its rank among the devices of reading hosts, or -1.
+      chunk_rows: rows per device.
+      num_rows: rows of the batch; the last chunks may have fewer rows, or none.
     """
 
     sharding: NamedSharding
@@ -106,7 +106,7 @@ class Deal:
 
     @classmethod
     def over(cls, devices: tuple[Any, ...], readers: tuple[int, ...], num_rows: int) -> Deal:
-        """Deals ``num_rows`` to the devices of the hosts ``readers``."""
+        """Assigns ``num_rows`` rows to the devices of the hosts ``readers``."""
         places = np.array([device.process_index in readers for device in devices])
         ranks = np.where(places, np.cumsum(places) - 1, -1)
         grid = np.empty(len(devices), object)
@@ -115,13 +115,13 @@ class Deal:
         return cls(sharding, tuple(ranks.tolist()), -(-num_rows // int(places.sum())), num_rows)
 
     def rows_of(self, rank: int) -> RowRange:
-        """Global rows of a device; an empty range for one that does not read."""
+        """Global rows of the device of this rank; an empty range for rank -1."""
         if rank < 0:
             return 0, 0
         return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
 
     def held_by(self, process_index: int) -> list[tuple[int, Any, RowRange]]:
-        """Place in the mesh, device, and rows, for each device of a host."""
+        """(index in the mesh, device, global rows) of each device of a host."""
         devices = enumerate(_devices_of(self.sharding.mesh))
         return [(n, d, self.rows_of(self.ranks[n])) for n, d in devices if d.process_index == process_index]
 
@@ -129,12 +129,12 @@ class Deal:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["treedef", "specs"])
 @dataclasses.dataclass(frozen=True)
 class LoadedBatch:
-    """Arrays in the load placer: transferred, not yet where the step wants them.
+    """A batch in the load sharding: transferred, not yet resharded.
 
     Attributes:
-      arrays: one for each leaf, integers that hold the bits.
+      arrays: one array per leaf, integers holding the bits.
       treedef: structure of the batch.
-      specs: shape, dtype and sharding that each leaf will have.
+      specs: final shape, dtype and sharding of each leaf.
     """
 
     arrays: list[jax.Array]
@@ -143,10 +143,10 @@ class LoadedBatch:
 
 
 class RowAssignment:
-    """What one host reads of a batch of one size, and how it becomes the wanted arrays.
+    """The rows that one host reads of batches of one size, and their way to the target shardings.
 
     Args:
-      prefix: normalised shardings.
+      prefix: normalized shardings.
       load: ``"once"`` or process indices.
       global_batch_size: rows of a batch.
       process_index: this host.
@@ -168,24 +168,24 @@ class RowAssignment:
 
     @property
     def row_ranges(self) -> tuple[RowRange, ...]:
-        """Global rows that this host reads; empty on a host that does not."""
+        """Global rows that this host reads; empty if it reads none."""
         return self._rows.row_ranges
 
     @property
     def host_rows(self) -> RecordIds:
-        """The same rows, ascending, int64[rows]."""
+        """The same rows, ascending, int64 ``[rows]``."""
         return self._rows.rows
 
     def put(self, host_tree: PyTree) -> LoadedBatch:
-        """Starts the transfer to this host's devices; any thread, no computation.
+        """Starts the transfer to this host's devices. Any thread; no device computation.
 
         Args:
-          host_tree: arrays ``[len(host_rows), ...]``, also on a host that reads nothing: shapes and dtypes must be
-            those of the other hosts. On CPU the result shares memory with them: never write to them again.
+          host_tree: arrays ``[len(host_rows), ...]``, including on a host that reads no rows: trailing shapes and
+            dtypes must match the other hosts. On CPU the result shares their memory: do not write to them afterwards.
 
         Raises:
-          SourceError: a leaf of another number of rows, or of a dtype that JAX does not take.
-          PlanError: a dimension of a leaf cannot be divided over the axes of its sharding.
+          SourceError: a leaf has a different number of rows, or a dtype that JAX does not support.
+          PlanError: a dimension of a leaf is not divisible by the mesh axes of its sharding.
         """
         arrays, treedef = jax.tree.flatten(host_tree)
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
@@ -210,17 +210,17 @@ class RowAssignment:
                     f"{plan.num_rows} rows first, which is what host {plan.process_index} loads of a global batch of "
                     f"{plan.global_batch_size}"
                 )
-            narrow(leaf[:0], path, x64)  # refuses a dtype before anything is made of it
+            narrow(leaf[:0], path, x64)  # rejects an unsupported dtype before any work
             specs.append(leaf_spec((plan.global_batch_size, *leaf.shape[1:]), leaf.dtype, sharding, path, x64))
             deal = self._deals[_devices_of(sharding.mesh)]
             device_puts.append(_LoadedLeaf(self._device_put, plan, deal, specs[-1], path))
         return tuple(specs), device_puts
 
     def reshard(self, loaded: LoadedBatch) -> PyTree:
-        """The batch in the wanted shardings; a device computation, so on the thread that runs the step.
+        """Returns the batch in the target shardings. A device computation: call it on the thread that runs the step.
 
-        Every process with a device in the shardings must call it for the same batches in the same order. One without
-        gets arrays of the right shape and type that have no addressable shards.
+        Every process with a device in the shardings must call it for the same batches in the same order. A process
+        without one gets arrays of the right shape and dtype with no addressable shards.
         """
         with jax.profiler.TraceAnnotation("meshfeed.reshard"):
             return self._reshard(loaded)
@@ -252,7 +252,7 @@ class RowAssignment:
 
 
 class _LoadedLeaf:
-    """Puts the host arrays of one leaf into the load placer."""
+    """Puts the host arrays of one leaf on devices in the load sharding."""
 
     def __init__(
         self, device_put: DevicePut, plan: HostPlan, deal: Deal, spec: jax.ShapeDtypeStruct, path: str
@@ -273,7 +273,7 @@ class _LoadedLeaf:
 
     def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
         if all(rows is None for rows in self._local):
-            # Nothing of this host is ever looked at, so the same array serves all batches.
+            # This host holds only placeholders, which are masked out, so one array serves all batches.
             if self._nothing_read is None:
                 self._nothing_read = self._put([self._placeholder] * len(self._local))
             return self._nothing_read
@@ -290,20 +290,20 @@ class _LoadedLeaf:
 
 
 def placeholder(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """What devices hold in place of rows that nobody reads there."""
+    """Returns the zeros that a device holds if its host reads no rows for it."""
     block = memory.empty(shape, dtype)
     block[...] = 0
     return block
 
 
 class Loader:
-    """The plans of a feed, one for each batch size.
+    """The row assignments of a feed, one per batch size.
 
     Args:
-      prefix: normalised shardings.
+      prefix: normalized shardings.
       load: ``"once"`` or process indices.
       process_index: this host.
-      device_put: how blocks are put on devices; default: JAX's private fast call where this JAX has it.
+      device_put: how blocks are put on devices. Default: JAX's private fast call if available.
 
     Raises:
       SettingsError: ``load`` cannot be used with these shardings.
@@ -318,7 +318,7 @@ class Loader:
         self._plans: dict[int, RowAssignment] = {}
 
     def plan(self, global_batch_size: int) -> RowAssignment:
-        """The plan for a batch size; made once."""
+        """Returns the row assignment for a batch size; cached."""
         plan = self._plans.get(global_batch_size)
         if plan is None:
             plan = RowAssignment(self._prefix, self._load, global_batch_size, self._process_index, self._device_put)

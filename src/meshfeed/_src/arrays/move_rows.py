@@ -1,7 +1,7 @@
-"""The compiled half of ``load="once"``: from rows dealt over the devices to the wanted shardings, bit for bit.
+"""The compiled half of ``load="once"``: moves rows from the load sharding to the target shardings, bit for bit.
 
-Values travel in carriers: integers that hold their bits. The host makes them by looking at its buffer through another
-dtype, which costs nothing; the device turns them back after the last collective.
+Values travel in carriers: integers that hold their bits. The host views its buffer as the carrier dtype, which is free;
+the device converts back after the last collective.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Carrier:
     """How values of a dtype travel.
 
     Attributes:
-      dtype: of the integers.
-      extra_shape: dimensions that they have more than the values: two parts of a complex number.
+      dtype: dtype of the integers.
+      extra_shape: additional trailing dimensions: ``(2,)`` for the two parts of a complex number.
     """
 
     dtype: np.dtype[Any]
@@ -33,17 +33,17 @@ class Carrier:
 
 
 def carrier_of(dtype: Any) -> Carrier:
-    """The carrier for ``dtype``: integers as they are, all else as unsigned integers of its size."""
+    """Returns the carrier for ``dtype``: integers unchanged, all others as unsigned integers of the same size."""
     dtype = np.dtype(dtype)
     if dtype.kind == "c":
         return Carrier(np.dtype(f"uint{dtype.itemsize * 4}"), (2,))
     if dtype.kind in "iu":
         return Carrier(dtype)
-    return Carrier(np.dtype(f"uint{dtype.itemsize * 8}"))  # numpy keeps int4 and its like in a byte each
+    return Carrier(np.dtype(f"uint{dtype.itemsize * 8}"))  # numpy stores sub-byte types in one byte per value
 
 
 def to_carrier(array: np.ndarray[Any, Any], carrier: Carrier) -> np.ndarray[Any, Any]:
-    """A view of a C-contiguous host array as its carrier."""
+    """Views a C-contiguous host array as its carrier."""
     if array.dtype == carrier.dtype:
         return array
     if carrier.extra_shape:
@@ -59,23 +59,23 @@ def _from_carrier(bits: jax.Array, dtype: Any) -> jax.Array:
         part = np.dtype(f"float{dtype.itemsize * 4}")
         return lax.complex(from_bits(bits[..., 0], part), from_bits(bits[..., 1], part))
     if (width := bit_width(dtype)) < 8:
-        bits = bits & ((1 << width) - 1)  # numpy extends the sign into the rest of the byte
+        bits = bits & ((1 << width) - 1)  # numpy sign-extends into the rest of the byte
     return from_bits(bits, dtype)
 
 
 def make_mover(
     load_sharding: NamedSharding, ranks: Sequence[int], chunk_rows: int, specs: Sequence[jax.ShapeDtypeStruct]
 ) -> Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]:
-    """Compiles the way from the load layout to the wanted shardings, for all leaves at once.
+    """Returns a compiled move from the load sharding to the target shardings, for all leaves at once.
 
     Args:
-      load_sharding: rows over a flat mesh, a chunk a device.
-      ranks: for each device its place among those that read, or -1.
-      chunk_rows: rows of each device.
+      load_sharding: rows over a flat mesh, one chunk per device.
+      ranks: for each device, its rank among the devices of reading hosts, or -1.
+      chunk_rows: rows per device.
       specs: shape, dtype and sharding of each leaf, over the same devices in the same order.
 
     Returns:
-      a jitted function of the leaves' carriers ``[devices * chunk_rows, ...]``.
+      A jitted function of the tuple of carriers ``[devices * chunk_rows, ...]``, one per leaf.
     """
 
     def move(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -92,14 +92,14 @@ def make_mover(
 
 
 def _spread(bits: jax.Array, load_sharding: NamedSharding, ranks: Sequence[int], chunk_rows: int) -> jax.Array:
-    """From chunks on some devices to even chunks on all of them, in order, with rows of zeros at the end.
+    """Spreads the chunks of some devices evenly over all devices, in order, padded with rows of zeros.
 
-    A reduce-scatter of integers of which all but one are zero: a choice of rows out of a sharded dimension would make
-    XLA gather the placeholders of all devices too.
+    A reduce-scatter of integers in which at most one addend is nonzero. Indexing rows of a sharded dimension would
+    make XLA gather the placeholders of all devices too.
     """
     axis = load_sharding.mesh.axis_names[0]
     size = -(-chunk_rows * (max(ranks) + 1) // len(ranks)) * len(ranks)
-    wide = bits.dtype if bits.dtype.itemsize >= 4 else jnp.dtype(jnp.uint32)  # not every backend adds narrow integers
+    wide = bits.dtype if bits.dtype.itemsize >= 4 else jnp.dtype(jnp.uint32)  # some backends cannot sum narrow integers
 
     def spread(chunk: jax.Array) -> jax.Array:
         rank = jnp.asarray(ranks, jnp.int32)[lax.axis_index(axis)]

@@ -1,4 +1,4 @@
-"""How rows get from hosts onto the mesh: each host its own (``load="sharded"``), or some for all, resharded."""
+"""Places host batches on the mesh: each host its own rows (``load="sharded"``), or each row by one host, resharded."""
 
 from __future__ import annotations
 
@@ -22,59 +22,59 @@ from meshfeed._src.reading.host_batch import RecordSpec
 
 
 class Placer(Protocol):
-    """Host batch → global arrays, in a part for any thread and a part for the caller's thread."""
+    """Host batch → global arrays, in two stages: ``put`` on any thread, ``finish`` on the caller's thread."""
 
     participants: tuple[int, ...]
     """Process indices with a device in the sharding."""
     finish_computes: bool
-    """Whether ``finish`` is a device computation, in which all hosts take part once for each batch."""
+    """Whether ``finish`` is a device computation that all hosts must run exactly once per batch."""
 
     def host_rows(self, spec_of: Any) -> HostRows:
-        """Rows and columns that this host reads; ``spec_of() -> RecordSpec`` is called for sources of columns."""
+        """Rows and columns that this host reads; ``spec_of() -> RecordSpec`` is called only for columnar sources."""
         ...
 
     def global_batch_size_of(self, host_rows: int) -> int:
-        """The global batch of which this host holds ``host_rows`` rows."""
+        """Returns the global batch size for which this host holds ``host_rows`` rows."""
         ...
 
     def smallest_batch_size(self) -> int:
-        """The smallest global batch size that can be split over the row shards; all others are multiples of it."""
+        """Returns the smallest global batch size that the row shards divide; all others are multiples of it."""
         ...
 
     def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
-        """Starts the transfer; any thread."""
+        """Starts the transfer. Any thread."""
         ...
 
     def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
-        """The caller's global arrays; caller's thread."""
+        """Returns the final global arrays. Caller's thread only."""
         ...
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
-        """Shapes, dtypes and shardings of a batch."""
+        """Returns the shapes, dtypes and shardings of a batch."""
         ...
 
 
 def _masked_prefix(prefix: PyTree, mask_key: str | None) -> PyTree:
-    """``prefix`` with a sharding for the mask: bool ``[B]``, laid out like the rows."""
+    """``prefix`` with a sharding for the mask, bool ``[global_batch_size]``, sharded like the rows."""
     if mask_key is None or not isinstance(prefix, Mapping) or mask_key in prefix:
         return prefix
     return {**prefix, mask_key: cut_spec(sharding_leaves(prefix)[0], 1)}
 
 
 def _without_mask(prefix: PyTree, mask_key: str | None) -> PyTree:
-    """``prefix`` for records as the source gives them."""
+    """``prefix`` for the source's records, which have no mask."""
     if mask_key is None or not isinstance(prefix, Mapping):
         return prefix
     return {key: sharding for key, sharding in prefix.items() if key != mask_key}
 
 
 class ShardedPlacer:
-    """Each host reads what its devices hold.
+    """Each host reads the rows that its devices hold.
 
     Args:
-      prefix: normalised shardings.
+      prefix: normalized shardings.
       process_index: this host.
-      mask_key: the leaf of ``prefix`` that records do not have.
+      mask_key: key of the mask, a leaf of ``prefix`` that records do not have.
     """
 
     finish_computes = False
@@ -89,7 +89,7 @@ class ShardedPlacer:
         self._shapes: PyTree | None = None
 
     def plan(self, global_batch_size: int) -> HostPlan:
-        """This host's plan, made once a batch size."""
+        """Returns this host's plan; cached per batch size."""
         plan = self._plans.get(global_batch_size)
         if plan is None:
             plan = self._plans[global_batch_size] = plan_host(self.prefix, global_batch_size, self._process_index)
@@ -122,7 +122,7 @@ class ShardedPlacer:
         """See :class:`Placer`.
 
         Raises:
-          PlanError: this host's rows cannot be spread evenly over its devices.
+          PlanError: this host's rows do not divide evenly over its devices.
         """
         shards = self.smallest_batch_size()
         mine = self.plan(shards).num_rows
@@ -141,18 +141,18 @@ class ShardedPlacer:
     def _record_shapes(self, tree: PyTree) -> PyTree | None:
         if self._shapes is None or not isinstance(tree, Mapping) or not isinstance(self._shapes, Mapping):
             return self._shapes
-        extra = {key: np.empty(()) for key in tree if key not in self._shapes}  # the mask has no columns
+        extra = {key: np.empty(()) for key in tree if key not in self._shapes}  # the mask is one scalar per row
         return {**self._shapes, **extra} if extra else self._shapes
 
     def record_shape(self, path: Any, leaf: np.ndarray) -> tuple[int, ...]:
-        """Shape of a record's leaf, of which the host array may hold some columns only."""
+        """Full shape of a record's leaf; the host array ``leaf`` may hold only some of its columns."""
         for key_path, spec in jax.tree_util.tree_flatten_with_path(self._shapes)[0]:
             if key_path == path:
                 return spec.shape
         return leaf.shape[1:]
 
     def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
-        """The arrays are where they belong already."""
+        """Returns ``arrays``, which are already in the target sharding."""
         del global_batch_size
         return arrays
 
@@ -167,10 +167,10 @@ def _row_shards(sharding: NamedSharding) -> int:
 
 
 class LoadOncePlacer:
-    """Each row is read by one host and resharded on device, on unsigned bits.
+    """One host reads each row; rows are resharded on device as integer bits.
 
     Args:
-      prefix: normalised shardings.
+      prefix: normalized shardings.
       load: ``"once"`` or process indices.
       process_index: this host.
     """
@@ -184,7 +184,7 @@ class LoadOncePlacer:
         self._specs = Assembler(prefix)
 
     def host_rows(self, spec_of: Any) -> HostRows:
-        """See :class:`Placer`; whole records are read."""
+        """See :class:`Placer`; always whole records."""
         del spec_of
 
         def columns(size: int) -> None:
@@ -197,15 +197,15 @@ class LoadOncePlacer:
         return self._loader.plan(global_batch_size).put(tree)
 
     def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
-        """Reshards; a device computation, so the caller's thread only."""
+        """Reshards. A device computation, so on the caller's thread only."""
         return self._loader.plan(global_batch_size).reshard(arrays)
 
     def global_batch_size_of(self, host_rows: int) -> int:
-        """Not for host batches, which refuse ``load=``."""
+        """Always raises: host batches require ``load="sharded"``."""
         raise PlanError(f"a host batch of {host_rows} rows needs load='sharded'.")
 
     def smallest_batch_size(self) -> int:
-        """Not for host batches, which refuse ``load=``."""
+        """Always raises: host batches require ``load="sharded"``."""
         raise PlanError("host batches need load='sharded'.")
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
@@ -214,11 +214,11 @@ class LoadOncePlacer:
 
 
 def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | LoadOncePlacer:
-    """The layout that ``load=`` asks for.
+    """Returns the placer for the feed's ``load=`` setting.
 
     Raises:
-      SettingsError: a ``sharding`` or ``load`` that cannot be used.
-      PlanError: a batch size that the mesh cannot divide.
+      SettingsError: ``sharding`` or ``load`` is invalid.
+      PlanError: a batch size is not divisible over the mesh.
     """
     prefix = _masked_prefix(normalize_sharding(sharding), settings.mask_key)
     here = coordination.process_index()
@@ -226,8 +226,9 @@ def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | Loa
         placer: ShardedPlacer | LoadOncePlacer = ShardedPlacer(prefix, here, settings.mask_key)
     else:
         placer = LoadOncePlacer(prefix, settings.load, here)
+    # Check all sizes now: otherwise a bad size fails at the step where the schedule switches to it.
     if settings.schedule is not None:
         check = ShardedPlacer(prefix, here) if not isinstance(placer, ShardedPlacer) else placer
         for size in settings.schedule.sizes:
-            check.plan(size)  # refuses a size that does not divide
+            check.plan(size)  # raises if the mesh does not divide this size
     return placer

@@ -1,4 +1,4 @@
-"""Blocks of a host batch by what they are in the global batch, to compare replicas between hosts."""
+"""Labels the blocks of a host batch by their index in the global batch, to compare replicas between hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshfeed._src.plan.plan import broadcast_shardings
 
 
 def blocks_of(placer: Any) -> Callable[[PyTree, int], dict[str, np.ndarray]] | None:
-    """The function that cuts a host batch; None where each row is read by one host anyway."""
+    """Returns a function from a host batch to its labelled blocks, or None if each row is read by only one host."""
     if not isinstance(placer, ShardedPlacer):
         return None
 

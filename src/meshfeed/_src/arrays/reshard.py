@@ -1,10 +1,10 @@
 """Moves arrays from one sharding to another without changing a bit.
 
 A plain ``jit(lambda x: x, out_shardings=…)`` is not exact: XLA's CPU backend gathers bfloat16 through float32 and
-quiets signalling NaNs on the way (measured on JAX 0.10 and 0.12), and a collective on any float narrower than 32 bits
-may be widened. So such values travel as the unsigned integers that hold their bits, between optimization barriers
-that keep XLA from folding the two bitcasts into the collective. Wider types already travel exactly and go as they
-are, since bitcasting them costs 10–25 % more.
+quiets signaling NaNs in transit (measured on JAX 0.10 and 0.12), and XLA may widen a collective on any float narrower
+than 32 bits. Such values therefore travel as unsigned integers holding their bits, between optimization barriers that
+keep XLA from folding the two bitcasts into the collective. Wider types already travel exactly and are not bitcast,
+which would cost 10–25 % more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNSIGNED = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}
 
 
 def bit_width(dtype: Any) -> int:
-    """Bits of one value of ``dtype``: 4 for int4 although numpy stores it in a byte."""
+    """Bits per value of ``dtype``: 4 for int4, although numpy stores it in a byte."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer) and dtype != np.bool_:
         return int(jnp.iinfo(dtype).bits)
@@ -33,7 +33,7 @@ def bit_width(dtype: Any) -> int:
 
 
 def bits_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype in which values of ``dtype`` travel: uint8 or uint16 for narrow floats, uint8 below a byte."""
+    """Returns the dtype in which values travel: uint8 or uint16 for narrow floats, uint8 for sub-byte types."""
     dtype = np.dtype(dtype)
     width = bit_width(dtype)
     if width < 8:
@@ -44,9 +44,9 @@ def bits_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """The bits of ``x`` in a dtype that collectives carry exactly (:func:`bits_dtype`); for use under ``jit``.
+    """Returns the bits of ``x`` in a dtype that collectives preserve exactly (:func:`bits_dtype`). Use under ``jit``.
 
-    PRNG keys become their key data (uint32, one dimension more). Follow it with the collective, then
+    PRNG keys become their key data (uint32, with one more dimension). Apply the collective to the result, then
     :func:`from_bits`.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -63,11 +63,11 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of :func:`to_bits`; for use under ``jit``.
+    """Inverts :func:`to_bits`. Use under ``jit``.
 
     Args:
-      bits: what :func:`to_bits` gave, moved.
-      dtype: the dtype of the original, PRNG key dtypes included.
+      bits: result of :func:`to_bits`, after the collective.
+      dtype: dtype of the original array; may be a PRNG key dtype.
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(lax.optimization_barrier(bits), impl=_prng_impl(dtype))
@@ -84,7 +84,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _prng_impl(dtype: Any) -> Any:
-    # "key<fry>" → the implementation; jax.random.key_impl does it for arrays only.
+    # "key<fry>" → the implementation; jax.random.key_impl accepts only arrays.
     impl = getattr(dtype, "_impl", None)
     if impl is None:
         raise TypeError(f"{dtype} is not a PRNG key dtype of this JAX version")
@@ -92,13 +92,13 @@ def _prng_impl(dtype: Any) -> Any:
 
 
 def host_bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A view of a numpy array as unsigned integers of the same item size, for comparing and hashing bits."""
+    """Views a numpy array as uint8 ``[..., itemsize]``, to compare and hash bits; copies if not C-contiguous."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
 def constraint_sharding(sharding: Any) -> Any:
-    """The same layout over a mesh of Auto axes: the only one that a constraint inside ``jit`` takes."""
+    """Returns the same sharding over a mesh of Auto axes, the only kind that ``with_sharding_constraint`` accepts."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     types = (AxisType.Auto,) * len(sharding.mesh.axis_names)
@@ -107,9 +107,10 @@ def constraint_sharding(sharding: Any) -> Any:
 
 
 def without_ambient_mesh() -> Any:
-    """A context in which the caller's ``jax.set_mesh`` does not hold; cheap, not for use under ``jit``.
+    """Context that suspends the caller's ``jax.set_mesh``. Cheap; do not use under ``jit``.
 
-    With a mesh set, compiled calls over other devices, and constraints and ``shard_map`` over another mesh, are errors.
+    While a mesh is set, JAX rejects compiled calls over other devices, and constraints and ``shard_map`` over a
+    different mesh.
     """
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
@@ -119,9 +120,10 @@ def _mover(dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any
     def move(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         moved = []
         for value, dtype, source, target in zip(values, dtypes, sources, targets, strict=True):
-            # Held to the old sharding and then to the new one, so that gather and slice both happen on the bits:
-            # otherwise XLA may slice the float8 before the bitcast, which quiets its NaNs (JAX 0.12), or gather the
-            # bfloat16 after the second. Key data has more dimensions than the key's sharding; the rest stay whole.
+            # Constraining the bits to the old sharding and then to the new one keeps both gather and slice on the
+            # bits. Otherwise XLA may slice the float8 before the first bitcast, which quiets its NaNs (JAX 0.12), or
+            # gather the bfloat16 after the second. Key data has more dimensions than the key's sharding; the extra
+            # dimensions stay unsharded.
             bits = lax.with_sharding_constraint(to_bits(value), constraint_sharding(source))
             bits = lax.with_sharding_constraint(lax.optimization_barrier(bits), constraint_sharding(target))
             moved.append(from_bits(bits, dtype))
@@ -133,15 +135,15 @@ def _mover(dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any
 def reshard(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     """Moves ``arrays`` to ``shardings`` in one compiled call, bit for bit.
 
-    Every process with a device in them must call it, on the thread that runs the step, with the same arrays in the
-    same order. Source and target must be over the same set of devices.
+    Every process with a device in the shardings must call it on the thread that runs the step, with the same arrays
+    in the same order. Source and target shardings must cover the same set of devices.
 
     Args:
-      arrays: global arrays of any dtype, PRNG keys included.
-      shardings: one for each.
+      arrays: global arrays of any dtype, including PRNG keys.
+      shardings: one per array.
 
     Returns:
-      arrays of the same shapes and dtypes in the new shardings.
+      Arrays of the same shapes and dtypes in the new shardings.
     """
     move = _mover(tuple(array.dtype for array in arrays), tuple(array.sharding for array in arrays), tuple(shardings))
     with without_ambient_mesh():

@@ -1,4 +1,4 @@
-"""The recipe: ``MultiHostDataLoadIterator`` joins source, order, plan, reading, agreement and assembly.
+"""The feed: ``MultiHostDataLoadIterator`` combines source, order, plan, reading, agreement and assembly.
 
-May import: every room above. Read first: ``iterator.py``, then ``pipeline.py``.
+May import every package listed before feed. Start with ``iterator.py``, then ``pipeline.py``.
 """

@@ -1,4 +1,4 @@
-"""The feed, which joins source, order, plan, reading, agreement and assembly."""
+"""The feed, which combines source, order, plan, reading, agreement and assembly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("meshfeed.feed")
 
 
 class _Generation(NamedTuple):
-    """What a feed read with until a reset, a set_state or its close; ``doing`` says which, ``because`` of what."""
+    """What one generation of a feed must close; ``doing`` and ``because`` explain its end to the other hosts."""
 
     pipeline: Pipeline | None
     opening: SingleCall[HostReader] | None
@@ -54,37 +54,38 @@ class _Generation(NamedTuple):
 class Feed:
     """One stream of global batches over a mesh of any number of hosts.
 
-    Step k's global batch is a function of source, settings and k alone: not of the number of hosts, devices, workers,
-    threads, or of the read-ahead. ``iter(feed)`` is the feed itself and does not reset it.
+    The global batch of step k depends only on the source, the settings and k, not on the number of hosts, devices,
+    workers or threads, or on the read-ahead. ``iter(feed)`` returns the feed itself and does not reset it.
 
     Args:
       source: a source of :mod:`meshfeed.sources`; a Grain, Hugging Face, TFDS or tf.data object; a sequence, a pytree
-        of equally long numpy arrays, or an iterable of host-local batches.
-      sharding: the layout that the step wants: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
-        NamedShardings. One NamedSharding serves all leaves, its spec cut to a leaf's rank.
-      global_batch_size: rows of a step over all hosts, or a :class:`BatchSchedule`. May be left out for HostBatches.
-      shuffle: False; True (uniform over the epoch); or an int: records a block, blocks and their records are shuffled.
+        of numpy arrays of equal length, or an iterable of host-local batches.
+      sharding: the sharding of the batches: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
+        NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank.
+      global_batch_size: rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches.
+      shuffle: False; True (uniform over the epoch); or an int, the records per block of a two-level shuffle of blocks
+        and of the records in each block.
       seed: 0 to 2**64 - 1.
-      num_epochs: times through the source, without a gap between them; None for ever.
+      num_epochs: passes over the source, with no gap between them; None to repeat forever.
       end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step.
-      mask_key: with ``end="pad"``, the name of an added bool ``[global_batch_size]`` leaf, False on padded rows.
-      num_lanes: streams only: sequential parts that the rows are divided into; default: the largest divisor of every
-        batch size that is at most 64.
-      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host and
-        resharded on device. A list of process indices: these read for all.
-      prefetch: global batches kept ready on device; 0 for none.
-      num_workers: processes that read and decode, or a :class:`Workers`. Never changes the stream.
+      mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
+      num_lanes: streams only: number of sequential parts that the rows are divided into. Default: the largest common
+        divisor of the batch sizes that is at most 64.
+      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: one host reads each row, and the
+        rows are resharded on device. A list of process indices: only these hosts read.
+      prefetch: global batches kept ready on device; 0 disables prefetching.
+      num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
       num_threads: threads that read and decode; None for one.
-      retry: for reads that fail.
-      bad_records: None to raise; a :class:`SkipBad` to replace, count and record them.
-      check_replicas: compare digests of replicated rows between hosts on the first batches.
+      retry: how to retry failed reads.
+      bad_records: None to raise; a :class:`SkipBad` to replace, count and record bad records.
+      check_replicas: whether to compare digests of replicated rows between hosts on the first batches.
       timeout_seconds: longest wait for another host or for the source.
-      name: tells feeds apart between hosts and in logs; default ``feed-<n>`` in order of creation.
+      name: identifies the feed across hosts and in logs. Default: ``feed-<n>``, in order of creation.
 
     Raises:
-      SettingsError: a keyword's value.
-      PlanError: a batch size that the mesh cannot divide.
-      SourceError: a source that cannot be read.
+      SettingsError: an argument is invalid.
+      PlanError: a batch size is not divisible over the mesh.
+      SourceError: the source cannot be read.
     """
 
     @hides_own_frames
@@ -115,15 +116,16 @@ class Feed:
         self._last_opening: SingleCall[HostReader] | None = None
         self._pipeline: Pipeline | None = None
         self._finalizer: Any = None
-        self._ready: Ready | None = None  # the next batch once it was looked at, or what is left of the last one
+        self._ready: Ready | None = None  # the next batch after a peek, or the remains of the last delivered one
         self._previous: Cursor | None = None
-        self._left: _Generation | None = None  # what reset or set_state has replaced and not yet closed
+        self._left: _Generation | None = None  # replaced by reset or set_state and not yet closed
         self._closed = self._released = False
         self._failed: BaseException | None = None
         self._failed_at: TracebackType | None = None
         self._stats = StatsRecorder()
         self._host = coordination.process_index()
         self._owner = Owner()
+        # check_settings rejects other types below, once the handshake exists and can report the error to other hosts.
         self.name = name if isinstance(name, str) else f"feed-{coordination.next_use('feeds')}"
         self._second_pass = SecondPass(self.name)
         self._scope = f"feed/{self.name}/{coordination.next_use(f'feed {self.name}')}"
@@ -157,13 +159,13 @@ class Feed:
                 ),
             )
         except BaseException as error:
-            self._handshake.fail(error)
+            self._handshake.fail(error)  # other hosts wait for this one in the handshake
             self._handshake.leave()
             raise
         if self._hosts_agree:
             finalize(
                 self, self._handshake.leave
-            )  # of a feed that is dropped; runs after the pipeline's, which is younger
+            )  # for a feed dropped without close; runs after the pipeline's finalizer, which is registered later
 
     def _make(self, source: Any, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
@@ -174,11 +176,11 @@ class Feed:
         self._host_rows = self._placer.host_rows(self._stream.record_spec if in_columns else lambda: None)
 
     def __repr__(self) -> str:
-        known = vars(self)  # the constructor may have failed before the rest was there
+        known = vars(self)  # the constructor may have failed before setting every attribute
         stream, cursor, failed = known.get("_stream"), known.get("_cursor"), known.get("_failed")
         if stream is None or cursor is None:
             return f"<meshfeed.Feed {known.get('name')!r}: not made>"
-        schedule = getattr(stream, "_schedule", None)  # of host batches unknown before the first; a repr reads nothing
+        schedule = getattr(stream, "_schedule", None)  # None before the first host batch, which a repr must not read
         sizes = () if schedule is None else schedule.sizes
         parts = [
             describe_source(stream.source),
@@ -199,19 +201,23 @@ class Feed:
         return self
 
     def __next__(self) -> PyTree:
-        """The next global batch, a pytree of global ``jax.Array`` ``[global_batch_size, ...]``.
+        """Returns the next global batch, a pytree of global ``jax.Array`` ``[global_batch_size, ...]``.
 
-        After an interrupt (Ctrl-C) it can be called again, and continues with the same batch.
+        After an interrupt (Ctrl-C), call it again to continue with the same batch. After an error, each further call
+        raises it again until ``reset`` or ``set_state``.
 
         Raises:
-          StopIteration: the end, on all hosts at the same step; again until ``reset`` or ``set_state``.
-          PeerError: another host failed. AgreementError: hosts differ. StalledError: a host or the source is late.
-          MeshfeedError: the feed is closed. What the source raised, again at each further call.
+          StopIteration: the end of the data, on all hosts at the same step.
+          PeerError: another host failed.
+          AgreementError: hosts differ in settings or data.
+          StalledError: a host or the source is late.
+          MeshfeedError: the feed is closed.
+          Exception: any error of the source.
         """
         if self._closed:
             raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
         if self._failed is not None:
-            raise self._failed.with_traceback(self._failed_at)  # or each call would add to it
+            raise self._failed.with_traceback(self._failed_at)  # otherwise the traceback grows with each call
         start = time.perf_counter()
         try:
             pipeline = self._running_pipeline()
@@ -228,11 +234,9 @@ class Feed:
             self._count(ready, start)
         pipeline.pop(ready)
         cursor, arrays = ready.cursor, ready.arrays
-        self._previous = (
-            self._cursor
-        )  # keeps it alive: nothing is to be freed in the next three lines, which takes time
-        # Python handles signals at calls and backward jumps. There is none from here to the return, so an interrupt finds
-        # the batch either to be delivered again or delivered.
+        self._previous = self._cursor  # keeps the old cursor alive: freeing it could run code in the lines below
+        # Python handles signals at calls and backward jumps. There is none from here to the return, so after an
+        # interrupt the batch is either delivered or still pending.
         ready.arrays, self._cursor = None, cursor
         return arrays
 
@@ -253,7 +257,7 @@ class Feed:
             return
         if not self._cursor.step and self._stream.kind != "random_access":
             _log.warning("%s: the data ended before one batch was full, so that there is no batch at all.", self.name)
-        self._failed, self._failed_at = StopIteration(), None  # without the frames of whoever came to the end
+        self._failed, self._failed_at = StopIteration(), None  # a new one: the original's traceback keeps frames alive
 
     def _count(self, ready: Ready, start: float) -> None:
         batch, position = ready.batch, self._cursor.position
@@ -264,13 +268,13 @@ class Feed:
             log_step(self.name, self._host, ready, position, time.perf_counter() - start, source)
 
     def _running_pipeline(self) -> Pipeline:
-        """What this generation of the feed reads with. Each part is held before it starts anything."""
+        """Returns the pipeline of this generation. Each object is stored before it starts threads, for ``close``."""
         if self._left is not None:
             self._close_left()
         if self._pipeline is None:
             self._pipeline = self._make_pipeline()
         if self._finalizer is None:
-            # a feed that is dropped without close, or at exit, must not leave threads behind
+            # a feed that is dropped without close, or lives until exit, must not leave threads behind
             self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
         return self._pipeline
 
@@ -302,15 +306,16 @@ class Feed:
     # ------------------------------------------------------------------ state
 
     def get_state(self) -> dict[str, Any]:
-        """State of the last delivered batch, as JSON. May be called at any time; no cross-host communication."""
+        """Returns the state after the last delivered batch, as JSON. Call at any time; no cross-host communication."""
         return self._stream.state(self._cursor).to_json()
 
     @hides_own_frames
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``. An interrupt (Ctrl-C) leaves the feed at its old cursor or at the new one.
+        """Resumes from ``state``. An interrupt (Ctrl-C) leaves the feed either at its old cursor or at the new one.
 
         Raises:
-          StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
+          StateMismatchError: the state is damaged, from a newer version, or from a different stream. The feed is
+            unchanged.
         """
         cursor = opening = None
         try:
@@ -323,11 +328,12 @@ class Feed:
                 opening.result()
             self._begin(cursor, opening, "set a state in its feed")
         except BaseException as error:
-            if self._cursor is cursor:
+            if self._cursor is cursor:  # interrupted after the switch: the new state holds
                 raise
             if isinstance(error, Exception):
                 self._handshake.fail(error, refused=True)
             elif opening is not None and getattr(self._stream, "moved_by_opening", False):
+                # The pipeline reads from the iterator that the opening moved: reopen it at the old cursor.
                 self._begin(self._cursor, None, "was interrupted in set_state of its feed")
             raise
 
@@ -346,28 +352,28 @@ class Feed:
 
     @hides_own_frames
     def reset(self) -> None:
-        """Goes back to the first batch of this stream; keeps ``num_lanes`` from a restored state."""
+        """Returns to the first batch of the stream; keeps ``num_lanes`` from a restored state."""
         self._begin(self._stream.start(self._cursor), None, "reset its feed")
 
     def _begin(self, cursor: Cursor, opening: SingleCall[HostReader] | None, doing: str) -> None:
-        """A new generation of the feed, at ``cursor``."""
+        """Starts a new generation of the feed at ``cursor``."""
         self._stats.restart()
         self._handshake.withdraw()
         self._leave(cursor, opening, doing)
 
     async def save(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
+        """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
         return await state_files.save(self, directory)
 
     async def load(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable: returns the coroutine that reads and sets the state."""
+        """Orbax v1's StatefulCheckpointable: returns a coroutine that reads and sets the state."""
         return await state_files.load(self, directory)
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ inspection
 
     @property
     def step(self) -> int:
-        """Batches delivered so far; the next batch has this index."""
+        """Batches delivered so far, which is the index of the next batch."""
         return self._cursor.step
 
     @property
@@ -376,10 +382,10 @@ class Feed:
         return self._cursor.position
 
     def __len__(self) -> int:
-        """Batches from the first to the last, delivered ones included.
+        """Total number of batches, including delivered ones.
 
         Raises:
-          TypeError: the stream has no end, or its length is not known.
+          TypeError: the stream is infinite, or its length is unknown.
         """
         steps = self._stream.num_steps(self._cursor)
         if steps is None:
@@ -388,22 +394,24 @@ class Feed:
 
     @property
     def element_spec(self) -> PyTree:
-        """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
+        """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings; available before the first."""
         spec = spec_with_mask(self._stream.record_spec(), self._settings.mask_key)
         return self._placer.element_spec(spec, self._stream.batch_size_at(self._cursor))
 
     @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
-        """Ids of the records of any past or future batch.
+        """Returns the record ids of any past or future batch.
 
         Args:
           step: index of the batch.
 
         Returns:
-          int64 ``[rows]`` in row order, padding left out.
+          int64 ``[rows]`` in row order, without padding.
 
         Raises:
-          IndexError: there is no such step. SourceError: the source is not read at random.
+          IndexError: the stream has no such step.
+          SettingsError: ``step`` is not an integer.
+          SourceError: the source is not random-access.
         """
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
@@ -411,31 +419,34 @@ class Feed:
 
     @hides_own_frames
     def read(self, record_ids: Any) -> PyTree:
-        """Records as host-local numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``.
+        """Returns decoded records as host-local numpy: a pytree of arrays ``[len(record_ids), ...]``.
 
         Raises:
-          SourceError: an id that is not there, or a source that is not read at random. SettingsError: no ids at all.
+          SourceError: an id is not in the source, or the source is not random-access.
+          SettingsError: ``record_ids`` is not a sequence of integers.
         """
         return self._stream.read(record_ids)
 
     @hides_own_frames
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
-        """One global batch again, all of its rows, as host-local numpy; this host alone, and the feed does not move.
+        """Reads all rows of one global batch again, on this host alone, as host-local numpy. The feed does not move.
 
         Args:
           step: index of the batch.
-          state: taken at or before the step, with all lanes of a stream (:func:`meshfeed.merge_states`); None: the
-            beginning. Random access needs none.
+          state: a state taken at or before the step, with all lanes of a stream (:func:`meshfeed.merge_states`). None
+            reads from the beginning. Ignored for random access.
 
         Returns:
-          A pytree of arrays ``[global_batch_size, ...]``, padding and mask included.
+          A pytree of arrays ``[global_batch_size, ...]``, including padding and mask.
 
         Raises:
-          IndexError: there is no such step. StateMismatchError: the state is of another stream, or lacks lanes.
-          SettingsError: the state was taken after the step. SourceError: host batches cannot be replayed.
+          IndexError: the stream has no such step.
+          StateMismatchError: the state is from a different stream, or lacks lanes.
+          SettingsError: the state was taken after the step.
+          SourceError: host batches cannot be replayed.
         """
         if self._stream.kind == "random_access":
-            self._stream.record_ids(self._cursor, step)  # refuses a step that is not there
+            self._stream.record_ids(self._cursor, step)  # raises if there is no such step
             return replay_step(self._stream, dataclasses.replace(self._cursor, step=0), step)
         cursor = (
             self._stream.start(self._cursor) if state is None else self._stream.restore(feed_state.parse_state(state))
@@ -443,7 +454,7 @@ class Feed:
         return replay_step(self._stream, cursor, step)
 
     def config(self) -> dict[str, Any]:
-        """Every setting and the fingerprint, JSON."""
+        """Returns all settings and the fingerprint, as JSON."""
         return {
             **settings_json(self._settings),
             "name": self.name,
@@ -455,31 +466,31 @@ class Feed:
 
     @property
     def local_iterator(self) -> Any:
-        """The underlying local iterator, as MaxText reads it: its state is that of the last delivered batch."""
+        """The feed as the local iterator that MaxText expects; its state is that of the last delivered batch."""
         return self._stream.local_iterator(self)
 
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
-        """Counters and times of this host so far.
+        """Returns this host's counters and times so far.
 
         Args:
-          since: what an earlier call returned; the figures then cover the time between the two calls.
+          since: result of an earlier call; the figures then cover only the time between the two calls.
 
         Raises:
           SettingsError: ``since`` belongs to a different feed, or is not earlier.
         """
         return stats_since(self._stats.snapshot(), since)
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def _leave(
         self, cursor: Cursor, opening: SingleCall[HostReader] | None, doing: str, because: BaseException | None = None
     ) -> None:
-        """Lets go of the read-ahead, and tells other hosts what this one is doing, should they go on."""
+        """Discards the read-ahead and publishes a leave notice for hosts that continue."""
         if self._left is not None:
             self._close_left()
         left = _Generation(self._pipeline, self._opening, self._finalizer, doing, because)
-        # Python handles signals at calls and backward jumps: an interrupt finds either all of this done or nothing.
+        # Python handles signals at calls and backward jumps, so an interrupt cannot split these assignments.
         self._left, self._cursor, self._opening = left, cursor, opening
         self._pipeline = self._finalizer = self._ready = self._failed = self._failed_at = None
         self._close_left()
@@ -496,11 +507,11 @@ class Feed:
         self._left = None
 
     def close(self, *, _because: BaseException | None = None) -> None:
-        """Ends threads and processes and releases the source; ``get_state`` still works, a second close does nothing."""
+        """Stops threads and processes and closes the source. Idempotent; ``get_state`` still works afterwards."""
         if self._released:
             return
         self._closed = True
-        if not self._owner.is_here:  # a copy in a forked child: everything that is open belongs to the parent
+        if not self._owner.is_here:  # in a forked child: threads, files and keys belong to the parent
             return
         self._leave(self._cursor, None, "closed its feed", self._failed or _because)
         self._handshake.leave()
@@ -515,12 +526,12 @@ class Feed:
 
 
 MultiHostDataLoadIterator = Feed
-"""The feed under its long name, which MaxText's loader has too."""
+"""The feed under the name of MaxText's loader."""
 
 
 def _participants(sharding: PyTree) -> Sequence[int]:
-    """Hosts with a device in the sharding; all, if it is not a sharding, so that the error reaches whoever waits."""
+    """Hosts with a device in the sharding. All hosts if ``sharding`` is invalid: any may be waiting for this one."""
     try:
         return participants(normalize_sharding(sharding))
-    except Exception:  # the layout raises it again
+    except Exception:  # make_placer raises it again
         return range(coordination.process_count())

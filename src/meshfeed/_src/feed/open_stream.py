@@ -1,4 +1,4 @@
-"""From what a user passes as source to the stream that reads it."""
+"""Chooses the stream for the ``source`` that the user passes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshfeed._src.streams.random_access import RandomAccessStream
 def make_stream(
     source: Any, settings: FeedSettings, placer: Placer
 ) -> RandomAccessStream | LaneStream | LocalBatchStream:
-    """Recognises ``source`` and chooses how it is read.
+    """Recognizes the kind of ``source`` and returns its stream.
 
     Raises:
-      SourceError: nothing that can be read; the message lists what can.
-      SettingsError: a keyword that does not go with this kind of source.
+      SourceError: the source is of an unsupported type; the message lists the supported ones.
+      SettingsError: a setting does not apply to this kind of source.
     """
     recognized = as_source(source)
     if isinstance(recognized, HostBatches):

@@ -1,11 +1,12 @@
-"""HostReader → agreement → transfer → caller, with the threads in between.
+"""Host reader → agreement → transfer → caller, with the threads in between.
 
 ::
 
     reader ──(reader thread, host batches)──► agreement ──(read-ahead thread, global arrays)──► caller
 
-One process needs no reader thread: its read-ahead thread reads. With ``prefetch=0`` there is no read-ahead thread, and the
-caller reads, unless a read that an interrupt breaks off cannot be made again.
+A single process needs no reader thread: its read-ahead thread reads. With ``prefetch=0`` there is no read-ahead thread
+and the caller's thread reads, except from a sequential reader, whose reads cannot be repeated after an interrupt and
+therefore keep a reader thread.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from meshfeed._src.base.types import PyTree
 from meshfeed._src.feed.prefetch import ReadAhead
 from meshfeed._src.streams.protocol import HostBatch, HostReader
 
-HOST_READ_AHEAD_BYTES = 1 << 30
+HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
 
 
 @dataclasses.dataclass(slots=True)
 class Ready:
-    """A batch that all hosts can make, its transfer started.
+    """A batch that all hosts can deliver, with its transfer started.
 
     Attributes:
-      batch: what was read, without its tree.
-      arrays: global arrays, or what :meth:`Placer.finish` turns into them.
-      cursor: after this batch.
-      seconds: ``transfer_seconds``.
+      batch: the host batch; its tree is dropped once the transfer has started.
+      arrays: global arrays, or the input of :meth:`Placer.finish`.
+      cursor: cursor after this batch.
+      seconds: time to assemble and start the transfer (``transfer_seconds``).
       finishing: whether :meth:`Placer.finish` was called.
       finished: whether it has returned.
-      counted: whether the figures and the log have this batch.
+      counted: whether stats and log include this batch.
     """
 
     batch: HostBatch
@@ -55,20 +56,20 @@ class Ready:
 
 
 class Pipeline:
-    """Batches from a cursor on, in order. Nothing runs before the first :meth:`peek`.
+    """Batches in order, starting at a cursor. No thread starts before the first :meth:`peek`.
 
     Args:
       reader: reads this host's part; closed with the pipeline.
-      put: host tree and global batch size → arrays; any thread.
-      prefetch: arrays kept ready.
-      agreement: with other hosts, or None.
-      window_reports: what hosts tell each other about a window.
-      cursor: where the reader begins.
-      advance: the cursor before a batch, the batch, lanes of all hosts that ended so far (lane → length in records) and the
-        number of bad records that all hosts have replaced so far → the cursor after it; any thread.
+      put: (host tree, global batch size) → arrays; called on any thread.
+      prefetch: number of global batches kept ready.
+      agreement: agreement with other hosts, or None in a single process.
+      window_reports: makes and checks window reports.
+      cursor: where the reader starts.
+      advance: (cursor before a batch, batch, lanes ended so far on all hosts as lane → length in records, bad records
+        replaced so far on all hosts) → cursor after the batch; called on any thread.
       timeout_seconds: longest wait for this host's own reader.
-      stats: figures are added here.
-      name: of the feed, for threads.
+      stats: records read times and retries.
+      name: name of the feed, for thread names.
       host: this process.
     """
 
@@ -102,7 +103,7 @@ class Pipeline:
         self._stats = stats
         self._host = host
         self._running = self._closed = False
-        self._held: HostBatch | None = None  # without a reader thread: what was read and is not transferred yet
+        self._held: HostBatch | None = None  # without a reader thread: a batch read but not yet transferred
         self._host_stage: ReadAhead[HostBatch] | None = None
         self._device_stage: ReadAhead[Ready] | None = None
         if agreement is not None or (reader.sequential and not prefetch):
@@ -155,7 +156,7 @@ class Pipeline:
         if self._host_stage is not None:
             return self._host_stage.peek(self._tick)
         if self._held is None or self._held.step != self._step:
-            self._rewind(self._step)  # an interrupt may have come in the middle of the last read
+            self._rewind(self._step)  # an interrupt may have broken off the last read
             self._held = self._read()
         return self._held
 
@@ -175,15 +176,15 @@ class Pipeline:
         return ready
 
     def _take_off(self, ready: Ready) -> None:
-        """Moves on behind a batch; an interrupted call can be made again."""
+        """Advances past a batch. An interrupted call can be repeated."""
         if self._host_stage is not None:
             self._host_stage.pop(ready.batch)
         self._held = None
-        ready.batch.tree = None
+        ready.batch.tree = None  # the arrays hold the data now; on CPU they may share its memory
         self._step, self._cursor = ready.batch.step + 1, ready.cursor
 
     def _produce(self) -> Ready:
-        """The next batch; nothing is taken off yet, so that an interrupted call can be made again."""
+        """Returns the next batch without taking it off, so an interrupted call can be repeated."""
         if self._agreement is not None:
             stop = self._agreement.wait_for(self._step)
             infos = self._agreement.infos()
@@ -205,7 +206,8 @@ class Pipeline:
         if not stop.errors:
             raise StopIteration
         if self._host in stop.errors and self._host_stage is not None:
-            while True:  # batches that another host cannot make, up to what the reader raised
+            # This host failed: drop the batches before the failure until peek raises the reader's own error.
+            while True:
                 self._host_stage.pop(self._host_stage.peek(self._tick))
         if ALL_HOSTS in stop.errors:
             raise self._window_reports.verdict_error(stop.errors[ALL_HOSTS])
@@ -230,18 +232,19 @@ class Pipeline:
     # ------------------------------------------------------------------ the caller's side
 
     def start(self) -> None:
-        """Starts the threads. An interrupted call can be made again."""
+        """Starts the threads. An interrupted call can be repeated."""
         for stage in (self._host_stage, self._device_stage):
             if stage is not None:
                 stage.start()
         self._running = True
 
     def peek(self) -> Ready:
-        """The next batch, left where it is. An interrupted call can be made again.
+        """Returns the next batch without taking it off. An interrupted call can be repeated.
 
         Raises:
           StopIteration: the end of the data.
-          MeshfeedError, or what the source raised.
+          MeshfeedError: a host failed, is late, or disagrees.
+          Exception: any error of the source.
         """
         self._owner.check("this feed")
         if not self._running:
@@ -255,11 +258,12 @@ class Pipeline:
         return self._produce()
 
     def _late_tick(self, waited: float) -> None:
-        slack = 0.0 if self._agreement is None else 15.0  # the read-ahead thread names the late host better
+        # With other hosts, let the read-ahead thread time out first: its error names the late host.
+        slack = 0.0 if self._agreement is None else 15.0
         self._tick(waited - slack)
 
     def pop(self, ready: Ready) -> None:
-        """Takes off what :meth:`peek` gave. An interrupted call can be made again."""
+        """Takes off the batch that :meth:`peek` returned. An interrupted call can be repeated."""
         if self._device_stage is not None:
             self._device_stage.pop(ready)
         else:
@@ -267,13 +271,13 @@ class Pipeline:
         self._delivered = ready.batch.step + 1
 
     def close(self, leaving: str | None = None, because: BaseException | None = None) -> None:
-        """Ends threads and processes; batches read ahead are dropped. An interrupted call can be made again.
+        """Stops threads and processes and drops batches read ahead. An interrupted call can be repeated.
 
-        In a forked child, does nothing.
+        Does nothing in a forked child.
 
         Args:
-          leaving: what this host does, such as "closed its feed", for hosts that go on; None to leave without a word.
-          because: of what.
+          leaving: what this host did, such as "closed its feed", for hosts that continue; None to leave silently.
+          because: the exception that caused it, if any.
         """
         if self._closed or not self._owner.is_here:
             return
@@ -281,6 +285,7 @@ class Pipeline:
         if leaving is not None:
             leave_notice = f"{leaving} at step {self._delivered}"
             leave_notice += "" if because is None else f" after {type(because).__name__}: {because}"
+        # Stop every thread before joining any: a stage may wait on the agreement or on the stage before it.
         stages = [stage for stage in (self._host_stage, self._device_stage) if stage is not None]
         for stage in stages:
             stage.stop()

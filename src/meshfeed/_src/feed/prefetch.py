@@ -1,4 +1,4 @@
-"""Bounded read-ahead in one thread, in order, with the producer's exception as the last item."""
+"""Bounded, ordered read-ahead in one thread; the producer's exception comes after the last item."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 
 class Closed(MeshfeedError):
-    """The read-ahead was closed while somebody waited for it."""
+    """The read-ahead was closed while a thread waited for an item."""
 
 
 class ReadAhead(Generic[T]):
     """Runs ``produce`` ahead of the caller in one daemon thread.
 
-    An item is looked at with :meth:`peek` and taken off with :meth:`pop`, so that an interrupt in between loses
-    nothing. The exception that ``produce`` ends with (StopIteration included) comes after the items before it, and
-    again at each further ``peek``.
+    :meth:`peek` returns an item and :meth:`pop` takes it off, so an interrupt between the two loses nothing. If
+    ``produce`` raises (StopIteration included), ``peek`` raises the exception after the items before it, and again on
+    each further call.
 
     Args:
-      produce: gives the next item; called from the thread only, never again after it raised.
-      depth: gives the number of items kept ready, at least 1.
-      name: of the thread.
+      produce: returns the next item; called only on the thread, and never again after it raised.
+      depth: returns the number of items to keep ready, at least 1.
+      name: name of the thread.
     """
 
     def __init__(self, produce: Callable[[], T], *, depth: Callable[[], int], name: str) -> None:
@@ -46,7 +46,7 @@ class ReadAhead(Generic[T]):
         self._thread = Background(self._run, name)
 
     def start(self) -> None:
-        """Starts the thread. An interrupted call can be made again."""
+        """Starts the thread. An interrupted call can be repeated."""
         self._thread.start()
 
     def _has_room(self) -> bool:
@@ -66,36 +66,37 @@ class ReadAhead(Generic[T]):
                 self._arrived.ring()
                 return
             self._items.append(item)
-            del item  # taken off, it must not live on here
+            del item  # otherwise this frame keeps a batch alive after it is taken off
             self._arrived.ring()
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`peek` need not wait for an item."""
+        """Whether :meth:`peek` returns an item without waiting."""
         return bool(self._items)
 
     def peek(self, tick: Callable[[float], None] | None = None) -> T:
-        """Waits for the next item and leaves it where it is.
+        """Waits for the next item and returns it without taking it off.
 
         Args:
-          tick: called about twice a second with the seconds waited so far; may raise.
+          tick: called about twice per second with the seconds waited so far; may raise.
 
         Raises:
-          What ``produce`` raised, once the items before it are taken; Closed after :meth:`stop`.
+          Closed: :meth:`stop` was called.
+          BaseException: the exception of ``produce``, once the items before it are taken off.
         """
         start = 0.0
         while True:
             if self._closed:
                 raise Closed("the feed was closed")
-            error = self._error  # read before the items: it comes after the last of them
+            error = self._error  # read before the items: once it is set, no further item is appended
             if self._items:
                 try:
                     return self._items[0]
-                except IndexError:  # closed by another thread, a moment ago
+                except IndexError:  # another thread called stop since the check
                     continue
             if error is not None:
-                raise error.with_traceback(self._traceback)  # or each call would add to it
-            self._room.ring()  # should an interrupt have come between taking an item off and saying so
+                raise error.with_traceback(self._traceback)  # otherwise the traceback grows with each call
+            self._room.ring()  # an interrupt may have come between popleft and ring in pop
             if not start:
                 start = time.monotonic()
             elif tick is not None:
@@ -103,16 +104,16 @@ class ReadAhead(Generic[T]):
             self._arrived.wait(lambda: self._items or self._error or self._closed)
 
     def pop(self, item: T) -> None:
-        """Takes ``item`` off if it is still the next; an interrupted call can be made again."""
+        """Takes ``item`` off if it is still the next. An interrupted call can be repeated."""
         try:
             if self._items[0] is item:
                 self._items.popleft()
-        except IndexError:  # taken off before, or closed by another thread since
+        except IndexError:  # already taken off, or another thread called stop
             pass
         self._room.ring()
 
     def stop(self) -> None:
-        """Tells the thread to end, without waiting for it."""
+        """Signals the thread to end, without waiting for it."""
         self._closed = True
         self._items.clear()
         self._arrived.ring()

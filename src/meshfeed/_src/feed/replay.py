@@ -1,4 +1,4 @@
-"""A step of a stream read again on one host, for looking at what made the loss jump."""
+"""Reads a step of a stream again on one host, for example to inspect the batch behind a loss spike."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from meshfeed._src.streams.protocol import Cursor
 
 
 def replay_step(stream: Any, cursor: Cursor, step: int) -> PyTree:
-    """All rows of one global batch as host-local numpy, read from ``cursor`` on.
+    """Returns all rows of one global batch as host-local numpy.
 
-    Random access reads that step alone. A stream reads on from the states of the lanes in ``cursor``, all of which must be
-    there, so a cursor near the step is cheap.
+    Random access reads only that step. A stream reads from the lane states in ``cursor``, which must include all
+    lanes, up to the step; a cursor close to the step is cheap.
 
     Args:
-      stream: of the feed.
-      cursor: at or before the step.
+      stream: the feed's stream.
+      cursor: a cursor at or before the step.
       step: index of the batch.
 
     Returns:
-      A pytree of arrays ``[global_batch_size, ...]``, padding and mask included.
+      A pytree of arrays ``[global_batch_size, ...]``, including padding and mask.
 
     Raises:
-      SettingsError: ``cursor`` is after the step. SourceError: host batches.
+      SettingsError: ``cursor`` is after the step.
+      SourceError: host batches cannot be replayed.
       IndexError: the data ends before the step.
       StateMismatchError: ``cursor`` lacks lanes.
     """

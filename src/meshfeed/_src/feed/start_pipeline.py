@@ -1,4 +1,4 @@
-"""A pipeline put together with the agreement that holds it back, for one generation of a feed."""
+"""Builds the pipeline of one generation of a feed, with the agreement that gates its batches."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ def make_pipeline(
     name: str,
     scope: str | None,
 ) -> Pipeline:
-    """Puts together what reads from ``cursor`` on; nothing runs before its first ``peek``.
+    """Builds the pipeline that reads from ``cursor``. No thread starts before its first ``peek``.
+
+    No argument may reference the feed: garbage collection of the feed closes the pipeline, and a reference from the
+    pipeline would keep the feed alive.
 
     Args:
       reader: opened at ``cursor``; the pipeline closes it.
-      stream: of the feed. Like everything else that the pipeline gets it must not hold the feed, which ends the pipeline
-        when it is dropped.
-      placer: of the feed.
-      cursor: the next step.
+      stream: the feed's stream.
+      placer: the feed's placer.
+      cursor: where to start.
       host_rows: this host's rows.
-      settings: of the feed.
-      stats: figures are added here.
-      name: of the feed.
-      scope: prefix of keys, unique to this generation; None where there are no other hosts.
+      settings: the feed's settings.
+      stats: records read times and retries.
+      name: name of the feed.
+      scope: key prefix, unique to this generation; None if there are no other hosts.
     """
     in_columns = reads_columns(getattr(stream, "source", None))
     window_reports = WindowReports(

@@ -1,4 +1,4 @@
-"""A log of what each batch held, one JSON line per batch; off unless the logger ``meshfeed.steps`` is at DEBUG."""
+"""Logs the contents of each batch, one JSON line per batch, if the logger ``meshfeed.steps`` is at DEBUG."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _log = logging.getLogger("meshfeed.steps")
 
 
 def logs_steps() -> bool:
-    """Whether the logger takes the lines."""
+    """Whether step logging is enabled."""
     return _log.isEnabledFor(logging.DEBUG)
 
 
 def log_step(name: str, host: int, ready: Ready, position: int, wait_seconds: float, source: Any) -> None:
-    """Writes the line of a delivered batch: ids and files of this host's rows, and times in seconds.
+    """Logs one line for a delivered batch: ids and files of this host's rows, and times in seconds.
 
     Args:
-      name: of the feed.
+      name: name of the feed.
       host: process index.
       ready: the batch; its index, counted from 0, is logged as ``step``.
       position: records delivered before it, over all hosts.
       wait_seconds: time that the caller waited for it.
-      source: of the feed, for the names of files.
+      source: the feed's source, for file names.
     """
     batch = ready.batch
     line: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A feed seen as the local iterator that checkpoint code written for Grain or MaxText expects."""
+"""Adapts a feed to the local iterator that checkpoint code written for Grain or MaxText expects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class LocalIterator:
-    """``next``, ``get_state`` and ``set_state`` of a feed, all of the last delivered batch.
+    """``next``, ``get_state`` and ``set_state`` of a feed; the state is that of the last delivered batch.
 
     Args:
       feed: the feed.
@@ -23,7 +23,7 @@ class LocalIterator:
         return next(self._feed)
 
     def get_state(self) -> dict[str, Any]:
-        """The feed's state."""
+        """Returns the feed's state."""
         return self._feed.get_state()
 
     def set_state(self, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""What flows from reading to the mesh: one host's part of a global batch, and the cursors between batches."""
+"""Interface between streams and the feed: host batches, host readers, and cursors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ class HostBatch:
     """One host's rows of one global batch.
 
     Attributes:
-      step: of the global batch.
-      global_batch_size: its rows over all hosts, padded ones included.
-      tree: pytree of arrays ``[host rows, ...]``, padded and with its mask; None where no lane here has a record, and
-        once the transfer has begun.
-      num_bytes: of ``tree``.
-      entries: what the state needs after this batch: lane → entry for streams, the iterator's state for host batches.
-      ended: lane → its length in records, for the lanes known to have ended.
-      bad: ``[record id, epoch, reason]`` of records that were replaced.
-      times: ``read_seconds``, ``decode_seconds``.
-      retries: reads that were tried again.
-      record_ids: ids of the host's real rows, for the debug log (random access).
-      size_from_others: this host has only padding and does not know the size of the batch. Until the other hosts have
-        given it, ``global_batch_size`` is the smallest possible size, and ``ended`` counts the padding of that.
+      step: step of the global batch.
+      global_batch_size: rows over all hosts, including padding.
+      tree: pytree of arrays ``[host_rows, ...]``, padded and with its mask. None if no lane on this host has a record,
+        and after the transfer has started.
+      num_bytes: size of ``tree`` in bytes.
+      entries: what the state needs after this batch. Lanes: lane → entry. Host batches: host → entry with the
+        iterator's state.
+      ended: lane → length in records, for lanes known to have ended. Host batches: ``(step + 1) << 32 | first row`` →
+        padded rows, one entry per run of padding.
+      bad: ``[record id, epoch, reason]`` of each replaced record.
+      times: ``read_seconds`` and ``decode_seconds``.
+      retries: number of retried reads.
+      record_ids: ids of the host's real rows, for the debug log (random access only).
+      size_from_others: this host has only padding and does not know the batch size. Until the other hosts announce
+        it, ``global_batch_size`` is the smallest possible size, and ``ended`` counts the padding at that size.
     """
 
     step: int
@@ -51,26 +53,26 @@ class HostBatch:
 
 
 class HostReader(Protocol):
-    """Gives a host's batches one after the other, from a cursor on. Called from one thread at a time."""
+    """Reads one host's batches in order, starting at a cursor. Called from one thread at a time."""
 
     sequential: bool
-    """Whether a read that was interrupted cannot be made again, so that reading belongs on a thread of its own.
-    Others have ``rewind(step)``: the next batch is that of ``step``."""
+    """Whether an interrupted read cannot be repeated. Such a reader must run on its own thread, which interrupts do not
+    reach; the others have ``rewind(step)``, which makes ``step`` the next batch."""
 
     def next(self) -> HostBatch:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
-          StopIteration: the data of this host has ended.
+          StopIteration: this host's data has ended.
         """
         ...
 
     def final(self) -> int | None:
-        """The first step without a real row of this host, once that is known and padding goes on."""
+        """Returns the first step that this host only pads, or None if it has not reached one."""
         ...
 
     def describe(self) -> str:
-        """What it is doing, for the logs of other hosts."""
+        """Returns what the reader is doing, for the logs of other hosts."""
         ...
 
     def close(self) -> None:
@@ -80,19 +82,20 @@ class HostReader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
-    """Where a stream stands between two batches.
+    """The state of a stream between two batches.
 
     Attributes:
-      step_schedule: steps delivered and to come.
+      step_schedule: batch sizes of delivered and future steps.
       step: the next step.
       position: real records delivered over all hosts.
       entries: see :attr:`HostBatch.entries`.
-      ended: see :attr:`HostBatch.ended`, over all hosts as far as known.
-      skipped: replaced records in delivered batches.
-      num_skipped: bad records replaced in delivered batches, over all hosts.
-      num_lanes: of a stream.
-      order: of a random-access source; a mixture's depends on the step_schedule, because its stages begin at steps.
-      source: that a stream's lanes are opened from; a mixture's depends on the step_schedule too.
+      ended: see :attr:`HostBatch.ended`; over all hosts, as far as known.
+      skipped: ledgers of the replaced records in delivered batches.
+      num_skipped: number of bad records replaced in delivered batches, over all hosts.
+      num_lanes: number of lanes; 0 for streams without lanes.
+      order: order of a random-access source. A mixture's order depends on the step schedule, because its stages begin
+        at steps.
+      source: the source that lanes are opened from. A mixture's source depends on the step schedule too.
     """
 
     step_schedule: StepSchedule
@@ -108,54 +111,60 @@ class Cursor:
 
 
 class FeedStream(Protocol):
-    """One kind of stream: how it is fingerprinted, entered at a cursor, read, and remembered."""
+    """One kind of stream: its fingerprint, cursors, reader and state."""
 
     kind: str
     opens_at_restore: bool
-    """Whether restoring must open the data to know that it works."""
+    """Whether a restore must open the data to verify the state."""
 
     def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
-        """What must be equal for a state to be continued."""
+        """Returns what must match for a state to be usable."""
         ...
 
     def start(self, like: Cursor | None = None) -> Cursor:
-        """The cursor before the first batch, of the stream that ``like`` is a cursor of."""
+        """Returns the cursor before the first batch; ``like`` is a cursor of the stream to restart."""
         ...
 
     def restore(self, state: FeedState) -> Cursor:
-        """The cursor of a state.
+        """Returns the cursor of a state.
 
         Raises:
-          StateMismatchError: the state is not of this stream.
+          StateMismatchError: the state belongs to a different stream.
         """
         ...
 
     def state(self, cursor: Cursor) -> FeedState:
-        """The state of a cursor."""
+        """Returns the state of a cursor."""
         ...
 
     def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> HostReader:
-        """Opens the data at a cursor."""
+        """Opens the data at a cursor.
+
+        Args:
+          cursor: where to start.
+          host_rows: rows and columns that this host reads.
+          hosts_agree: whether other hosts take part and may still have data when this one has none.
+        """
         ...
 
     def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
-        """The cursor after a delivered batch; ``ended`` holds lanes of all hosts, ``num_skipped`` counts theirs."""
+        """Returns the cursor after a delivered batch; ``ended`` and ``num_skipped`` cover all hosts."""
         ...
 
     def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
-        """Records of the stream up to and including ``step``, at or after ``cursor``."""
+        """Returns the records of the stream up to and including ``step``, which is at or after ``cursor``."""
         ...
 
     def num_steps(self, cursor: Cursor) -> int | None:
-        """Steps in all, where known; None for a stream without an end.
+        """Returns the total number of steps; None for an infinite stream.
 
         Raises:
-          TypeError: it is not known.
+          TypeError: the number is unknown.
         """
         ...
 
     def record_spec(self) -> RecordSpec:
-        """Structure of the records; may read one."""
+        """Returns the structure of the records; may read one record."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The stream of a random-access source: everything follows from (source, settings, step)."""
+"""The stream of a random-access source: each batch is a function of (source, settings, step)."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class RandomAccessStream:
         self.source = source
         self._settings = settings
         self._schedule: BatchSchedule = settings.schedule
-        self._make_order: Any = getattr(source, "make_order", None)  # a mixture brings its own
+        self._make_order: Any = getattr(source, "make_order", None)  # a mixture defines its own order
         self._order = self._order_of(step_schedules.StepSchedule(self._schedule))
         self.records = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
-        self._identity = source_identity(source, settings.retry)  # here, since taking a state must not read
+        self._identity = source_identity(source, settings.retry)  # may read, which taking a state must not
         if self.num_steps(self.start()) == 0:
             _log.warning(
                 "the source has %d records in all epochs, which is smaller than a batch of %d: with end='drop' there is no "
@@ -80,7 +80,7 @@ class RandomAccessStream:
         return epoch_order.EpochOrder(len(self.source), **kwargs)
 
     def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
-        """Source, order, epochs and end; of a mixture also its stages, which begin where the cursor's step_schedule says."""
+        """Source, order, epochs and end; for a mixture also its stages, which begin at steps of the step schedule."""
         config = dict(cursor.order.config())
         return {
             "source": self._identity,
@@ -91,14 +91,15 @@ class RandomAccessStream:
         }
 
     def start(self, like: Cursor | None = None) -> Cursor:
-        """Step 0, position 0."""
+        """Returns the cursor at step 0, position 0."""
         del like
         return Cursor(step_schedules.StepSchedule(self._schedule), 0, 0, order=self._order)
 
     def restore(self, state: feed_state.FeedState) -> Cursor:
-        """The cursor at the state's position; O(1)."""
+        """Returns the cursor at the state's position, in O(1)."""
         saved, current = dict(state.fingerprint), self.fingerprint(self.start())
-        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
+        # check_saved compares a mixture stage by stage: stages that have not begun may differ.
+        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None
         feed_state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
         segments = step_schedules.parse_segments(state.segments)
         order = self._order
@@ -108,6 +109,7 @@ class RandomAccessStream:
                 step_schedules.StepSchedule(self._schedule, past=segments, step=step, position=state.position)
             )
             order.check_saved(mixture, state.position, step)
+        # With fewer epochs than at the save, a position past the end is valid: the stream has ended.
         beyond = order.total is not None and state.position > order.total
         if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
             raise StateMismatchError(
@@ -128,7 +130,7 @@ class RandomAccessStream:
         )
 
     def state(self, cursor: Cursor) -> feed_state.FeedState:
-        """The same on every host."""
+        """Returns the state, which is the same on every host."""
         return feed_state.FeedState(
             kind=self.kind,
             position=cursor.position,
@@ -139,7 +141,7 @@ class RandomAccessStream:
         )
 
     def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
-        """The cursor after a delivered batch."""
+        """Returns the cursor after a delivered batch."""
         position = self.records_after(cursor, batch.step, ended)
         return Cursor(
             cursor.step_schedule,
@@ -152,18 +154,18 @@ class RandomAccessStream:
         )
 
     def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
-        """Records of the stream up to and including ``step``."""
+        """Returns the records of the stream up to and including ``step``."""
         del ended
         position, size = cursor.step_schedule.at(step)
         return position + size if cursor.order.total is None else min(position + size, cursor.order.total)
 
     def num_steps(self, cursor: Cursor) -> int | None:
-        """From the length, the same everywhere, without talking."""
+        """Computed from the source's length: the same on all hosts, with no cross-host communication."""
         total = cursor.order.total
         return None if total is None else cursor.step_schedule.num_steps(total, pad=self._pad)
 
     def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
-        """Ids of the rows of ``step`` in row order, int64 ``[rows]``, padding left out."""
+        """Returns the record ids of ``step`` in row order, int64 ``[rows]``, without padding."""
         last = self.num_steps(cursor)
         if step < 0 or (last is not None and step >= last):
             raise IndexError(f"step {step} is not in this stream, which has {last} steps (0 to {(last or 0) - 1}).")
@@ -173,7 +175,7 @@ class RandomAccessStream:
         return cursor.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
 
     def read(self, record_ids: Any) -> PyTree:
-        """Records as host-local numpy, decoded as in epoch 0."""
+        """Returns records as host-local numpy arrays ``[len(record_ids), ...]``, decoded as in epoch 0."""
         ids = np.asarray(record_ids)
         if not ids.size:
             return self.record_spec().zeros(0)
@@ -194,15 +196,15 @@ class RandomAccessStream:
         return self.records.read(ids, np.zeros(ids.size, np.int64)).tree
 
     def batch_size_at(self, cursor: Cursor) -> int:
-        """Global batch size of the next step."""
+        """Returns the global batch size of the next step."""
         return cursor.step_schedule.at(cursor.step)[1]
 
     def local_iterator(self, feed: Any) -> LocalIterator:
-        """A view of the feed."""
+        """Returns the feed as a local iterator."""
         return LocalIterator(feed)
 
     def record_spec(self) -> RecordSpec:
-        """From record 0."""
+        """Returns the structure of record 0."""
         return self.records.spec()
 
     def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> RandomAccessReader:
@@ -211,20 +213,20 @@ class RandomAccessStream:
         return RandomAccessReader(self, cursor, host_rows, self._settings)
 
     def close(self) -> None:
-        """Releases the source's files, where it has a ``close``."""
+        """Closes the source if it has a ``close`` method."""
         close = getattr(self.source, "close", None)
         if callable(close):
             close()
 
 
 class _Part:
-    """This host's part of a batch of one size.
+    """This host's part of batches of one size.
 
     Attributes:
-      size: of the global batch.
-      rows: this host's, rising.
-      num_rows: how many.
-      first: the first of them where they are neighbours, else None.
+      size: global batch size.
+      rows: this host's rows, ascending.
+      num_rows: number of rows.
+      first: the first row if the rows are contiguous, otherwise None.
       columns: see :attr:`HostRows.columns`.
     """
 
@@ -238,11 +240,11 @@ class _Part:
 
 
 class RandomAccessReader:
-    """Reads steps of a random-access source, in this thread, in several, or in processes.
+    """Reads steps of a random-access source: in the calling thread, in a thread pool, or in worker processes.
 
     Args:
       stream: the stream.
-      cursor: where to begin.
+      cursor: where to start.
       host_rows: this host's rows and columns.
       settings: the feed's settings.
     """
@@ -255,25 +257,25 @@ class RandomAccessReader:
         self._settings = settings
         self._last = stream.num_steps(cursor)
         self._next_step = cursor.step
-        self._pending: dict[int, tuple[RecordIds, Any]] = {}  # by step, so that an interrupt leaves nothing half done
+        self._pending: dict[int, tuple[RecordIds, Any]] = {}  # keyed by step, so that an interrupt loses no read
         self._threads: Threads | None = None
         self._workers: WorkerReader | None = None
         self._ahead = 1
         self._spec: RecordSpec | None = None
         self._part: _Part | None = None
-        # Step and records while reading: put into words only where somebody asks, since that costs more than an order.
+        # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
-        self.sequential = settings.num_workers > 0  # workers answer in the order that they were asked in
+        self.sequential = settings.num_workers > 0  # workers answer in the order of the requests
         if settings.num_workers:
             self._workers = WorkerReader(stream.records, settings.num_workers, timeout_seconds=settings.timeout_seconds)
-            self._ahead = 2 * settings.num_workers
+            self._ahead = 2 * settings.num_workers  # two requests per worker, so that none waits for the next one
         elif (settings.num_threads or 1) > 1:
             self._threads = Threads(settings.num_threads or 1, "meshfeed-read")
             self._ahead = 2 * (settings.num_threads or 1)
 
     def _part_of(self, size: int) -> _Part:
         part = self._part
-        if part is None or part.size != size:  # batches are mostly alike
+        if part is None or part.size != size:  # most batches have the size of the last one
             part = self._part = _Part(size, self._host_rows.rows(size), self._host_rows.columns(size))
         return part
 
@@ -313,13 +315,13 @@ class RandomAccessReader:
             record_ids, result = self._pending[step]
         self._doing = ((step, record_ids), time.monotonic())
         batch = self._finish(step, record_ids, None if result is None else result())
-        self._pending.pop(step, None)
+        self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
         self._next_step = step + 1
         self._doing = ("waiting for room", time.monotonic())
         return batch
 
     def rewind(self, step: int) -> None:
-        """The next batch is that of ``step``; not with workers."""
+        """Makes ``step`` the next batch. Not supported with workers."""
         self._next_step = step
 
     def _describe_read(self, step: int, record_ids: RecordIds) -> str:
@@ -346,23 +348,23 @@ class RandomAccessReader:
         return batch
 
     def _check(self, tree: PyTree, num_rows: int, step: int) -> None:
-        """Each worker knows only the records that it has read itself."""
+        """Compares records across reads; each worker or thread checks only the records of its own read."""
         found = spec_of_batch(tree, num_rows, what="the source")
         self._spec = self._spec or found
         check_spec(self._spec, found, what=f"step {step}")
 
     def final(self) -> int | None:
-        """None: the end needs no talk."""
+        """Returns None: every host computes the end by itself."""
         return None
 
     def describe(self) -> str:
-        """What the reader does, and since when."""
+        """Returns what the reader is doing, and for how long."""
         doing, since = self._doing
         what = doing if isinstance(doing, str) else self._describe_read(*doing)
         return f"{what} for {time.monotonic() - since:.1f} s"
 
     def close(self) -> None:
-        """Ends threads and processes."""
+        """Stops threads and worker processes."""
         self._pending.clear()
         if self._threads is not None:
             self._threads.close()

@@ -1,1 +1,1 @@
-"""Streams that are divided into lanes. Read first: ``lane.py``."""
+"""Streams divided into lanes. Start with ``lane.py``."""

@@ -1,4 +1,4 @@
-"""Lanes that are read together: in this thread, in a pool of threads, or in worker processes."""
+"""Groups of lanes read together: in the calling thread, in a thread pool, or in worker processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LaneRows:
     """One read of one lane.
 
     Attributes:
-      taken: its rows.
-      entry: where it stands after them.
+      taken: the rows read.
+      entry: the lane's state after them.
     """
 
     taken: Taken
@@ -28,7 +28,7 @@ class LaneRows:
 
 @dataclasses.dataclass(frozen=True)
 class GroupRows:
-    """One read of several lanes: lane → rows, and the seconds it took."""
+    """One read of several lanes: lane → rows, and its duration in seconds."""
 
     lanes: Mapping[int, LaneRows]
     seconds: float
@@ -40,8 +40,8 @@ class LaneGroup:
     Args:
       source: a stream source.
       settings: shared settings.
-      entries: lane → where to begin.
-      num_threads: threads that read lanes side by side; one pool for all lanes.
+      entries: lane → where to start.
+      num_threads: threads that read lanes in parallel; one pool for all lanes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LaneGroup:
         self._reading: Lane | None = self._lanes[0] if self._lanes else None
 
     def read(self, num_records: int) -> GroupRows:
-        """Up to ``num_records`` of each lane."""
+        """Reads up to ``num_records`` records of each lane; fewer only if a lane ends."""
         start = time.perf_counter()
 
         def take(lane: Lane) -> LaneRows:
@@ -88,18 +88,18 @@ class LaneGroup:
         for lane in self._lanes:
             lane.close()
 
-    # called in workers, where the group is the task
+    # a worker calls the group as its task
     __call__ = read
 
 
 class WorkerLanes:
-    """Lanes dealt out to processes, with one read asked for ahead.
+    """Lanes distributed over worker processes, with reads queued ahead.
 
     Args:
       source: sent to each worker.
       settings: shared settings.
-      entries: lane → where to begin.
-      num_workers: processes; at most one a lane is started.
+      entries: lane → where to start.
+      num_workers: number of processes; capped at one per lane.
       timeout_seconds: longest wait for one answer.
     """
 
@@ -145,12 +145,12 @@ class WorkerLanes:
             raise
 
     def submit(self, num_records: int) -> None:
-        """Asks for a read."""
+        """Queues a read of ``num_records`` records of each lane."""
         for worker in range(self._num_workers):
             self._pool.submit(worker, ("read", num_records))
 
     def result(self) -> GroupRows:
-        """The oldest read asked for."""
+        """Waits for the oldest queued read and returns its rows."""
         parts: list[GroupRows] = [
             self._pool.result(worker, self._timeout_seconds) for worker in range(self._num_workers)
         ]
@@ -162,5 +162,5 @@ class WorkerLanes:
         return f"waiting for {self._num_workers} workers to read lanes"
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Stops the worker processes."""
         self._pool.close()

@@ -1,4 +1,4 @@
-"""One lane of a stream: records one after the other over its epochs, exactly resumable."""
+"""One lane of a stream: reads its records in order over all epochs, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from meshfeed._src.reading.records import accepts_keyword
 from meshfeed._src.state import state as feed_state
 
 _log = logging.getLogger("meshfeed.lanes")
-_SNAPSHOT_SHARE = 0.01  # of the lane's time that taking its state may cost
-_MAX_SNAPSHOT_SECONDS = 60.0  # of reading that a resume may have to do again
-_EXPENSIVE_SECONDS = 2e-3
-_MAX_BAD_IN_A_ROW = 1000
-_ALL = 1 << 62  # more records than anything asks for at once
+_SNAPSHOT_SHARE = 0.01  # share of the lane's read time that snapshots of its state may cost
+_MAX_SNAPSHOT_SECONDS = 60.0  # read time that a resume may have to repeat
+_EXPENSIVE_SECONDS = 2e-3  # a slower snapshot is logged
+_MAX_BAD_IN_A_ROW = 1000  # beyond this the data or the decoder is broken as a whole
+_ALL = 1 << 62  # no limit: more records than any request
 
 
 @dataclasses.dataclass(frozen=True)
 class LaneEntry:
-    """Where a lane stands after a delivered batch.
+    """The state of a lane after a delivered batch.
 
     Attributes:
       records: records delivered, over all epochs.
-      epoch: the epoch it is in.
-      taken: records taken from the source in this epoch, bad ones included.
-      state: the source's own state some records before, encoded, or None for the epoch's beginning.
-      skip: records to read and drop from ``state`` on.
+      epoch: the current epoch.
+      taken: records taken from the source in this epoch, including bad ones.
+      state: the last snapshot of the source's own state, encoded; None for the beginning of the epoch.
+      skip: records to read and drop after restoring ``state``.
       ended: whether the lane has no more records.
     """
 
@@ -47,15 +47,15 @@ class LaneEntry:
     ended: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as it stands in a state, sealed."""
+        """Returns the sealed JSON that a state contains."""
         return feed_state.seal(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(value: Any, lane_index: int) -> LaneEntry:
-        """An entry of a state.
+        """Parses an entry of a state.
 
         Raises:
-          StateMismatchError: it is not what was saved.
+          StateMismatchError: the entry differs from what was saved.
         """
         field = f"lanes.{lane_index}"
         bare = feed_state.unseal(value, field)
@@ -69,7 +69,7 @@ class LaneEntry:
 
 @dataclasses.dataclass(frozen=True)
 class LaneSettings:
-    """What all lanes of a feed share; travels to worker processes."""
+    """Settings shared by all lanes of a feed; pickled for worker processes."""
 
     num_lanes: int
     num_epochs: int | None
@@ -84,9 +84,9 @@ class Taken:
 
     Attributes:
       tree: pytree of arrays ``[count, ...]``; None if count is 0.
-      count: rows, at most those asked for.
-      bad: ``[record id, epoch, reason]`` of records left out.
-      retries: reads tried again.
+      count: rows, at most the number requested.
+      bad: ``[record id, epoch, reason]`` of each skipped record.
+      retries: number of retried reads.
     """
 
     tree: PyTree | None
@@ -96,16 +96,16 @@ class Taken:
 
 
 class Lane:
-    """Reads one lane. One thread at a time.
+    """Reads one lane. Not thread-safe.
 
-    An iterator that raised is never called again (most then skip records or end without a word): the lane is opened
-    again at its last state and moved forward.
+    An iterator that raised is never called again, because most then skip records or end silently. Instead the lane is
+    reopened at its last snapshot and moved forward.
 
     Args:
       source: a stream source.
-      lane_index: which lane.
+      lane_index: index of the lane.
       settings: shared settings.
-      entry: where to begin.
+      entry: where to start.
     """
 
     def __init__(self, source: Any, lane_index: int, settings: LaneSettings, entry: LaneEntry) -> None:
@@ -124,7 +124,7 @@ class Lane:
         self._busy_since_snapshot = 0.0
         self._snapshot_cost = 0.0
         self._bad_in_a_row = 0
-        self._most = _ALL  # records to ask the iterator for at once
+        self._most = _ALL  # most records to request per next_batch call
         self._iterator: Any = None
         self.spec: RecordSpec | None = None
         if not self._ended:
@@ -192,11 +192,11 @@ class Lane:
     # ------------------------------------------------------------------ reading
 
     def take(self, num_records: int) -> Taken:
-        """Up to ``num_records`` records, fewer only where the lane ends.
+        """Takes up to ``num_records`` records; fewer only if the lane ends.
 
         Raises:
-          SourceError: records that differ from the first, or an epoch without a record.
-          What the source or its decoder raised, after the retries.
+          SourceError: records differ in structure from the first, or an epoch has no records.
+          Exception: any error of the source or its decoder that remains after the retries.
         """
         start = time.monotonic()
         chunks: list[PyTree] = []
@@ -227,18 +227,18 @@ class Lane:
         return result
 
     def _read_some(self, num_records: int, stack: RecordStack, chunks: list[PyTree], result: Taken) -> bool:
-        """Fills ``result`` up to ``num_records``, or adds one stacked batch; False at the end of the epoch."""
+        """Fills ``result`` up to ``num_records``, or adds one batch of ``next_batch``; False at the end of the epoch."""
         if self._iterator is None:
             self._reopen()
         iterator: Any = self._iterator
         try:
             if self._decode is None and hasattr(iterator, "next_batch"):
-                self._take_stacked(stack, chunks)  # of an epoch whose iterator gave single records
+                self._take_stacked(stack, chunks)  # left from an epoch whose iterator gave single records
                 self._add_batch(iterator, num_records - result.count, chunks, result)
                 return True
             while result.count < num_records:
                 self._add(next(iterator), stack, result)
-                self._taken += 1  # only now: a decoder that failed in passing is given the same record again
+                self._taken += 1  # only after _add, so that a retry decodes the same record
                 self._since += 1
             return True
         except StopIteration:
@@ -252,7 +252,8 @@ class Lane:
             raise
 
     def _add_batch(self, iterator: Any, missing: int, chunks: list[PyTree], result: Taken) -> None:
-        # After a failure one record, then 2, 4, …: what was read stays read, and the tries of each record are its own.
+        # After a failure request 1 record, then 2, 4, …: records already read are kept, and each record gets its own
+        # retries. The limit is 1 during the call, so it stays 1 if the call raises.
         most, self._most = self._most, 1
         batch = own_batch(iterator.next_batch(min(most, missing)), iterator, "next_batch")
         self._most = min(2 * most, _ALL)
@@ -270,12 +271,12 @@ class Lane:
     def _close_broken(self) -> None:
         try:
             self._close_iterator()
-        except Exception as error:  # an error before it is the one to report
+        except Exception as error:  # must not mask the error that broke the iterator
             _log.debug("closing the iterator of lane %d failed: %s", self.lane_index, error)
 
     def _add(self, record: Any, stack: RecordStack, result: Taken) -> None:
         if self._decode is not None:
-            record_id = (self.lane_index << 48) | self._taken
+            record_id = (self.lane_index << 48) | self._taken  # unique over all lanes, for rng= and the ledger
             extra = {"rng": philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
             try:
                 record = self._decode(record, **extra)
@@ -297,7 +298,7 @@ class Lane:
                         f"{self._taken} of epoch {self._epoch}; the data is damaged as a whole, or decode is wrong.",
                         lane_index=self.lane_index,
                     ) from error
-                return  # the next record of the lane takes its row
+                return  # the lane's next record fills this row
         self._bad_in_a_row = 0
         stack.add(record)
         result.count += 1
@@ -321,11 +322,11 @@ class Lane:
 
     @property
     def length(self) -> int | None:
-        """Records of the lane over all epochs, once it has ended."""
+        """Records of the lane over all epochs if it has ended, otherwise None."""
         return self._records if self._ended else None
 
     def entry(self) -> LaneEntry:
-        """Where the lane stands now; takes the source's state unless that costs too much just now."""
+        """Returns the lane's current state; takes a new snapshot of the source unless that is too expensive for now."""
         if not self._ended and self._since and self._iterator is not None and hasattr(self._iterator, "get_state"):
             cheap = self._snapshot_cost <= _SNAPSHOT_SHARE * self._busy_since_snapshot
             overdue = self._busy_since_snapshot > _MAX_SNAPSHOT_SECONDS
@@ -344,7 +345,7 @@ class Lane:
         start = time.monotonic()
         state = self._iterator.get_state()
         try:
-            # encoding copies, so that an iterator may go on changing what it gave
+            # encoding copies the state, which the iterator may mutate later
             self._snapshot = exact_json.encode_value(state)
         except TypeError as error:
             raise SourceError(
@@ -359,9 +360,9 @@ class Lane:
         self._busy_since_snapshot = 0.0
 
     def describe(self) -> str:
-        """For logs."""
+        """Returns what the lane is doing, for logs."""
         return f"reading lane {self.lane_index} (epoch {self._epoch}, after record {self._taken})"
 
     def close(self) -> None:
-        """Closes the iterator, unless a read that hangs is still in it."""
+        """Closes the iterator; errors (such as that of a generator in which a read hangs) are only logged."""
         self._close_broken()

@@ -1,4 +1,4 @@
-"""Where the rows of lanes stand in a host's part of a batch."""
+"""Maps rows of lanes to rows of a host's part of a batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshfeed._src.streams.lanes.lane import Taken
 
 @dataclasses.dataclass(frozen=True)
 class LaneRun:
-    """Consecutive rows of one lane that are consecutive rows of the host's batch.
+    """A run of rows that are consecutive both in one lane and in the host's batch.
 
     Attributes:
-      lane_index: the lane.
+      lane_index: index of the lane.
       target: first row in the host's batch.
-      offset: first row in what the lane gave for the batch.
-      count: rows, at least 1.
+      offset: first row in the lane's rows for this batch.
+      count: number of rows, at least 1.
     """
 
     lane_index: int
@@ -31,11 +31,11 @@ class LaneRun:
 
 
 def lane_runs(rows: np.ndarray, rows_per_lane: int) -> tuple[LaneRun, ...]:
-    """The runs that make up a host's rows; the same for every batch of one size, so worked out once.
+    """Splits a host's rows into runs. The result depends only on the batch size and can be cached.
 
     Args:
-      rows: this host's rows of the global batch, int64, rising.
-      rows_per_lane: rows of the global batch that each lane feeds.
+      rows: this host's rows of the global batch, int64, ascending.
+      rows_per_lane: rows of the global batch per lane.
     """
     if not len(rows):
         return ()
@@ -50,20 +50,20 @@ def lane_runs(rows: np.ndarray, rows_per_lane: int) -> tuple[LaneRun, ...]:
 def place_rows(
     lanes: Mapping[int, Taken], runs: Sequence[LaneRun], num_rows: int, spec: RecordSpec | None
 ) -> tuple[PyTree | None, np.ndarray, RecordSpec | None]:
-    """Lays the rows of lanes out as this host's part of a batch.
+    """Arranges rows of lanes as this host's part of a batch.
 
     Args:
-      lanes: what was taken, at least of the lanes of ``runs``.
+      lanes: lane → rows taken; must include the lanes of ``runs``.
       runs: see :func:`lane_runs`.
       num_rows: rows of this host.
-      spec: structure that records must have, if known.
+      spec: required structure of the records, if known.
 
     Returns:
-      The tree ``[num_rows, ...]`` with zeros in rows that no lane filled (None if none did and ``spec`` is None), a
-      bool ``[num_rows]`` of the real rows, and the records' structure.
+      A tuple of the tree ``[num_rows, ...]``, with zeros in rows that no lane filled (None if none did and ``spec`` is
+      None); a bool array ``[num_rows]``, True for real rows; and the structure of the records.
 
     Raises:
-      SourceError: lanes whose records differ.
+      SourceError: records of different lanes differ in structure.
     """
     pieces: list[tuple[int, int, int, list[np.ndarray]]] = []
     real = np.zeros(num_rows, bool)
@@ -99,5 +99,5 @@ def place_rows(
 
 
 def needed_lanes(rows: Sequence[int] | np.ndarray, rows_per_lane: int) -> list[int]:
-    """Lanes that feed ``rows``."""
+    """Returns the lanes that feed ``rows``, ascending."""
     return np.unique(np.asarray(rows, np.int64) // rows_per_lane).tolist()

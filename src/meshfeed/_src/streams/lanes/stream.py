@@ -1,4 +1,4 @@
-"""The stream of a stream: rows of every batch divided once and for all into lanes, each a sequential stream."""
+"""The stream of a sequential source: a fixed slice of every batch's rows per lane, each lane read sequentially."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_LANES = 64
 
 
 def default_num_lanes(sizes: tuple[int, ...]) -> int:
-    """The largest divisor of every batch size that is at most 64."""
+    """Returns the largest common divisor of the batch sizes that is at most 64."""
     common = math.gcd(*sizes)
     return next(lanes for lanes in range(min(_MAX_LANES, common), 0, -1) if common % lanes == 0)
 
@@ -67,12 +67,12 @@ class LaneStream:
         self._schedule: BatchSchedule = settings.schedule
         self.num_lanes = settings.num_lanes or default_num_lanes(self._schedule.sizes)
         self._check_lanes(self.num_lanes)
-        check_source = getattr(source, "check_lanes", None)  # a source that knows how it can be cut says so at once
+        check_source = getattr(source, "check_lanes", None)  # rejects a num_lanes that the source cannot serve
         if callable(check_source):
             check_source(self.num_lanes)
-        self._identity = source_identity(source, settings.retry)  # here, since taking a state must not read
+        self._identity = source_identity(source, settings.retry)  # may read, which taking a state must not
         if self._bind is not None:
-            self.start().source.mixture_config()  # of the components
+            self.start().source.mixture_config()  # same for the components of a mixture
         self._spec: RecordSpec | None = None
 
     def _check_lanes(self, num_lanes: int) -> None:
@@ -111,7 +111,7 @@ class LaneStream:
         )
 
     def start(self, like: Cursor | None = None) -> Cursor:
-        """Step 0, every lane at its beginning; as many lanes as ``like`` has, which may come from a state."""
+        """Returns the cursor at step 0, every lane at its beginning; keeps ``num_lanes`` of ``like``."""
         num_lanes = self.num_lanes if like is None else like.num_lanes
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
         step_schedule = step_schedules.StepSchedule(self._schedule)
@@ -120,14 +120,15 @@ class LaneStream:
         )
 
     def restore(self, state: feed_state.FeedState) -> Cursor:
-        """The cursor of the lanes that the state holds."""
+        """Returns the state's cursor, with the lanes that the state contains."""
         remedy = "The state was changed or damaged; use an earlier checkpoint."
         num_lanes = self._settings.num_lanes or state.num_lanes
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
             raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", remedy)
         here = dataclasses.replace(self.start(), num_lanes=num_lanes)
         saved, current = dict(state.fingerprint), self.fingerprint(here)
-        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None  # compared stage by stage
+        # check_saved compares a mixture stage by stage: stages that have not begun may differ.
+        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None
         feed_state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
         if num_lanes != state.num_lanes:
             raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, remedy)
@@ -176,7 +177,7 @@ class LaneStream:
         )
 
     def state(self, cursor: Cursor) -> feed_state.FeedState:
-        """Holds the lanes of this host."""
+        """Returns the state; it contains only this host's lanes."""
         return feed_state.FeedState(
             kind=self.kind,
             position=cursor.position,
@@ -190,14 +191,14 @@ class LaneStream:
         )
 
     def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
-        """Records of the stream up to and including ``step``, from the lengths of the lanes that ended."""
+        """Returns the records up to and including ``step``, from the lengths of the ended lanes."""
         position, size = cursor.step_schedule.at(step)
         each = (position + size) // cursor.num_lanes
         ended = {**cursor.ended, **ended} if cursor.ended else ended
         return position + size - sum(max(0, each - length) for length in ended.values())
 
     def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
-        """The cursor after a delivered batch."""
+        """Returns the cursor after a delivered batch."""
         return dataclasses.replace(
             cursor,
             step=batch.step + 1,
@@ -230,13 +231,13 @@ class LaneStream:
         return LaneReader(self, cursor, host_rows, self._settings, entries, hosts_agree=hosts_agree)
 
     def lane_settings(self, num_lanes: int) -> LaneSettings:
-        """What lanes share."""
+        """Returns the settings that all lanes share."""
         settings = self._settings
         num_epochs = 1 if getattr(self.source, "owns_epochs", False) else settings.num_epochs
         return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records)
 
     def record_spec(self) -> RecordSpec:
-        """From the first record of the first lane that has one."""
+        """Returns the structure of the first record of the first nonempty lane."""
         if self._spec is None:
             settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
             source = self._source_under(step_schedules.StepSchedule(self._schedule))
@@ -252,29 +253,29 @@ class LaneStream:
         return self._spec
 
     def batch_size_at(self, cursor: Cursor) -> int:
-        """Global batch size of the next step."""
+        """Returns the global batch size of the next step."""
         return cursor.step_schedule.at(cursor.step)[1]
 
     def num_steps(self, cursor: Cursor) -> int | None:
-        """Not known before the end."""
+        """Always raises: the number of steps is unknown until the stream ends."""
         raise TypeError("a stream has no length before it has ended.")
 
     def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
-        """Streams have no ids."""
+        """Always raises: streams have no record ids."""
         raise SourceError(
             f"record_ids({step}): a stream has no record ids; read the step again from a state taken before it."
         )
 
     def read(self, record_ids: Any) -> PyTree:
-        """Streams cannot be read by id."""
+        """Always raises: streams cannot be read by record id."""
         raise SourceError("read(record_ids): a stream has no record ids; pass a random-access source.")
 
     def local_iterator(self, feed: Any) -> LocalIterator:
-        """A view of the feed."""
+        """Returns the feed as a local iterator."""
         return LocalIterator(feed)
 
     def close(self) -> None:
-        """Releases the source, where it has a ``close``."""
+        """Closes the source if it has a ``close`` method."""
         close = getattr(self.source, "close", None)
         if callable(close):
             close()
@@ -285,11 +286,11 @@ class LaneReader:
 
     Args:
       stream: the stream.
-      cursor: where to begin.
+      cursor: where to start.
       host_rows: this host's rows.
       settings: the feed's settings.
-      entries: lane → where it begins; all lanes that this host needs.
-      hosts_agree: other hosts may still have data when this one has none.
+      entries: lane → where to start; must contain all lanes that this host needs.
+      hosts_agree: whether other hosts take part and may still have data when this one has none.
     """
 
     sequential = True
@@ -312,9 +313,9 @@ class LaneReader:
         self._asked = cursor.step
         self._go_on = hosts_agree and settings.end == "pad"
         self._hosts_agree = hosts_agree
-        self.empty = True  # no lane of this host has had a record so far
+        self.empty = True  # no lane of this host has produced a record so far
         self._spec: RecordSpec | None = None
-        self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # by batch size: this host's rows, and their runs
+        self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
         self._final: int | None = None
         self._group: LaneGroup | None = None
         self._workers: WorkerLanes | None = None
@@ -331,7 +332,7 @@ class LaneReader:
         if self._group is not None:
             return self._group.read(self._rows_per_lane(step))
         assert self._workers is not None
-        while self._asked <= step + 1:
+        while self._asked <= step + 1:  # queue the next step too, so that workers read while this one is delivered
             self._workers.submit(self._rows_per_lane(self._asked))
             self._asked += 1
         return self._workers.result()
@@ -375,11 +376,11 @@ class LaneReader:
         )
 
     def final(self) -> int | None:
-        """The first step without a real row of this host."""
+        """Returns the first step without a real row of this host, if reached."""
         return self._final
 
     def describe(self) -> str:
-        """What the reader does."""
+        """Returns what the reader is doing."""
         reader = self._group if self._group is not None else self._workers
         return f"step {self._step}: {reader.describe()}" if reader is not None else "idle"
 

@@ -1,1 +1,1 @@
-"""Streams of batches that each host makes itself. Read first: ``stream.py``."""
+"""Streams of batches that each host makes itself. Start with ``stream.py``."""

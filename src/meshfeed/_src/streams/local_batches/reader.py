@@ -1,4 +1,4 @@
-"""One host's own batches, taken one after the other."""
+"""Reads one host's own batches in order."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SINGLE_RECORDS = (
 
 
 def rows_of(batch: PyTree) -> int:
-    """Rows of a host's batch.
+    """Returns the number of rows of a host batch.
 
     Raises:
-      SourceError: not a pytree of arrays with rows first.
+      SourceError: the batch is not a pytree of arrays with rows as the first dimension.
     """
     leaves = jax.tree.leaves(batch)
     if leaves and getattr(leaves[0], "ndim", 0):
@@ -49,22 +49,22 @@ def rows_of(batch: PyTree) -> int:
 
 
 class LocalBatchReader:
-    """Takes this host's batches.
+    """Reads this host's batches from its iterator.
 
     Args:
       stream: the stream.
-      cursor: where to begin.
+      cursor: where to start.
       host_rows: this host's rows.
       settings: the feed's settings.
       iterator: opened at the cursor.
-      ready: its first batch, if it was taken already.
-      epoch: pass through the iterable.
-      hosts_agree: other hosts may still have data when this one has none.
+      ready: the iterator's first batch, if already taken.
+      epoch: index of the current pass through the iterable.
+      hosts_agree: whether other hosts take part and may still have data when this one has none.
     """
 
     sequential = True
     empty: bool
-    """Whether this host has had no batch since the beginning."""
+    """Whether this host has had no batch since the start of the stream."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class LocalBatchReader:
         self._hosts_agree = hosts_agree
         self._go_on = hosts_agree and settings.end == "pad"
         self._final: int | None = None
-        self._entry: dict[str, Any] = cursor.entries.get(str(self._host), {})  # after the last batch that this host had
+        self._entry: dict[str, Any] = cursor.entries.get(str(self._host), {})  # after this host's last batch
         self._spec: RecordSpec | None = None
-        self._checked: Any = None  # structure, shapes and dtypes of the last batch that was found right
+        self._checked: Any = None  # structure, shapes and dtypes of the last valid batch
         self._since = time.monotonic()
-        self._taking = threading.Lock()  # the caller may ask for the first batch's structure meanwhile
+        self._taking = threading.Lock()  # peek may run on the caller's thread during next
 
     def peek(self) -> PyTree:
         """The next batch, left for :meth:`next`."""
@@ -176,7 +176,7 @@ class LocalBatchReader:
         return made
 
     def _filled(self, batch: PyTree) -> HostBatch:
-        """``batch``, padded to the rows of this host."""
+        """Makes a HostBatch of ``batch``, padded to this host's rows."""
         step = self._step
         self._entry = {"epoch": self._epoch, "step": step + 1, "iterator": self._iterator.get_state()}
         real = rows_of(batch)
@@ -186,14 +186,14 @@ class LocalBatchReader:
         return self._made(size, self._with_mask(tree, len(rows), real), rows[real:])
 
     def _padding(self) -> HostBatch:
-        """Rows of zeros, while other hosts still have data."""
+        """Makes a HostBatch of padding only, while other hosts still have data."""
         if self.empty and not self._hosts_agree:
             raise SourceError(EMPTY_BATCHES)
         if not self._go_on:
             raise StopIteration
         if self._final is None:
             self._final = self._step
-        if not self._entry:  # the state of a host that never has a batch has an entry too
+        if not self._entry:  # a state needs an entry even for a host that never has a batch
             self._entry = {"epoch": 0, "step": self._step, "iterator": self._iterator.get_state()}
         size, size_known = self._stream.size_of_padding()
         rows = self._host_rows.rows(size)
@@ -216,7 +216,7 @@ class LocalBatchReader:
             tree=tree,
             num_bytes=0 if tree is None else num_bytes(tree),
             entries={str(self._host): self._entry},
-            # lengths keyed by step and first row: each host counts the same padding, and rows that several hold once
+            # run lengths keyed by (step + 1, first row): merging the hosts' maps counts replicated padding only once
             ended={(self._step + 1) << 32 | int(run[0]): run.size for run in runs},
             size_from_others=size_from_others,
         )
@@ -224,7 +224,7 @@ class LocalBatchReader:
     def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree:
         leaves, treedef = jax.tree.flatten(batch)
         kind = treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
-        if kind != self._checked:  # batches are mostly alike
+        if kind != self._checked:  # most batches match the last one
             found = spec_of_batch(batch, real, what=f"host batch {step}")
             if self._spec is None:
                 self._spec = found
@@ -242,11 +242,11 @@ class LocalBatchReader:
         return pad_rows(batch, num_rows)
 
     def final(self) -> int | None:
-        """The first step without a batch of this host."""
+        """Returns the first step without a batch of this host, if reached."""
         return self._final
 
     def describe(self) -> str:
-        """What the reader does."""
+        """Returns what the reader is doing."""
         return f"waiting for host batch {self._step} for {time.monotonic() - self._since:.1f} s"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The stream of host-local batches: each host makes its own part, and a state belongs to this number of hosts."""
+"""The stream of host-local batches: each host makes its own part, and a state is tied to the number of hosts."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class LocalBatchStream:
     Args:
       source: the host's batches (``meshfeed.sources.HostBatches``).
       settings: the feed's settings.
-      layout: gives the global batch size if the setting is left out.
+      placer: derives the global batch size from a host's rows if ``global_batch_size`` is not set.
     """
 
     kind = "host_batches"
     opens_at_restore = True
 
-    def __init__(self, source: Any, settings: FeedSettings, layout: Any) -> None:
+    def __init__(self, source: Any, settings: FeedSettings, placer: Any) -> None:
         for setting, (only, remedy) in _UNSUPPORTED.items():
             value = getattr(settings, setting)
-            if value != only or isinstance(value, bool) != isinstance(only, bool):
+            if value != only or isinstance(value, bool) != isinstance(only, bool):  # False == 0
                 raise SettingsError(
                     f"{setting}={value!r} has no effect on an iterable of host batches; leave it out, and {remedy}.",
                     setting=setting,
@@ -61,24 +61,24 @@ class LocalBatchStream:
             )
         self.source = source
         self._settings = settings
-        self._derive_size = layout.global_batch_size_of
-        self._smallest_size = layout.smallest_batch_size
+        self._derive_size = placer.global_batch_size_of
+        self._smallest_size = placer.smallest_batch_size
         self._schedule = settings.schedule
         self._sizes: dict[int, int] = {}
-        self._first: tuple[Any, PyTree] | None = None  # an opened iterator and its first batch, read for the size
-        self._looking: SingleCall[PyTree] | None = None  # reads them, or the next batch of the reader
-        self._reading: LocalBatchReader | None = None  # has the iterator, which must not be opened a second time
+        self._first: tuple[Any, PyTree] | None = None  # an open iterator and its first batch, read to learn the size
+        self._looking: SingleCall[PyTree] | None = None  # reads ``_first``, or peeks at the reader's next batch
+        self._reading: LocalBatchReader | None = None  # owns the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
 
     @property
     def moved_by_opening(self) -> bool:
-        """Whether opening the batches at another cursor moves the iterator that the present reader uses."""
+        """Whether opening the batches at a different cursor moves the iterator of the current reader."""
         return self.source.resumable and not self.source.restartable
 
     # ------------------------------------------------------------------ sizes
 
     def schedule(self) -> BatchSchedule:
-        """The batch size; reads the first batch where the setting is left out.
+        """Returns the batch size; reads the first batch if ``global_batch_size`` is not set.
 
         Raises:
           SourceError: there is no first batch.
@@ -94,7 +94,7 @@ class LocalBatchStream:
         return self._schedule
 
     def size_for(self, host_rows: int) -> int:
-        """The global batch of which this host has ``host_rows`` rows."""
+        """Returns the size of the global batch in which this host has ``host_rows`` rows."""
         if self._schedule is None:
             self._schedule = BatchSchedule([(0, self._derive_size(host_rows))])
         elif getattr(self.source.iterable, "rows_may_vary", False):
@@ -104,9 +104,9 @@ class LocalBatchStream:
         return self._schedule.sizes[0]
 
     def size_of_padding(self) -> tuple[int, bool]:
-        """Size of a global batch to which this host gives only padding, and whether that size is final.
+        """Returns the size of a global batch that this host only pads, and whether that size is final.
 
-        It is not if the other hosts' batches determine it: then it is the smallest size that is possible.
+        If the other hosts' batches determine the size, it is not final, and the smallest possible size is returned.
         """
         if self._schedule is None or getattr(self.source.iterable, "rows_may_vary", False):
             return self._smallest_size(), False
@@ -137,28 +137,28 @@ class LocalBatchStream:
         return self._first[1]
 
     def record_spec(self) -> RecordSpec:
-        """From the first batch."""
+        """Returns the structure of the first batch; reads it if necessary."""
         if self._spec is None:
             self.learn(self._peek())
         assert self._spec is not None
         return self._spec
 
     def learn(self, batch: PyTree) -> None:
-        """Remembers structure and size of the first batch that is seen."""
+        """Records the structure and size of the first batch."""
         if self._spec is None:
             rows = rows_of(batch)
             self._spec = spec_of_batch(batch, rows, what="the iterable of host batches")
             self.size_for(rows)
 
     def batch_size_at(self, cursor: Cursor) -> int:
-        """Global batch size."""
+        """Returns the global batch size."""
         del cursor
         return self.schedule().sizes[0]
 
     # ------------------------------------------------------------------ state
 
     def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
-        """Not of the content: the batches are the user's affair."""
+        """Does not cover the content of the batches, which only the user's code determines."""
         del cursor
         return {
             "source": self.source.fingerprint(),
@@ -169,12 +169,12 @@ class LocalBatchStream:
         }
 
     def start(self, like: Cursor | None = None) -> Cursor:
-        """Before the first batch; the batch size may not be known yet."""
+        """Returns the cursor before the first batch; its batch size is a placeholder of 1 until known."""
         del like
         return Cursor(step_schedules.StepSchedule(self._schedule or BatchSchedule([(0, 1)])), 0, 0)
 
     def restore(self, state: feed_state.FeedState) -> Cursor:
-        """The cursor of this host's batches."""
+        """Returns the cursor of this host's batches."""
         remedy = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
         if state.hosts is None or state.step is None:
             raise StateMismatchError("hosts", None, "step and hosts of an iterable of host batches", remedy)
@@ -190,7 +190,7 @@ class LocalBatchStream:
         entries = {}
         if host in state.hosts:
             entry = feed_state.unseal(state.hosts[host], f"hosts.{host}")
-            at = entry.get("step", state.step)  # of the last batch that this host had; with padding others go on
+            at = entry.get("step", state.step)  # this host's last batch; with end="pad" others may be ahead
             if at > state.step or (at < state.step and self._settings.end == "drop"):
                 raise StateMismatchError("step", state.step, f"{at} in hosts.{host}", "Use an earlier checkpoint.")
             if not self.source.resumable:
@@ -206,7 +206,7 @@ class LocalBatchStream:
         nominal = (
             segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
         )
-        # nominal takes every batch to be as large as the first one
+        # nominal assumes that every batch is as large as the first
         varies = getattr(self.source.iterable, "rows_may_vary", False)
         long = state.position > nominal and not varies
         short = state.position < nominal and not varies and self._settings.end == "drop"
@@ -216,7 +216,7 @@ class LocalBatchStream:
         return Cursor(step_schedule, state.step, state.position, entries=entries)
 
     def state(self, cursor: Cursor) -> feed_state.FeedState:
-        """Holds this host's entry."""
+        """Returns the state; it contains only this host's entry."""
         return feed_state.FeedState(
             kind=self.kind,
             position=cursor.position,
@@ -227,17 +227,17 @@ class LocalBatchStream:
         )
 
     def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
-        """The cursor after a delivered batch; short last batches of hosts count as announced in ``ended``."""
+        """Returns the cursor after a delivered batch; ``ended`` holds the padding that the hosts announced."""
         del num_skipped
         step_schedule = cursor.step_schedule
-        if cursor.step == 0 and not cursor.entries:  # now the size is known
+        if cursor.step == 0 and not cursor.entries:  # the size is known now
             step_schedule = step_schedules.StepSchedule(self._schedule or BatchSchedule([(0, batch.global_batch_size)]))
         size = batch.global_batch_size
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
         return Cursor(step_schedule, batch.step + 1, cursor.position + size - padding, entries=batch.entries)
 
     def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
-        """Not needed: bad records are handled where the batches are made."""
+        """Returns 0: only the count of bad records needs it, and the code that makes the batches handles those."""
         del cursor, step, ended
         return 0
 
@@ -264,28 +264,28 @@ class LocalBatchStream:
         return self._reading
 
     def forget(self, reader: LocalBatchReader) -> None:
-        """``reader`` is closed."""
+        """Drops the reference to ``reader``, which is closed."""
         if self._reading is reader:
             self._reading = None
 
     def num_steps(self, cursor: Cursor) -> int | None:
-        """Not known before the end."""
+        """Always raises: the number of steps is unknown until the batches end."""
         raise TypeError("an iterable of host batches has no length that all hosts know.")
 
     def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
-        """Host batches have no ids."""
+        """Always raises: host batches have no record ids."""
         raise SourceError(f"record_ids({step}): host batches have no record ids.")
 
     def read(self, record_ids: Any) -> PyTree:
-        """Host batches cannot be read by id."""
+        """Always raises: host batches cannot be read by record id."""
         raise SourceError("read(record_ids): host batches have no record ids; pass a random-access source.")
 
     def local_iterator(self, feed: Any) -> LocalIterator:
-        """A view of the feed."""
+        """Returns the feed as a local iterator."""
         return LocalIterator(feed)
 
     def close(self) -> None:
-        """Closes the iterator, also one that was opened only to look at its first batch."""
+        """Closes the source and any iterator that was opened only to read its first batch."""
         if self._first is not None:
             self._first[0].close()
             self._first = None
