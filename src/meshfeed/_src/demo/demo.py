@@ -190,6 +190,7 @@ class Demo:
                         continue
                     step = line["step"]
                     progress.update(task, completed=step, note=_note(line))
+                # Kill only after a new checkpoint, or the next job would have nothing to resume from.
                 if kill_at is not None and step >= kill_at and _newest_step(checkpoints) > (restored or 0):
                     job.kill()
                     return step

@@ -64,7 +64,7 @@ class MultiHostDataLoadIterator:
         self.generate_padding_batch = generate_padding_batch
         self.expansion_loading_factor_for_grain = expansion_loading_factor_for_grain
         self._owner = Owner()
-        number = coordination.next_use("maxtext")
+        number = coordination.next_use("maxtext")  # equal on all hosts if they create loaders in the same order
         here = coordination.process_index()
         self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
         self._local = LocalBatches(dataloader, expansion_loading_factor_for_grain, self._local_devices)
@@ -177,7 +177,7 @@ class MultiHostDataLoadIterator:
         """Returns the global spec of a padding batch, taken from some host's first batch."""
         if self._no_data:
             raise ValueError(_NO_DATA)
-        self._padding_rounds += 1
+        self._padding_rounds += 1  # every agreement between hosts needs its own number
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
         result = coordination.reduce_json(
             f"{self._feed.name}/padding",
@@ -210,6 +210,7 @@ class MultiHostDataLoadIterator:
         return None if batch is None else tree_to_json(self._one_device(batch))
 
     def _one_device(self, batch: PyTree) -> PyTree:
+        # The shape per device is the same on all hosts, the host-local shape is not.
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 (np.shape(leaf)[0] // self._local_devices, *np.shape(leaf)[1:]), np.asarray(leaf).dtype
@@ -250,7 +251,7 @@ class MultiHostDataLoadIterator:
           StateMismatchError: if the state is damaged or of a different kind.
         """
         self._settle()
-        if _is_of_the_beginning(state):
+        if _is_of_the_beginning(state):  # contains no loader states to restore: rewind the loaders instead
             self._feed.reset()
             self._local.rewind()
             self._begin_anew()
@@ -357,7 +358,7 @@ class LocalIteratorView:
         return type(iterators[0]) if len(iterators) == 1 else LocalIteratorView
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_"):  # _local is looked up here until __init__ sets it: copy and pickle would recurse
             raise AttributeError(name)
         return getattr(self._local.replay_buffer.iterators[0], name)
 

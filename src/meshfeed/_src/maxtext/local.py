@@ -255,7 +255,7 @@ class ReplayBuffer:
             remedy = "Pass the loaders, and the expansion_loading_factor_for_grain, that it was saved with."
             raise StateMismatchError("iterators", saved, current, remedy)
         if self._reopen is not None:
-            fresh = self._reopen()
+            fresh = self._reopen()  # a thread may still be in next() of the old loaders
             with fresh.turn():
                 self._resume_with(fresh, saved, state["batches"])
         elif saved is not None:

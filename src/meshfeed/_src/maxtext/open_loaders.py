@@ -78,7 +78,7 @@ class OpenLoaders:
             yield
         finally:
             self._turn.release()
-            if self._closing:
+            if self._closing:  # close() was called during this turn
                 self._close_if_idle()
 
     def take(self) -> PyTree:

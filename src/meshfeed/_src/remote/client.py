@@ -106,6 +106,7 @@ class RemoteClient:
         """
         self._owner.check("this remote feed")
         data = encode_call(name, args)
+        # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
         headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
         return [answers for _, answers in sorted(self._fetch(headers).items())]

@@ -64,7 +64,7 @@ class Endpoint:
         """Creates the target over the mesh of ``request``; returns one header per device."""
         flag = OK
         try:
-            self._target = cloudpickle.loads(self._payload)(request.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue] # what comes is laid out on a mesh
+            self._target = cloudpickle.loads(self._payload)(request.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue] # the request is sharded over a mesh
             self._spec = self._target.spec()
         except Exception as error:
             flag, self._answer = ERROR, encode_error(error)
@@ -80,7 +80,7 @@ class Endpoint:
         flag, batch = OK, None
         size = 0
         try:
-            size = self._target.numbers()[2]
+            size = self._target.numbers()[2]  # before next(), which advances it to the following batch
             batch = self._target.next()
         except StopIteration:
             flag = END

@@ -99,7 +99,7 @@ class RemoteFeed:
             "name": name,
         }
         self._closed = self._ended = False
-        check_settings(**settings)
+        check_settings(**settings)  # fails here rather than on the hosts
         prefix = normalize_sharding(sharding)
         meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
         if len(meshes) > 1:
@@ -107,6 +107,7 @@ class RemoteFeed:
                 f"sharding is over {len(meshes)} meshes; a remote feed takes one. Make a feed for each.",
                 setting="sharding",
             )
+        # The memory kind belongs to the accelerators: apply it in the transfer from the CPU mesh.
         kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
         self._memory_kind = kinds.pop() if len(kinds) == 1 else None
         self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
@@ -162,7 +163,7 @@ class RemoteFeed:
           StateMismatchError: if the state is damaged, from a newer version, or from a different stream. The feed is
             then unchanged.
         """
-        feed_state.parse_state(state)
+        feed_state.parse_state(state)  # rejects a damaged state before any host changes
         self._client.call("set_state", json.dumps(state))
         self._ended = False
 

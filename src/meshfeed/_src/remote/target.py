@@ -65,7 +65,7 @@ class FeedTarget:
         self._feed = feed
         self._size = 0
         schedule = feed.config()["global_batch_size"]
-        self._varies = isinstance(schedule, list)
+        self._varies = isinstance(schedule, list)  # a constant size is looked up only once
         self.calls: dict[str, Any] = {
             "get_state": lambda: json.dumps(feed.get_state()),
             "set_state": self._set_state,

@@ -119,7 +119,7 @@ def _decode_arrays(data: bytes) -> PyTree:
     start = _LENGTH.size + length
     leaves, structure = jax.tree.flatten(tree_from_json(json.loads(data[_LENGTH.size : start])))
     arrays = []
-    for leaf in leaves:
+    for leaf in leaves:  # copies, because frombuffer returns read-only views
         arrays.append(np.frombuffer(data, leaf.dtype, math.prod(leaf.shape), start).reshape(leaf.shape).copy())
         start += arrays[-1].nbytes
     return jax.tree.unflatten(structure, arrays)
@@ -215,6 +215,7 @@ def make_payload(value: Any, *, setting: str, what: str) -> bytes:
       SettingsError: if it cannot be pickled and unpickled.
     """
     try:
+        # Unpickle as well: some objects pickle but do not unpickle.
         payload = cloudpickle.dumps(value)
         cloudpickle.loads(payload)
     except Exception as error:

@@ -180,7 +180,7 @@ class _Run:
             self._stays_ended(feed, how)
 
     def _stays_ended(self, feed: Any, how: str) -> None:
-        for attempt in range(2):
+        for attempt in range(2):  # a faulty iterator may deliver batches again after its first StopIteration
             try:
                 batch = _digest(next(feed))
             except StopIteration:
@@ -264,7 +264,7 @@ def _block(value: Any, first_row: int, where: str) -> _Block:
         return _Block(first_row, where, type(value).__name__, (), (xxhash.xxh3_64_intdigest(data),))
     array = np.asarray(value)
     rows = array if array.ndim else array[None]
-    if array.dtype.hasobject:
+    if array.dtype.hasobject:  # the buffer contains pointers, which differ between runs
         digests = [xxhash.xxh3_64_intdigest(repr(row).encode()) for row in rows]
     else:
         digests = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(row).tobytes()) for row in rows]

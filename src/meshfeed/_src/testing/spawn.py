@@ -154,6 +154,7 @@ class HostPool:
         started = time.monotonic()
         in_grace = False
         while any(host.result is None for host in self._hosts):
+            # Once a host has failed, the others usually hang in a collective: do not wait for the full timeout.
             if not in_grace and any(host.result is not None and host.result.error for host in self._hosts):
                 in_grace, deadline = True, min(deadline, time.monotonic() + grace_seconds)
             left = deadline - time.monotonic()

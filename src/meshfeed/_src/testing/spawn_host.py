@@ -91,7 +91,7 @@ class Host:
                 pass_fds=[write_fd],
                 start_new_session=True,  # its own process group, killed as a whole
             )
-        os.close(write_fd)
+        os.close(write_fd)  # with a second writer, the end of the pipe would never be seen
         self.results_fd = read_fd
         self.open = True
 

@@ -133,7 +133,7 @@ def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray,
     if footer is None:
         return None
     compressed, values, metadata_size = footer
-    columns = _columns(values, metadata_size, num_records, (8, 16, 24))
+    columns = _columns(values, metadata_size, num_records, (8, 16, 24))  # chunk offset, data size, number of records
     if columns is None or (columns[2] != 1).any():
         return None
     offsets, sizes = np.append(columns[0], footer_offset), columns[1]

@@ -316,7 +316,7 @@ def _open_library(file: ShardFile, path: str, _status: os.stat_result) -> tuple[
 
 
 def _open_descriptor(file: ShardFile, path: str, status: os.stat_result) -> tuple[Descriptor, int]:
-    opened = Descriptor(path)
+    opened = Descriptor(path)  # the path may have been replaced since ``status`` was read
     if not os.path.samestat(opened.status, status) or opened.status.st_size != status.st_size:
         raise _changed(file, path)
     return opened, 0

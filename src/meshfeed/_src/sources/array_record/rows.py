@@ -40,7 +40,7 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
     if not direct.read(files, file_index, rows, bounds[:-1], out):
         return None
     content = out.data
-    if width and count <= _FEW:
+    if width and count <= _FEW:  # one call creates all bytes objects
         return list(packer(width, count).unpack_from(content))
     return [bytes(content[first:end]) for first, end in itertools.pairwise(bounds.tolist())]
 

@@ -105,7 +105,7 @@ class ArrayRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        del state["_readers"]
+        del state["_readers"]  # open files and locks belong to the process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

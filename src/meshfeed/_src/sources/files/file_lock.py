@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from meshfeed._src.base.errors import StalledError
 
-_POLL_SECONDS = 0.001
+_POLL_SECONDS = 0.001  # polls, because flock has no timeout
 _MAX_POLL_SECONDS = 0.05
 
 

@@ -74,7 +74,7 @@ class Lru(Generic[K, V]):
             return found
         made = make()  # outside the lock: does not block other threads
         with self._lock:
-            if key in self._values:
+            if key in self._values:  # another thread was faster
                 return self._values[key][0]
             self._values[key] = made
             self.weight += made[1]

@@ -23,7 +23,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
 _MAGIC = re.compile(r"[*?\[]")
-_MAX_THREADS = 32
+_MAX_THREADS = 32  # latency-bound requests, not computation
 _PACKAGES = {  # protocol → packages that provide it, including fsspec
     "abfs": "adlfs",
     "az": "adlfs",
