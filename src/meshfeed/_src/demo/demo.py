@@ -98,7 +98,7 @@ QUICK = Plan(
 )
 
 BREAKS = {
-    "seed": ("--seed", "1"),  # the feed refuses the state
+    "seed": ("--seed", "1"),  # set_state raises StateMismatchError
     "position": ("--forget-position",),  # the arrays are restored but the data restarts, as without meshfeed
 }
 

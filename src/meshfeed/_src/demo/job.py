@@ -86,7 +86,7 @@ class Job:
                 command += ["--model-axis", str(topology.model_axis), "--log", str(self.log_path(host))]
                 if topology.hosts > 1:
                     command += ["--coordinator", address, "--num-hosts", str(topology.hosts), "--host", str(host)]
-                # The child kills itself when its standard input ends, which the death of this process causes.
+                # If this process dies, the pipe to the child closes, and the child kills itself.
                 with open(self.output_path(host), "wb") as output:
                     self._processes.append(
                         subprocess.Popen(

@@ -259,11 +259,11 @@ class MultiHostDataLoadIterator:
         self._begin_anew()
 
     async def save(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable."""
+        """Implements Orbax v1's ``StatefulCheckpointable``."""
         return await state_files.save(self, directory)
 
     async def load(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable."""
+        """Implements Orbax v1's ``StatefulCheckpointable``."""
         return await state_files.load(self, directory)
 
     @property

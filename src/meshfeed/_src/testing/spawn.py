@@ -304,7 +304,7 @@ def run_hosts(
     grace_seconds: float = 30,
     **pool_options: Any,
 ) -> list[HostResult]:
-    """Runs ``function(*args)`` once on each of ``num_hosts`` fresh processes of one JAX job on this machine.
+    """Runs ``function(*args)`` once on each of ``num_hosts`` new processes of one JAX job on this machine.
 
     Args:
       function: a callable, which may be defined in a test module, or ``"module:function"``.

@@ -69,7 +69,7 @@ class HostRunError(MeshfeedError):
 
 
 class Host:
-    """One process, its pipes and its log."""
+    """A process with its pipes and its log."""
 
     def __init__(self, index: int, log_path: pathlib.Path, env: dict[str, str]) -> None:
         self.index = index

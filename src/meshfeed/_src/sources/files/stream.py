@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Rows of one file that one lane reads, in order.
+    """Rows of one file that a lane reads, in order.
 
     Attributes:
       file_index: index of the file.
