@@ -1,4 +1,4 @@
-"""``meshfeed bench``: how fast this machine feeds its devices from given files, and which stage holds it back."""
+"""``meshfeed bench``: measures how fast this machine feeds its devices, and which stage is the bottleneck."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import numpy as np
 from meshfeed._src.feed.iterator import Feed
 
 _ROUNDS = 3
-_WARM_UP_STEPS = 3
+_WARM_UP_STEPS = 3  # not measured: these open files and start threads
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedBytes:
-    """Records as rows of uint8, cut or padded with zeros to one width; picklable, so that workers can have it."""
+    """Truncates or zero-pads records to rows of ``width`` bytes, uint8; a class, because workers need to pickle it."""
 
     width: int
 
@@ -32,7 +32,7 @@ class FixedBytes:
 
 @contextlib.contextmanager
 def example_files(num_records: int, record_bytes: int) -> Iterator[list[str]]:
-    """Two ArrayRecord files of random bytes, for a machine that has no data yet."""
+    """Writes two temporary ArrayRecord files of random bytes, for a machine without data."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     rng = np.random.default_rng(0)
@@ -54,20 +54,20 @@ def bench(
     record_bytes: int | None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Feeds this machine's devices, and reads the same records in a bare loop, in turns.
+    """Alternates between feeding this machine's devices and reading the same records in a bare loop.
 
     Args:
       paths: ArrayRecord files.
-      steps: batches a round.
-      step_seconds: simulated time of a training step; the feed's threads work meanwhile.
-      record_bytes: width of a row; None: that of the first record.
-      **settings: of the feed.
+      steps: batches per round.
+      step_seconds: simulated step time; the feed's threads keep working meanwhile.
+      record_bytes: bytes per row; None for the size of the first record.
+      **settings: keywords of the feed.
 
     Returns:
       Medians over the rounds: ``records_per_second`` and ``bytes_per_second`` of the feed, ``bare_records_per_second``
-      of the loop, ``share_of_bare``, and of the last round ``stall_fraction`` and the seconds per batch of each stage.
-      With a simulated step time, ``step_seconds`` is that time and ``paced_records_per_second`` the rate that it limits
-      the feed to, and ``share_of_bare`` is None; without one, those two are None.
+      of the loop, and ``share_of_bare``, their ratio; for the last round, ``stall_fraction`` and the seconds per batch of
+      each stage. With a simulated step time, ``step_seconds`` is that time, ``paced_records_per_second`` is the rate to
+      which it limits the feed, and ``share_of_bare`` is None; otherwise, the first two are None.
     """
     import jax
 
@@ -128,7 +128,7 @@ def _difference(after: Any, before: Any) -> dict[str, float]:
 
 
 def report(result: dict[str, Any]) -> list[str]:
-    """The result as lines of text."""
+    """Formats the result as lines of text."""
     stages = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in result["seconds_per_batch"].items())
     lines = [
         f"{result['records']:,} records of {result['record_bytes']:,} bytes, batches of "

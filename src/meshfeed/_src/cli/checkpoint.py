@@ -1,4 +1,4 @@
-"""``meshfeed inspect | verify | diff | import-position``: what lies in checkpoints, in words or as JSON."""
+"""``meshfeed inspect | verify | diff | import-position``: checkpoint commands, with text or JSON output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SHOWN = 100
 @_step
 @_as_json
 def inspect(directory: str, step: int | None, as_json: bool) -> None:
-    """Show a checkpoint folder's steps, or every leaf of one.
+    """Show the steps of a checkpoint folder, or every leaf of one step.
 
-    DIRECTORY is the folder given to Checkpointer, or one of its steps. No values are read.
+    DIRECTORY is the folder passed to Checkpointer, or one of its steps. Reads no array values.
     """
     from meshfeed._src.checkpoint import commands as checkpoint_commands
 
@@ -56,7 +56,7 @@ def _leaf_line(leaf: dict[str, Any]) -> str:
 @_step
 @_as_json
 def verify(directory: str, step: int | None, as_json: bool) -> None:
-    """Read every stored byte and check it. Exit status 1 if anything is damaged."""
+    """Read and check every stored byte. The exit status is 1 if anything is damaged."""
     from meshfeed._src.checkpoint import commands as checkpoint_commands
 
     found = checkpoint_commands.verify(directory, step)
@@ -78,10 +78,10 @@ def verify(directory: str, step: int | None, as_json: bool) -> None:
 @click.argument("second", type=click.Path())
 @_as_json
 def diff(first: str, second: str, as_json: bool) -> None:
-    """Compare two steps, or two saved states. Exit status 1 if they differ.
+    """Compare two steps, or two saved states. The exit status is 1 if they differ.
 
-    FIRST and SECOND are folders of a step or of an iterator, or JSON files with a state. Leaves are compared by their
-    digests; no values are read.
+    FIRST and SECOND are step or iterator folders, or JSON files with a state. Leaves are compared by their digests,
+    without reading values.
     """
     from meshfeed._src.checkpoint import commands as checkpoint_commands
 
@@ -127,18 +127,18 @@ def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> 
 def import_position(
     directory: str, template: str, output: str, global_batch_size: int, step: int | None, unshuffled: bool
 ) -> None:
-    """Turn an iterator's position that MaxText or Grain saved into the state of a feed.
+    """Convert an iterator position saved by MaxText or Grain to the state of a feed.
 
-    DIRECTORY holds the files process_<i>-of-<n>.json or process_0.json of one step.
+    DIRECTORY contains the files process_<i>-of-<n>.json or process_0.json of one step.
 
-    TEMPLATE is a JSON file with feed.get_state() of a new feed over the same records in the same order as the old run,
-    before its first batch. For a Grain MapDataset that is the dataset itself, with its shuffle and repeat and without
+    TEMPLATE is a JSON file with feed.get_state() of a new feed, before its first batch, over the same records in the
+    same order as the old run. For a Grain MapDataset, use the dataset itself, with its shuffle and repeat but without
     its batch.
 
-    OUTPUT is a folder to write state.json into. The new run reads it as shown below, or with Orbax's
+    OUTPUT is the folder for state.json. The new run reads it as shown below, or with Orbax's
     Checkpointer(IteratorHandler()) and IteratorRestore(feed).
 
-    A position from which the feed cannot continue exactly is refused.
+    Fails if the feed cannot resume exactly from the position.
     """
     from meshfeed._src.checkpoint import commands as checkpoint_commands
 

@@ -1,7 +1,7 @@
-"""The command line: ``meshfeed plan`` and its sisters. Each command imports what it needs when it is called.
+"""The ``meshfeed`` command line. Each command imports its dependencies when it runs, which keeps ``--help`` fast.
 
-A :class:`~meshfeed.MeshfeedError` is printed as one message without a traceback: exit status 2 for a value that
-was typed wrongly, 1 for everything else that meshfeed refuses.
+A :class:`~meshfeed.MeshfeedError` is printed as a message without a traceback. The exit status is 2 for an invalid
+argument and 1 for any other error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshfeed._src.plan.table import PlanTable
 
 _SHOWN_HOSTS = 16
-_EXAMPLE_WIDTH = 66  # with the command's name and click's margins: 80 columns
+_EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
 
 
 class _Refused(click.ClickException):
@@ -32,7 +32,7 @@ class _Mistyped(click.ClickException):
     exit_code = 2
 
 
-_MOVED = {"convert": "import-position"}
+_MOVED = {"convert": "import-position"}  # old name → new name
 
 
 class _Commands(click.Group):
@@ -70,7 +70,7 @@ class _Mesh(click.ParamType):
 
 
 class _Spec(click.ParamType):
-    """``data+fsdp,None,model`` → ``[("data", "fsdp"), None, "model"]``: an entry a dimension."""
+    """``data+fsdp,None,model`` → ``[("data", "fsdp"), None, "model"]``: one entry per dimension."""
 
     name = "entry,..."
 
@@ -96,7 +96,7 @@ class _Shape(click.ParamType):
 
 def _example(arguments: str) -> str:
     lines = arguments.replace(" --", " \\\n    --") if len(arguments) > _EXAMPLE_WIDTH else arguments
-    return f"\b\nExample:\n  meshfeed {lines}"  # click leaves a paragraph after this mark as it is
+    return f"\b\nExample:\n  meshfeed {lines}"  # \b keeps click from rewrapping the paragraph
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -128,8 +128,8 @@ def plan(
 ) -> None:
     """Show which rows of the global batch each host reads.
 
-    Neither devices nor other hosts are needed. The mesh is filled host by host, as jax.make_mesh does on CPUs; a real
-    mesh may order its devices otherwise, and the feed follows the real one.
+    Needs neither devices nor other hosts. Devices fill the mesh host by host, as with jax.make_mesh on CPUs; a real
+    mesh may order its devices differently, and the feed uses the real order.
     """
     from meshfeed._src.plan.table import plan_table
 
@@ -157,7 +157,7 @@ def _plan_json(table: PlanTable, *, columns: bool) -> str:
 
 
 def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, show_all: bool) -> list[str]:
-    """A table of hosts and rows, the middle left out, and a summary."""
+    """Formats a table of hosts and rows, without the middle unless ``show_all``, and a summary."""
     counts = table.num_rows()
     ranges = table.row_ranges()
     lines = [f"{'host':>8}  {'rows':>10}  which"]
@@ -201,10 +201,10 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
 )
 @click.option("--break", "how", type=click.Choice(["seed", "position"]), default=None, hidden=True)
 def demo(quick: bool, steps: int | None, directory: str | None, how: str | None) -> None:
-    """Train on 2 hosts, kill them, continue on 1 and on 4, and prove that it is one stream.
+    """Train on 2 hosts, kill them, resume on 1 and then 4, and prove that the data stream is identical.
 
-    Everything runs on this machine: hosts are processes, devices are CPU devices. It takes a few minutes. Exit status 1
-    if any check fails.
+    Everything runs on this machine: hosts are processes, devices are CPU devices. Takes a few minutes. The exit status
+    is 1 if any check fails.
     """
     from meshfeed._src.demo import command
 
@@ -230,10 +230,10 @@ def demo(quick: bool, steps: int | None, directory: str | None, how: str | None)
 def replay(
     state: str, batch_index: int | None, global_batch_size: int | None, paths: tuple[str, ...], as_json: bool
 ) -> None:
-    """Show which records a past or future batch consists of.
+    """Show which records a past or future batch contains.
 
-    STATE is a JSON file with what feed.get_state() gave, or a checkpoint's folder. No data is read, unless
-    --array-record says where it is.
+    STATE is a JSON file with the result of feed.get_state(), or a checkpoint folder. Reads no data unless
+    --array-record is given.
     """
     from meshfeed._src.cli import replay as cli_replay
 
@@ -289,7 +289,7 @@ def bench(
 ) -> None:
     """Measure how fast this machine feeds its devices from ArrayRecord files.
 
-    PATHS are files or globs. Without any, files of 20,000 random records are made and removed again.
+    PATHS are files or globs. Without PATHS, uses temporary files of 20,000 random records.
     """
     from meshfeed._src.cli import bench as cli_bench
 

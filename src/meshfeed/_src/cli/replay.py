@@ -1,4 +1,4 @@
-"""``meshfeed replay``: which records a batch consists of, computed from a saved state alone."""
+"""``meshfeed replay``: computes the records of a batch from a saved state alone."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ _SHOWN_BYTES = 48
 
 
 def load_state(path: str) -> feed_state.FeedState:
-    """The state in a JSON file, in a folder of state files, or in the newest step below a checkpoint's folder.
+    """Loads the state in a JSON file, in a folder of state files, or in the newest step of a checkpoint folder.
 
     Raises:
-      CheckpointError: none is there. StateMismatchError: it is damaged, or from a newer version.
+      CheckpointError: if there is no state.
+      StateMismatchError: if the state is damaged or from a newer version.
     """
-    place = state_files.readable_path(path)
-    if place.is_file():
+    root = state_files.readable_path(path)
+    if root.is_file():
         try:
-            value = json.loads(place.read_text())
+            value = json.loads(root.read_text())
         except ValueError as error:
             raise CheckpointError(f"{path}: not JSON ({error}), expected a state as get_state() gives it.") from None
         return feed_state.parse_state(
             value["state"] if isinstance(value, dict) and "meshfeed_iterator" in value else value
         )
-    folders = [place, *place.glob("*"), *place.glob("*/*")]
+    folders = [root, *root.glob("*"), *root.glob("*/*")]
     holding = [folder for folder in folders if folder.is_dir() and state_files.state_paths(folder)]
-    holding = [folder for folder in holding if not any("tmp" in part for part in folder.parts[len(place.parts) :])]
+    # Folders with "tmp" in their names are checkpoints that were not completed.
+    holding = [folder for folder in holding if not any("tmp" in part for part in folder.parts[len(root.parts) :])]
     if not holding:
         raise CheckpointError(
             f"{path}: no state of a feed there. Give a JSON file with what get_state() gave, or a checkpoint's folder."
         )
-    return feed_state.parse_state(state_files.read_state(max(holding, key=lambda folder: _step_of(folder, place))))
+    return feed_state.parse_state(state_files.read_state(max(holding, key=lambda folder: _step_of(folder, root))))
 
 
 def _step_of(folder: epath.Path, root: epath.Path) -> int:
@@ -51,21 +53,20 @@ def _step_of(folder: epath.Path, root: epath.Path) -> int:
 
 
 def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_size: int | None) -> dict[str, Any]:
-    """The records of one batch of the stream, past or future.
+    """Computes the records of one past or future batch of the stream.
 
     Args:
-      state: of a random-access source.
-      batch_index: which batch, from 0; None: the last one delivered.
-      global_batch_size: of batches after the state; None: as the last one delivered.
+      state: state of a feed over a random-access source.
+      batch_index: index of the batch, from 0; None for the last one delivered.
+      global_batch_size: rows of the batches after the state; None for the size of the last one delivered.
 
     Returns:
-      ``feed_step`` and ``position`` of the state, as ``inspect`` has them; ``batch_index``, ``delivered``,
-      ``first_position``, ``global_batch_size``, ``epochs`` (first and last) and ``record_ids`` int64 ``[rows]`` of the
-      batch.
+      ``feed_step`` and ``position`` of the state, as in ``inspect``; ``batch_index``, ``delivered``, ``first_position``,
+      ``global_batch_size``, ``epochs`` (first and last) and ``record_ids`` int64 ``[rows]`` of the batch.
 
     Raises:
-      MeshfeedError: the state does not say it, because records come in the order of a stream or of a mixture.
-      SettingsError: there is no such batch, or no batch size is known for it.
+      MeshfeedError: if the state does not determine the records, because the source is a stream or a mixture.
+      SettingsError: if there is no such batch, or its size is unknown.
     """
     fingerprint = state.fingerprint
     if state.kind != "random_access" or "mixture" in fingerprint:
@@ -118,10 +119,10 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
 
 
 def describe_records(state: feed_state.FeedState, paths: list[str], record_ids: RecordIds) -> list[dict[str, Any]]:
-    """File, size and first bytes of records, read from the ArrayRecord files that the state was saved with.
+    """Returns the file, size and first bytes of records, read from the ArrayRecord files of the state.
 
     Raises:
-      StateMismatchError: these are other files.
+      StateMismatchError: if the files are not those with which the state was saved.
     """
     from meshfeed.sources import ArrayRecord
 

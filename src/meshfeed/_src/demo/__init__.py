@@ -1,1 +1,1 @@
-"""``meshfeed demo``: trains on several hosts, kills them, resumes elsewhere, and compares. Uses the public API alone."""
+"""``meshfeed demo``: trains on several hosts, kills them, resumes on others, compares. Uses only the public API."""

@@ -1,7 +1,7 @@
-"""Runs a script as ``python script arguments`` does, and ends it with whoever started it.
+"""Runs a script like ``python script arguments``, and kills it when the parent process ends.
 
-``python -m meshfeed._src.demo.child script arguments``: standard input is a pipe that the parent holds open. When it ends,
-the parent is gone, however it went, and nobody would ever collect this process.
+``python -m meshfeed._src.demo.child script arguments``: standard input is a pipe held open by the parent. End of input
+means that the parent has exited for any reason, and the script would otherwise run on as an orphan.
 """
 
 from __future__ import annotations

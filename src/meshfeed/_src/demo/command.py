@@ -1,4 +1,4 @@
-"""Where the demo runs and what it needs before it can."""
+"""The ``meshfeed demo`` command: checks dependencies, prepares the folder and runs the demo."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, q
     """Runs the demo on the terminal.
 
     Args:
-      num_steps: of the training; None: as many as the plan has.
-      directory: where everything stays; None: a temporary folder, which is removed if all went well.
-      how: a key of :data:`meshfeed._src.demo.demo.BREAKS`, or None.
-      quick: run :data:`meshfeed._src.demo.demo.QUICK`.
+      num_steps: number of training steps; None for that of the plan.
+      directory: folder for all output; None for a temporary folder, removed if all checks pass.
+      how: fault to inject, a key of :data:`meshfeed._src.demo.demo.BREAKS`, or None.
+      quick: whether to run :data:`meshfeed._src.demo.demo.QUICK`.
 
     Returns:
-      Whether everything that was to be shown holds.
+      Whether all checks pass.
 
     Raises:
-      SettingsError: the folder holds something.
-      MeshfeedError: a library is missing, or a host failed.
+      SettingsError: if the folder is not empty.
+      MeshfeedError: if a library is missing or a host failed.
     """
     missing = [name for name in ("rich", "optax") if importlib.util.find_spec(name) is None]
     if missing:
@@ -43,11 +43,11 @@ def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, q
         plan = dataclasses.replace(plan, num_steps=num_steps, save_every=max(2, num_steps // 10))
     if how is not None:
         plan = broken(plan, how)
-    # a terminated demo unwinds, and so kills its hosts and restores the terminal
+    # On SIGTERM, unwind the stack: this kills the hosts and restores the terminal.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     holds = False
     try:
-        holds = Demo(plan, folder, Console()).run()  # 80 columns, or $COLUMNS, where there is no terminal
+        holds = Demo(plan, folder, Console()).run()  # without a terminal, rich uses $COLUMNS or 80 columns
     finally:
         signal.signal(signal.SIGTERM, before)
         if holds and directory is None:

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the sources of Python's standard library, as ArrayRecord files of bytes."""
+"""A text corpus available on every machine: the source code of Python's standard library, as ArrayRecord files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text cut in records of one length.
+    """Text cut into records of one length.
 
     Attributes:
-      pattern: glob of its files.
-      paths: the files, in the order that record ids follow.
-      num_records: in all files.
-      record_bytes: length of each.
-      num_sources: Python files that the text comes from.
+      pattern: glob of the files.
+      paths: the files, in record id order.
+      num_records: number of records in all files.
+      record_bytes: bytes per record.
+      num_sources: number of Python files from which the text was taken.
     """
 
     pattern: str
@@ -40,16 +40,16 @@ def _sources() -> Iterator[pathlib.Path]:
 
 
 def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int, num_files: int = 4) -> Corpus:
-    """Writes the text of the first modules of the standard library, by name, as records.
+    """Writes the text of the standard library, in order of file name, as records.
 
     Args:
-      directory: made if it is not there.
-      num_records: over all files.
-      record_bytes: length of each.
-      num_files: among which neighbours are divided as evenly as they can be.
+      directory: output folder; created if needed.
+      num_records: number of records in all files.
+      record_bytes: bytes per record.
+      num_files: number of files; consecutive records are divided among them as evenly as possible.
 
     Raises:
-      SourceError: the standard library has less text than that.
+      SourceError: if the standard library has too little text.
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -77,7 +77,7 @@ def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int
 
 
 def read_records(corpus: Corpus) -> list[bytes]:
-    """All records by id, read by array_record itself and not by meshfeed: what the feed's rows are compared with."""
+    """Reads all records by id with the array_record library, not meshfeed, as an independent reference."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     records: list[bytes] = []

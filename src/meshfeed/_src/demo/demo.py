@@ -1,7 +1,7 @@
-"""``meshfeed demo``: trains, kills every host, goes on with other numbers of hosts, and proves that it is one stream.
+"""``meshfeed demo``: trains, kills all hosts, resumes on different numbers of hosts, and proves that the stream is one.
 
-The training is examples/train_lm.py as it stands, in real processes. What is proved comes from the lines that they
-write: see :mod:`meshfeed._src.demo.proof`.
+The training script is examples/train_lm.py, unmodified, in real processes. The proof uses only the lines that they
+write; see :mod:`meshfeed._src.demo.proof`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _POLL_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """A part of the run that is killed and continued.
+    """One job of the run that is killed and resumed.
 
     Attributes:
       topology: hosts and devices.
-      kill_at: share of all steps after which all hosts are killed; None: it runs to the end.
-      arguments: more arguments of the training script.
+      kill_at: fraction of all steps after which all hosts are killed; None to run to the end.
+      arguments: additional arguments of the training script.
     """
 
     topology: Topology
@@ -48,18 +48,19 @@ JOURNEY = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the demo runs.
+    """Settings of a demo.
 
     Attributes:
-      num_steps: of the training.
+      num_steps: number of training steps.
       save_every: steps between checkpoints.
       batch: rows of the global batch.
-      num_records: of the corpus; a prime below ``num_steps * batch``, so that the edge of the epoch lies inside a batch.
-      record_bytes: of each.
-      reference: where the uninterrupted run takes place.
-      legs: those of the other run.
-      start_seconds: about how long the processes take to start and compile, on 2 free cores.
-      step_seconds: about how long a step takes, in both runs together.
+      num_records: records in the corpus; a prime below ``num_steps * batch``, which puts the epoch boundary inside a
+        batch.
+      record_bytes: bytes per record.
+      reference: topology of the uninterrupted run.
+      legs: jobs of the other run, in order.
+      start_seconds: approximate time to start and compile all processes, on 2 free cores.
+      step_seconds: approximate time per step, both runs together.
     """
 
     num_steps: int = 160
@@ -74,7 +75,7 @@ class Plan:
 
     @property
     def duration(self) -> str:
-        """About how long it takes, in words."""
+        """Approximate duration as text."""
         seconds = self.start_seconds + self.step_seconds * self.num_steps
         if seconds < 60:
             return f"{max(10, round(seconds, -1)):.0f} seconds"
@@ -97,24 +98,24 @@ QUICK = Plan(
 )
 
 BREAKS = {
-    "seed": ("--seed", "1"),  # the feed refuses the state
-    "position": ("--forget-position",),  # the arrays are restored and the data begins again, as without meshfeed
+    "seed": ("--seed", "1"),  # set_state raises StateMismatchError
+    "position": ("--forget-position",),  # the arrays are restored but the data restarts, as without meshfeed
 }
 
 
 def broken(plan: Plan, how: str) -> Plan:
-    """``plan`` with a fault in its second leg."""
+    """Returns ``plan`` with a fault in its second leg."""
     legs = list(plan.legs)
     legs[1] = dataclasses.replace(legs[1], arguments=BREAKS[how])
     return dataclasses.replace(plan, legs=tuple(legs))
 
 
 class Demo:
-    """Runs a plan and shows it.
+    """Runs a plan and displays the progress and the result.
 
     Args:
-      plan: what to run.
-      directory: for the corpus, checkpoints and logs; must be empty or not there.
+      plan: the plan to run.
+      directory: folder for the corpus, checkpoints and logs; must be empty or not exist.
       console: a ``rich.console.Console``.
     """
 
@@ -125,10 +126,10 @@ class Demo:
         self._jobs = 0
 
     def run(self) -> bool:
-        """Whether everything that was to be shown holds.
+        """Runs all jobs; returns whether all checks pass.
 
         Raises:
-          MeshfeedError: a host failed, or said nothing for minutes.
+          MeshfeedError: if a host failed, or no step completed for 300 s.
         """
         start = time.monotonic()
         plan, show = self._plan, self._console.print
@@ -148,8 +149,8 @@ class Demo:
         checks = prove(reference, jobs, read_records(corpus), plan.num_steps)
         self._show_proof(reference, jobs, checks)
         holds = all(check.holds for check in checks)
-        verdict = "[bold green]All of it holds[/]" if holds else "[bold red]It does not hold[/]"
-        show(f"\n{verdict}, after {time.monotonic() - start:.0f} s.")
+        conclusion = "[bold green]All of it holds[/]" if holds else "[bold red]It does not hold[/]"
+        show(f"\n{conclusion}, after {time.monotonic() - start:.0f} s.")
         return holds
 
     # ------------------------------------------------------------------ one job
@@ -172,7 +173,7 @@ class Demo:
         return read_job([job.log_path(host) for host in range(leg.topology.hosts)])
 
     def _watch(self, job: Job, leg: Leg, checkpoints: pathlib.Path) -> int | None:
-        """Shows the job until it ends or is to be killed; the last step seen before the kill."""
+        """Shows the job's progress until it ends or is killed; returns the last step seen before the kill, or None."""
         kill_at = None if leg.kill_at is None else round(leg.kill_at * self._plan.num_steps)
         step, restored, last_news = 0, None, time.monotonic()
         with _progress(self._console) as progress:
@@ -189,6 +190,7 @@ class Demo:
                         continue
                     step = line["step"]
                     progress.update(task, completed=step, note=_note(line))
+                # Kill only after a new checkpoint, or the next job would have nothing to resume from.
                 if kill_at is not None and step >= kill_at and _newest_step(checkpoints) > (restored or 0):
                     job.kill()
                     return step
@@ -230,7 +232,7 @@ class Demo:
 
 
 def _columns(*rows: tuple[str, str]) -> Any:
-    """Rows of two columns, of which the second wraps at the terminal's width."""
+    """Returns a two-column grid; the second column wraps at the terminal's width."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -246,7 +248,7 @@ def _note(line: dict[str, Any]) -> str:
 
 
 def _newest_step(checkpoints: pathlib.Path) -> int:
-    """Newest complete checkpoint; Orbax gives a folder its number when everything is in it."""
+    """Returns the newest complete checkpoint; Orbax renames a folder to its step number once it is complete."""
     if not checkpoints.exists():
         return 0
     return max((int(path.name) for path in checkpoints.iterdir() if re.fullmatch(r"\d+", path.name)), default=0)
@@ -257,7 +259,7 @@ def _progress(console: Any) -> Any:
 
     return Progress(
         TextColumn("   "),
-        BarColumn(bar_width=16),  # all in 80 columns
+        BarColumn(bar_width=16),  # fits the line into 80 columns
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),

@@ -1,4 +1,4 @@
-"""A training job of the demo: real processes, one a host, that write a line of JSON a step."""
+"""A training job of the demo: one process per host, each writing one line of JSON per step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOG_TAIL_LINES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Where a job runs.
+    """Hosts, devices and mesh of a job.
 
     Attributes:
-      hosts: processes.
-      devices: CPU devices of each.
-      model_axis: devices that share a row; the others are the data axis.
+      hosts: number of processes.
+      devices: CPU devices per process.
+      model_axis: size of the model axis, whose devices share a row; the remaining factor is the data axis.
     """
 
     hosts: int
@@ -37,29 +37,29 @@ class Topology:
 
     @property
     def mesh(self) -> str:
-        """The mesh in words."""
+        """Description of the mesh."""
         return f"mesh data {self.hosts * self.devices // self.model_axis} × model {self.model_axis}"
 
 
 def example_script() -> pathlib.Path:
-    """examples/train_lm.py, of the checkout or as the wheel brings it."""
+    """Returns the path of examples/train_lm.py in the checkout, or of its copy in the wheel."""
     here = pathlib.Path(__file__).resolve().parents[2]
-    places = [here.parents[1] / "examples" / "train_lm.py", here / "_examples" / "train_lm.py"]
-    for place in places:
-        if place.exists():
-            return place
+    candidates = [here.parents[1] / "examples" / "train_lm.py", here / "_examples" / "train_lm.py"]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
     raise MeshfeedError(
-        f"the demo's training script is in neither {places[0]} nor {places[1]}; install meshfeed again."
+        f"the demo's training script is in neither {candidates[0]} nor {candidates[1]}; install meshfeed again."
     )
 
 
 class Job:
-    """The processes of one job; a context manager that leaves none behind.
+    """The processes of one job; a context manager that kills them on exit.
 
     Args:
       topology: hosts and devices.
-      directory: for logs, new.
-      arguments: of the training script, the same on all hosts.
+      directory: new folder for the logs.
+      arguments: arguments of the training script, the same on all hosts.
     """
 
     def __init__(self, topology: Topology, directory: pathlib.Path, arguments: Sequence[str]) -> None:
@@ -86,6 +86,7 @@ class Job:
                 command += ["--model-axis", str(topology.model_axis), "--log", str(self.log_path(host))]
                 if topology.hosts > 1:
                     command += ["--coordinator", address, "--num-hosts", str(topology.hosts), "--host", str(host)]
+                # If this process dies, the pipe to the child closes, and the child kills itself.
                 with open(self.output_path(host), "wb") as output:
                     self._processes.append(
                         subprocess.Popen(
@@ -97,20 +98,20 @@ class Job:
             raise
 
     def log_path(self, host: int) -> pathlib.Path:
-        """The lines of JSON of a host."""
+        """Returns the path of a host's JSON lines."""
         return self.directory / f"host-{host}.jsonl"
 
     def output_path(self, host: int) -> pathlib.Path:
-        """What a host printed."""
+        """Returns the path of a host's standard output and standard error."""
         return self.directory / f"host-{host}.log"
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by host."""
+        """Process ids by host."""
         return [process.pid for process in self._processes]
 
     def new_lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that host 0 has written since the last call."""
+        """Yields the complete lines that host 0 has written since the last call."""
         path = self.log_path(0)
         if not path.exists():
             return
@@ -123,10 +124,10 @@ class Job:
             yield json.loads(line)
 
     def running(self) -> bool:
-        """Whether some process has not ended.
+        """Whether any process is still running.
 
         Raises:
-          MeshfeedError: one ended with an error; quotes the end of its log.
+          MeshfeedError: if a process exited with an error; quotes the end of its log.
         """
         codes = [process.poll() for process in self._processes]
         for host, code in enumerate(codes):
@@ -138,11 +139,11 @@ class Job:
         return any(code is None for code in codes)
 
     def output(self, host: int) -> list[str]:
-        """Lines that a host printed."""
+        """Returns the lines that a host printed."""
         return self.output_path(host).read_text(errors="replace").splitlines()
 
     def kill(self) -> None:
-        """SIGKILL to all processes at once: no handler runs, nothing is flushed, nobody is told."""
+        """Sends SIGKILL to all processes: no handler runs, no buffer is flushed, no other host is notified."""
         for process in self._processes:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
@@ -150,7 +151,7 @@ class Job:
             process.wait()
 
     def close(self) -> None:
-        """Kills what still runs."""
+        """Kills the processes that are still running."""
         self.kill()
         for process in self._processes:
             if process.stdin is not None:

@@ -1,4 +1,4 @@
-"""What the demo proves, from the lines that the hosts wrote: pure functions, nothing of the feed is used."""
+"""The checks of the demo: pure functions of the JSON lines written by the hosts, independent of the feed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 
 @dataclasses.dataclass
 class Step:
-    """One step, over all hosts.
+    """One training step, merged over all hosts.
 
     Attributes:
-      record_ids: by row.
-      rows: row → digest of its bytes on the devices.
-      loss: of host 0.
+      record_ids: record ids by row.
+      rows: maps a row to the digest of its bytes on the devices.
+      loss: loss on the first host that logged the step.
     """
 
     record_ids: list[int]
@@ -28,23 +28,23 @@ class Step:
 
     @property
     def whole(self) -> bool:
-        """Whether every row was seen on some host."""
+        """Whether every row was logged by some host."""
         return sorted(self.rows) == list(range(len(self.record_ids)))
 
     @property
     def content(self) -> tuple[list[int], list[str]]:
-        """Ids and digests in row order."""
+        """Record ids and row digests, in row order."""
         return self.record_ids, [self.rows[row] for row in sorted(self.rows)]
 
 
 @dataclasses.dataclass
 class JobLog:
-    """What a job did.
+    """Log of a job, merged over its hosts.
 
     Attributes:
-      restored: step that it went on from.
-      steps: by number; of a killed job the last may lack rows.
-      problems: hosts that saw different things.
+      restored: step from which the job resumed; 0 if it started from the beginning.
+      steps: steps by number; the last steps of a killed job may lack rows.
+      problems: descriptions of disagreements between hosts.
     """
 
     restored: int
@@ -53,7 +53,7 @@ class JobLog:
 
 
 def read_job(paths: Sequence[pathlib.Path]) -> JobLog:
-    """Joins the lines of all hosts; the last line of a killed one may be cut short."""
+    """Merges the logs of all hosts; ignores a partial last line, which a killed host may leave."""
     restored: set[int] = set()
     steps: dict[int, Step] = {}
     problems: list[str] = []
@@ -77,7 +77,7 @@ def read_job(paths: Sequence[pathlib.Path]) -> JobLog:
 
 
 def effective(jobs: Sequence[JobLog]) -> dict[int, Step]:
-    """The training that counts: each job replaces what the one before did after the step that it went on from."""
+    """Returns the steps that count: a job supersedes earlier steps after the one from which it resumed."""
     steps: dict[int, Step] = {}
     for job in jobs:
         steps = {number: step for number, step in steps.items() if number <= job.restored} | job.steps
@@ -85,7 +85,7 @@ def effective(jobs: Sequence[JobLog]) -> dict[int, Step]:
 
 
 def ids_digest(steps: Mapping[int, Step]) -> str:
-    """Digest of the record ids of all steps, in order."""
+    """Returns the SHA-256 digest of the record ids of all steps, in order."""
     digest = hashlib.sha256()
     for step in steps.values():
         digest.update(np.asarray(step.record_ids, "<i8").tobytes())
@@ -93,7 +93,7 @@ def ids_digest(steps: Mapping[int, Step]) -> str:
 
 
 def batches_digest(steps: Mapping[int, Step]) -> str:
-    """Digest of the bytes of all global batches: of the rows' digests, in row order, step by step."""
+    """Returns the SHA-256 digest of all global batches: of the row digests, in row order, step by step."""
     digest = hashlib.sha256()
     for step in steps.values():
         digest.update("".join(step.content[1]).encode())
@@ -102,7 +102,7 @@ def batches_digest(steps: Mapping[int, Step]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the proof: what, whether it holds, and the figures."""
+    """One line of the proof: what is checked, whether it holds, and the figures."""
 
     name: str
     holds: bool
@@ -110,19 +110,19 @@ class Check:
 
 
 def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], num_steps: int) -> list[Check]:
-    """Compares the killed and continued run with the uninterrupted one, and both with the files.
+    """Compares the killed and resumed run with the uninterrupted one, and with the files.
 
     Args:
       reference: the uninterrupted run.
-      jobs: those of the other run, in order.
+      jobs: the jobs of the other run, in order.
       records: the corpus by record id, read without meshfeed.
-      num_steps: that both were to make.
+      num_steps: number of steps that both runs must have.
     """
     steps, wanted = effective(jobs), effective([reference])
     problems = [problem for job in [reference, *jobs] for problem in job.problems]
     numbers = list(range(1, num_steps + 1))
     whole = [number for number in numbers if number in steps and steps[number].whole]
-    again, differing = _made_again(jobs)
+    again, differing = _replayed(jobs)
     right, rows = _rows_like_the_files(steps, records)
     delivered = [record for step in steps.values() for record in step.record_ids]
     epoch = delivered[: len(records)]
@@ -159,8 +159,8 @@ def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], n
     ]
 
 
-def _made_again(jobs: Sequence[JobLog]) -> tuple[int, list[int]]:
-    """Steps that a later job made again, and those of them that came out otherwise."""
+def _replayed(jobs: Sequence[JobLog]) -> tuple[int, list[int]]:
+    """Counts the steps that the next job replayed, and lists those whose content differs."""
     again, differing = 0, []
     for number, job in enumerate(jobs):
         for later in jobs[number + 1 : number + 2]:

@@ -1,1 +1,1 @@
-"""MaxText's iterators over meshfeed. Read first: ``loader.py``."""
+"""MaxText's data iterators, implemented with meshfeed. Read first: ``loader.py``."""

@@ -1,4 +1,4 @@
-"""MaxText's MultiHostDataLoadIterator, made of a feed over host batches."""
+"""MaxText's MultiHostDataLoadIterator, implemented as a feed over host batches."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
 _PREFETCH = 2
 _NO_DATA = "no host has a single batch, so the shape of padding is unknown. Check the dataset's path and split."
-_TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline, and the other hosts then for it
+_TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline while the other hosts wait for it
 
 
 @public("meshfeed.maxtext")
 class MultiHostDataLoadIterator:
-    """Host-local batches as global arrays, with the names, signature and behaviour of MaxText's class.
+    """Assembles host-local batches into global arrays; a drop-in replacement for MaxText's class of the same name.
 
-    The rows of all hosts' batches make one global batch, dimension 0 over all axes of the mesh. ``iter()`` resets: the
-    loader is started again, except one that can be read only once, which goes on after the last delivered batch.
-    Without padding all hosts stop at the first step that some host cannot fill. With padding a host whose data has ended
-    gives rows of zeros while others still have data, and all hosts give batches of zeros for ever once all have ended.
+    The host batches are concatenated into one global batch, with dimension 0 sharded over all axes of the mesh.
+    ``iter()`` restarts the loader; a one-shot iterator instead resumes after the last delivered batch. Without padding,
+    all hosts stop at the first step that some host cannot fill. With padding, a host that has run out of data
+    contributes rows of zeros while others still have data; once all have ended, every batch is zeros, indefinitely.
 
     Args:
-      dataloader: a tf.data.Dataset or an iterable of pytrees of arrays ``[host_rows, ...]``; each host gives as many
-        rows for each of its devices. With a factor 1/n it may be a list of n of them, which take turns.
+      dataloader: a tf.data.Dataset, or an iterable of pytrees of arrays ``[host_rows, ...]`` with the same number of rows
+        per device on every host. With a factor of 1/n, it may be a list of n loaders, which are read round-robin.
       global_mesh: the mesh.
-      generate_padding_batch: continue with zeros after the end.
-      expansion_loading_factor_for_grain: more than 1: join that many of the loader's batches to one. It may be another
-        on each host. Whole floats are taken too.
+      generate_padding_batch: whether to continue with zeros after the end.
+      expansion_loading_factor_for_grain: if greater than 1, concatenate that many loader batches into one. May differ
+        between hosts. Floats with an integer value are accepted.
 
     Raises:
-      SettingsError: (a ValueError) ``dataloader`` is no iterable, or the factor cannot be used.
+      SettingsError: (a ValueError) if ``dataloader`` is not iterable or the factor is invalid.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MultiHostDataLoadIterator:
         self.generate_padding_batch = generate_padding_batch
         self.expansion_loading_factor_for_grain = expansion_loading_factor_for_grain
         self._owner = Owner()
-        number = coordination.next_use("maxtext")
+        number = coordination.next_use("maxtext")  # equal on all hosts if they create loaders in the same order
         here = coordination.process_index()
         self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
         self._local = LocalBatches(dataloader, expansion_loading_factor_for_grain, self._local_devices)
@@ -73,16 +73,16 @@ class MultiHostDataLoadIterator:
             global_mesh,
             end="pad" if generate_padding_batch else "drop",
             prefetch=_PREFETCH,
-            retry=Retry(attempts=1),  # the loader is retried below, as MaxText does
+            retry=Retry(attempts=1),  # OpenLoaders retries the loader, as MaxText does
             timeout_seconds=_TIMEOUT_SECONDS,
             name=f"maxtext-{number}",
         )
-        self._like: PyTree | None = None  # with padding: the last delivered batch, and what one of zeros looks like
+        self._like: PyTree | None = None  # with padding: the spec of the last delivered batch, and of a padding batch
         self._padding_rounds = 0
-        self._held: PyTree | None = None  # what next() returns, from the feed's return to its own
-        self._ended = False  # whether the data of all hosts has
-        self._no_data = False  # whether no host could show the shape of padding
-        self._first_number = 0  # number in the replay_buffer of the batch of step 0
+        self._held: PyTree | None = None  # a batch taken from the feed that __next__ has not returned yet
+        self._ended = False  # whether all hosts have run out of data
+        self._no_data = False  # whether no host has a batch to take the padding shape from
+        self._first_number = 0  # replay buffer number of the batch of step 0
         self._view = LocalIteratorView(self, self._local)
 
     # ------------------------------------------------------------------ iteration
@@ -116,7 +116,7 @@ class MultiHostDataLoadIterator:
     def _hold_next(self) -> None:
         feed = self._feed
         try:
-            self._held = feed.__next__()  # next() is a call into C: an interrupt after it would lose the batch
+            self._held = feed.__next__()  # not next(feed): a KeyboardInterrupt after that C call would lose the batch
         except StopIteration:
             if not self.generate_padding_batch:
                 raise
@@ -129,12 +129,12 @@ class MultiHostDataLoadIterator:
             self._ended = True
 
     def _settle(self) -> bool:
-        """Counts the batches that :meth:`__next__` has returned; False if this host gave padding in the last of them."""
+        """Marks returned batches as delivered; returns False if this host contributed padding to the last one."""
         returned = self._feed.step - (self._held is not None)
         return self._local.replay_buffer.delivered_before(self._first_number + returned)
 
     def reset(self) -> None:
-        """From the beginning; a loader that can be read only once goes on after the last delivered batch."""
+        """Restarts from the beginning; a one-shot iterator resumes after the last delivered batch."""
         self._settle()
         self._feed.reset()
         self._local.reset()
@@ -146,17 +146,17 @@ class MultiHostDataLoadIterator:
 
     @property
     def out_of_data(self) -> bool:
-        """Whether this host gave padding in the last batch."""
+        """Whether this host contributed padding to the last batch."""
         return self._ended or not self._settle()
 
     @property
     def local_iterator(self) -> LocalIteratorView:
-        """The loader's own iterator, as of the last delivered batch."""
+        """The loader's own iterator, with its state after the last delivered batch."""
         return self._view
 
     @property
     def last_local_data(self) -> PyTree | None:
-        """The host-local batch that was delivered last, or its padding; None before the first one."""
+        """The host-local part of the last delivered batch, zeros if it was padding; None before the first batch."""
         if not self.out_of_data:
             return self._local.replay_buffer.last
         if self._like is None:  # nothing was delivered before the end
@@ -174,10 +174,10 @@ class MultiHostDataLoadIterator:
         return jax.tree.map(_zeros, self._like)
 
     def _shape_of_padding(self) -> PyTree:
-        """From a batch of some host, if none was delivered yet."""
+        """Returns the global spec of a padding batch, taken from some host's first batch."""
         if self._no_data:
             raise ValueError(_NO_DATA)
-        self._padding_rounds += 1
+        self._padding_rounds += 1  # every agreement between hosts needs its own number
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
         result = coordination.reduce_json(
             f"{self._feed.name}/padding",
@@ -210,6 +210,7 @@ class MultiHostDataLoadIterator:
         return None if batch is None else tree_to_json(self._one_device(batch))
 
     def _one_device(self, batch: PyTree) -> PyTree:
+        # The shape per device is the same on all hosts, the host-local shape is not.
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 (np.shape(leaf)[0] // self._local_devices, *np.shape(leaf)[1:]), np.asarray(leaf).dtype
@@ -218,10 +219,10 @@ class MultiHostDataLoadIterator:
         )
 
     def expect_rows(self, global_rows: int) -> None:
-        """Refuses batches of another number of rows from now on.
+        """Requires every later batch to have ``global_rows`` rows.
 
         Raises:
-          PlanError: so many rows cannot be divided over the devices of the mesh.
+          PlanError: if that many rows cannot be divided evenly over the devices of the mesh.
         """
         rows, rest = divmod(global_rows, self.global_mesh.size)
         if rest or not rows:
@@ -232,25 +233,25 @@ class MultiHostDataLoadIterator:
         self._local.expect_rows(rows * self._local_devices)
 
     def peek_spec(self) -> PyTree | None:
-        """What the next batch looks like, from this host's batch; None where it has none. Nothing is lost by it."""
+        """Returns the spec of the next batch, or None if this host has none; does not consume the batch."""
         self._settle()
         batch = self._local.replay_buffer.peek()
         return None if batch is None else self._global_spec(self._one_device(batch))
 
-    # ------------------------------------------------------------------ what MaxText's class has not
+    # ------------------------------------------------------------------ extensions of MaxText's interface
 
     def get_state(self) -> dict[str, Any]:
-        """State of the last delivered batch, JSON, for :class:`meshfeed.checkpoint.Checkpointer`."""
+        """Returns the JSON state after the last delivered batch, for :class:`meshfeed.checkpoint.Checkpointer`."""
         return self._feed.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`get_state` gave, on as many hosts.
+        """Resumes from a state returned by :meth:`get_state` on the same number of hosts.
 
         Raises:
-          StateMismatchError: the state is damaged, or of another kind.
+          StateMismatchError: if the state is damaged or of a different kind.
         """
         self._settle()
-        if _is_of_the_beginning(state):
+        if _is_of_the_beginning(state):  # contains no loader states to restore: rewind the loaders instead
             self._feed.reset()
             self._local.rewind()
             self._begin_anew()
@@ -258,21 +259,21 @@ class MultiHostDataLoadIterator:
         self._begin_anew()
 
     async def save(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable."""
+        """Implements Orbax v1's ``StatefulCheckpointable``."""
         return await state_files.save(self, directory)
 
     async def load(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable."""
+        """Implements Orbax v1's ``StatefulCheckpointable``."""
         return await state_files.load(self, directory)
 
     @property
     def step(self) -> int:
-        """Batches delivered since the beginning, the last reset, or a state set on ``local_iterator``."""
+        """Batches delivered since the start, the last reset, or the last ``local_iterator.set_state``."""
         return self._feed.step
 
     @property
     def position(self) -> int:
-        """Rows in those batches, over all hosts."""
+        """Rows in those batches, across all hosts."""
         return self._feed.position
 
     def stats(self) -> FeedStats:
@@ -280,19 +281,19 @@ class MultiHostDataLoadIterator:
         return self._feed.stats()
 
     def local_state(self) -> dict[str, Any]:
-        """The loaders' state after the last delivered batch."""
+        """Returns the loaders' state after the last delivered batch."""
         self._settle()
         return self._local.replay_buffer.state
 
     def restart_from(self, local_state: Any) -> None:
-        """Drops the read-ahead and brings the loaders to a state of ``local_iterator``."""
+        """Discards the read-ahead and restores the loaders to a state of ``local_iterator``."""
         self._settle()
         self._feed.reset()
         self._local.replay_buffer.restore(local_state)
         self._begin_anew()
 
     def close(self) -> None:
-        """Ends threads and closes the loader; does nothing in a forked child."""
+        """Stops threads and closes the loader; no-op in a forked child."""
         self._feed.close()
         if self._owner.is_here:
             self._local.replay_buffer.close()
@@ -305,10 +306,10 @@ class MultiHostDataLoadIterator:
 
 
 class LocalIteratorView:
-    """The loader's iterator as checkpoint code sees it: at the last delivered batch, in spite of the read-ahead.
+    """The loader's iterator as seen by checkpoint code: at the last delivered batch, regardless of the read-ahead.
 
-    Other attributes are those of the loader's iterator, and ``isinstance`` takes it for one, because checkpoint code
-    asks for ``grain.DatasetIterator``.
+    Other attributes are forwarded to the loader's iterator. ``__class__`` is that of the loader's iterator, because
+    checkpoint code tests ``isinstance(..., grain.DatasetIterator)``.
 
     Args:
       owner: the iterator over global batches.
@@ -323,14 +324,15 @@ class LocalIteratorView:
         return self
 
     def __next__(self) -> PyTree:
-        """The host-local batch of the next global one, which counts as delivered."""
+        """Delivers the next global batch and returns its host-local part."""
         next(self._owner)
         return self._owner.last_local_data
 
     def get_state(self) -> Any:
-        """The loader's own state after the last delivered batch; a list where several loaders take turns.
+        """Returns the loader's own state after the last delivered batch.
 
-        A loader without states gives the number of batches, and is resumed by reading and dropping.
+        With several loaders read round-robin, returns a dict with the list of their states. If a loader has no state,
+        returns the number of batches, and resuming reads and discards that many.
         """
         state = self._owner.local_state()
         if "iterators" not in state:
@@ -340,10 +342,10 @@ class LocalIteratorView:
         return {"batches": state["batches"], "iterators": list(state["iterators"])}
 
     def set_state(self, state: Any) -> None:
-        """Goes on from a state that :meth:`get_state`, or the loader itself, gave; discards the read-ahead.
+        """Resumes from a state of :meth:`get_state` or of the loader itself; discards the read-ahead.
 
         Raises:
-          What the loader raises at a state that it cannot take.
+          Exception: whatever the loader raises for a state that it does not accept.
         """
         saved = self._local.replay_buffer.state
         if "iterators" in saved and len(saved["iterators"]) == 1:
@@ -356,17 +358,17 @@ class LocalIteratorView:
         return type(iterators[0]) if len(iterators) == 1 else LocalIteratorView
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_"):  # _local is looked up here until __init__ sets it: copy and pickle would recurse
             raise AttributeError(name)
         return getattr(self._local.replay_buffer.iterators[0], name)
 
 
 def _is_of_the_beginning(state: Any) -> bool:
-    """Whether it is a state before the first batch, which has none of the loaders."""
+    """Whether this is a state before the first batch, which contains no loader states."""
     try:
         parsed = feed_state.parse_state(state)
     except StateMismatchError:
-        return False  # the feed refuses it
+        return False  # feed.set_state raises
     return parsed.kind == LocalBatchStream.kind and not parsed.step and not parsed.hosts
 
 
@@ -375,6 +377,6 @@ def _spec_of(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
-    whole = np.broadcast_to(np.zeros((), spec.dtype), spec.shape)  # fresh at each call: a step may donate it
+    whole = np.broadcast_to(np.zeros((), spec.dtype), spec.shape)  # a new array per call: a step may donate it
     assert spec.sharding is not None
     return jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: np.ascontiguousarray(whole[index]))

@@ -1,8 +1,8 @@
-"""A loader of host-local batches, remembered up to the last one that was delivered.
+"""A loader of host-local batches with a replay buffer of the batches that were read but not delivered.
 
-The feed reads ahead, and MaxText's checkpoint code asks the loader itself for its state. So every batch is kept with
-the loader's state after it until it is delivered: the state that is shown is that of the last delivered batch, and a
-loader that can be read only once gives again what was read ahead and dropped.
+The feed reads ahead, but MaxText's checkpoint code takes the state from the loader itself. Every batch is therefore
+buffered with the loader's subsequent state until it is delivered: the visible state is that of the last delivered batch,
+and batches that a one-shot iterator read ahead can be read again after a reset.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class LocalBatches:
     """The batches of one host, for :class:`meshfeed.sources.HostBatches`.
 
     Args:
-      dataloader: a tf.data.Dataset, an iterable, or (with a factor below 1) a list of them that take turns.
-      factor: more than 1: that many batches of the loader are joined to one.
-      local_devices: rows must be a multiple of it.
+      dataloader: a tf.data.Dataset, an iterable, or (with a factor below 1) a list of them, read round-robin.
+      factor: if greater than 1, concatenate that many loader batches into one.
+      local_devices: number of local devices; the number of rows must be a multiple of it.
 
     Raises:
-      SettingsError: (a ValueError) not a loader, or a factor that is no whole number or fraction 1/n.
+      SettingsError: (a ValueError) if ``dataloader`` is not a loader, or the factor is neither an integer nor 1/n.
     """
 
     rows_may_vary = True
-    ends_may_differ = True  # MaxText's placeholder loaders, which never end, are made without padding
+    ends_may_differ = True  # MaxText creates its endless placeholder loaders without padding
 
     def __init__(self, dataloader: Any, factor: float, local_devices: int) -> None:
         self._dataloader = dataloader
@@ -60,12 +60,12 @@ class LocalBatches:
         return OpenLoaders([start(loader) for loader in self._loaders()], self._joined)
 
     def expect_rows(self, rows: int) -> None:
-        """Refuses batches of another number of host-local rows from now on."""
+        """Requires every later batch to have ``rows`` host-local rows."""
         self._rows = rows
         self.replay_buffer.expect_rows(rows)
 
     def reset(self) -> None:
-        """From the beginning; a loader that can be read once goes on after the last delivered batch."""
+        """Restarts from the beginning; a one-shot iterator resumes after the last delivered batch."""
         if self.one_shot:
             self.replay_buffer.last = None
         else:
@@ -73,14 +73,14 @@ class LocalBatches:
             self.replay_buffer = self._open()
 
     def rewind(self) -> None:
-        """From the beginning, also where the loader can be read once but has states."""
+        """Restarts from the beginning, including a one-shot iterator that has a state."""
         if self.one_shot:
             self.replay_buffer.restore(self.replay_buffer.beginning)
         else:
             self.reset()
 
     def sample(self) -> PyTree | None:
-        """The first batch of the data, whatever was read or restored since; None if it cannot be read. Nothing moves."""
+        """Returns the first batch of the data, or None if it cannot be read; the current cursor does not move."""
         try:
             if self.one_shot:
                 return self.replay_buffer.sample()
@@ -101,7 +101,7 @@ class LocalBatches:
 
 
 class LocalPass:
-    """One reader of a replay_buffer, from the first batch that is not delivered yet."""
+    """A reader of a replay buffer, starting at the first undelivered batch."""
 
     def __init__(self, replay_buffer: ReplayBuffer) -> None:
         self._replay_buffer = replay_buffer
@@ -117,96 +117,97 @@ class LocalPass:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """The loaders' state after the last batch read here."""
+        """Returns the loaders' state after the last batch read by this reader."""
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Brings the loaders to a state; readers of the replay_buffer from before find it ended."""
+        """Restores the loaders; earlier readers of the replay buffer then raise StopIteration."""
         self._replay_buffer.restore(state)
         self._version, self._number = self._replay_buffer.begin()
         self._state = self._replay_buffer.state
 
 
 class ReplayBuffer:
-    """What was read of the loaders and not delivered, each batch with their state after it.
+    """Batches that were read but not delivered, each with the loaders' state after it.
 
     Args:
-      loaders: just opened.
-      local_devices: rows must be a multiple of it.
-      reopen: opens the loaders again from the beginning, or None if they can be read once.
+      loaders: newly opened loaders.
+      local_devices: number of local devices; the number of rows must be a multiple of it.
+      reopen: opens the loaders again from the beginning; None if they are one-shot.
 
     Attributes:
-      state: of the loaders after the last delivered batch.
+      state: the loaders' state after the last delivered batch.
       beginning: their state before the first batch.
-      last: the last delivered batch, host-local.
+      last: the last delivered host-local batch.
+      rows: number of rows that each batch must have, or None.
     """
 
     def __init__(self, loaders: OpenLoaders, local_devices: int, reopen: Callable[[], OpenLoaders] | None) -> None:
         self._loaders = loaders
         self._local_devices = local_devices
         self._reopen = reopen
-        self._lock = threading.Lock()  # never held while a loader is called, which may hang
+        self._lock = threading.Lock()  # never held during a loader call, which may hang
         self._items: list[tuple[PyTree, dict[str, Any]]] = []
-        self._first = 0  # number of the batch at the head of items
-        self._version = 0
-        self._checked: list[tuple[int, ...]] = []  # shapes of the last batch that was found right
-        self.rows: int | None = None  # that each batch must have
+        self._first = 0  # number of the first batch in _items
+        self._version = 0  # incremented by restore(), which invalidates earlier readers
+        self._checked: list[tuple[int, ...]] = []  # shapes of the last valid batch: most batches have the same
+        self.rows: int | None = None
         self.last: PyTree | None = None
         self.state = loaders.state()
         self.beginning = self.state
 
     @property
     def iterators(self) -> list[Any]:
-        """The loaders' own iterators."""
+        """The iterators of the loaders."""
         return self._loaders.iterators
 
     def expect_rows(self, rows: int) -> None:
-        """Refuses batches of another number of rows from now on."""
+        """Requires every later batch to have ``rows`` rows."""
         self.rows, self._checked = rows, []
 
     def begin(self) -> tuple[int, int]:
-        """For a new reader: version and number of the first batch that is not delivered."""
+        """Returns the version and the number of the first undelivered batch, for a new reader."""
         return self._version, self._first
 
     def read(self, version: int, number: int) -> tuple[PyTree, dict[str, Any]]:
-        """Batch ``number`` and the loaders' state after it.
+        """Returns batch ``number`` and the loaders' state after it.
 
         Raises:
-          StopIteration: the end, or the replay_buffer was brought to another state since.
-          PlanError: (a ValueError) rows that cannot be split over this host's devices; names the leaf.
+          StopIteration: at the end, or if the replay buffer has been restored since ``version``.
+          PlanError: (a ValueError) if the rows cannot be divided evenly over this host's devices; names the leaf.
         """
         with self._lock:
             item, loaders = self._find(version, number), self._loaders
         if item is None:
             with loaders.turn():
-                item = self._read_on(loaders, version, number)
+                item = self._read_next(loaders, version, number)
         return item
 
     def _find(self, version: int, number: int) -> tuple[PyTree, dict[str, Any]] | None:
         if version != self._version:
             raise StopIteration
-        place = number - self._first
-        return self._items[place] if place < len(self._items) else None
+        offset = number - self._first
+        return self._items[offset] if offset < len(self._items) else None
 
-    def _read_on(self, loaders: OpenLoaders, version: int, number: int) -> tuple[PyTree, dict[str, Any]]:
+    def _read_next(self, loaders: OpenLoaders, version: int, number: int) -> tuple[PyTree, dict[str, Any]]:
         with self._lock:
-            item = self._find(version, number)  # another thread may have read it meanwhile
+            item = self._find(version, number)  # another thread may have read it while this one waited
         if item is not None:
             return item
         batch = loaders.take()
         self._check_rows(batch)
         item = batch, loaders.state()
         with self._lock:
-            if loaders is self._loaders:  # then the batch is the next one, also for readers that have begun since
+            if loaders is self._loaders:  # not restored meanwhile: the batch is the next one for newer readers too
                 self._items.append(item)
-            self._find(version, number)
+            self._find(version, number)  # raises StopIteration if restored meanwhile
         return item
 
     def delivered_before(self, number: int) -> bool:
-        """Counts the batches before ``number`` as delivered; False if there are fewer, so that this host gave padding.
+        """Marks the batches before ``number`` as delivered; returns False if there are fewer, that is, after padding.
 
-        A call that was interrupted can be made again: each batch is counted by assignments alone, without a call between
-        them at which Python would handle a signal.
+        Safe to repeat after an interrupt: each batch is marked by assignments alone, without a call between them at which
+        Python would handle a signal.
         """
         with self._lock:
             while self._items and self._first < number:
@@ -215,7 +216,7 @@ class ReplayBuffer:
             return self._first >= number
 
     def peek(self) -> PyTree | None:
-        """The batch that is next to be delivered, read now if it was not; None at the end."""
+        """Returns the next batch without delivering it, reading it if needed; None at the end."""
         try:
             return self.read(*self.begin())[0]
         except StopIteration:
@@ -240,29 +241,30 @@ class ReplayBuffer:
         self._checked = shapes
 
     def restore(self, state: Any) -> None:
-        """Brings the loaders to ``state`` and drops what was read ahead.
+        """Restores the loaders to ``state`` and discards the read-ahead.
 
         Raises:
-          StateMismatchError: the loaders have no such state. What a loader's own ``set_state`` raises.
+          StateMismatchError: if the state does not fit the loaders.
+          Exception: whatever ``set_state`` of a loader raises.
         """
-        here = {"batches": self._loaders.taken, "loaders": len(self.iterators)}
+        current = {"batches": self._loaders.taken, "loaders": len(self.iterators)}
         if not isinstance(state, Mapping) or not isinstance(state.get("batches"), int):
-            raise StateMismatchError("batches", state, here, "The state is damaged; use another.")
+            raise StateMismatchError("batches", state, current, "The state is damaged; use another.")
         saved = state.get("iterators")
         if (saved is not None) != self._loaders.stateful or (saved is not None and len(saved) != len(self.iterators)):
             remedy = "Pass the loaders, and the expansion_loading_factor_for_grain, that it was saved with."
-            raise StateMismatchError("iterators", saved, here, remedy)
+            raise StateMismatchError("iterators", saved, current, remedy)
         if self._reopen is not None:
-            fresh = self._reopen()
+            fresh = self._reopen()  # a thread may still be in next() of the old loaders
             with fresh.turn():
-                self._go_on_with(fresh, saved, state["batches"])
+                self._resume_with(fresh, saved, state["batches"])
         elif saved is not None:
             with self._loaders.turn():
-                self._go_on_with(self._loaders, saved, state["batches"])
+                self._resume_with(self._loaders, saved, state["batches"])
         else:
-            self._go_on_here(state["batches"])
+            self._resume_one_shot(state["batches"])
 
-    def _go_on_with(self, loaders: OpenLoaders, saved: list[Any] | None, batches: int) -> None:
+    def _resume_with(self, loaders: OpenLoaders, saved: list[Any] | None, batches: int) -> None:
         if saved is None:
             loaders.skip(batches)
         else:
@@ -273,7 +275,7 @@ class ReplayBuffer:
             self._version += 1
             self._first, self._items = batches, []
 
-    def _go_on_here(self, batches: int) -> None:
+    def _resume_one_shot(self, batches: int) -> None:
         with self._lock:
             if batches != self._first:
                 remedy = "It can be read once: pass an iterable that starts again, or one with get_state and set_state."
@@ -281,7 +283,7 @@ class ReplayBuffer:
             self._version += 1
 
     def sample(self) -> PyTree | None:
-        """The first batch of loaders that can be read once but have states, which stay where they are; else None."""
+        """Returns the first batch of one-shot but stateful loaders without moving them; None for other loaders."""
         loaders = self._loaders
         if not loaders.stateful:
             return None
@@ -294,12 +296,12 @@ class ReplayBuffer:
                 loaders.set_states(here["iterators"], here["batches"])
 
     def close(self) -> None:
-        """Closes iterators that can be closed."""
+        """Closes iterators that have ``close``."""
         self._loaders.close()
 
 
 def _parts(dataloader: Any, factor: Any) -> tuple[int, bool]:
-    """How many batches are joined, and whether ``dataloader`` is a list of loaders that take turns."""
+    """Returns the number of batches to concatenate, and whether ``dataloader`` is a list read round-robin."""
     setting = "expansion_loading_factor_for_grain"
     what = "a whole number, 1/n with a list of n loaders, or -1 for neither"
     if isinstance(factor, bool) or not isinstance(factor, int | float | np.number):

@@ -1,4 +1,4 @@
-"""The open iterators of a host's loaders, which only one thread at a time may use."""
+"""The open iterators of a host's loaders, used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _TURN_SECONDS = 300.0
 
 
 class LoaderNotReadyError(MeshfeedError, TimeoutError):
-    """TensorFlow's FailedPreconditionError came at every try."""
+    """Raised when every attempt failed with TensorFlow's FailedPreconditionError."""
 
 
 _RETRY = Retry(MAX_ATTEMPTS, SLEEP_SECONDS, SLEEP_SECONDS, on=(LoaderNotReadyError,))
 
 
 class OpenLoaders:
-    """Iterators that take turns, a batch each.
+    """Iterators read round-robin, one batch at a time.
 
-    A call into a loader may hang. It is made within :meth:`turn`, never under a lock that delivering a batch, reading a
-    state or closing needs.
+    A call into a loader may hang. Loaders are therefore called within :meth:`turn`, never under a lock that is needed to
+    deliver a batch, read a state or close.
 
     Args:
-      iterators: of the loaders.
-      joined: batches of a loader that make one batch here.
+      iterators: the loaders' iterators.
+      joined: number of loader batches concatenated into one batch.
 
     Attributes:
-      iterators: of the loaders.
-      taken: batches that :meth:`take` has returned.
+      iterators: the loaders' iterators.
+      taken: number of batches that :meth:`take` has returned.
     """
 
     def __init__(self, iterators: list[Any], joined: int) -> None:
@@ -58,15 +58,15 @@ class OpenLoaders:
 
     @property
     def stateful(self) -> bool:
-        """Whether all of them can be saved and restored."""
+        """Whether all iterators have ``get_state`` and ``set_state``."""
         return all(_has_state(iterator) for iterator in self.iterators)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """The iterators for one thread alone.
+        """Gives the current thread exclusive use of the iterators.
 
         Raises:
-          StalledError: another thread has not returned from a loader for 300 s.
+          StalledError: if another thread has not returned from a loader for 300 s.
         """
         if not self._turn.acquire(timeout=_TURN_SECONDS):
             raise StalledError(
@@ -78,15 +78,16 @@ class OpenLoaders:
             yield
         finally:
             self._turn.release()
-            if self._closing:
+            if self._closing:  # close() was called during this turn
                 self._close_if_idle()
 
     def take(self) -> PyTree:
-        """The next batch; only within :meth:`turn`.
+        """Returns the next batch; call only within :meth:`turn`.
 
         Raises:
-          StopIteration: the end.
-          What the loader raised; again at each further call, if it is a generator, which cannot go on.
+          StopIteration: at the end of the data.
+          Exception: whatever the loader raised; on every later call too if the loader is a generator, which cannot
+            resume after an exception.
         """
         if self._failure is not None:
             raise self._failure
@@ -102,17 +103,17 @@ class OpenLoaders:
         return batches.pop() if self._joined == 1 else jax.tree.map(_join, *batches)
 
     def state(self) -> dict[str, Any]:
-        """The number of batches and, if there are any, the loaders' states."""
+        """Returns the number of batches and, if all iterators are stateful, their states."""
         state: dict[str, Any] = {"batches": self.taken}
         if self.stateful:
             state["iterators"] = [iterator.get_state() for iterator in self.iterators]
         return state
 
     def set_states(self, states: Sequence[Any], taken: int) -> None:
-        """Brings each loader to its state; only within :meth:`turn`, and all or none.
+        """Restores all loaders, or none if one of them fails; call only within :meth:`turn`.
 
         Raises:
-          What a loader raises at a state that it cannot take.
+          Exception: whatever a loader raises for a state that it does not accept.
         """
         before = [iterator.get_state() for iterator in self.iterators]
         try:
@@ -125,10 +126,10 @@ class OpenLoaders:
         self.taken = taken
 
     def skip(self, batches: int) -> None:
-        """Reads and drops that many batches.
+        """Reads and discards batches until ``batches`` have been taken.
 
         Raises:
-          StateMismatchError: there are fewer.
+          StateMismatchError: if the data ends before that.
         """
         while self.taken < batches:
             try:
@@ -138,7 +139,7 @@ class OpenLoaders:
                 raise StateMismatchError("batches", batches, self.taken, remedy) from None
 
     def close(self) -> None:
-        """Closes iterators that can be closed: now, or when the thread that is in one of them has returned."""
+        """Closes iterators that have ``close``: now, or once the thread that is calling one of them returns."""
         self._closing = True
         self._close_if_idle()
 
@@ -159,12 +160,12 @@ def _has_state(iterator: Any) -> bool:
 
 
 def _is_spent(iterator: Any) -> bool:
-    """Whether it is a generator that has raised or ended: asked again it would look like the end of the data."""
+    """Whether this is a finished generator: after an exception, its next() would look like the end of the data."""
     return inspect.isgenerator(iterator) and iterator.gi_frame is None
 
 
 def _next_of(iterator: Any) -> PyTree:
-    """The next batch; TensorFlow's FailedPreconditionError is waited out, 30 times for up to 10 s."""
+    """Returns the next batch; on TensorFlow's FailedPreconditionError, tries up to 30 times, up to 10 s apart."""
 
     def attempt() -> PyTree:
         try:
@@ -193,6 +194,6 @@ def _join(*leaves: Any) -> np.ndarray[Any, Any]:
 
 
 def _keep(leaf: Any) -> Any:
-    """``leaf`` as it is now: it is kept until it is delivered, while the loader may write to its arrays again."""
+    """Returns an owned copy if needed: the loader may reuse its arrays before the batch is delivered."""
     owned = own(leaf)
     return owned if owned is leaf else seal(owned)

@@ -1,4 +1,4 @@
-"""MaxText's RemoteIterator and RemoteIteratorWrapper: the loader on the hosts beside the accelerators."""
+"""MaxText's RemoteIterator and RemoteIteratorWrapper: the loader runs on the CPU hosts attached to the accelerators."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from meshfeed._src.state.files import write_json
 
 
 class MissingIteratorStateError(CheckpointError, FileNotFoundError):
-    """There is no iterator state of this host in a checkpoint: nothing is restored, and the iterator is as it was."""
+    """The checkpoint has no iterator state for this host; nothing is restored, and the iterator is unchanged."""
 
 
 @public("meshfeed.maxtext")
 class RemoteIterator:
-    """One host's loader and the files of its state: what runs beside the accelerators.
+    """A host's loader and its state files; runs on the CPU host attached to the accelerators.
 
     Args:
       get_ds_fn: ``get_ds_fn(dataloading_host_index=, dataloading_host_count=) -> dataset``.
       preprocessing_fn: ``preprocessing_fn(dataset=) -> loader`` of pytrees of arrays ``[host_rows, ...]``.
-      global_shape: of a batch; its first entry fixes the rows, leaves may have other dimensions after it. None: any.
-      checkpoint_path: folder of ``<step>/iter/process_<i>-of-<n>.json``.
-      elastic: all hosts share one state, ``process_0.json``, which any number of hosts continues.
+      global_shape: shape of a global batch. Only the first entry, the number of rows, is checked; the other dimensions
+        may vary by leaf. None accepts any number of rows.
+      checkpoint_path: folder that contains ``<step>/iter/process_<i>-of-<n>.json``.
+      elastic: whether all hosts share one state, ``process_0.json``, from which any number of hosts can resume.
 
     Raises:
-      SettingsError: (a ValueError) the loader is no iterable.
+      SettingsError: (a ValueError) if the loader is not iterable.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class RemoteIterator:
 
     @property
     def iterator(self) -> Any:
-        """The loader's own iterator, as of the last delivered batch."""
+        """The loader's own iterator, with its state after the last delivered batch."""
         return self.over(self._mesh or _mesh_of(None)).local_iterator
 
     def over(self, mesh: Mesh) -> MultiHostDataLoadIterator:
-        """The loader as global arrays over ``mesh``; dimension 0 over all its axes."""
+        """Returns an iterator over global arrays on ``mesh``, with dimension 0 sharded over all its axes."""
         if self._loader is not None and mesh == self._mesh:
             return self._loader
         before, self._loader = self._loader, None
-        if before is not None:
+        if before is not None:  # a different mesh: continue from the same state with a new loader
             before.close()
             self._dataloader = self._make_dataloader()
         loader = MultiHostDataLoadIterator(self._dataloader, mesh)
@@ -86,7 +87,7 @@ class RemoteIterator:
         return loader
 
     def reset(self, dummy_array: Any = None) -> None:
-        """From the beginning: the dataset is made anew."""
+        """Restarts from the beginning with a new dataset."""
         del dummy_array
         if self._loader is not None:
             self._loader.close()
@@ -94,12 +95,12 @@ class RemoteIterator:
         self._dataloader = self._make_dataloader()
 
     def get_next(self, dummy_array: jax.Array) -> PyTree:
-        """The next batch over the mesh of ``dummy_array``, a pytree of global arrays.
+        """Returns the next batch over the mesh of ``dummy_array``, a pytree of global arrays.
 
         Raises:
-          StopIteration: the end, on all hosts at the same step.
-          PlanError: (a ValueError) rows that the devices cannot share, or that are not those of ``global_shape``; names
-            the leaf's path.
+          StopIteration: at the end, on all hosts at the same step.
+          PlanError: (a ValueError) if the rows cannot be divided evenly over the devices or do not match
+            ``global_shape``; names the path of the leaf.
         """
         return next(self.over(_mesh_of(dummy_array)))
 
@@ -111,7 +112,7 @@ class RemoteIterator:
         return epath.Path(self.checkpoint_path) / str(step) / "iter" / f"{name}.json"
 
     def save_state(self, step_array: Any) -> Any:
-        """Writes the state of the last delivered batch; of an elastic iterator on process 0 only."""
+        """Writes the state after the last delivered batch; with ``elastic``, on process 0 only."""
         path = self._path(step_array)
         self.over(self._mesh or _mesh_of(step_array))
         if not self.elastic or coordination.process_index() == 0:
@@ -120,11 +121,11 @@ class RemoteIterator:
         return step_array
 
     def restore_state(self, step_array: Any) -> Any:
-        """Goes on from the file that ``save_state`` wrote; drops what was read ahead.
+        """Resumes from the file written by ``save_state``; discards the read-ahead.
 
         Raises:
-          MissingIteratorStateError: (a FileNotFoundError) there is no such file.
-          StateMismatchError: it is damaged.
+          MissingIteratorStateError: (a FileNotFoundError) if the file does not exist.
+          StateMismatchError: if the file is damaged.
         """
         path = self._path(step_array)
         if not path.exists():
@@ -144,35 +145,37 @@ class RemoteIterator:
         return step_array
 
     def close(self) -> None:
-        """Ends threads and closes the loader."""
+        """Stops threads and closes the loader."""
         if self._loader is not None:
             self._loader.close()
 
 
 def _mesh_of(array: Any) -> Mesh:
-    """The mesh that an array lies on; else all devices, until a batch says which."""
+    """Returns the mesh of an array's sharding; otherwise a mesh of all devices, until a call passes an array."""
     mesh = getattr(getattr(array, "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, Mesh) else Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
 
 
 @public("meshfeed.maxtext")
 class RemoteIteratorWrapper:
-    """Runs a :class:`RemoteIterator` on each host beside the mesh and puts its batches on the accelerators.
+    """Runs a :class:`RemoteIterator` on each host of the mesh and transfers its batches to the accelerators.
 
     Args:
-      get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic: of the RemoteIterator. The functions travel to
-        the hosts as pickles, which run code there: the network between the controller and the hosts must be trusted.
-      global_mesh: of the accelerators.
+      get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic: arguments of :class:`RemoteIterator`. The
+        functions are sent to the hosts as pickles, which execute code there: the network between the controller and the
+        hosts must be trusted.
+      global_mesh: the mesh of accelerators.
 
     Attributes:
-      cpu_devices: CPU devices beside those of the mesh.
-      cpu_mesh: the mesh of these.
-      tpu_sharding, cpu_sharding: dimension 0 over all axes.
+      cpu_devices: the CPU devices colocated with those of the mesh.
+      cpu_mesh: the mesh of these devices.
+      tpu_sharding, cpu_sharding: shardings of dimension 0 over all axes.
       dummy_array: float32 ``[devices]`` over ``cpu_mesh``.
-      local_iterator: the RemoteIterator's methods, called on its hosts.
+      local_iterator: calls the methods of the RemoteIterator on its hosts.
 
     Raises:
-      SettingsError: a function that cannot travel. What making the loader raises on a host.
+      SettingsError: if a function cannot be pickled.
+      Exception: whatever creating the loader raises on a host.
     """
 
     def __init__(
@@ -204,64 +207,65 @@ class RemoteIteratorWrapper:
         return self
 
     def __next__(self) -> PyTree:
-        """The next global batch on the accelerators.
+        """Returns the next global batch on the accelerators.
 
         Raises:
-          StopIteration: the end. What the loader raised on a host, with its message.
+          StopIteration: at the end of the data.
+          Exception: whatever the loader raised on a host, with its message.
         """
         return self._client.to_accelerators(self.local_iterator.get_next(self.dummy_array))
 
     def reset(self) -> None:
-        """From the beginning."""
+        """Restarts from the beginning."""
         self.local_iterator.reset()
 
     def save_state(self, step: Any) -> None:
-        """Each host writes the state of the last delivered batch of its loader."""
+        """Writes, on each host, the state of its loader after the last delivered batch."""
         self.local_iterator.save_state(step)
 
     def restore_state(self, step: Any) -> None:
-        """Each host goes on from its file of that step.
+        """Resumes each host from its file of that step.
 
         Raises:
-          FileNotFoundError: a host has no file there; it is as it was.
+          FileNotFoundError: if a host has no such file; the iterator of that host is unchanged.
         """
         self.local_iterator.restore_state(step)
 
     def close(self) -> None:
-        """Ends threads on the hosts."""
+        """Stops threads on the hosts."""
         self._client.close()
 
 
 class _RemoteMethods:
-    """The methods of the RemoteIterators, on all hosts."""
+    """Calls the methods of RemoteIterator on all hosts."""
 
     def __init__(self, client: RemoteClient) -> None:
         self._client = client
 
     def get_next(self, dummy_array: Any = None) -> PyTree:
-        """The next batch over the CPU mesh."""
+        """Returns the next batch over the CPU mesh."""
         del dummy_array
         return self._client.take()
 
     def reset(self, dummy_array: Any = None) -> None:
-        """From the beginning."""
+        """Restarts from the beginning."""
         del dummy_array
         self._client.call("reset")
 
     def save_state(self, step: Any) -> Any:
-        """Writes the hosts' files."""
+        """Writes the state file of each host."""
         self._client.call("save_state", int(np.asarray(step)))
         return step
 
     def restore_state(self, step: Any) -> Any:
-        """Reads the hosts' files."""
+        """Resumes each host from its state file."""
         self._client.call("restore_state", int(np.asarray(step)))
         return step
 
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """Makes the target on a host, given the mesh of CPU devices there."""
+    """Creates the target on a host, given the mesh of CPU devices."""
 
     get_ds_fn: Callable[..., Any]
     preprocessing_fn: Callable[..., Any]
@@ -277,7 +281,7 @@ class _Recipe:
 
 
 class _IteratorTarget:
-    """See :class:`meshfeed._src.remote.endpoint.Target`."""
+    """Implements :class:`meshfeed._src.remote.endpoint.EndpointTarget`."""
 
     def __init__(self, remote: RemoteIterator, mesh: Mesh) -> None:
         self._remote = remote
@@ -291,23 +295,23 @@ class _IteratorTarget:
         }
 
     def next(self) -> PyTree:
-        """The loader's next batch."""
+        """Returns the next batch of the loader."""
         return next(self._remote.over(self._mesh))
 
     def numbers(self) -> tuple[int, int, int]:
-        """Step, position, rows of a batch."""
+        """Returns the step, the position, and the rows of a batch."""
         loader = self._remote.over(self._mesh)
         return loader.step, loader.position, self._size
 
     def spec(self) -> PyTree | None:
-        """What a batch looks like; None where this host has none to look at."""
+        """Returns the spec of a batch, or None if this host has no batch."""
         try:
             spec = self._remote.over(self._mesh).peek_spec()
-        except Exception:  # next() raises it here and tells the other hosts
+        except Exception:  # next() raises it again and informs the other hosts
             return None
         if spec is not None:
             self._size = jax.tree.leaves(spec)[0].shape[0]
-            self._remote.over(self._mesh).expect_rows(self._size)  # answers have one shape
+            self._remote.over(self._mesh).expect_rows(self._size)  # the compiled take() returns one shape
         return spec
 
     def _reset(self) -> None:

@@ -1,1 +1,1 @@
-"""A feed on the CPU hosts beside the accelerators, under one controller. Read first: ``feed.py``."""
+"""A feed that runs on the CPU hosts attached to the accelerators, under one controller. Read first: ``feed.py``."""

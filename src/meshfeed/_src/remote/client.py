@@ -1,4 +1,4 @@
-"""The controller's side of an endpoint: calls, batches, and errors that are raised here."""
+"""The controller side of an endpoint: sends calls, receives batches, and re-raises remote errors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from meshfeed._src.remote.wire import (
 
 
 def colocated_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of the CPU devices beside those of ``mesh``.
+    """Returns the mesh of the CPU devices colocated with the devices of ``mesh``.
 
     Raises:
-      SettingsError: there are not enough CPU devices.
+      SettingsError: if there are not enough CPU devices.
     """
     from jax.experimental import colocated_python
 
@@ -46,19 +46,20 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
 
 
 class RemoteClient:
-    """Talks to the endpoint on the hosts beside ``mesh``.
+    """Calls the endpoint on the hosts of ``mesh``.
 
     Args:
       payload: see :class:`Endpoint`.
-      mesh: of the accelerators.
+      mesh: the mesh of accelerators.
 
     Attributes:
-      mesh: of the accelerators.
-      cpu_mesh: of the CPU devices beside them.
-      header: of the last answer.
+      mesh: the mesh of accelerators.
+      cpu_mesh: the mesh of CPU devices colocated with them.
+      header: the header of the last answer.
 
     Raises:
-      SettingsError: there are not enough CPU devices. What making the target raises on a host.
+      SettingsError: if there are not enough CPU devices.
+      Exception: whatever the constructor of the target raises on a host.
     """
 
     def __init__(self, payload: bytes, mesh: Mesh) -> None:
@@ -79,7 +80,7 @@ class RemoteClient:
         make: Any = colocated_python.colocated_python_class(Endpoint)
         held = {"endpoint": make(payload)}
         self._held = held
-        # at exit too: JAX's own deletion of such an object fails once its modules are being torn down
+        # Also at exit: JAX fails to delete a colocated object once its own modules are being torn down.
         self._finalizer = finalize(self, held.clear)
         self._owner = Owner()
         self._requests: dict[int, jax.Array] = {}
@@ -97,13 +98,15 @@ class RemoteClient:
     # ------------------------------------------------------------------ calls
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """The answer of each host that this process controls, by process index.
+        """Returns the answers of the hosts that this process controls, in order of process index.
 
         Raises:
-          What the call raised on a host. MeshfeedError: this is a forked child.
+          MeshfeedError: if this process is a forked child.
+          Exception: whatever the call raised on a host.
         """
         self._owner.check("this remote feed")
         data = encode_call(name, args)
+        # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
         headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
         return [answers for _, answers in sorted(self._fetch(headers).items())]
@@ -111,23 +114,27 @@ class RemoteClient:
     def _fetch(self, headers: dict[int, Header]) -> dict[int, Any]:
         length = padded_length(addressed_length(max(header.length for header in headers.values())))
         buffer = to_rows(padded(b"", length), self._near, self._num_near)
-        # not by the devices' process index: a controller may see all devices under one
+        # Key by the address in the answer, not by device.process_index: a single controller may see the same process
+        # index on all devices.
         answers = dict(map(take_address, rows_of(self._held["endpoint"].fetch(buffer))))
         return {host: decode_answer(answers[host][: header.length]) for host, header in headers.items()}
 
     def _check(self, array: jax.Array) -> dict[int, Header]:
-        """Headers by host.
+        """Returns headers by host.
 
         Raises:
-          StopIteration: the end. What was raised on a host.
+          StopIteration: if the stream has ended on every host.
+          MeshfeedError: if it has ended on some hosts only.
+          Exception: whatever a host raised.
         """
         headers = {header.host: header for header in map(Header.from_row, rows_of(array))}
         flags = {header.flag for header in headers.values()}
         if ERROR in flags:
             failed = {host: header for host, header in headers.items() if header.flag == ERROR}
-            if len(failed) < len(headers):  # lengths of answers that are no errors do not matter
+            if len(failed) < len(headers):  # every host fills the buffer: it must hold the longest answer of all hosts
                 failed = headers
             errors = [error for error in self._fetch(failed).values() if isinstance(error, BaseException)]
+            # A PeerError only reports that a different host failed: prefer the original error.
             own = [error for error in errors if not isinstance(error, PeerError)]
             raise (own or errors or [MeshfeedError("a host beside the accelerators failed without a message")])[0]
         self.header = next(iter(headers.values()))
@@ -140,19 +147,25 @@ class RemoteClient:
         return headers
 
     def close(self) -> None:
-        """Ends threads and processes on the hosts; does nothing in a forked child."""
+        """Stops threads and processes on the hosts; no-op in a forked child."""
         if self._owner.is_here:
             self.call("close")
 
     # ------------------------------------------------------------------ batches
 
     def know_spec(self) -> None:
-        """Finds out whether every host knows what a batch looks like, so that answers have a structure."""
+        """Checks whether every host has a batch spec; otherwise ``take`` can only report the end or an error."""
         self._spec_known = all(self.call("knows_spec"))
 
     def take(self) -> PyTree:
-        """The next batch, global arrays over the CPU mesh; raises StopIteration and what a host raised."""
+        """Returns the next batch as global arrays over the CPU mesh.
+
+        Raises:
+          StopIteration: at the end of the stream.
+          Exception: whatever a host raised.
+        """
         self._owner.check("this remote feed")
+        # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.
         ordinal = 0
         if self._spec_known:
             ordinal = self._ordinals.setdefault(self.header.size, len(self._ordinals) + 1)
@@ -161,7 +174,7 @@ class RemoteClient:
         return batch
 
     def to_accelerators(self, batch: PyTree, memory_kind: str | None = None) -> PyTree:
-        """Starts the transfer of a batch from the CPUs to the same places on the devices beside them."""
+        """Starts the transfer of a batch from each CPU device to the accelerator colocated with it."""
         if self.cpu_mesh == self.mesh and memory_kind is None:
             return batch
         return jax.tree.map(
@@ -172,7 +185,7 @@ class RemoteClient:
 def _moved(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    # several controllers: each moves what its own hosts hold, device by device
+    # With several controllers, each one can only move its own shards.
     assert isinstance(leaf.sharding, NamedSharding)
     beside = dict(zip(leaf.sharding.mesh.devices.flat, sharding.mesh.devices.flat, strict=True))  # pyright: ignore[reportOptionalMemberAccess] # a mesh of real devices has them
     shards = leaf.addressable_shards

@@ -1,7 +1,7 @@
-"""The object that lives on the hosts beside the accelerators.
+"""The object that runs on the CPU hosts attached to the accelerators.
 
-Every method takes and gives arrays only, catches whatever is raised, and says so in the header. Shapes of the answers
-follow from shapes of the arguments, because Colocated Python compiles a method once for each shape of its arguments.
+Every method takes and returns arrays only, catches all exceptions, and reports them in the header. Result shapes depend
+on argument shapes only, because Colocated Python compiles a method once per argument shape.
 """
 
 from __future__ import annotations
@@ -30,57 +30,57 @@ from meshfeed._src.remote.wire import (
 
 
 class EndpointTarget(Protocol):
-    """What an endpoint makes on each host: gives batches, and answers calls by name."""
+    """What an endpoint creates on each host: an iterator over batches with methods callable by name."""
 
     calls: dict[str, Any]
 
     def next(self) -> PyTree:
-        """Global arrays over the CPU mesh; StopIteration at the end."""
+        """Returns the next batch as global arrays over the CPU mesh; raises StopIteration at the end."""
         ...
 
     def numbers(self) -> tuple[int, int, int]:
-        """Steps and records delivered, rows of the next global batch (0: not known)."""
+        """Returns the steps and records delivered, and the rows of the next global batch (0 if unknown)."""
         ...
 
     def spec(self) -> PyTree | None:
-        """``jax.ShapeDtypeStruct`` with shardings, or None where this host has no batch to tell from."""
+        """Returns a pytree of ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch."""
         ...
 
 
 class Endpoint:
-    """See the module.
+    """The colocated object; see the module docstring.
 
     Args:
-      payload: pickled function, CPU mesh → EndpointTarget.
+      payload: a pickled function that maps a CPU mesh to an EndpointTarget.
     """
 
     def __init__(self, payload: bytes) -> None:
-        self._payload = payload  # nothing may fail here: it would be lost
+        self._payload = payload  # unpickle in begin(): an exception raised here would be lost
         self._target: Any = None
         self._spec: PyTree | None = None
         self._answer = b""
 
     def begin(self, request: jax.Array) -> jax.Array:
-        """Makes the target over the mesh of ``request``; a header for each device."""
+        """Creates the target over the mesh of ``request``; returns one header per device."""
         flag = OK
         try:
-            self._target = cloudpickle.loads(self._payload)(request.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue] # what comes is laid out on a mesh
+            self._target = cloudpickle.loads(self._payload)(request.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue] # the request is sharded over a mesh
             self._spec = self._target.spec()
         except Exception as error:
             flag, self._answer = ERROR, encode_error(error)
         return _header(self, request, flag)
 
     def take(self, request: jax.Array) -> tuple[jax.Array, PyTree]:
-        """The next batch and a header.
+        """Returns a header and the next batch.
 
         Args:
-          request: ``[devices, 1]`` where the structure of a batch is not known; there is no batch then. Else
-            ``[devices, 1 + n]``, n telling apart the batch sizes that have come up.
+          request: ``[devices, 1]`` if the structure of a batch is unknown; then no batch is returned. Otherwise
+            ``[devices, 1 + n]``, with a different n for each batch size seen so far.
         """
         flag, batch = OK, None
         size = 0
         try:
-            size = self._target.numbers()[2]
+            size = self._target.numbers()[2]  # before next(), which advances it to the following batch
             batch = self._target.next()
         except StopIteration:
             flag = END
@@ -88,12 +88,12 @@ class Endpoint:
             flag, self._answer = ERROR, encode_error(error)
         if request.shape[1] == 1:
             return _header(self, request, flag), ()
-        if batch is None:
+        if batch is None:  # the compiled call must return the same structure, also at the end and after an error
             batch = jax.tree.map(lambda leaf: _zeros(leaf, size), self._spec)
         return _header(self, request, flag), batch
 
     def stage(self, request: jax.Array) -> jax.Array:
-        """Runs a call and keeps its answer, of which the header gives the length."""
+        """Runs a call and keeps the answer for :meth:`fetch`; the header holds its length."""
         flag = OK
         try:
             name, args = decode_call(rows_of(request)[0])
@@ -104,7 +104,7 @@ class Endpoint:
         return _header(self, request, flag)
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
-        """The answer and the host that it comes from, as long as ``buffer``."""
+        """Returns the answer, prefixed with the process index and padded to the length of ``buffer``."""
         answer = address(self._answer, coordination.process_index())
         return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 

@@ -1,13 +1,14 @@
-"""A feed that runs on the CPU hosts beside the accelerators, under one controller (JAX's colocated Python).
+"""A feed that runs on the CPU hosts attached to the accelerators, under one controller (JAX's colocated Python).
 
 ::
 
     feed = meshfeed.remote.RemoteFeed(make_source, sharding, global_batch_size=1024, shuffle=True)
     for batch in feed: ...
 
-The controller holds no data: each host reads what its devices need, ahead of time, and hands over arrays that lie on
-its own CPU devices; from there they go to the accelerators beside. Only arrays travel, so state, settings of calls and
-errors go as bytes in arrays, and the end of the data as a flag. On CPU everything runs in the same process.
+The controller holds no data: each host reads ahead what its devices need and returns arrays on its own CPU devices,
+from which they are copied to the accelerators attached to that host. Colocated Python passes only arrays, so state, call
+arguments and errors are encoded as bytes in arrays, and the end of the data as a flag. On CPU, everything runs in one
+process.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ from meshfeed._src.streams.local_iterator import LocalIterator
 
 @public("meshfeed.remote")
 class RemoteFeed:
-    """:class:`meshfeed.Feed` on the hosts beside the accelerators, with the same interface.
+    """:class:`meshfeed.Feed` on the CPU hosts attached to the accelerators, with the same interface.
 
-    The global batches are those of the local feed, bit for bit, and each continues the other's checkpoints.
+    The global batches are bit-identical to those of the local feed, and either can resume from the other's checkpoints.
 
     Args:
-      make_source: ``make_source() -> source``, called on each host; importable there, or picklable with all that it
-        refers to. It travels to the hosts as a pickle, which runs code there: the network between the controller and
-        the hosts must be trusted. Nothing else that hosts send each other is a pickle.
-      sharding: as for the feed; all leaves on one mesh.
-      **: every other keyword as for the feed.
+      make_source: ``make_source() -> source``, called on each host; must be importable there, or picklable with
+        everything it refers to. It is sent to the hosts as a pickle, which executes code there: the network between the
+        controller and the hosts must be trusted. All other messages between hosts are plain data, not pickles.
+      sharding: as for :class:`meshfeed.Feed`; all leaves must use one mesh.
+      **: every other keyword as for :class:`meshfeed.Feed`.
 
     Raises:
-      SettingsError: a keyword's value; a factory that cannot travel; no CPU device beside each accelerator.
-      SourceError, PlanError: as from the feed, raised here with the message of the host.
+      SettingsError: if a keyword has an invalid value, the factory cannot be pickled, or an accelerator has no
+        colocated CPU device.
+      SourceError, PlanError: as for :class:`meshfeed.Feed`, re-raised here with the message from the host.
     """
 
     @hides_own_frames
@@ -97,7 +99,7 @@ class RemoteFeed:
             "name": name,
         }
         self._closed = self._ended = False
-        check_settings(**settings)
+        check_settings(**settings)  # fails here rather than on the hosts
         prefix = normalize_sharding(sharding)
         meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
         if len(meshes) > 1:
@@ -105,6 +107,7 @@ class RemoteFeed:
                 f"sharding is over {len(meshes)} meshes; a remote feed takes one. Make a feed for each.",
                 setting="sharding",
             )
+        # The memory kind belongs to the accelerators: apply it in the transfer from the CPU mesh.
         kinds = {leaf.memory_kind for leaf in sharding_leaves(prefix)}
         self._memory_kind = kinds.pop() if len(kinds) == 1 else None
         self._client = RemoteClient(make_feed_payload(make_source, prefix, settings), meshes[0])  # pyright: ignore[reportArgumentType] # of real devices
@@ -113,7 +116,7 @@ class RemoteFeed:
         self._second_pass = SecondPass(self.name)
 
     def __repr__(self) -> str:
-        known = vars(self)  # the constructor may have failed before the rest was there
+        known = vars(self)  # the constructor may have failed before setting these
         header = getattr(known.get("_client"), "header", None)
         if header is None or "name" not in known:
             return "<meshfeed.remote.RemoteFeed: not made>"
@@ -129,11 +132,12 @@ class RemoteFeed:
 
     @hides_own_frames
     def __next__(self) -> PyTree:
-        """The next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
+        """Returns the next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
 
         Raises:
-          StopIteration: the end; again until ``reset`` or ``set_state``.
-          What the feed raised on a host, with its message.
+          StopIteration: at the end of the stream, and on every later call until ``reset`` or ``set_state``.
+          MeshfeedError: if the feed is closed.
+          Exception: whatever the feed raised on a host, with its message.
         """
         if self._closed:
             raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
@@ -147,36 +151,37 @@ class RemoteFeed:
     # ------------------------------------------------------------------ state
 
     def get_state(self) -> dict[str, Any]:
-        """State of the last delivered batch, of all hosts under this controller, JSON."""
+        """Returns the JSON state after the last delivered batch, merged over all hosts of this controller."""
         states = [json.loads(text) for text in self._client.call("get_state")]
         return states[0] if len(states) == 1 else feed_state.merge_states(states)
 
     @hides_own_frames
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``, which may come from a local feed.
+        """Resumes from ``state``, which may come from a local feed.
 
         Raises:
-          StateMismatchError: the state is damaged, from a newer version, or of another stream. Nothing has changed then.
+          StateMismatchError: if the state is damaged, from a newer version, or from a different stream. The feed is
+            then unchanged.
         """
-        feed_state.parse_state(state)
+        feed_state.parse_state(state)  # rejects a damaged state before any host changes
         self._client.call("set_state", json.dumps(state))
         self._ended = False
 
     @hides_own_frames
     def reset(self) -> None:
-        """Back to the first batch."""
+        """Restarts from the first batch."""
         self._client.call("reset")
         self._ended = False
 
     async def save(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable: captures the state now and returns the coroutine that writes it."""
+        """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
         return await state_files.save(self, directory)
 
     async def load(self, directory: Any) -> Any:
-        """Orbax v1's StatefulCheckpointable: returns the coroutine that reads and sets the state."""
+        """Orbax v1's StatefulCheckpointable: returns a coroutine that reads and sets the state."""
         return await state_files.load(self, directory)
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ inspection
 
     @property
     def step(self) -> int:
@@ -189,12 +194,12 @@ class RemoteFeed:
         return self._client.header.position
 
     def __len__(self) -> int:
-        """Batches from the first to the last, delivered ones included; TypeError where that is not known."""
+        """Total number of batches, including those already delivered; raises TypeError if unknown."""
         return self._client.call("len")[0]
 
     @property
     def element_spec(self) -> PyTree:
-        """A pytree of ``jax.ShapeDtypeStruct`` with shardings: the next batch, before any is delivered."""
+        """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings; available before any batch."""
         mesh, spec = self._client.mesh, self._client.call("element_spec")[0]
         tree = tree_from_json(spec["tree"])
         specs = jax.tree.unflatten(jax.tree.structure(tree), [PartitionSpec(*entries) for entries in spec["specs"]])
@@ -208,38 +213,38 @@ class RemoteFeed:
 
     @hides_own_frames
     def record_ids(self, step: int) -> RecordIds:
-        """Ids of the records of any past or future batch, int64 ``[rows]``; see the feed."""
+        """Returns the record ids of any past or future batch, int64 ``[rows]``; see :meth:`meshfeed.Feed.record_ids`."""
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
         return np.array(self._client.call("record_ids", int(step))[0], np.int64)
 
     @hides_own_frames
     def read(self, record_ids: Any) -> PyTree:
-        """Records as numpy, decoded: a pytree of arrays ``[len(record_ids), ...]``; read by one of the hosts."""
+        """Reads and decodes records on one of the hosts: a pytree of numpy arrays ``[len(record_ids), ...]``."""
         return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]
 
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
-        """One global batch again as numpy, read by one of the hosts; see the feed."""
+        """Returns one global batch again as numpy, read by one of the hosts; see :meth:`meshfeed.Feed.replay`."""
         return self._client.call("replay", step, state)[0]
 
     def config(self) -> dict[str, Any]:
-        """Every setting and the fingerprint, JSON."""
+        """Returns all settings and the fingerprint as JSON values."""
         return self._client.call("config")[0]
 
     @property
     def local_iterator(self) -> LocalIterator:
-        """A view of this feed: its state is that of the last delivered batch."""
+        """A view of this feed whose state is that of the last delivered batch."""
         return LocalIterator(self)
 
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
-        """What the first host has done so far, or ``since`` an earlier call; times are those of that host."""
+        """Returns the stats of the first host, in total or ``since`` an earlier call; times are measured on that host."""
         return stats_since(FeedStats(**self._client.call("stats")[0]), since)
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Ends threads and processes on the hosts; ``get_state`` still works, a second close does nothing."""
+        """Stops threads and processes on the hosts; ``get_state`` still works, and a second close is a no-op."""
         if not self._closed:
             self._closed = True
             self._client.close()

@@ -1,4 +1,4 @@
-"""The feed as an endpoint runs it, and what is sent so that it can be made there."""
+"""The feed that an endpoint runs, and the pickled recipe from which each host creates it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from meshfeed._src.remote.wire import make_payload
 
 @dataclasses.dataclass(frozen=True)
 class FeedRecipe:
-    """Makes the target on a host, given the mesh of CPU devices there.
+    """Creates the target on a host, given the mesh of CPU devices.
 
     Attributes:
-      make_source: the user's factory.
-      specs: pytree prefix of PartitionSpecs.
+      make_source: the user's source factory.
+      specs: pytree prefix of PartitionSpecs; not shardings, because those refer to the controller's devices.
       settings: keywords of the feed.
     """
 
@@ -32,7 +32,7 @@ class FeedRecipe:
     settings: Mapping[str, Any]
 
     def __call__(self, mesh: Mesh) -> FeedTarget:
-        """The target over ``mesh``."""
+        """Returns the target over ``mesh``."""
         sharding = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
@@ -40,31 +40,32 @@ class FeedRecipe:
 
 
 def make_feed_payload(make_source: Any, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
-    """A :class:`FeedRecipe` as bytes.
+    """Returns a pickled :class:`FeedRecipe`.
 
     Raises:
-      SettingsError: ``make_source`` is no function, or cannot travel.
+      SettingsError: if ``make_source`` is not callable or cannot be pickled.
     """
     what = "a function without arguments that can be imported on those hosts, or pickled with all that it refers to"
     if not callable(make_source):
         raise SettingsError(f"make_source={make_source!r}; it takes {what}.", setting="make_source")
+    # Pickle the factory alone first: the error then names make_source rather than the settings.
     make_payload(make_source, setting="make_source", what=what)
     specs = jax.tree.map(lambda sharding: sharding.spec, prefix)
     return make_payload(FeedRecipe(make_source, specs, settings), setting="settings", what="values that can be pickled")
 
 
 class FeedTarget:
-    """See :class:`meshfeed._src.remote.endpoint.EndpointTarget`.
+    """Implements :class:`meshfeed._src.remote.endpoint.EndpointTarget`.
 
     Args:
-      feed: over CPU devices.
+      feed: a feed over CPU devices.
     """
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._size = 0
         schedule = feed.config()["global_batch_size"]
-        self._varies = isinstance(schedule, list)
+        self._varies = isinstance(schedule, list)  # a constant size is looked up only once
         self.calls: dict[str, Any] = {
             "get_state": lambda: json.dumps(feed.get_state()),
             "set_state": self._set_state,
@@ -80,42 +81,42 @@ class FeedTarget:
         }
 
     def next(self) -> PyTree:
-        """The feed's next batch."""
+        """Returns the next batch of the feed."""
         batch = next(self._feed)
         if self._varies:
-            self._look_at_size()
+            self._update_size()
         return batch
 
     def numbers(self) -> tuple[int, int, int]:
-        """Step, position, rows of the next batch."""
+        """Returns the step, the position, and the rows of the next batch."""
         return self._feed.step, self._feed.position, self._size
 
     def spec(self) -> PyTree | None:
-        """What the next batch looks like; None where this host has none to look at."""
+        """Returns the spec of the next batch, or None if this host has no batch."""
         try:
             spec = self._feed.element_spec
-        except SourceError:  # next() says why, or finds that other hosts have records
+        except SourceError:  # next() raises it, or finds that other hosts have records
             return None
         self._size = jax.tree.leaves(spec)[0].shape[0]
         return spec
 
-    def _look_at_size(self) -> None:
+    def _update_size(self) -> None:
         self._size = jax.tree.leaves(self._feed.element_spec)[0].shape[0]
 
     def _set_state(self, text: str) -> None:
         self._feed.set_state(json.loads(text))
         if self._varies:
-            self._look_at_size()
+            self._update_size()
 
     def _reset(self) -> None:
         self._feed.reset()
         if self._varies:
-            self._look_at_size()
+            self._update_size()
 
     def _replay(self, step: int, state: Mapping[str, Any] | None) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.copy(), self._feed.replay(step, state=state))
 
     def _element_spec(self) -> dict[str, Any]:
-        """Without the devices: structure, shapes and dtypes, and the entries of the leaves' PartitionSpecs."""
+        """Returns structure, shapes, dtypes and PartitionSpec entries as JSON, without device references."""
         tree = self._feed.element_spec
         return {"tree": tree_to_json(tree), "specs": [tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(tree)]}

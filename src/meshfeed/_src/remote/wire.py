@@ -1,10 +1,10 @@
-"""What travels between the controller and the hosts beside the accelerators: bytes in arrays, and errors as values.
+"""Encoding of messages between the controller and its CPU hosts: bytes in arrays, and errors as values.
 
-Colocated Python carries ``jax.Array`` and nothing else, and an exception does not cross to another host. So a call is
-JSON in a uint8 array, its answer is bytes in a uint8 array, and an error is an answer of its own kind. Each device has
-a row of its own, because every host fills the rows of its devices.
+Colocated Python passes only ``jax.Array``, and exceptions do not propagate between hosts. A call is therefore JSON in a
+uint8 array, its answer is bytes in a uint8 array, and an error is a kind of answer. Each device has its own row, because
+every host fills the rows of its own devices.
 
-Answers are JSON, or JSON followed by the bytes of arrays. Only the user's functions travel as a pickle, from the
+Answers are JSON, or JSON followed by the bytes of arrays. Only the user's functions are pickled, and only from the
 controller to the hosts (:func:`make_payload`).
 """
 
@@ -38,14 +38,14 @@ _PAD = b" "
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """How a call went on one host; travels with each answer.
+    """Outcome of a call on one host; part of every answer.
 
     Attributes:
       flag: OK, END (no further batch) or ERROR.
-      length: bytes of the answer that waits to be fetched.
-      step: batches delivered.
-      position: records delivered over all hosts.
-      size: rows of the next global batch; 0 where it is not known.
+      length: size in bytes of the answer to fetch.
+      step: number of batches delivered.
+      position: number of records delivered across all hosts.
+      size: rows of the next global batch; 0 if unknown.
       host: process index.
     """
 
@@ -57,7 +57,7 @@ class Header:
     host: int = 0
 
     def to_row(self) -> np.ndarray[Any, Any]:
-        """uint8 ``[HEADER_BYTES]``: 64-bit integers whatever ``jax_enable_x64`` says."""
+        """Returns uint8 ``[HEADER_BYTES]``; as bytes, 64-bit integers survive with ``jax_enable_x64`` off."""
         values = np.zeros(_FIELDS, "<i8")
         values[:6] = dataclasses.astuple(self)
         return values.view(np.uint8)
@@ -69,27 +69,27 @@ class Header:
 
 
 def to_rows(row: np.ndarray[Any, Any], sharding: Any, num_rows: int) -> jax.Array:
-    """uint8 ``[num_rows, len(row)]`` with the same row on each device of this process."""
+    """Returns uint8 ``[num_rows, len(row)]`` with the same row on each device of this process."""
     return jax.make_array_from_callback((num_rows, len(row)), sharding, lambda _: np.ascontiguousarray(row[None]))
 
 
 def rows_of(array: jax.Array) -> list[np.ndarray[Any, Any]]:
-    """The rows of the devices that this process can read."""
+    """Returns the rows on the devices addressable by this process."""
     return [np.asarray(shard.data).reshape(-1) for shard in array.addressable_shards]
 
 
 def padded(data: bytes, length: int) -> np.ndarray[Any, Any]:
-    """``data`` and blanks as uint8 ``[length]``."""
+    """Returns ``data`` padded with spaces, which JSON ignores, as uint8 ``[length]``."""
     return np.frombuffer(data.ljust(length, _PAD), np.uint8)
 
 
 def padded_length(length: int) -> int:
-    """A power of two, so that there are few shapes: each is compiled once."""
+    """Rounds up to a power of two: every new shape is compiled, so few shapes are used."""
     return max(256, 1 << (length - 1).bit_length())
 
 
 def encode_call(name: str, args: Sequence[Any]) -> bytes:
-    """A call with JSON arguments."""
+    """Encodes a call with JSON arguments."""
     return json.dumps([name, list(args)]).encode()
 
 
@@ -100,7 +100,7 @@ def decode_call(row: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
 
 
 def encode_answer(value: Any) -> bytes:
-    """A pytree of numpy arrays, or any value that :func:`meshfeed._src.base.exact_json.encode_value` takes."""
+    """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.exact_json.encode_value` takes."""
     leaves = jax.tree.leaves(value)
     if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return _ARRAYS + _encode_arrays(value)
@@ -114,35 +114,35 @@ def _encode_arrays(tree: PyTree) -> bytes:
 
 
 def _decode_arrays(data: bytes) -> PyTree:
-    """Raises SourceError if the structure could not be described."""
+    """Decodes a pytree of arrays; raises SourceError if its structure could not be described."""
     (length,) = _LENGTH.unpack_from(data)
     start = _LENGTH.size + length
     leaves, structure = jax.tree.flatten(tree_from_json(json.loads(data[_LENGTH.size : start])))
     arrays = []
-    for leaf in leaves:
+    for leaf in leaves:  # copies, because frombuffer returns read-only views
         arrays.append(np.frombuffer(data, leaf.dtype, math.prod(leaf.shape), start).reshape(leaf.shape).copy())
         start += arrays[-1].nbytes
     return jax.tree.unflatten(structure, arrays)
 
 
 def address(answer: bytes, process_index: int) -> bytes:
-    """An answer with the host that it comes from."""
+    """Prefixes an answer with the process index of its host."""
     return _HOST.pack(process_index) + answer
 
 
 def addressed_length(length: int) -> int:
-    """Bytes of an answer of ``length`` bytes with its host."""
+    """Size in bytes of an answer of ``length`` bytes with its prefix."""
     return _HOST.size + length
 
 
 def take_address(row: np.ndarray[Any, Any]) -> tuple[int, bytes]:
-    """The host and the answer, which may be followed by padding."""
+    """Splits a row into the process index and the answer, which may be followed by padding."""
     data = row.tobytes()
     return _HOST.unpack_from(data)[0], data[_HOST.size :]
 
 
 def encode_error(error: BaseException) -> bytes:
-    """Type, arguments, attributes and text of an exception."""
+    """Encodes the type, arguments, attributes, text and notes of an exception."""
     attributes = {key: value for key, value in vars(error).items() if _is_json(value)}
     return (
         _FAILURE
@@ -159,7 +159,7 @@ def encode_error(error: BaseException) -> bytes:
 
 
 def decode_answer(data: bytes) -> Any:
-    """The value, or the exception as a value (an instance of BaseException)."""
+    """Returns the decoded value; an exception is returned, not raised."""
     kind, body = data[:1], data[1:]
     if kind == _FAILURE:
         return _rebuild(json.loads(body))
@@ -175,7 +175,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _known(module: str, name: str) -> type[Exception] | None:
-    """An exception type of Python or meshfeed; those of other modules may not be here."""
+    """Returns an exception type of Python or meshfeed; the controller may lack other modules."""
     if module == "builtins" or module.partition(".")[0] == "meshfeed":
         kind = getattr(importlib.import_module(module), name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
@@ -183,38 +183,39 @@ def _known(module: str, name: str) -> type[Exception] | None:
     return None
 
 
-def _rebuild(told: dict[str, Any]) -> BaseException:
-    """An exception of the same type and text, or of the nearest type that is known here, named in the text."""
+def _rebuild(encoded: dict[str, Any]) -> BaseException:
+    """Rebuilds an exception with the same type and text, or with the nearest known base class and the type in the text."""
     error: BaseException | None = None
-    kind: Any = _known(*told["types"][0])
-    for args in (told["args"], [told["text"]]) if kind is not None else ():
+    kind: Any = _known(*encoded["types"][0])
+    for args in (encoded["args"], [encoded["text"]]) if kind is not None else ():
         try:
             assert kind is not None
             made = kind.__new__(kind, *args)
             made.args = tuple(args)
-            made.__dict__.update({key: value for key, value in told["attributes"].items() if key != "__notes__"})
-        except Exception:  # a type with its own idea of arguments
+            made.__dict__.update({key: value for key, value in encoded["attributes"].items() if key != "__notes__"})
+        except Exception:  # a type whose __new__ takes different arguments
             continue
-        if str(made) == told["text"]:
+        if str(made) == encoded["text"]:
             error = made
             break
     if error is None:
-        text = f"{told['types'][0][1]}: {told['text']}"
-        near = next(filter(None, (_known(*where) for where in told["types"][1:])), MeshfeedError)
+        text = f"{encoded['types'][0][1]}: {encoded['text']}"
+        near = next(filter(None, (_known(*where) for where in encoded["types"][1:])), MeshfeedError)
         error = near(text) if issubclass(near, ValueError | RuntimeError | OSError | TypeError) else MeshfeedError(text)
         error = error if str(error) == text else MeshfeedError(text)
-    for note in told["notes"]:
+    for note in encoded["notes"]:
         error.add_note(note)
     return error
 
 
 def make_payload(value: Any, *, setting: str, what: str) -> bytes:
-    """``value`` as bytes that another interpreter can read.
+    """Pickles ``value`` for a different interpreter.
 
     Raises:
-      SettingsError: it cannot travel.
+      SettingsError: if it cannot be pickled and unpickled.
     """
     try:
+        # Unpickle as well: some objects pickle but do not unpickle.
         payload = cloudpickle.dumps(value)
         cloudpickle.loads(payload)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""Tools for tests of feeds: the conformance check, and real multi-host jobs on one machine. Read first: ``resumable.py``."""
+"""Test tools for feeds: the conformance check, and real multi-host jobs on one machine. Read first: ``resumable.py``."""

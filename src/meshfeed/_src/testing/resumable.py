@@ -1,4 +1,4 @@
-"""The conformance check of everything that can be saved and continued: save anywhere, restore, compare the rest."""
+"""The conformance check for resumable iterators: save at any step, restore, and compare the remaining batches."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.exact_json import decode_value, encode_value
 from meshfeed._src.base.names import public
 
-_SHORT = 3  # batches compared where only the first ones can tell anything new
+_SHORT = 3  # batches to compare if another check already covers the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """Rows of one leaf that lie together: a whole numpy array, or one device's shard of a jax.Array."""
+    """Consecutive rows of one leaf: a whole numpy array, or one device's shard of a jax.Array."""
 
     first_row: int
     where: str
     dtype: str
     shape: tuple[int, ...]
-    rows: tuple[int, ...]  # a digest a row
+    rows: tuple[int, ...]  # one digest per row
 
 
 _Batch = dict[str, list[_Block]]  # leaf path → its blocks, in a fixed order
@@ -40,30 +40,30 @@ def check_resumable(
     max_steps: int = 40,
     save_points: Iterable[int] | None = None,
 ) -> int:
-    """Checks that a feed, or any iterator with ``get_state`` and ``set_state``, continues exactly.
+    """Checks that a feed, or any iterator with ``get_state`` and ``set_state``, resumes exactly.
 
-    It is run once without a break; then, for every save point: a fresh one is restored from the state of that point and
-    must deliver the same rest, bit for bit, every leaf's dtype and shape included; so must one that is restored from a
-    state taken at once after a restore. A running one is set back to where it is and to another point. The points
-    before the first batch and after the last are always there, as is ``reset()`` where there is one. After the end it
-    must stay at the end, also when it is restored there.
+    Runs the feed once without interruption. Then, for every save point, a new feed restored from that state must deliver
+    the remaining batches bit for bit, with the same dtypes and shapes; so must a feed restored from a state that was
+    saved immediately after a restore. A running feed is also set to its own current state and to a different save point.
+    The states before the first batch and after the last are always checked, as is ``reset()`` if the feed has it. After
+    the end, the feed must keep raising StopIteration, also if it was restored there.
 
-    On several hosts call it on all of them with the same arguments; each compares what it holds. The number of batches
-    read grows with the square of the number of save points: give a small source.
+    On several hosts, call this on all of them with the same arguments; each compares its own data. The number of batches
+    read grows quadratically with the number of save points: use a small source.
 
     Args:
-      make_feed: makes a fresh feed; the same source and settings at each call. What has ``close`` is closed. An object
-        that is no iterator but can be iterated (a Grain dataset) is iterated, and its iterator checked.
-      max_steps: the comparison ends there, for streams that have no end.
-      save_points: numbers of delivered batches after which to save; None: all.
+      make_feed: creates a new feed with the same source and settings on every call. The feed is closed if it has
+        ``close``. For an iterable that is not an iterator (such as a Grain dataset), its iterator is checked.
+      max_steps: number of batches to compare at most, for infinite streams.
+      save_points: numbers of delivered batches after which to save; None for all.
 
     Returns:
-      The number of save points that were checked.
+      The number of save points checked.
 
     Raises:
-      AssertionError: naming the save point, the step, the leaf and the first row that differs; and, where that row is
-        one of another step of the run without a break, which.
-      SettingsError: ``max_steps`` is below 1, or a save point is not within the run.
+      AssertionError: if a batch differs; names the save point, the step, the leaf and the first differing row and, if
+        that row belongs to a different step of the uninterrupted run, that step.
+      SettingsError: if ``max_steps`` is below 1, or a save point is outside the run.
     """
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
         raise SettingsError(f"max_steps={max_steps!r}: takes a positive int", setting="max_steps")
@@ -84,7 +84,7 @@ def check_resumable(
 
 
 class _Run:
-    """The run without a break, and the comparisons with it."""
+    """The uninterrupted run, and the comparisons with it."""
 
     def __init__(self, make_feed: Callable[[], Any], max_steps: int) -> None:
         self._make_feed = make_feed
@@ -101,13 +101,13 @@ class _Run:
                     break
                 self.batches.append(_digest(batch))
                 self.states.append(_save(feed))
-            self._places = self._find_places()
+            self._row_origins = self._find_row_origins()
             if self.ended:
                 self._stays_ended(feed, "after StopIteration")
-            self._last_state = _save(feed)  # at the end: what a program that ran to it would save, after StopIteration
+            self._last_state = _save(feed)  # the state that a program would save after StopIteration
 
-    def _find_places(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """(leaf, digest of a row) → batch and row of it, to say where a wrong row came from."""
+    def _find_row_origins(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Maps (leaf, row digest) to (batch, row), to report where a wrong row came from."""
         return {
             (leaf, row): (step, block.first_row + number)
             for step, batch in enumerate(self.batches)
@@ -117,7 +117,7 @@ class _Run:
         }
 
     def check_restore(self, point: int) -> None:
-        """A fresh one restored at ``point``, and another restored from what the first saves at once."""
+        """Checks a new feed restored at ``point``, and a second one restored from the state that the first saves."""
         with self._fresh() as first:
             _restore(first, self.states[point])
             again = _save(first)
@@ -127,7 +127,7 @@ class _Run:
             self._compare(second, point, f"restored at step {point}, saved at once and restored again")
 
     def check_running(self, point: int, other: int) -> None:
-        """One that is running, with whatever it has read ahead, set back to where it is and to ``other``."""
+        """Checks that ``set_state`` on a running feed, to its own state and to ``other``, discards the read-ahead."""
         with self._fresh() as feed:
             _restore(feed, self.states[point])
             if point < len(self.batches):
@@ -140,7 +140,7 @@ class _Run:
             self._compare(feed, other, f"set to step {other} while it was running behind step {point}", _SHORT)
 
     def check_start_again(self) -> None:
-        """From the end, and from the middle, back to the start."""
+        """Checks a feed that is set back to the start or reset after the end."""
         with self._fresh() as feed:
             _restore(feed, self._last_state)
             if self.ended:
@@ -165,7 +165,7 @@ class _Run:
                     close()
 
     def _compare(self, feed: Any, step: int, how: str, limit: int | None = None) -> None:
-        """The batches of ``feed`` from ``step`` on are those of the run without a break."""
+        """Compares the batches of ``feed`` from ``step`` on with the uninterrupted run."""
         last = len(self.batches) if limit is None else min(len(self.batches), step + limit)
         for k in range(step, last):
             try:
@@ -180,7 +180,7 @@ class _Run:
             self._stays_ended(feed, how)
 
     def _stays_ended(self, feed: Any, how: str) -> None:
-        for attempt in range(2):
+        for attempt in range(2):  # a faulty iterator may deliver batches again after its first StopIteration
             try:
                 batch = _digest(next(feed))
             except StopIteration:
@@ -212,9 +212,9 @@ class _Run:
         raise AssertionError("two batches are unequal without a difference")  # pragma: no cover
 
     def _origin(self, leaf: str, row: int) -> str:
-        if (leaf, row) not in self._places:
+        if (leaf, row) not in self._row_origins:
             return "What came there is nowhere in the run without a break."
-        step, number = self._places[leaf, row]
+        step, number = self._row_origins[leaf, row]
         return f"What came there is row {number} of batch {step} of the run without a break."
 
 
@@ -223,10 +223,10 @@ def _is_feed_state(state: Any) -> bool:
 
 
 def _save(feed: Any) -> str:
-    """The state as text, as a checkpoint holds it."""
+    """Returns the state as JSON text, the form stored in a checkpoint."""
     state = feed.get_state()
     try:
-        # A feed's state is JSON as it is. Other iterators may hold tuples and bytes, which the feed carries for them.
+        # The state of a feed is JSON. Other iterators may have tuples and bytes in their state, which a feed encodes.
         return json.dumps(state if _is_feed_state(state) else {"other": encode_value(state)})
     except TypeError as error:
         raise AssertionError(f"get_state() of {type(feed).__name__} gives what has no JSON form: {error}") from error
@@ -264,7 +264,7 @@ def _block(value: Any, first_row: int, where: str) -> _Block:
         return _Block(first_row, where, type(value).__name__, (), (xxhash.xxh3_64_intdigest(data),))
     array = np.asarray(value)
     rows = array if array.ndim else array[None]
-    if array.dtype.hasobject:
+    if array.dtype.hasobject:  # the buffer contains pointers, which differ between runs
         digests = [xxhash.xxh3_64_intdigest(repr(row).encode()) for row in rows]
     else:
         digests = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(row).tobytes()) for row in rows]

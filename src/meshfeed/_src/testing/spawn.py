@@ -1,8 +1,8 @@
-"""Real ``jax.distributed`` processes on this machine, for tests: started fresh, watched, never left behind.
+"""Real ``jax.distributed`` processes on this machine, for tests.
 
-Each host is a new Python interpreter in its own process group, with CPU devices and gloo collectives. Functions
-travel by value, so those of a test module work. Standard output and error of a host go to a log that every failure
-quotes. If the parent dies, its hosts see the end of their standard input and kill their whole group.
+Each host is a new Python interpreter in its own process group, with CPU devices and gloo collectives. Functions are
+pickled by value, which allows functions of a test module. Standard output and standard error of a host are logged, and
+every failure quotes the log. If the parent dies, the hosts reach the end of standard input and kill their process group.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ _EXIT_SECONDS = 15.0
 
 @public("meshfeed.testing")
 class HostPool:
-    """A job of several processes that runs one function after another, all hosts the same function.
+    """A multi-process job that runs functions one after another, each on all hosts.
 
-    Starting processes costs seconds, a function in them milliseconds::
+    Starting the processes takes seconds; running a function in them takes milliseconds::
 
         with HostPool(num_hosts=2, devices_per_host=4) as pool:
             for result in pool.run(check_rows, batch_size): ...
 
-    Processes start at the first ``run``, and again after a run that lost one of them, ran out of time, or failed
-    unexpectedly (their collectives may be out of step by then).
+    Processes start on the first ``run``, and restart after a run that lost a process, timed out, or failed unexpectedly,
+    because collectives may then be out of step.
 
     Args:
-      num_hosts: processes of the job.
-      devices_per_host: CPU devices of each.
-      timeout_seconds: default deadline of a run, starting with its call and not counting the start of processes.
-      env: environment variables to set on top of this process's.
-      recoverability: set ``jax_enable_recoverability`` before joining, so that survivors of a lost host live on.
-      heartbeat_timeout_seconds: after which the coordinator counts a silent host as lost; None: JAX's default, 100.
-      start_timeout_seconds: for all processes to start and join.
+      num_hosts: number of processes.
+      devices_per_host: CPU devices per process.
+      timeout_seconds: default timeout of a run, in seconds, not counting the start of the processes.
+      env: environment variables to set in addition to those of this process.
+      recoverability: whether to set ``jax_enable_recoverability`` before joining; survivors of a lost host then keep running.
+      heartbeat_timeout_seconds: time after which the coordinator considers a silent host lost; None for JAX's default,
+        100 s.
+      start_timeout_seconds: timeout for all processes to start and join.
     """
 
     def __init__(
@@ -94,20 +95,21 @@ class HostPool:
         check: bool = True,
         grace_seconds: float = 30,
     ) -> list[HostResult]:
-        """Runs ``function(*args)`` on every host and waits; see :meth:`start` and :meth:`wait`."""
+        """Runs ``function(*args)`` on every host and waits; same as :meth:`start` followed by :meth:`wait`."""
         self.start(function, *args)
         return self.wait(timeout_seconds=timeout_seconds, check=check, grace_seconds=grace_seconds)
 
     def start(self, function: Callable[..., Any] | str, *args: Any) -> None:
-        """Hands ``function(*args)`` to every host, starting the processes where there are none.
+        """Sends ``function(*args)`` to every host, starting the processes if needed.
 
         Args:
-          function: a callable, or ``"module:function"``. Callables of modules outside the installed packages (tests,
-            scripts, notebooks) travel by value, closures and helpers of the same module included.
-          *args: pickled too; the same for all hosts, which tell themselves apart by ``jax.process_index()``.
+          function: a callable, or ``"module:function"``. Callables from modules outside the installed packages (tests,
+            scripts, notebooks) are pickled by value, including closures and helpers of the same module.
+          *args: pickled arguments, the same on all hosts; use ``jax.process_index()`` to distinguish hosts.
 
         Raises:
-          SettingsError: ``function`` is none. MeshfeedError: this is a forked child of the process that made the pool.
+          SettingsError: if ``function`` is neither a callable nor a string.
+          MeshfeedError: if this is a forked child of the process that created the pool.
         """
         if not callable(function) and not isinstance(function, str):
             raise SettingsError(
@@ -127,31 +129,32 @@ class HostPool:
             host.send(payload)
 
     def poll(self) -> list[HostResult | None]:
-        """Result of each host, None for those still busy. Does not wait."""
+        """Returns the result of each host without waiting; None for hosts that are still running."""
         self._receive(0)
         return [host.result for host in self._hosts]
 
     def wait(
         self, *, timeout_seconds: float | None = None, check: bool = True, grace_seconds: float = 30
     ) -> list[HostResult]:
-        """Waits for all hosts' results.
+        """Waits for the results of all hosts.
 
         Args:
-          timeout_seconds: the whole wait; hosts still busy then print their stacks to their log and are killed. None:
-            the pool's.
-          check: raise where a host failed; else failures are only in the results.
-          grace_seconds: how long the others may go on once one host has failed.
+          timeout_seconds: timeout of the wait. Hosts still running then print their stacks to their logs and are killed.
+            None for the default of the pool.
+          check: whether to raise if a host failed; otherwise failures are only in the results.
+          grace_seconds: time that the other hosts have to finish after one has failed.
 
         Returns:
-          One result a host, in order.
+          One result per host, in order of process index.
 
         Raises:
-          HostRunError: with ``check``, if any host failed; the message quotes tracebacks and logs.
+          HostRunError: if ``check`` is true and any host failed; the message quotes tracebacks and logs.
         """
         deadline = time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
         started = time.monotonic()
         in_grace = False
         while any(host.result is None for host in self._hosts):
+            # Once a host has failed, the others usually hang in a collective: do not wait for the full timeout.
             if not in_grace and any(host.result is not None and host.result.error for host in self._hosts):
                 in_grace, deadline = True, min(deadline, time.monotonic() + grace_seconds)
             left = deadline - time.monotonic()
@@ -171,22 +174,22 @@ class HostPool:
     # --- single hosts
 
     def kill(self, host: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to ``host`` and every process that it started."""
+        """Sends signal ``number`` to ``host`` and its child processes."""
         self._hosts[host].signal_group(number)
 
     def log(self, host: int) -> str:
-        """What ``host`` has written since the last :meth:`start`."""
+        """Returns the output of ``host`` since the last :meth:`start`."""
         return self._hosts[host].log()
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by host; empty before the first run."""
+        """Process ids by host; empty before the first run."""
         return [host.process.pid for host in self._hosts]
 
-    # --- life
+    # --- closing
 
     def close(self) -> None:
-        """Lets the hosts leave the job in order, and kills those that do not end; in a forked child, does nothing."""
+        """Shuts the hosts down and kills those that do not exit within 15 s; no-op in a forked child."""
         if not self._owner.is_here:
             return
         alive = [host for host in self._hosts if host.process.poll() is None]
@@ -226,7 +229,7 @@ class HostPool:
         self._dirty = False
 
     def _start(self) -> None:
-        if self._remove_logs is None:  # not a TemporaryDirectory, which a forked child removes at its exit
+        if self._remove_logs is None:  # not TemporaryDirectory, which a forked child would remove on exit
             self._directory = pathlib.Path(tempfile.mkdtemp(prefix="meshfeed-hosts-"))
             self._remove_logs = finalize(self, shutil.rmtree, self._directory, True)
         failed: list[HostResult] = []
@@ -235,12 +238,13 @@ class HostPool:
             if not failed:
                 return
             self._kill()
+            # Another process may take the port between free_port() and the bind: only then is a retry useful.
             if not any(text in result.log for result in failed for text in _PORT_TAKEN):
                 break
         raise HostRunError(failed)
 
     def _start_once(self, directory: pathlib.Path, attempt: int) -> list[HostResult]:
-        """Starts all processes; returns the results of all if some did not join."""
+        """Starts all processes; returns an empty list, or the results of all if some did not join."""
         env = dict(os.environ)
         flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
         flags.append(f"--xla_force_host_platform_device_count={self.devices_per_host}")
@@ -253,7 +257,7 @@ class HostPool:
         deadline = time.monotonic() + self._start_timeout_seconds
         while not all(host.ready for host in self._hosts):
             if any(host.result is not None for host in self._hosts):
-                time.sleep(0.2)  # the others' logs may say more
+                time.sleep(0.2)  # let the other hosts log their errors
                 self._receive(0)
                 break
             if time.monotonic() > deadline:
@@ -273,7 +277,7 @@ class HostPool:
                 return
             ready = [key.data for key, _ in selector.select(seconds)]
         for host in ready or self._hosts:
-            # Without news also look at the processes: one that died may have left a child that holds the pipe open.
+            # On a timeout, also poll the processes: a dead host may have left a child that keeps the pipe open.
             if host in ready or (host.open and host.process.poll() is not None):
                 host.receive()
 
@@ -300,24 +304,24 @@ def run_hosts(
     grace_seconds: float = 30,
     **pool_options: Any,
 ) -> list[HostResult]:
-    """Runs ``function(*args)`` once on each of ``num_hosts`` fresh processes of one JAX job on this machine.
+    """Runs ``function(*args)`` once on each of ``num_hosts`` new processes of one JAX job on this machine.
 
     Args:
-      function: a callable (also of a test module), or ``"module:function"``.
-      *args: the same on every host.
-      num_hosts: processes of the job.
-      devices_per_host: CPU devices of each.
-      timeout_seconds: deadline of the function; what is left then is killed.
-      check: raise where a host failed; else failures are only in the results.
-      grace_seconds: how long the others may go on once one host has failed.
+      function: a callable, which may be defined in a test module, or ``"module:function"``.
+      *args: pickled arguments, the same on all hosts.
+      num_hosts: number of processes.
+      devices_per_host: CPU devices per process.
+      timeout_seconds: timeout of the function; hosts still running then are killed.
+      check: whether to raise if a host failed; otherwise failures are only in the results.
+      grace_seconds: time that the other hosts have to finish after one has failed.
       **pool_options: ``env``, ``recoverability``, ``heartbeat_timeout_seconds``, ``start_timeout_seconds`` of
         :class:`HostPool`.
 
     Returns:
-      One result a host, in order.
+      One result per host, in order of process index.
 
     Raises:
-      HostRunError: a host failed and ``check`` is true; the message quotes tracebacks and logs.
+      HostRunError: if ``check`` is true and any host failed; the message quotes tracebacks and logs.
     """
     with HostPool(num_hosts, devices_per_host, timeout_seconds=timeout_seconds, **pool_options) as pool:
         return pool.run(function, *args, check=check, grace_seconds=grace_seconds)
@@ -331,9 +335,9 @@ def start_hosts(
     devices_per_host: int = 4,
     **pool_options: Any,
 ) -> HostPool:
-    """As :func:`run_hosts`, but returns at once: ``poll``, ``kill(host, signal)``, ``wait`` and ``close`` the result.
+    """Starts ``function(*args)`` like :func:`run_hosts`, but returns a running :class:`HostPool` immediately.
 
-    Use it as a context manager, so that a failing test leaves nothing behind.
+    Use the pool as a context manager; a failing test then leaves no processes behind.
     """
     pool = HostPool(num_hosts, devices_per_host, **pool_options)
     try:

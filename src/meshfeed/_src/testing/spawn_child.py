@@ -1,4 +1,4 @@
-"""Runs inside each process that :mod:`meshfeed._src.testing.spawn` starts: joins the job, runs functions, leaves."""
+"""Runs inside each process that :mod:`meshfeed._src.testing.spawn` starts: joins the job, runs functions, exits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_message(stream: BinaryIO, payload: bytes) -> None:
 
 
 def take_message(buffer: bytearray) -> bytes | None:
-    """Takes the first whole message off ``buffer``; None while it is incomplete."""
+    """Removes and returns the first message of ``buffer``; None while it is incomplete."""
     if len(buffer) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(buffer)
@@ -47,8 +47,8 @@ def _read_message(stream: BinaryIO) -> bytes | None:
 def _read_tasks(stream: BinaryIO, tasks: queue.SimpleQueue[bytes]) -> None:
     while (payload := _read_message(stream)) is not None:
         tasks.put(payload)
-    # The parent is gone (it says "stop" when it wants an orderly end), so nobody would ever collect this process or
-    # those that it started. It leads its own process group, so this reaches all of them and nobody else.
+    # End of input means that the parent has died: an orderly shutdown sends "stop". Without this, the process and its
+    # children would be orphaned. It leads its own process group, so the signal reaches exactly those.
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -63,13 +63,13 @@ def _join(setup: dict[str, Any]) -> None:
         options["heartbeat_timeout_seconds"] = int(setup["heartbeat_timeout_seconds"])
     address = f"127.0.0.1:{setup['port']}"
     if setup["host"] == 0:
-        options["coordinator_bind_address"] = address  # not on the machine's public interfaces
+        options["coordinator_bind_address"] = address  # not on public network interfaces
     jax.distributed.initialize(address, setup["num_hosts"], setup["host"], **options)
-    jax.devices()  # a collective exchange of topologies: fail here, not in the first test
+    jax.devices()  # exchanges topologies collectively: fail here, not in the first test
 
 
 def _portable(value: Any) -> Any:
-    """``value`` with its jax.Arrays as numpy, so that the parent needs no accelerator back end to read it."""
+    """Converts the jax.Arrays of ``value`` to numpy, which the parent can unpickle without a JAX backend."""
     import jax
     import numpy as np
 
@@ -86,7 +86,7 @@ def _dump_error(error: BaseException) -> bytes:
 
     try:
         payload = cloudpickle.dumps(error)
-        pickle.loads(payload)  # some exceptions pickle but do not come back (own __init__ arguments)
+        pickle.loads(payload)  # an exception with its own __init__ arguments may pickle but not unpickle
         return payload
     except Exception:
         return pickle.dumps(RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}"))
@@ -101,19 +101,19 @@ def _run(payload: bytes) -> dict[str, Any]:
             module, _, name = function.partition(":")
             function = getattr(__import__(module, fromlist=["_"]), name)
         return {"value": cloudpickle.dumps(_portable(function(*args)))}
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the parent waits for an answer
+    except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the parent waits for an answer
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
         return {"error": _dump_error(error), "traceback": text}
 
 
 def main(results_fd: int) -> None:
-    """Serves functions from standard input until told to stop; results go to ``results_fd``."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks for stacks before it kills
+    """Runs functions read from standard input until "stop"; writes results to ``results_fd``."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent requests stacks before it kills
     os.set_inheritable(results_fd, False)
     stream = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # neither user code nor its child processes may read tasks
+    os.dup2(null, 0)  # keeps user code and its child processes from reading tasks
     os.close(null)
     results = os.fdopen(results_fd, "wb")
     setup_payload = _read_message(stream)
@@ -133,4 +133,4 @@ def main(results_fd: int) -> None:
 
     import jax
 
-    jax.distributed.shutdown()  # waits for the others: nobody loses its coordinator in mid-sentence
+    jax.distributed.shutdown()  # a barrier: the coordinator must outlive the other hosts' last calls

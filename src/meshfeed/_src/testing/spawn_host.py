@@ -1,4 +1,4 @@
-"""One process of a job on this machine: how it is started, talked to, watched and ended; what travels to it."""
+"""One process of a local multi-host job: starting it, sending it functions, reading its results, ending it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _ROOT = str(pathlib.Path(__file__).resolve().parents[3])
 @public("meshfeed.testing")
 @dataclasses.dataclass(frozen=True)
 class HostResult:
-    """What one host made of one function.
+    """Result of a function on one host.
 
     Attributes:
-      host: its process index.
-      value: what the function returned; jax.Arrays that are whole on the host come back as numpy.
-      error: the exception that it raised; TimeoutError if it did not end in time; ChildProcessError if the process
-        ended by itself or by a signal.
-      returncode: the process's exit status, negative for a signal; None while it lives.
-      log: what it wrote to standard output and error during this function.
-      traceback: of ``error``, as text, where the function raised it.
+      host: process index.
+      value: return value; a jax.Array that is fully addressable or fully replicated is converted to numpy.
+      error: the exception raised by the function; TimeoutError if it did not finish in time; ChildProcessError if the
+        process exited or was killed by a signal.
+      returncode: exit status of the process, negative for a signal; None while it runs.
+      log: standard output and standard error of the host during this function.
+      traceback: text of the traceback of ``error``; empty if the function itself did not raise.
     """
 
     host: int
@@ -51,10 +51,10 @@ class HostResult:
 
 @public("meshfeed.testing")
 class HostRunError(MeshfeedError):
-    """Some hosts failed.
+    """Raised when some hosts failed.
 
     Attributes:
-      results: the results of all hosts, those of the ones that succeeded included.
+      results: the results of all hosts, including those that succeeded.
     """
 
     def __init__(self, results: Sequence[HostResult]) -> None:
@@ -69,7 +69,7 @@ class HostRunError(MeshfeedError):
 
 
 class Host:
-    """One process, its pipes and its log."""
+    """A process with its pipes and its log."""
 
     def __init__(self, index: int, log_path: pathlib.Path, env: dict[str, str]) -> None:
         self.index = index
@@ -89,15 +89,15 @@ class Host:
                 stderr=subprocess.STDOUT,
                 env=env,
                 pass_fds=[write_fd],
-                start_new_session=True,  # a process group of its own, killed as one
+                start_new_session=True,  # its own process group, killed as a whole
             )
-        os.close(write_fd)
+        os.close(write_fd)  # with a second writer, the end of the pipe would never be seen
         self.results_fd = read_fd
         self.open = True
 
     def send(self, payload: bytes) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a dead host is noticed at its results pipe
+        with contextlib.suppress(BrokenPipeError):  # receive() detects a dead host at its results pipe
             write_message(self.process.stdin, payload)  # pyright: ignore[reportArgumentType] # Popen's IO[bytes]
 
     def signal_group(self, number: int) -> None:
@@ -105,7 +105,7 @@ class Host:
             os.killpg(self.process.pid, number)
 
     def print_stacks(self) -> None:
-        if self.ready:  # before that the signal has no handler yet, and would end the process
+        if self.ready:  # earlier there is no handler yet, and the signal would end the process
             self.process.send_signal(signal.SIGUSR1)
 
     def log(self) -> str:
@@ -117,7 +117,7 @@ class Host:
         self.result = HostResult(self.index, returncode=self.process.poll(), log=self.log(), **fields)
 
     def receive(self) -> None:
-        """Reads what is there; sets ``ready`` or ``result``."""
+        """Reads available messages without blocking; sets ``ready`` or ``result``."""
         dead = self.process.poll() is not None
         readable = bool(select.select([self.results_fd], [], [], 0)[0])
         data = os.read(self.results_fd, 1 << 20) if readable or not dead else b""
@@ -148,6 +148,7 @@ class Host:
 
 
 def free_port() -> int:
+    """Returns a TCP port that is free now; a different process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -160,21 +161,22 @@ def _unwrap(value: Any) -> Iterator[Any]:
     yield getattr(value, "__func__", value)
 
 
-def _travels_by_value(module: types.ModuleType | None) -> bool:
+def _pickle_by_value(module: types.ModuleType | None) -> bool:
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__.partition(".")[0] == "meshfeed":
-        return False  # built in, __main__ (by value anyhow), or importable over there
+        return False  # built in, __main__ (always pickled by value), or importable in the host
     path = pathlib.Path(file).resolve()
     installed = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return not any(path.is_relative_to(pathlib.Path(folder).resolve()) for folder in installed)
 
 
 def dump_task(function: Callable[..., Any] | str, args: tuple[Any, ...]) -> bytes:
+    """Pickles a function and its arguments; modules outside the installed packages are pickled by value."""
     import cloudpickle
 
     values = [inner for value in (function, *args) for inner in _unwrap(value)]
     names = {getattr(value, "__module__", None) or type(value).__module__ for value in values}
-    modules = [sys.modules[name] for name in names if name in sys.modules and _travels_by_value(sys.modules[name])]
+    modules = [sys.modules[name] for name in names if name in sys.modules and _pickle_by_value(sys.modules[name])]
     registered = cloudpickle.list_registry_pickle_by_value()
     added = [module for module in modules if module.__name__ not in registered]
     for module in added:

@@ -1,1 +1,1 @@
-"""ArrayRecord files. Read first: ``source.py``; ``_riegeli.c`` is the extension that reads whole batches."""
+"""ArrayRecord files. Read first: ``source.py``; ``_riegeli.c`` is the C extension that reads whole batches."""

@@ -1,8 +1,8 @@
-/* Reads records of Riegeli files, which ArrayRecord files are, without holding the interpreter's lock.
+/* Reads records of Riegeli files, the format of ArrayRecord, without holding the GIL.
  *
- * Nothing is returned unless its hashes match, and nothing is written outside the caller's buffers, whatever a file
- * contains. The caller treats every refusal alike: it asks the array_record library, which reads what this code does not
- * (other layouts and compressions) and reports what is damaged.
+ * Returns only data whose hashes match, and writes only within the caller's buffers, whatever a file contains. On any
+ * failure, the caller falls back to the array_record library, which supports other layouts and compressions and reports
+ * damage.
  *
  * Formats: Riegeli/records (doc/riegeli_records_file_format.md of google/riegeli) and ArrayRecord's cpp/layout.proto.
  * Hash: HighwayHash-64 (Alakuijala, Cox and Wassenberg, 2016, arXiv:1612.06257).
@@ -36,17 +36,17 @@
 #endif
 
 enum {
-  BLOCK_BYTES = 1 << 16, /* a block header stands at every multiple of this in a file */
+  BLOCK_BYTES = 1 << 16, /* every multiple of this offset in a file starts with a block header */
   BLOCK_HEADER_BYTES = 24,
   CHUNK_HEADER_BYTES = 40,
-  NEIGHBOR_BYTES = 1 << 18, /* adjacent records are read by one system call up to this many bytes */
+  NEIGHBOR_BYTES = 1 << 18, /* one system call reads adjacent records up to this many bytes */
   MAX_THREADS = 16,
 };
 static const int64_t MAX_CHUNK_BYTES = INT64_C(1) << 30;
 
 /* ------------------------------------------------------------------------------------------------ HighwayHash-64 */
 
-/* The state is 4 x 4 lanes of 64 bits: one vector each with AVX2, two elsewhere. */
+/* The state is 4 x 4 lanes of 64 bits: four lanes are one vector with AVX2, and two vectors elsewhere. */
 #if defined(__x86_64__)
 enum { VECTOR_BYTES = 32 };
 #define VECTORIZED __attribute__((target("avx2")))
@@ -63,10 +63,10 @@ typedef struct {
 } hash_state;
 #define INLINE static inline __attribute__((always_inline))
 
-/* The order of the bytes in each half of a packet after the hash's "zipper merge". */
+/* Byte order of each half of a packet after the "zipper merge" of the hash. */
 #define MERGED 3, 12, 2, 5, 14, 1, 15, 0, 11, 4, 10, 13, 9, 6, 8, 7
 
-/* The low halves of a's lanes times the high halves of b's. */
+/* Multiplies the low half of each lane of a by the high half of the same lane of b. */
 VECTORIZED INLINE lanes multiply_halves(lanes a, lanes b) {
 #if defined(__x86_64__)
   return (lanes)_mm256_mul_epu32((__m256i)a, (__m256i)(b >> 32));
@@ -111,7 +111,7 @@ VECTORIZED INLINE void update_from(hash_state *s, const uint8_t *bytes) {
   update(s, packet);
 }
 
-/* A round of the end: the packet is v0 with its halves, and the words of each lane, exchanged. */
+/* A finalization round: the packet is v0 with its halves swapped, and the words of each lane swapped. */
 VECTORIZED INLINE void permute_and_update(hash_state *s) {
   lanes packet[VECTORS];
 #if defined(__x86_64__)
@@ -124,7 +124,7 @@ VECTORIZED INLINE void permute_and_update(hash_state *s) {
   update(s, packet);
 }
 
-/* The last 1 to 31 bytes: their number is mixed into v0 and rotates v1, and they fill a packet in an order of its own. */
+/* The last 1 to 31 bytes: mixes their count into v0, rotates v1 by it, and fills a packet in a special order. */
 VECTORIZED INLINE void update_remainder(hash_state *s, const uint8_t *data, size_t size) {
   uint8_t packet[32] = {0};
   size_t whole = size & ~(size_t)3, rest = size & 3;
@@ -144,7 +144,7 @@ VECTORIZED INLINE void update_remainder(hash_state *s, const uint8_t *data, size
   update_from(s, packet);
 }
 
-/* The initial state: Riegeli's key, "Riegeli/records\n" twice, mixed into digits of pi, which are the paper's constants. */
+/* The initial state: Riegeli's key, "Riegeli/records\n" twice, mixed into the paper's constants, the digits of pi. */
 VECTORIZED INLINE hash_state initial_state(void) {
   static const uint64_t pi[2][4] = {{0xdbe6d5d5fe4cce2f, 0xa4093822299f31d0, 0x13198a2e03707344, 0x243f6a8885a308d3},
                                     {0x3bd39e10cb0ef593, 0xc0acf169b5f18a8c, 0xbe5466cf34e90c6c, 0x452821e638d01377}};
@@ -185,13 +185,13 @@ static uint64_t load64(const uint8_t *at) {
   return value;
 }
 
-/* Bytes in the file of a chunk with `size` bytes of header and data at `offset`, block headers included. */
+/* Bytes that a chunk at `offset` with `size` bytes of header and data occupies in the file, with block headers. */
 static int64_t span_of(int64_t offset, int64_t size) {
   const int64_t usable = BLOCK_BYTES - BLOCK_HEADER_BYTES;
   return size + (size + (offset + usable - 1) % BLOCK_BYTES) / usable * BLOCK_HEADER_BYTES;
 }
 
-/* Removes the block headers from `span` bytes read at `offset`. The bytes left, or -1 where they end within a header. */
+/* Removes the block headers from `span` bytes read at `offset`. Returns the bytes left; -1 if they end in a header. */
 static int64_t join_blocks(uint8_t *chunk, int64_t offset, int64_t span) {
   int64_t header = (BLOCK_BYTES - offset % BLOCK_BYTES) % BLOCK_BYTES;
   if (header >= span) return span;
@@ -206,8 +206,8 @@ static int64_t join_blocks(uint8_t *chunk, int64_t offset, int64_t span) {
   return to;
 }
 
-/* The data size of the chunk whose `span` bytes were read at `offset`, or -1 unless its hashes match. Afterwards the
- * header and the data are contiguous at `chunk`. */
+/* Returns the data size of the chunk whose `span` bytes were read at `offset`; -1 if a hash does not match. Makes the
+ * header and the data contiguous at `chunk`. */
 static int64_t check_chunk(uint8_t *chunk, int64_t offset, int64_t span) {
   int64_t room = join_blocks(chunk, offset, span) - CHUNK_HEADER_BYTES;
   if (room < 0 || load64(chunk) != highwayhash64(chunk + 8, 32)) return -1;
@@ -216,7 +216,7 @@ static int64_t check_chunk(uint8_t *chunk, int64_t offset, int64_t span) {
   return load64(chunk + 16) == highwayhash64(chunk + CHUNK_HEADER_BYTES, (size_t)size) ? (int64_t)size : -1;
 }
 
-/* Reads a varint at *at and advances past it; false where it is cut short or has more than 63 bits. */
+/* Reads a varint at *at and advances past it; returns false if it is truncated or longer than 63 bits. */
 static bool read_varint(const uint8_t *data, int64_t stop, int64_t *at, int64_t *value) {
   uint64_t found = 0;
   for (int shift = 0; shift < 63 && *at < stop; shift += 7) {
@@ -238,7 +238,7 @@ static int varint_bytes(int64_t value) {
 
 /* ----------------------------------------------------------------------------------------------------------- zstd */
 
-/* The system's libzstd, loaded at run time: it is nearly everywhere, and the package builds without its headers. */
+/* The system's libzstd, loaded at run time: nearly every system has it, and the package builds without its headers. */
 static struct {
   void *(*create_context)(void);
   size_t (*free_context)(void *);
@@ -257,7 +257,7 @@ static void load_zstd(void) {
   }
 }
 
-/* What a reading thread uses again for its next read. */
+/* Buffers that a reading thread reuses for its next read. */
 typedef struct {
   uint8_t *memory;
   size_t size;
@@ -293,7 +293,7 @@ static workspace *get_workspace(size_t size, bool compressed) {
 
 /* --------------------------------------------------------------------------------------------------------- records */
 
-/* Whether the page cache can be asked what it holds of a file. */
+/* Whether the file system can report which parts of a file are in the page cache. */
 enum { CAN_PROBE, IS_IN_MEMORY, CANNOT_PROBE };
 
 typedef struct {
@@ -301,20 +301,20 @@ typedef struct {
   bool compressed;
   atomic_int probe;
   int64_t count;
-  int64_t width;    /* bytes of every record, or 0 where they differ */
-  int64_t *offsets; /* int64[count + 1]: where chunks begin, and where the last one ends */
-  int64_t *sizes;   /* int64[count]: bytes of the records */
+  int64_t width;    /* bytes of every record, or 0 if they differ */
+  int64_t *offsets; /* int64[count + 1]: starts of the chunks, and the end of the last one */
+  int64_t *sizes;   /* int64[count]: sizes of the records in bytes */
 } index_object;
 
-/* Bytes of record `row`'s chunk in the file. Compressed, it extends to the next one; otherwise its length is known: the
- * header, 0 for no compression, the byte count of the list of sizes, that list of one varint, and the record. */
+/* Bytes of record `row`'s chunk in the file. A compressed chunk extends to the next one; otherwise its length is known:
+ * the header, 0 for no compression, the byte count of the list of sizes, that list of one varint, and the record. */
 static int64_t span_of_row(const index_object *index, int64_t row) {
   int64_t offset = index->offsets[row], size = index->sizes[row];
   if (index->compressed) return index->offsets[row + 1] - offset;
   return span_of(offset, CHUNK_HEADER_BYTES + 2 + varint_bytes(size) + size);
 }
 
-/* Puts the record of a sound chunk at `target`; false unless it is one record of `size` bytes, stored as expected. */
+/* Copies the record of a checked chunk to `target`; false unless it is one simple record of `size` bytes. */
 static bool take_record(const uint8_t *chunk, int64_t data_size, int64_t size, uint8_t *target, workspace *w) {
   const uint64_t one_simple_record = 'r' | 1 << 8;
   if (load64(chunk + 24) != one_simple_record || load64(chunk + 32) != (uint64_t)size || !data_size) return false;
@@ -331,18 +331,18 @@ static bool take_record(const uint8_t *chunk, int64_t data_size, int64_t size, u
   return zstd.decompress(w->context, target, (size_t)size, data + at, (size_t)(data_size - at)) == (size_t)size;
 }
 
-/* A batch, read by the calling thread and, where records must come from storage, by further threads. */
+/* A batch, read by the calling thread and, for records that are not in the page cache, by further threads. */
 typedef struct {
   index_object **indexes;
   const int64_t *fds;
-  const int64_t *file_index; /* NULL: all rows are of the first file */
+  const int64_t *file_index; /* NULL: all rows are in the first file */
   const int64_t *rows, *places;
   int64_t count, width;
   uint8_t *out;
-  int64_t *pending; /* first place of each group that was not in the page cache */
+  int64_t *pending; /* first index of each group that was not in the page cache */
   int64_t num_pending;
   atomic_llong next_pending;
-  atomic_llong bad; /* lowest place that could not be read; `count` if none */
+  atomic_llong bad; /* lowest index that could not be read; `count` if none */
 } batch;
 
 static int64_t file_at(const batch *b, int64_t i) { return b->file_index ? b->file_index[i] : 0; }
@@ -353,7 +353,7 @@ static void set_bad(batch *b, int64_t i) {
   }
 }
 
-/* The end of the group that begins at place i: records that follow one another in the file and are wanted so. */
+/* Returns the end of the group that begins at index i: records consecutive both in the file and in the batch. */
 static int64_t end_of_group(const batch *b, int64_t i, int64_t *span) {
   const int64_t file = file_at(b, i), *rows = b->rows;
   const index_object *index = b->indexes[file];
@@ -369,7 +369,7 @@ static int64_t end_of_group(const batch *b, int64_t i, int64_t *span) {
   return j;
 }
 
-/* Reads `span` bytes; fewer only at the end of the file or after an error. A read may be short, or interrupted. */
+/* Reads `span` bytes; fewer only at the end of the file or after an error. Retries short and interrupted reads. */
 static int64_t read_at(int fd, uint8_t *to, int64_t span, int64_t offset) {
   int64_t done = 0;
   while (done < span) {
@@ -391,7 +391,7 @@ static bool is_in_memory(int fd) {
 #endif
 }
 
-/* Reads `span` bytes if the page cache has them all; else false, without waiting for storage. */
+/* Reads `span` bytes if all are in the page cache; otherwise returns false without waiting for storage. */
 static bool read_cached(index_object *index, int fd, uint8_t *to, int64_t span, int64_t offset) {
 #if defined(RWF_NOWAIT)
   if (atomic_load(&index->probe) == CAN_PROBE) {
@@ -407,7 +407,7 @@ static bool read_cached(index_object *index, int fd, uint8_t *to, int64_t span, 
   return atomic_load(&index->probe) == IS_IN_MEMORY && read_at(fd, to, span, offset) == span;
 }
 
-/* Reads the group at place i; false where its bytes are not in the page cache and `only_cached` was asked for. */
+/* Reads the group at index i; false if `only_cached` is set and its bytes are not in the page cache. */
 static bool read_group(batch *b, int64_t i, bool only_cached, int64_t *end) {
   int64_t span;
   *end = end_of_group(b, i, &span);
@@ -439,7 +439,7 @@ static void *read_pending(void *pointer) {
   return NULL;
 }
 
-/* What the page cache has is read at once; the rest by several threads, since storage answers requests side by side. */
+/* Reads cached groups first; the rest with several threads, because storage serves requests in parallel. */
 static void read_batch(batch *b) {
   int64_t end;
   for (int64_t i = 0; i < b->count; i = end) {
@@ -458,7 +458,7 @@ static void read_batch(batch *b) {
 
 static PyObject *index_type;
 
-/* A C-contiguous buffer of int64, one dimension or none; `count` receives its length. */
+/* Gets a C-contiguous buffer of 8-byte items, read as int64; `count` receives their number. */
 static bool get_integers(PyObject *object, Py_buffer *view, int64_t *count, int flags) {
   if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | flags)) return false;
   if (view->itemsize != 8) {
@@ -480,7 +480,7 @@ static int64_t *copy_integers(PyObject *object, int64_t *count) {
   return copied;
 }
 
-/* Whether offsets and sizes can be those of a file, with sums that do not overflow. */
+/* Whether offsets and sizes are plausible for a file, with sums that do not overflow. */
 static bool are_plausible(const index_object *index) {
   if (index->offsets[0] < 0 || index->offsets[index->count] > INT64_MAX / 4) return false;
   for (int64_t i = 0; i < index->count; i++) {
@@ -588,7 +588,7 @@ static PyType_Spec index_spec = {
     .slots = index_slots,
 };
 
-/* Checks every row and place of the batch before anything is read; sets an exception, or the first row that no file has. */
+/* Checks all rows and places before any read; sets an exception, or `bad` to the first row out of range. */
 static bool check_batch(batch *b, int64_t num_files, int64_t num_bytes) {
   for (int64_t i = 0; i < b->count; i++) {
     int64_t file = file_at(b, i);
@@ -653,7 +653,7 @@ static PyObject *py_read(PyObject *module, PyObject *args) {
   long long width;
   if (!PyArg_ParseTuple(args, "OOOOOOL:read", &sequence, &arrays[FDS], &arrays[FILES], &arrays[ROWS], &arrays[PLACES], &target, &width))
     return NULL;
-  PyObject *indexes = PySequence_Tuple(sequence); /* keeps them alive, whatever becomes of the sequence */
+  PyObject *indexes = PySequence_Tuple(sequence); /* keeps the indexes alive if the sequence changes */
   if (!indexes) return NULL;
   Py_buffer views[ARRAYS] = {0}, out;
   int64_t counts[ARRAYS];

@@ -1,8 +1,8 @@
 """Opens local ArrayRecord files with one record per chunk for the extension module, which reads whole batches.
 
-The array_record library checks one record's hash, copies its bytes into a Python object and takes the interpreter's
-lock, for each record. The extension (``_riegeli.c``) reads, checks and places a batch in one call without that lock.
-It only returns records whose hashes match; everything else is left to the library, which also reports damage.
+For each record, the array_record library checks the hash, copies the bytes into a Python object and acquires the GIL.
+The extension (``_riegeli.c``) reads, checks and copies a batch in one call without the GIL. It returns only records whose
+hashes match; everything else is left to the library, which also reports damage.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ except ImportError as error:  # installed without a C compiler, or built for ano
     _logger.debug("ArrayRecord files are read by the array_record library, which is slower: %s", error)
     riegeli: Any = None
 
-_MAGIC = 0x71930E704FDAE05E  # ArrayRecord's, in the postscript
+_MAGIC = 0x71930E704FDAE05E  # of ArrayRecord, in the postscript
 _BLOCK_BYTES = 1 << 16
 _BLOCK_HEADER_BYTES = 24
 _CHUNK_HEADER_BYTES = 40
-_MAX_RECORD_BYTES = 1 << 23  # each reading thread keeps a buffer for the longest
-_PARSED_AT_ONCE = 1 << 17  # entries of a footer
-_ROWS_PER_CALL = 1024  # Ctrl-C waits for the end of a call
+_MAX_RECORD_BYTES = 1 << 23  # each reading thread keeps a buffer of the longest record
+_PARSED_AT_ONCE = 1 << 17  # footer entries; bounds the memory of the parsed fields
+_ROWS_PER_CALL = 1024  # Ctrl-C takes effect only between calls
 
 
 @dataclasses.dataclass(frozen=True)
 class DirectFile:
-    """A file that the extension can read.
+    """A file readable by the extension.
 
     Attributes:
-      index: a ``_riegeli.Index``: where its records are.
+      index: a ``_riegeli.Index`` with the offsets and sizes of the records.
       open: returns the open file.
     """
 
@@ -49,27 +49,27 @@ class DirectFile:
 
     @property
     def width(self) -> int:
-        """Bytes of every record; 0 if they differ."""
+        """Size in bytes of every record; 0 if the sizes differ."""
         return self.index.width
 
     @property
     def num_entries(self) -> int:
-        """Numbers of 8 bytes that it holds in memory."""
+        """Number of 8-byte entries of the index in memory."""
         return self.index.nbytes // 8
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Bytes of records ``rows``, int64[n]."""
+        """Returns the sizes in bytes of records ``rows``, int64[n]."""
         sizes = np.empty(len(rows), np.int64)
         self.index.sizes(np.ascontiguousarray(rows, np.int64), sizes)
         return sizes
 
 
 def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> DirectFile | None:
-    """What :func:`read` takes, or None if the file has to be read by the library.
+    """Returns a file for :func:`read`, or None if the file needs the library.
 
     Args:
       open_file: opens the file, or returns it if it is still open.
-      num_records: records in it.
+      num_records: number of records in the file.
     """
     if riegeli is None:
         return None
@@ -94,18 +94,18 @@ def read(
 
     Args:
       files: from :func:`open_direct`.
-      file_index: int64[n], the file of each record; None if there is only one.
-      rows: int64[n], rows of their files.
-      places: int64[n], the byte of ``out`` at which each record begins.
-      out: uint8, with room for each record at its place.
-      width: bytes that each record must have; 0 for any.
+      file_index: int64[n], the file of each record; None if there is only one file.
+      rows: int64[n], row numbers within the files.
+      places: int64[n], the byte offset of each record in ``out``.
+      out: uint8, large enough for all records at their offsets.
+      width: size in bytes that each record must have; 0 for any size.
 
     Returns:
       Whether all records were read and are intact; otherwise the content of ``out`` is undefined.
     """
     try:
-        opened = [file.open() for file in files]  # held by this frame: a closed descriptor's number may be reused
-    except (OSError, SourceError):  # gone or changed: the library finds out which
+        opened = [file.open() for file in files]  # keep a reference: the number of a closed descriptor may be reused
+    except (OSError, SourceError):  # removed or changed: the library reports which
         return False
     indexes, fds = [file.index for file in files], np.array([file.number for file in opened], np.int64)
     rows, places = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(places, np.int64)
@@ -118,23 +118,25 @@ def read(
 
 
 def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray, np.ndarray, bool] | None:
-    """Offsets int64[n + 1] (the last one is the footer's), sizes int64[n], and whether records are compressed.
+    """Reads the record index of a file.
 
-    None for a file that is not to be read directly.
+    Returns:
+      Offsets int64[n + 1] (the last one is that of the footer), sizes int64[n], and whether records are compressed; None
+      if the file needs the library.
     """
     postscript = _read_records(fd, num_bytes - _BLOCK_BYTES, num_bytes, 3)
     found = None if postscript is None else _columns(postscript[1], 0, 3, (8, 16))
     if found is None or (found[1] != _MAGIC).any():
         return None
-    place = int(found[0][0])
-    footer = _read_records(fd, place, num_bytes, num_records + 1)
+    footer_offset = int(found[0][0])
+    footer = _read_records(fd, footer_offset, num_bytes, num_records + 1)
     if footer is None:
         return None
     compressed, values, metadata_size = footer
-    columns = _columns(values, metadata_size, num_records, (8, 16, 24))
+    columns = _columns(values, metadata_size, num_records, (8, 16, 24))  # chunk offset, data size, number of records
     if columns is None or (columns[2] != 1).any():
         return None
-    offsets, sizes = np.append(columns[0], place), columns[1]
+    offsets, sizes = np.append(columns[0], footer_offset), columns[1]
     spans = np.diff(offsets)
     if (spans <= 0).any() or (spans > _MAX_RECORD_BYTES).any() or (sizes > _MAX_RECORD_BYTES).any():
         return None
@@ -142,7 +144,7 @@ def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray,
 
 
 def _read_records(fd: int, offset: int, num_bytes: int, num_records: int) -> tuple[bool, bytes, int] | None:
-    """Whether a chunk is compressed, its records one after the other, and the size of the first one."""
+    """Returns whether a chunk is compressed, its concatenated records, and the size of the first one; None on failure."""
     if not 0 <= offset < num_bytes:
         return None
     data_size = _data_size(fd, offset, num_records)
@@ -165,9 +167,9 @@ def _read_records(fd: int, offset: int, num_bytes: int, num_records: int) -> tup
 
 
 def _data_size(fd: int, offset: int, num_records: int) -> int:
-    """Bytes of data according to the header of a chunk of ``num_records`` records; 0 if it is another chunk."""
+    """Returns the data size in the header of a chunk of ``num_records`` records; 0 if the header does not match."""
     content = os.pread(fd, _CHUNK_HEADER_BYTES + 2 * _BLOCK_HEADER_BYTES, offset)
-    border = -offset % _BLOCK_BYTES  # a block header stands there, in the middle of the chunk's or before it
+    border = -offset % _BLOCK_BYTES  # a block header may interrupt or precede the chunk header
     header = (content[:border] + content[border + _BLOCK_HEADER_BYTES :])[:_CHUNK_HEADER_BYTES]
     if len(header) < _CHUNK_HEADER_BYTES or int.from_bytes(header[24:32], "little") != ord("r") | num_records << 8:
         return 0
@@ -182,23 +184,23 @@ def _inflated(compressed: bool, content: memoryview, limit: int) -> bytes | None
 
 
 def _varint(content: bytes | memoryview, start: int) -> tuple[int, int] | None:
-    """The number at ``start``, and where it ends."""
+    """Returns the varint at ``start`` and the offset after it, or None if it is invalid."""
     number = np.empty(1, np.int64)
     end = riegeli.read_varints(content, start, number)
     return None if end < 0 else (int(number[0]), end)
 
 
 def _columns(content: bytes, start: int, count: int, tags: tuple[int, ...]) -> np.ndarray | None:
-    """The fields of the ``count`` protocol buffers that follow one another from ``start`` to the end of ``content``.
+    """Parses ``count`` concatenated protocol buffers of varints, from ``start`` to the end of ``content``.
 
     Args:
-      content: messages of numbers.
-      start: where the first one begins.
-      count: of messages.
+      content: the encoded messages.
+      start: offset of the first message.
+      count: number of messages.
       tags: the tag of each field, the same in all messages.
 
     Returns:
-      int64[fields, count]; None if ``content`` is anything else.
+      int64[fields, count]; None if ``content`` has any other form.
     """
     columns = np.empty((len(tags), count), np.int64)
     part = np.empty((min(count, _PARSED_AT_ONCE), 2 * len(tags)), np.int64)

@@ -1,7 +1,7 @@
-"""ArrayRecord files: opening, counting and checking them, and how many stay open.
+"""Opens, counts and checks ArrayRecord files, and bounds the number of open files.
 
-The library opens a truncated, garbage or missing file as one of 0 records and says nothing; ``ok()`` tells, and the
-reason comes out of the first read.
+The library opens a truncated, invalid or missing file without an error, as a file of 0 records. ``ok()`` then returns
+False, and the first read raises the reason.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _logger = logging.getLogger("meshfeed")
-# With a read-ahead of 0, a run of records costs a walk through all chunks and a hand-over to other threads: 17 instead
-# of 0.8 µs a record of 1 KB in runs of 64. Single records and lists cost the same either way.
+# With a read-ahead of 0, reading a run of records iterates over all chunks and switches threads: 17 instead of 0.8 µs
+# per record of 1 KB in runs of 64. Single records and lists cost the same either way.
 _READING = "readahead_buffer_size:1M,max_parallelism:0"
-# Counting needs neither the index of chunks nor its memory: 2.1 instead of 3.8 ms at 100,000 chunks.
+# Counting does not need the chunk index in memory: 2.1 instead of 3.8 ms for 100,000 chunks.
 _COUNTING = _READING + ",footer_prefetch_bytes:0,index_storage_option:offloaded"
-# The library's 1 MiB buffer is filled anew at every jump: 30 instead of 7 µs for a record of 8 KB.
+# The library refills its buffer, 1 MiB by default, after every seek: 30 instead of 7 µs per record of 8 KB.
 _BUFFER_BYTES = 8192
-_MAX_ENTRIES = 1 << 25  # of 8 bytes: the library's one a chunk; and as many again for reading directly, one or two
-_LEAST_ENTRIES = 256  # of a known file, so that their number is bounded too
+_MAX_ENTRIES = 1 << 25  # of 8 bytes: one per chunk in the library, and one or two per record for direct reads
+_LEAST_ENTRIES = 256  # charged per known file, which bounds the number of files too
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardFile:
-    """One ArrayRecord file as it was when the source was made.
+    """One ArrayRecord file as it was when the source was created.
 
     Attributes:
       path: local path, or the URL of a file that is read through a cache.
-      num_bytes: its size.
-      version: time of its last change in nanoseconds; of a remote file the name of its version.
-      num_records: records in it.
-      group_size: records a chunk.
-      transposed: whether chunks hold records column by column.
-      key: tells this file and version from all others; a string because its hash is computed once.
+      num_bytes: file size in bytes.
+      version: modification time in nanoseconds; for a remote file, its version key.
+      num_records: number of records.
+      group_size: records per chunk.
+      transposed: whether chunks store records column by column.
+      key: identifies this file and version; a string, because strings cache their hash.
     """
 
     path: str
@@ -63,19 +63,19 @@ class ShardFile:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in the file, the unit that the library reads, checks and decompresses."""
+        """Number of chunks; a chunk is the unit that the library reads, checks and decompresses."""
         return -(-self.num_records // self.group_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenFile:
-    """An ArrayRecord file that was checked, and what reads it. The files below are opened when needed.
+    """A checked ArrayRecord file with its readers, which open it on demand.
 
     Attributes:
-      path: local path: of a file behind a URL, that of its copy.
-      status: of the file when it was checked.
-      library: gives the array_record library's reader.
-      direct: the way past the library, for files that have it.
+      path: local path; for a URL, the path of the cached copy.
+      status: ``os.stat`` result when the file was checked.
+      library: returns the array_record library's reader.
+      direct: the reader of the C extension, or None if the file needs the library.
     """
 
     path: str
@@ -85,12 +85,12 @@ class OpenFile:
 
 
 def inspect_file(path: str) -> ShardFile:
-    """Opens ``path`` to count its records, and checks that it is a whole ArrayRecord file.
+    """Counts the records of ``path`` and checks that it is a complete ArrayRecord file.
 
     Raises:
-      SourceError: there is no such file.
-      CorruptDataError: the file is empty, cut short, or not an ArrayRecord file.
-      OSError: it cannot be read.
+      SourceError: if the file does not exist.
+      CorruptDataError: if the file is empty, truncated, or not an ArrayRecord file.
+      OSError: if it cannot be read.
     """
     try:
         status = os.stat(path)
@@ -116,7 +116,7 @@ def inspect_file(path: str) -> ShardFile:
 def _open(path: str, options: str) -> Any:
     from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # a C module
 
-    with open(path, "rb"):  # the library reports neither a missing file nor a forbidden one: let the system do it
+    with open(path, "rb"):  # raises for a missing or unreadable file, which the library does not report
         pass
     reader = array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER_BYTES)
     if not reader.ok():
@@ -139,22 +139,23 @@ def _describe_unreadable(path: str, reader: Any) -> str:
 
 
 def remedy_for(path: str) -> str:
-    """What to do about a file that is not a whole ArrayRecord file, as a sentence with a space before it."""
+    """Returns the fix for a file that is not a complete ArrayRecord file: a sentence with a leading space."""
     return reader_hint(path, unless="ArrayRecord") or (
         " It was cut short, is still being written, or has a different format: write or copy it again."
     )
 
 
 class ReaderPool:
-    """What is known of files, the least recently used dropped first, and those that are open, the oldest. Thread-safe.
+    """LRU caches of checked files and of open files. Thread-safe.
 
-    What is known of a file takes memory, and an open one a descriptor. They are bounded apart, because finding out is a
-    hundred times as much work as opening: with more shards than a process may open, a batch in random order opens most
-    of its files anew.
+    A checked file occupies memory, and an open file a descriptor. The two are bounded separately, because checking a file
+    takes a hundred times as long as opening it: with more shards than a process may open, a batch in random order reopens
+    most of its files.
 
     Args:
-      max_files: open at most; by default a share of what the process may open.
-      max_entries: numbers of 8 bytes in memory, at most, for what is known and again for the library's open readers.
+      max_files: maximum number of open files; by default, a share of the process limit.
+      max_entries: maximum number of 8-byte entries in memory, for checked files and separately for the library's open
+        readers.
     """
 
     def __init__(self, max_files: int | None = None, max_entries: int = _MAX_ENTRIES) -> None:
@@ -167,30 +168,30 @@ class ReaderPool:
         return len(self._open)
 
     def has(self, file: ShardFile) -> bool:
-        """Whether ``file`` is open now."""
+        """Whether ``file`` is open."""
         return (file.key, "direct") in self._open or (file.key, "library") in self._open
 
     def get(self, file: ShardFile, cache: ShardCache | None = None) -> OpenFile:
-        """What reads ``file``, whose copy ``cache`` holds if its path is a URL.
+        """Returns the readers of ``file``, through ``cache`` if its path is a URL.
 
         Raises:
-          SourceError: the file is gone or has changed since the source was made.
-          CorruptDataError: it is damaged.
+          SourceError: if the file has been removed or changed since the source was created.
+          CorruptDataError: if it is damaged.
         """
         return self._known.find(file.key) or self._known.get(file.key, lambda: self._check(file, cache))
 
     def open(self, file: ShardFile, cache: ShardCache | None) -> None:
-        """Fetches and opens ``file``, for reads to come.
+        """Fetches and opens ``file`` ahead of reads.
 
         Raises:
-          As :meth:`get`.
+          SourceError, CorruptDataError: as for :meth:`get`.
         """
         found = self.get(file, cache)
-        with contextlib.suppress(OSError):  # whoever reads it finds out why
+        with contextlib.suppress(OSError):  # a later read raises it
             _ = found.library() if found.direct is None else found.direct.open()
 
     def drop(self, files: Sequence[ShardFile]) -> None:
-        """Forgets ``files``."""
+        """Removes ``files`` from both caches."""
         self._known.drop([file.key for file in files])
         self._open.drop([(file.key, kind) for file in files for kind in ("direct", "library")])
 
@@ -202,7 +203,7 @@ class ReaderPool:
 
         def descriptor() -> Descriptor:
             nonlocal last
-            # While it is open, not through the pool: looking up each file of a batch there takes a tenth of the batch.
+            # Bypass the pool while the file is open: looking up every file of a batch takes 10 % of the batch.
             opened = None if last is None else last()
             if opened is None:
                 opened = self._opened(file, "direct", cache, _open_descriptor)
@@ -214,7 +215,7 @@ class ReaderPool:
             if file.group_size == 1 and not file.transposed:
                 direct = open_direct(descriptor, file.num_records)
         if direct is None:
-            library()  # which is the judge of what is damaged
+            library()  # raises if the file is damaged
         _logger.debug("%s is read %s", file.path, "directly" if direct else "by the array_record library")
         num_entries = 0 if direct is None else direct.num_entries
         return OpenFile(path, status, library, direct), max(num_entries, _LEAST_ENTRIES)
@@ -241,7 +242,7 @@ class ReaderPool:
             except OSError as error:
                 if not is_out_of_files(error) or not len(self._open):
                     raise
-                # The program has opened more than its share: make do with less.
+                # The rest of the program uses too many descriptors: close all files of the pool and retry.
                 self._open.drop([key for key, _ in self._open.oldest_first()])
                 return open_once()
 
@@ -251,7 +252,7 @@ class ReaderPool:
         return made
 
     def _drop_copies(self, newest: ShardFile, max_bytes: int) -> None:
-        """Closes copies of remote files beyond ``max_bytes``: one that is evicted while open keeps its disk space."""
+        """Closes the oldest cached copies beyond ``max_bytes``: an evicted copy keeps its disk space while open."""
         copies = [(key, file) for key, (file, _) in self._open.oldest_first() if is_url(file.path)]
         excess = sum(file.num_bytes for _, file in copies) - max_bytes
         for key, file in copies:
@@ -262,17 +263,17 @@ class ReaderPool:
                 excess -= file.num_bytes
 
 
-# One for the process, because what it bounds, open files and memory, is the process's: a mixture of 35 sources with a
-# pool each would run out of both.
+# One pool per process, because open files and memory are limited per process: a mixture of 35 sources with one pool
+# each would exhaust both.
 shared_readers = ReaderPool()
 
 
 @contextlib.contextmanager
 def _local_copy(file: ShardFile, cache: ShardCache | None) -> Iterator[tuple[str, os.stat_result]]:
-    """Path and status of the file on a local disk, where it stays within the ``with`` block.
+    """Yields the local path and status of the file, and keeps a cached copy from eviction within the ``with`` block.
 
     Raises:
-      SourceError: the file is gone or has changed since the source was made.
+      SourceError: if the file has been removed or changed since the source was created.
     """
     try:
         if cache is None or not is_url(file.path):
@@ -315,7 +316,7 @@ def _open_library(file: ShardFile, path: str, _status: os.stat_result) -> tuple[
 
 
 def _open_descriptor(file: ShardFile, path: str, status: os.stat_result) -> tuple[Descriptor, int]:
-    opened = Descriptor(path)
+    opened = Descriptor(path)  # the path may have been replaced since ``status`` was read
     if not os.path.samestat(opened.status, status) or opened.status.st_size != status.st_size:
         raise _changed(file, path)
     return opened, 0

@@ -1,4 +1,4 @@
-"""Counts the records of a remote ArrayRecord file from its last few kilobytes."""
+"""Counts the records of a remote ArrayRecord file from its footer, without downloading the records."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _BLOCK_BYTES = 1 << 16  # a Riegeli block; the last one of a file holds its postscript
-_TAIL_BYTES = 4 * _BLOCK_BYTES  # holds the footer of some 20,000 chunks: one request for most files
-# The postscript is a protocol buffer {1: offset of the footer, 2: magic number}, never compressed.
+_TAIL_BYTES = 4 * _BLOCK_BYTES  # the footer of about 20,000 chunks: one request is enough for most files
+# The postscript is the protocol buffer {1: footer offset, 2: magic number}, which is never compressed.
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
 
 def inspect_url(url: str, cache: ShardCache) -> ShardFile:
-    """Counts and checks as :func:`inspect_file` does, without fetching the records.
+    """Counts and checks like :func:`inspect_file`, without fetching the records.
 
-    The footer and the postscript are written at their places into a sparse local file, which the library then opens: it
-    checks their hashes as always.
+    Writes the footer and the postscript at their offsets into a sparse local file and opens it with the array_record
+    library, which checks their hashes as usual.
 
     Raises:
-      SourceError: there is no such file.
-      CorruptDataError: the file is empty, cut short, or not an ArrayRecord file.
-      OSError: it cannot be read.
+      SourceError: if the file does not exist.
+      CorruptDataError: if the file is empty, truncated, or not an ArrayRecord file.
+      OSError: if it cannot be read.
     """
     num_bytes, version = cache.identify(url)
-    # From a block's edge on: the reader looks at the header of the block that a chunk lies in.
+    # Start at a block boundary: the reader needs the header of the block in which a chunk begins.
     tail_start = max(0, num_bytes - _TAIL_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
     tail = _read(url, tail_start, num_bytes, num_bytes)
     postscript = _POSTSCRIPT.search(tail[-_BLOCK_BYTES:])
@@ -66,4 +66,4 @@ def _read(url: str, start: int, stop: int, num_bytes: int) -> bytes:
 
 
 def _read_varint(encoded: bytes) -> int:
-    return sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(encoded))
+    return sum((byte & 0x7F) << (7 * digit) for digit, byte in enumerate(encoded))

@@ -1,4 +1,4 @@
-"""Rows of open ArrayRecord files, the fastest way, and the library's exceptions as our own."""
+"""Reads rows of open ArrayRecord files the fastest way; maps exceptions of the library to those of meshfeed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from meshfeed._src.sources.array_record.direct import DirectFile
 from meshfeed._src.sources.array_record.readers import OpenFile, ShardFile
 from meshfeed._src.sources.decode_raw import packer
 
-_FEW = 1 << 14  # rows; what is computed for a batch of at most this many is kept
+_FEW = 1 << 14  # rows; results for batches of up to this many are cached
 _PROBES = 4
 
 
 def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes] | None:
-    """Records of several files by one call of the extension module.
+    """Reads records of several files with one call of the extension module.
 
     Args:
       opened: the files.
-      file_index: int64[n], the file of each record; None if there is only one.
-      rows: int64[n], rows of their files.
+      file_index: int64[n], the file of each record; None if there is only one file.
+      rows: int64[n], row numbers within the files.
 
     Returns:
-      None if a file has to be read by the library, or a record cannot be read or is damaged.
+      The n records; None if a file needs the library, or a record cannot be read or is damaged.
     """
     files = [file.direct for file in opened if file.direct is not None]
     if len(files) < len(opened):
@@ -40,18 +40,18 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
     if not direct.read(files, file_index, rows, bounds[:-1], out):
         return None
     content = out.data
-    if width and count <= _FEW:
+    if width and count <= _FEW:  # one call creates all bytes objects
         return list(packer(width, count).unpack_from(content))
     return [bytes(content[first:end]) for first, end in itertools.pairwise(bounds.tolist())]
 
 
 def common_width(files: Sequence[DirectFile]) -> int:
-    """Bytes of every record of all files; 0 if they differ."""
+    """Returns the size in bytes of every record of all files; 0 if the sizes differ."""
     return files[0].width if all(file.width == files[0].width for file in files) else 0
 
 
 def _bounds(files: Sequence[DirectFile], file_index: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
-    """Where records of these sizes begin if they follow one another, and where the last one ends: int64[n + 1]."""
+    """Returns the offsets of the concatenated records and the end of the last one: int64[n + 1]."""
     if file_index is None:
         sizes = files[0].sizes(rows)
     else:
@@ -63,18 +63,18 @@ def _bounds(files: Sequence[DirectFile], file_index: np.ndarray | None, rows: np
 
 
 def read_by_library(opened: OpenFile, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
-    """Records ``rows`` of one file, in the order asked for, by the array_record library.
+    """Reads records ``rows`` of one file, in that order, with the array_record library.
 
     Args:
-      opened: ``file``, open.
-      file: for the choice of the call, and for messages.
+      opened: ``file``, opened.
+      file: used to choose the library call, and in messages.
       rows: int64[n], row numbers within the file.
-      first_record_id: record id of the file's row 0, for messages.
+      first_record_id: record id of row 0 of the file, for messages.
 
     Raises:
-      CorruptDataError: a stored byte is damaged; names file and record.
-      SourceError: the file has been cut short since it was opened.
-      OSError: the file cannot be read.
+      CorruptDataError: if a stored byte is damaged; names the file and the record.
+      SourceError: if the file has been truncated since it was opened.
+      OSError: if the file cannot be read.
     """
     library = opened.library()
     try:
@@ -87,10 +87,11 @@ def read_by_library(opened: OpenFile, file: ShardFile, rows: np.ndarray, first_r
 
 
 def _call_library(read: Any, path: str, file: ShardFile, rows: np.ndarray) -> list[bytes]:
-    """One read of a list walks all chunks of the file and wakes the library's threads, which then read side by side.
+    """Reads rows with the fastest calls of the library.
 
-    Reads of single rows do neither, but wait for storage one after the other: they are faster only for few rows of a
-    large file that lie in the page cache.
+    Reading a list of rows iterates over all chunks of the file and wakes the library's threads, which read in parallel.
+    Reading single rows does neither, but waits for storage sequentially: it is faster only for a few rows of a large
+    file, if they are in the page cache.
     """
     ends = _ends_of_runs(rows)
     if 2 * len(ends) < len(rows) or len(rows) == 1:
@@ -103,7 +104,7 @@ def _call_library(read: Any, path: str, file: ShardFile, rows: np.ndarray) -> li
 
 
 def _are_cached(path: str, file: ShardFile, rows: np.ndarray) -> bool:
-    """Whether the page cache has what lies about where some of the rows are; False where the system does not tell."""
+    """Whether bytes near a sample of the rows are in the page cache; False if the system cannot report it."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     sample = rows[:: -(-len(rows) // _PROBES)]
@@ -114,16 +115,16 @@ def _are_cached(path: str, file: ShardFile, rows: np.ndarray) -> bool:
                 os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
         finally:
             os.close(fd)
-    except OSError:  # BlockingIOError: it would have to wait for storage
+    except OSError:  # BlockingIOError: the read would wait for storage
         return False
     return True
 
 
 def _check_length(opened: OpenFile, file: ShardFile) -> None:
-    """Of a file that has been cut short while it is open, the library gives empty records and says nothing."""
+    """Raises SourceError if the file was truncated while open: the library then returns empty records without an error."""
     try:
         found = os.stat(opened.path)
-    except FileNotFoundError:  # it goes on while it is open
+    except FileNotFoundError:  # a deleted file stays readable while open
         return
     num_bytes = found.st_size
     if num_bytes != file.num_bytes and os.path.samestat(found, opened.status):
@@ -134,28 +135,28 @@ def _check_length(opened: OpenFile, file: ShardFile) -> None:
 
 
 def _ends_of_runs(rows: np.ndarray) -> np.ndarray:
-    """Where runs of neighbours end, but for the last one."""
+    """Returns the ends of all runs of consecutive rows except the last."""
     return np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
 
 
 def steps(count: int, width: int) -> np.ndarray:
-    """``0, width, 2 * width, …``: int64[count], read-only."""
+    """Returns ``0, width, 2 * width, …`` as int64[count]; the array may be shared: do not modify it."""
     return _steps(count, width) if count <= _FEW + 1 else np.arange(count) * width
 
 
 @functools.lru_cache(maxsize=16)
 def _steps(count: int, width: int) -> np.ndarray:
-    places = np.arange(count) * width
-    places.flags.writeable = False
-    return places
+    offsets = np.arange(count) * width
+    offsets.flags.writeable = False  # cached
+    return offsets
 
 
 def expected_microseconds(file: ShardFile, rows: np.ndarray) -> tuple[float, float]:
-    """What scattered rows cost by single reads and by one list if they lie in the page cache.
+    """Estimates the cost in µs of reading scattered rows from the page cache, with single reads and with one list.
 
-    Measured on records of 200 to 8,192 bytes: one row costs 3.3 and the decoding of its chunk each time; a list costs
-    0.002 for every chunk of the file, some 200 to wake the library's threads, 2.7 a row, and the decoding of each chunk
-    once. A chunk decodes at about 5 bytes a nanosecond.
+    Measured with records of 200 to 8,192 bytes. A single read costs 3.3 µs plus the decoding of its chunk. A list costs
+    0.002 µs per chunk of the file, about 200 µs to wake the library's threads, 2.7 µs per row, and the decoding of each
+    chunk once. Chunks decode at about 5 bytes per nanosecond.
     """
     num_chunks = max(file.num_chunks, 1)
     num_touched = len(rows) if file.group_size == 1 else len(np.unique(rows // file.group_size))
@@ -166,7 +167,7 @@ def expected_microseconds(file: ShardFile, rows: np.ndarray) -> tuple[float, flo
 
 
 def _explain(reader: Any, file: ShardFile, rows: list[int], first_record_id: int, error: Exception) -> Exception:
-    """The exception to raise for ``error``: reads the rows one by one to find the one at fault."""
+    """Returns the exception to raise for ``error``; reads the rows one by one to find the damaged one."""
     row, message = None, str(error)
     for candidate in rows:
         try:
@@ -174,7 +175,7 @@ def _explain(reader: Any, file: ShardFile, rows: list[int], first_record_id: int
         except (RuntimeError, IndexError) as single:
             row, message = candidate, str(single)
             break
-    if "read()" in message and "failed" in message:  # pread() failed: the disk or the network, not the bytes
+    if "read()" in message and "failed" in message:  # a failed pread() is an I/O error, not corruption
         return OSError(f"{file.path}: {message}")
     record_id = None if row is None else first_record_id + row
     which = "a record" if row is None else f"record {record_id} (row {row} of the file)"

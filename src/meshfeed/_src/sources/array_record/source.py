@@ -1,4 +1,4 @@
-"""ArrayRecord files as one random-access source that is read a batch at a time."""
+"""ArrayRecord files as one random-access source, read in batches."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from meshfeed._src.sources.files import paths as file_paths
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
-_FILES_PER_CALL = 32  # that one call holds open; several threads may read
+_FILES_PER_CALL = 32  # held open by one call; several threads may read at once
 
 
 @public("meshfeed.sources")
 class ArrayRecord:
-    """Records of ArrayRecord files, by id: those of the first file, then those of the second, and so on.
+    """Random-access source over the records of ArrayRecord files, concatenated in file order.
 
-    Files are opened when first read from, and a bounded number of them stays open. A source can be pickled; open files
-    do not travel. Safe to read from several threads.
+    Files are opened on first use, and a bounded number stays open. A source can be pickled, without its open files. Safe
+    to read from several threads.
 
     Args:
-      paths: a path, a glob (its files sorted by name), a URL that fsspec knows, or a list of them in the order that
-        record ids follow.
-      decode: turns the bytes of one record into a pytree of arrays. May take ``rng=``.
-      decode_batch: turns a list of n records' bytes into a pytree of arrays ``[n, ...]``. May take ``rng=``. For
+      paths: a path, a glob (expanded in order of name), a URL supported by fsspec, or a list of these. The order of the
+        files determines the record ids.
+      decode: converts the bytes of one record to a pytree of arrays. May take ``rng=``.
+      decode_batch: converts a list of n records (bytes) to a pytree of arrays ``[n, ...]``. May take ``rng=``. For
         records of one size, ``numpy.frombuffer(b"".join(records), dtype).reshape(len(records), -1)`` is far faster
-        than decoding one by one. The arrays that either returns are copied before its next call, so it may fill them again;
-        views of ``bytes``, as these are, need no copy.
-      cache: local disk through which files behind URLs are read.
+        than decoding one by one. Arrays returned by either function are copied before its next call, so it may reuse
+        them; views of ``bytes``, as in this example, are not copied.
+      cache: cache on a local disk; required for URLs.
 
     Raises:
-      SettingsError: both decoders given, or a URL without a cache.
-      SourceError: no file, a missing file, or no record in any of them; it names what was asked for.
-      CorruptDataError: a file that is empty, cut short or of another format; it names the file.
+      SettingsError: if both decoders are given, or a URL without a cache.
+      SourceError: if there are no files, a file is missing, or all files are empty; names the path or pattern.
+      CorruptDataError: if a file is empty, truncated or in a different format; names the file.
     """
 
     fresh_arrays = True
@@ -100,12 +100,12 @@ class ArrayRecord:
                 "least one record. Check what wrote them."
             )
         self._one_record_a_chunk = all(file.group_size == 1 for file in self._files)
-        self._rows_differ = False  # records of different sizes were found
+        self._rows_differ = False  # known once read_rows finds records of different sizes
         self._readers: ReaderPool = shared_readers
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        del state["_readers"]
+        del state["_readers"]  # open files and locks belong to the process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,11 +119,11 @@ class ArrayRecord:
         return int(self._ends[-1])
 
     def __getitem__(self, record_id: Any) -> Record:
-        """Record ``record_id``, decoded; its bytes where the source has no decoder."""
+        """Returns record ``record_id``, decoded; its bytes if the source has no decoder."""
         return self.__getitems__([operator.index(record_id)])[0]
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
-        """Several records, decoded, in the order asked for."""
+        """Returns several decoded records, in the order of ``record_ids``."""
         raw = self.read_raw(np.asarray(record_ids, np.int64))
         if self.decode is not None:
             return [self.decode(record) for record in raw]
@@ -133,51 +133,54 @@ class ArrayRecord:
         return list(raw)
 
     def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
-        """Undecoded records, in the order asked for.
+        """Reads records without decoding them.
 
         Args:
-          record_ids: int64[n], in any order, repeats allowed.
+          record_ids: int64[n], in any order, with repeats allowed.
+
+        Returns:
+          The bytes of n records, in the order of ``record_ids``.
 
         Raises:
-          IndexError: an id is not in [0, len).
-          CorruptDataError: stored bytes are damaged; names the file and the record.
-          SourceError: a file is gone or has changed since the source was made.
-          OSError: a file cannot be read.
+          IndexError: if an id is not in [0, len).
+          CorruptDataError: if stored bytes are damaged; names the file and the record.
+          SourceError: if a file has been removed or changed since the source was created.
+          OSError: if a file cannot be read.
         """
         ids = self._checked(record_ids)
         records = [b""] * len(ids)
-        for files, file_index, rows, places in self._parts(ids):
+        for files, file_index, rows, slots in self._parts(ids):
             found = self._read_part(files, file_index, rows)
-            if places is None:
+            if slots is None:
                 return found
-            for place, record in zip(places.tolist(), found, strict=True):
-                records[place] = record
+            for slot, record in zip(slots.tolist(), found, strict=True):
+                records[slot] = record
         return records
 
     def read_rows(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray | None:
-        """Undecoded records of one size, read into one array by one call that does not hold the interpreter's lock.
+        """Reads records of one size into one array without holding the GIL.
 
-        For local files with one record per chunk, uncompressed or zstd, if the package was installed with its extension.
+        Supports local files with one record per chunk, uncompressed or zstd, if the C extension is installed.
 
         Args:
-          record_ids: int64[n], in any order, repeats allowed.
+          record_ids: int64[n], in any order, with repeats allowed.
 
         Returns:
-          uint8 ``[n, bytes of a record]``, fresh and aligned to 64 bytes; or None if a file has several records per
-          chunk, or if records differ in size, cannot be read this way, or are damaged: :meth:`read_raw` reads them or
-          reports what is wrong.
+          A new uint8 array ``[n, bytes per record]``, aligned to 64 bytes; or None if a file has several records per
+          chunk, or the records differ in size, cannot be read this way, or are damaged. :meth:`read_raw` then reads the
+          records or reports the error.
 
         Raises:
-          IndexError, SourceError: as :meth:`read_raw`.
+          IndexError, SourceError: as for :meth:`read_raw`.
         """
-        if self._rows_differ or not self._one_record_a_chunk or direct.riegeli is None:  # do nothing twice
+        if self._rows_differ or not self._one_record_a_chunk or direct.riegeli is None:  # avoid a futile attempt
             return None
         ids = self._checked(record_ids)
         out: np.ndarray | None = None
-        for numbers, file_index, rows, places in self._parts(ids):
+        for numbers, file_index, rows, slots in self._parts(ids):
             try:
                 opened = self._open(numbers)
-            except CorruptDataError:  # maybe of a cached copy only: read_raw fetches it again
+            except CorruptDataError:  # perhaps only the cached copy: read_raw fetches it again
                 return None
             files = [file.direct for file in opened if file.direct is not None]
             if len(files) < len(opened):
@@ -188,7 +191,7 @@ class ArrayRecord:
                 return None
             if out is None:
                 out = memory.empty((len(ids), width), np.uint8)
-            at = steps(len(ids), width) if places is None else places * width
+            at = steps(len(ids), width) if slots is None else slots * width
             if not direct.read(files, file_index, rows, at, out.reshape(-1), width=width):
                 return None
         return out
@@ -196,7 +199,8 @@ class ArrayRecord:
     def _checked(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray:
         ids = np.asarray(record_ids, np.int64)
         if ids.size:
-            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))  # what min() and max() end in
+            # reduce() avoids the call overhead of min() and max().
+            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
             if low < 0 or high >= self._ends[-1]:
                 raise IndexError(
                     f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
@@ -204,11 +208,11 @@ class ArrayRecord:
         return ids
 
     def _parts(self, ids: np.ndarray) -> Iterator[tuple[list[int], np.ndarray | None, np.ndarray, np.ndarray | None]]:
-        """Cuts a batch so that each part touches a bounded number of files.
+        """Splits a batch into parts that each read a bounded number of files.
 
         Yields:
-          Files of the part; of each of its records the place of its file among them (None: one file), its row in that
-          file, and its place in ``ids`` (None: the part is the whole batch).
+          The files of the part and, for each of its records: the index of its file among them (None for one file), its
+          row in that file, and its index in ``ids`` (None if the part is the whole batch).
         """
         if not ids.size:
             return
@@ -225,11 +229,11 @@ class ArrayRecord:
             yield touched.tolist(), index, rows, None
             return
         for first in range(0, len(touched), _FILES_PER_CALL):
-            places = np.flatnonzero((index >= first) & (index < first + _FILES_PER_CALL))
-            yield touched[first : first + _FILES_PER_CALL].tolist(), index[places] - first, rows[places], places
+            slots = np.flatnonzero((index >= first) & (index < first + _FILES_PER_CALL))
+            yield touched[first : first + _FILES_PER_CALL].tolist(), index[slots] - first, rows[slots], slots
 
     def _open(self, files: list[int]) -> list[OpenFile]:
-        if self._cache is not None and len(files) > 1:  # fetch side by side what is not here yet
+        if self._cache is not None and len(files) > 1:  # fetch files that are not open yet in parallel
             closed = [self._files[number] for number in files if not self._readers.has(self._files[number])]
             file_paths.in_threads(lambda file: self._readers.open(file, self._cache), closed)
         return [self._readers.get(self._files[number], self._cache) for number in files]
@@ -237,7 +241,7 @@ class ArrayRecord:
     def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
         try:
             found = read_direct(self._open(files), file_index, rows)
-        except CorruptDataError:  # maybe of a cached copy only, which _read_file fetches again
+        except CorruptDataError:  # perhaps only the cached copy, which _read_file fetches again
             found = None
         if found is not None:
             return found
@@ -246,8 +250,8 @@ class ArrayRecord:
         records = [b""] * len(rows)
         for number, file in enumerate(files):
             mine = np.flatnonzero(file_index == number)
-            for place, record in zip(mine.tolist(), self._read_file(file, rows[mine]), strict=True):
-                records[place] = record
+            for slot, record in zip(mine.tolist(), self._read_file(file, rows[mine]), strict=True):
+                records[slot] = record
         return records
 
     def _inspect(self, name: str) -> ShardFile:
@@ -264,7 +268,7 @@ class ArrayRecord:
         except CorruptDataError:
             if self._cache is None or not file_paths.is_url(file.path):
                 raise
-        self._readers.drop([file])  # the copy may be at fault: once more from the original
+        self._readers.drop([file])  # the cached copy may be damaged: retry once from the original
         self._cache.discard(file.path)
         return self._read_open(file, rows, first_record_id)
 
@@ -273,19 +277,19 @@ class ArrayRecord:
         return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
 
     def file_of(self, record_id: int) -> str:
-        """Path or URL of the file that holds a record."""
+        """Returns the path or URL of the file that contains a record."""
         return self._files[int(np.searchsorted(self._ends, record_id, side="right"))].path
 
     def file_names(self) -> list[str]:
-        """Paths and URLs of the files, in the order of their records."""
+        """Returns the paths and URLs of the files, in record id order."""
         return [file.path for file in self._files]
 
     def fingerprint_files(self) -> JsonValue:
-        """Identity of the files: count, total bytes, digest of base names and sizes in order."""
+        """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
         return file_paths.identify_files(self.file_names(), [file.num_bytes for file in self._files])
 
     def fingerprint(self) -> JsonValue:
-        """Identity: files, number of records, and a digest of the bytes of 4 records spread over the source."""
+        """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "array_record",
             "files": self.fingerprint_files(),
@@ -294,5 +298,5 @@ class ArrayRecord:
         }
 
     def close(self) -> None:
-        """Closes the files. The source can still be read from: they open again."""
+        """Closes the files; a later read opens them again."""
         self._readers.drop(self._files)

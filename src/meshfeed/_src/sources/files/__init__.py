@@ -1,1 +1,1 @@
-"""Paths and globs, streams cut along files, and the cache of remote shards."""
+"""Paths and globs, streams divided into lanes by file, and the cache of remote shards."""

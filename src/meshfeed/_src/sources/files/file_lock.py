@@ -1,8 +1,8 @@
-"""Locks between processes of one host, by ``flock``: the kernel releases them when their holder dies.
+"""Locks between processes of one host with ``flock``; the kernel releases them when the holder dies.
 
-A lock file is removed by whoever holds its lock. A process that opened the file before that, and gets the lock
-afterwards, holds the lock of a file without a name, while a third may create and lock a new one. So a lock counts only if
-the file still has its name.
+The holder of a lock removes the lock file. A process that opened the file before its removal and locks it afterwards has
+locked an unlinked file, while a third process may create and lock a new one. A lock is therefore valid only if the path
+still refers to the locked file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterator
 
 from meshfeed._src.base.errors import StalledError
 
-_POLL_SECONDS = 0.001
+_POLL_SECONDS = 0.001  # polls, because flock has no timeout
 _MAX_POLL_SECONDS = 0.05
 
 
 def try_lock(path: pathlib.Path) -> int | None:
-    """The exclusive lock of a lock file, which is created if needed; None if it is taken. See :func:`unlock`."""
+    """Tries to lock a lock file exclusively, creating it if needed; returns a handle for :func:`unlock`, or None."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -30,7 +30,7 @@ def try_lock(path: pathlib.Path) -> int | None:
                 os.close(handle)
                 return None
             if still_there(handle, path):
-                with contextlib.suppress(OSError):  # a full disk: only the name of the holder is missing
+                with contextlib.suppress(OSError):  # on a full disk, only the name of the holder is lost
                     os.truncate(handle, 0)
                     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return handle
@@ -41,22 +41,22 @@ def try_lock(path: pathlib.Path) -> int | None:
 
 
 def unlock(path: pathlib.Path | None, handle: int) -> None:
-    """Gives a lock back, and removes its file ``path``."""
+    """Removes the lock file ``path``, if given, and releases the lock."""
     try:
         if path is not None:
-            with contextlib.suppress(OSError):  # it can stay
+            with contextlib.suppress(OSError):  # a leftover lock file is harmless
                 path.unlink(missing_ok=True)
-        fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone keeps the lock if a forked child inherited the handle
     finally:
         os.close(handle)
 
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, seconds: float) -> Iterator[None]:
-    """Holds the lock of a lock file.
+    """Holds the lock of a lock file within the ``with`` block.
 
     Raises:
-      StalledError: it was not free within ``seconds``; names the holder.
+      StalledError: if the lock is not free within ``seconds``; names the holder.
     """
     deadline, pause = time.monotonic() + seconds, _POLL_SECONDS
     while (handle := try_lock(path)) is None:
@@ -71,10 +71,10 @@ def locked(path: pathlib.Path, seconds: float) -> Iterator[None]:
 
 
 def lock_within(handle: int, mode: int, path: pathlib.Path, seconds: float) -> None:
-    """Locks an open file.
+    """Locks an open file with ``mode``, ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
 
     Raises:
-      StalledError: it was not free within ``seconds``.
+      StalledError: if the lock is not free within ``seconds``.
     """
     deadline, pause = time.monotonic() + seconds, _POLL_SECONDS
     while not _flock(handle, mode):
@@ -85,7 +85,7 @@ def lock_within(handle: int, mode: int, path: pathlib.Path, seconds: float) -> N
 
 
 def holder_of(path: pathlib.Path) -> str:
-    """Which process holds a lock file's lock, in words."""
+    """Returns a description of the process that holds the lock of a lock file."""
     try:
         return path.read_text(errors="replace")[:300] or "another process"
     except OSError:
@@ -93,10 +93,10 @@ def holder_of(path: pathlib.Path) -> str:
 
 
 def remove_unlocked(path: pathlib.Path) -> bool:
-    """Removes a file, unless a lock on it is held.
+    """Removes a file unless it is locked; returns whether the lock was free.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: if the file does not exist.
     """
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -110,7 +110,7 @@ def remove_unlocked(path: pathlib.Path) -> bool:
 
 
 def still_there(handle: int, path: pathlib.Path) -> bool:
-    """Whether ``path`` is still the name of the open file."""
+    """Whether ``path`` still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which source reads a file, by its name: for the errors of sources that do not."""
+"""Suggests the source for a file by its name; used in the error messages of other sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TFRECORD = (
 )
 _ZARR = ("a zarr array", "meshfeed.sources.TensorStore({path!r})")
 
-# ending → what the file is, and what to pass to the feed
+# file name extension → what the file is, and what to pass to the feed
 _READERS = {
     "array_record": _ARRAY_RECORD,
     "arrayrecord": _ARRAY_RECORD,
@@ -50,11 +50,14 @@ _ENDING = re.compile(rf"\.({'|'.join(sorted(_READERS, key=len, reverse=True))})(
 
 
 def reader_hint(path: Any, *, unless: str = "") -> str:
-    """A sentence that says what a file is and what to pass to the feed, with a space before it; empty if unknown.
+    """Returns a sentence that names the file format and what to pass to the feed.
 
     Args:
-      path: a path, glob or URL, or a list of them, of which the first counts; anything else gives no hint.
-      unless: name of the source that asks. If it is the one that reads such files, there is no hint.
+      path: a path, glob or URL, or a list whose first item is used; returns an empty string for anything else.
+      unless: name of the calling source; returns an empty string if that source reads such files.
+
+    Returns:
+      The sentence with a leading space; an empty string if the format is unknown.
     """
     if isinstance(path, list | tuple) and path:
         path = path[0]

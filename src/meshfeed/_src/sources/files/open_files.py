@@ -1,4 +1,4 @@
-"""How many files stay open: what is least recently used is dropped first, and never under a reader."""
+"""Bounds the number of open files: drops the least recently used first, and never closes one that is in use."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ V = TypeVar("V")
 
 
 class Descriptor:
-    """A file open for reading. It closes when the last thread that uses it is done.
+    """A file open for reading; closed when the last reference is dropped.
 
     Attributes:
       number: the file descriptor.
-      status: what ``fstat`` says of it.
+      status: the ``fstat`` result.
     """
 
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.number).atexit = False  # a thread may still read then
+        weakref.finalize(self, os.close, self.number).atexit = False  # a thread may still be reading at exit
         self.status = os.fstat(self.number)
 
 
 class Lru(Generic[K, V]):
-    """Values by key, the least recently used dropped first. Thread-safe.
+    """A least-recently-used cache. Thread-safe.
 
-    A value is dropped, never closed: what it holds is released when the last thread that uses it is done.
+    Values are dropped, never closed: a value's resources are released when the last reference is dropped.
 
     Args:
-      max_number: how many values are kept at most.
-      max_weight: the sum of their weights, at most. The newest value is kept whatever its weight.
+      max_number: returns the maximum number of values.
+      max_weight: maximum sum of the weights; the newest value is kept regardless of its weight.
     """
 
     def __init__(self, max_number: Callable[[], int], max_weight: int) -> None:
@@ -54,12 +54,12 @@ class Lru(Generic[K, V]):
         return key in self._values
 
     def oldest_first(self) -> list[tuple[K, V]]:
-        """Keys and values, the least recently used first."""
+        """Returns keys and values, the least recently used first."""
         with self._lock:
             return [(key, value) for key, (value, _) in self._values.items()]
 
     def find(self, key: K) -> V | None:
-        """The value of ``key``, which is used now; None if there is none."""
+        """Returns the value of ``key`` and marks it as used; None if there is none."""
         with self._lock:
             found = self._values.get(key)
             if found is None:
@@ -68,13 +68,13 @@ class Lru(Generic[K, V]):
             return found[0]
 
     def get(self, key: K, make: Callable[[], tuple[V, int]]) -> V:
-        """The value of ``key``, or what ``make`` returns for it: the value and its weight."""
+        """Returns the value of ``key``; calls ``make`` for the value and its weight if there is none."""
         found = self.find(key)
         if found is not None:
             return found
-        made = make()  # outside the lock: other threads go on reading
+        made = make()  # outside the lock: does not block other threads
         with self._lock:
-            if key in self._values:
+            if key in self._values:  # another thread was faster
                 return self._values[key][0]
             self._values[key] = made
             self.weight += made[1]
@@ -84,18 +84,18 @@ class Lru(Generic[K, V]):
         return made[0]
 
     def drop(self, keys: Iterable[K]) -> None:
-        """Forgets the values of ``keys``."""
+        """Drops the values of ``keys``."""
         with self._lock:
             for key in keys:
                 self.weight -= self._values.pop(key, (None, 0))[1]
 
 
 def max_open_files() -> int:
-    """At most a quarter of the files that the process may open: the rest is for the program and for what is fetched."""
+    """Returns a quarter of the process limit, at most 1024: the rest is for the program and for fetches."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, soft // 4))
 
 
 def is_out_of_files(error: OSError) -> bool:
-    """Whether the process, or the system, has too many files open."""
+    """Whether the process or the system has too many open files."""
     return error.errno in (errno.EMFILE, errno.ENFILE)

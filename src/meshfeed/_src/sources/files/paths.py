@@ -1,7 +1,7 @@
-"""Paths, globs and URLs of a source's files, their sizes and their common identity.
+"""Paths, globs and URLs of a source's files, their sizes and their combined identity.
 
-A URL is whatever fsspec knows and the local file system does not: ``s3://…``, ``gs://…``, ``https://…``, ``memory://…``.
-fsspec is imported only for those.
+URLs are read with fsspec: ``s3://…``, ``gs://…``, ``https://…``, ``memory://…``. fsspec is imported only if there are
+any.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshfeed._src.base.types import JsonValue
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # two letters at least: "C:/" is a drive
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
 _MAGIC = re.compile(r"[*?\[]")
-_MAX_THREADS = 32
-_PACKAGES = {  # protocol → what brings it, fsspec included
+_MAX_THREADS = 32  # latency-bound requests, not computation
+_PACKAGES = {  # protocol → packages that provide it, including fsspec
     "abfs": "adlfs",
     "az": "adlfs",
     "gcs": "gcsfs",
@@ -40,12 +40,12 @@ _R = TypeVar("_R")
 
 
 def is_url(path: str) -> bool:
-    """Whether ``path`` names something that only fsspec can read."""
+    """Whether ``path`` is a URL that needs fsspec; ``file://`` does not."""
     return _URL.match(path) is not None and not path.startswith("file://")
 
 
 def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """``[function(item) for item in items]``, several at a time; the first error is raised and the rest dropped."""
+    """Returns ``[function(item) for item in items]``, computed in threads; raises the first error, drops the rest."""
     if len(items) <= 1:
         return [function(item) for item in items]
     threads = Threads(min(_MAX_THREADS, len(items)), "meshfeed-files")
@@ -56,17 +56,17 @@ def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
 
 
 def expand_paths(paths: Paths, *, source: str) -> list[str]:
-    """The files that a path, a glob, a URL, or a list of them stand for.
+    """Expands a path, a glob, a URL, or a list of them to files.
 
     Args:
-      paths: what the caller of the source gave. A glob's files come sorted by name; a list keeps its order.
-      source: the source's name, for messages.
+      paths: the user's argument. The files of a glob are sorted by name; a list keeps its order.
+      source: the name of the source, for messages.
 
     Returns:
       Absolute local paths and URLs.
 
     Raises:
-      SourceError: nothing given, a glob without files, a missing file, or a folder; the message names it.
+      SourceError: if nothing is given, a glob matches no file, a file is missing, or a path is a folder; names it.
     """
     if isinstance(paths, (str, os.PathLike)):
         given = [paths]
@@ -86,7 +86,7 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
 
 def _expand_local(name: str, source: str) -> list[str]:
     path = os.path.abspath(os.path.expanduser(name.removeprefix("file://")))
-    if os.path.isfile(path):  # before globbing: a file's name may hold brackets
+    if os.path.isfile(path):  # before globbing: a file name may contain brackets
         return [path]
     if os.path.isdir(path):
         example = os.path.join(name, "*")
@@ -113,7 +113,7 @@ def _list_url(file_system: Any, path: str, name: str, source: str) -> list[str]:
         if not files:
             raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
         return [file_system.unstrip_protocol(match) for match in files]
-    if file_system.info(path).get("type") == "directory":  # and no file: FileNotFoundError
+    if file_system.info(path).get("type") == "directory":  # raises FileNotFoundError if missing
         raise SourceError(
             f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {name.rstrip('/')}/*."
         )
@@ -121,10 +121,10 @@ def _list_url(file_system: Any, path: str, name: str, source: str) -> list[str]:
 
 
 def open_file_system(url: str, source: str) -> tuple[Any, str]:
-    """The fsspec file system that ``url`` belongs to, and the path within it.
+    """Returns the fsspec file system of ``url`` and the path within it.
 
     Raises:
-      SourceError: fsspec, or the package that it needs for this protocol, is not installed.
+      SourceError: if fsspec, or the package that it needs for this protocol, is not installed.
     """
     try:
         import fsspec.core
@@ -140,25 +140,25 @@ def open_file_system(url: str, source: str) -> tuple[Any, str]:
 
 
 def how_to_install(url: str) -> str:
-    """How to install what fsspec needs for a URL, without a full stop."""
+    """Returns the instruction to install the packages for a URL, without a full stop."""
     package = _PACKAGES.get(url.partition("://")[0])
     return f"Run: pip install {package}" if package else "Install fsspec and the package that brings this protocol"
 
 
 @contextlib.contextmanager
 def remote_errors(url: str, source: str) -> Iterator[None]:
-    """The border at which what fsspec and the clients below it raise becomes ours.
+    """Maps exceptions of fsspec and its clients to those of meshfeed.
 
     Raises:
-      SourceError: there is no such file, or no permission; trying again does not help.
-      OSError: anything else; it may.
+      SourceError: if the file does not exist or is not readable; a retry does not help.
+      OSError: for any other error; a retry may help.
     """
     try:
         yield
     except MeshfeedError:
         raise
     except FileNotFoundError as error:
-        cause = error.__cause__  # of fsspec's HTTP: a server out of reach looks like a missing file
+        cause = error.__cause__  # fsspec's HTTP client reports an unreachable server as a missing file
         if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
             raise OSError(f"{source}: {url}: {type(cause).__name__}: {cause}") from error
         raise SourceError(f"{source}: there is no file {url!r}. Check the URL and the credentials.") from error
@@ -166,12 +166,12 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
         raise SourceError(f"{source}: no permission to read {url!r}: {error}. Check the credentials.") from error
     except OSError:
         raise
-    except Exception as error:  # botocore's connection errors, for one, are not OSError
+    except Exception as error:  # for example, botocore's connection errors are not OSError
         raise OSError(f"{source}: {url}: {type(error).__name__}: {error}") from error
 
 
 def read_range(url: str, start: int, stop: int, num_bytes: int, *, source: str) -> bytes:
-    """Bytes ``[start, stop)`` of a remote file of ``num_bytes``; also where the server sends all of it each time."""
+    """Reads bytes ``[start, stop)`` of a remote file of ``num_bytes``, also from servers without range requests."""
     if start >= stop:
         return b""
     file_system, inner = open_file_system(url, source)
@@ -185,11 +185,11 @@ def read_range(url: str, start: int, stop: int, num_bytes: int, *, source: str) 
 
 
 def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
-    """Bytes of each file, local or remote.
+    """Returns the size of each local or remote file in bytes.
 
     Raises:
-      OSError: a file cannot be asked for its size.
-      SourceError: a URL's size is unknown.
+      OSError: if the size of a file cannot be read.
+      SourceError: if a URL does not exist, or the server does not report its size.
     """
     return in_threads(lambda path: _file_size(path, source), paths)
 
@@ -208,9 +208,9 @@ def _file_size(path: str, source: str) -> int:
 
 
 def identify_files(paths: Sequence[str], sizes: Sequence[int]) -> JsonValue:
-    """Identity of a list of files: count, bytes, and a digest of base names and sizes in order.
+    """Returns the identity of a list of files: count, bytes, and a digest of base names and sizes in order.
 
-    Folders are left out, so a moved folder is the same source.
+    Folder names are not included: moving the folder does not change the identity.
     """
     digest = xxhash.xxh3_64()
     for path, size in zip(paths, sizes, strict=True):

@@ -1,18 +1,17 @@
-"""Files behind URLs, read through a folder on a local disk that all processes of a host share.
+"""A cache of remote files in a local folder that all processes of a host share.
 
-The folder holds whole files and the parts that are being fetched. They are protected by ``flock`` locks, which the
-kernel releases when a process dies, and by atomic renames. The folder may hold other files: only these names are ever
-counted or removed.
+The folder contains complete files and partial downloads, protected by ``flock`` locks, which the kernel releases when a
+process dies, and by atomic renames. It may contain other files: only the following names are counted or removed.
 
-* ``meshfeed_<key>-<name>``: a whole file. Its modification time is when it was last opened, for eviction. Locked shared
-  while it is being opened, exclusively while it is removed.
+* ``meshfeed_<key>-<name>``: a complete file. Its modification time is the time of the last open, used for eviction. Locked
+  shared while being opened, and exclusively while being removed.
 * ``meshfeed_<key>.lock``: held by the process that fetches the file.
-* ``meshfeed_<key>.<bytes>.<random>.part``: being fetched, locked by its owner. Its final size is in its name, so that
-  processes that fetch at the same time keep within the limit together.
-* ``meshfeed_room.lock``: held while the folder is counted and files get or lose their names.
+* ``meshfeed_<key>.<bytes>.<random>.part``: a download in progress, locked by its owner. The final size is part of the
+  name: concurrent fetches by several processes then stay within the limit together.
+* ``meshfeed_room.lock``: held while the folder is scanned and files are renamed or removed.
 
-Lock files are removed by their holders; see :mod:`meshfeed._src.sources.files.file_lock`. Whole files of earlier
-versions, which had no prefix, are taken over when they are asked for.
+Holders remove their lock files; see :mod:`meshfeed._src.sources.files.file_lock`. Complete files of earlier versions,
+which had no prefix, are renamed on first use.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _PREFIX = "meshfeed_"
 _WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
 _PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
 _LOCK = re.compile(_PREFIX + r"[0-9a-f]{32}\.lock")
-# What tells two versions of an object of one name apart, in the words of the different file systems.
+# Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
 _VERSION_FIELDS = (
     "ETag",
     "etag",
@@ -83,30 +82,30 @@ class _Entry:
 
 @public("meshfeed")
 class ShardCache:
-    """A folder on a local disk through which files behind URLs are read.
+    """A folder on a local disk that caches remote files.
 
-    Other files and folders in it are left alone; ``max_bytes`` does not count them.
+    Other files and folders in it are ignored, and do not count toward ``max_bytes``.
 
-    A file is fetched whole by the first process of the host that needs it, while the others wait; if that process dies,
-    another goes on. Files are renamed into place only when they are whole and their size and hash are right. Safe for
-    several threads and processes, feeds and jobs at once. Can be pickled.
+    The first process of the host that needs a file fetches it completely while the others wait; if that process dies,
+    another one takes over. A file is renamed into place only when it is complete and its size and hash match. Safe for
+    concurrent use by threads, processes, feeds and jobs. Can be pickled.
 
-    Credentials and endpoints are those that fsspec finds: environment variables, its configuration files, or
+    Credentials and endpoints come from fsspec: environment variables, its configuration files, or
     ``fsspec.config.conf``.
 
     Args:
-      directory: a folder on a local disk; made if it is not there.
-      max_bytes: what the copies in the folder may take. The least recently opened are removed first. Open files keep
-        their disk space until they are closed. None: no limit.
-      retry: tried around each fetch.
-      checksums: ``{URL or base name: "<algorithm>:<hex digest>"}`` with an algorithm of hashlib, or ``xxh3_64``.
-        Other files are checked by size, and by MD5 where the store keeps one of the content (Google, Azure).
-      stall_seconds: a process that waits for another's fetch, of which no byte came for so long, fetches for itself. No
-        lock is waited for longer.
+      directory: a folder on a local disk; created if needed.
+      max_bytes: maximum total size of the copies in bytes, or None for no limit. The least recently opened copies are
+        removed first. Open files keep their disk space until closed.
+      retry: retry policy of each fetch.
+      checksums: ``{URL or base name: "<algorithm>:<hex digest>"}``, with an algorithm of hashlib or ``xxh3_64``. Files
+        without a checksum are checked by size, and by MD5 if the store provides one (Google, Azure).
+      stall_seconds: if another process fetches a file and receives no byte for this long, this process fetches the file
+        too. Also the timeout for locks.
 
     Raises:
-      SettingsError: a folder that cannot be made or written, or a limit that is not a positive number.
-      StalledError: another process holds the folder's lock and does not go on; names it.
+      SettingsError: if the folder cannot be created or written, or ``max_bytes`` is not a positive int.
+      StalledError: if another process holds the folder's lock for longer than ``stall_seconds``; names it.
     """
 
     def __init__(
@@ -144,18 +143,19 @@ class ShardCache:
 
     @contextlib.contextmanager
     def open(self, url: str) -> Iterator[pathlib.Path]:
-        """Fetches a file if it is not here, and keeps it from eviction within the ``with`` block.
+        """Fetches a file if it is not cached, and keeps it from eviction within the ``with`` block.
 
-        What is opened inside stays readable after it: an evicted file goes when the last reader closes it.
+        A file opened inside the block stays readable afterwards: the disk space of an evicted file is freed when the last
+        reader closes it.
 
         Yields:
           Path of the local copy.
 
         Raises:
-          SourceError: the file is larger than the cache, or there is none at the URL.
-          CorruptDataError: what came is not of the size or hash that it should be.
-          OSError: it could not be fetched, after the retries.
-          StalledError: (an OSError) another process holds a lock and does not go on; names it.
+          SourceError: if the file is larger than the cache, or does not exist.
+          CorruptDataError: if the checksum does not match, also after a second fetch.
+          OSError: if the file could not be fetched after all retries.
+          StalledError: (an OSError) if another process holds a lock for longer than ``stall_seconds``; names it.
         """
         entry = self._entry(url)
         while True:
@@ -166,17 +166,17 @@ class ShardCache:
             self._fetch_once(entry)
 
     def identify(self, url: str) -> tuple[int, str]:
-        """Bytes of the file, and a name of its version: another content under the same URL has another one."""
+        """Returns the size in bytes and a version key, which changes if the content at the URL changes."""
         entry = self._entry(url)
         return entry.num_bytes, entry.key
 
     def discard(self, url: str) -> None:
-        """Removes the copy of a file, if there is one: it is fetched anew when next opened.
+        """Removes the copy of a file, if there is one; the next open fetches the file again.
 
-        A copy that another thread or process is just opening is waited for.
+        Waits while another thread or process is opening the copy.
 
         Raises:
-          StalledError: it is being opened for ``stall_seconds``.
+          StalledError: if that takes longer than ``stall_seconds``.
         """
         path = self._entry(url).path
         self._entries.pop(url, None)
@@ -198,12 +198,12 @@ class ShardCache:
                 return True
 
     def num_bytes(self) -> int:
-        """Bytes of the whole files, and of those that are being fetched."""
+        """Returns the total size in bytes of complete files and of fetches in progress."""
         with self._room():
             return sum(size for _, size, _ in self._held())
 
     def _entry(self, url: str) -> _Entry:
-        """Where a file's copy lies. Asks the store once; the copy's name holds the version that it told then."""
+        """Returns the path and checksum of a file's copy; looks up the size and version once, and keeps them."""
         entry = self._entries.get(url)
         if entry is None:
             info = call_with_retry(lambda: _info(url), self._retry, doing=f"looking up {url}")
@@ -219,17 +219,18 @@ class ShardCache:
             path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
             entry = _Entry(url, int(size), path, self.directory / f"{_PREFIX}{key}.lock", checksum, key)
             if not path.exists():
-                with contextlib.suppress(OSError):  # of a version without the prefix; there mostly is none
+                # Adopt a copy of an earlier version, which used no prefix; usually there is none.
+                with contextlib.suppress(OSError):
                     (self.directory / f"{key}-{name[-100:]}").rename(path)
             self._entries[url] = entry
         return entry
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
-        """The folder for this thread alone."""
+        """Locks the folder."""
         return locked(self.directory / f"{_PREFIX}room.lock", self._stall_seconds)
 
     def _fetch_once(self, entry: _Entry) -> None:
-        """Fetches, unless another process does so and gets on with it: then waits for it."""
+        """Waits for another process that is fetching the file and makes progress; otherwise fetches it."""
         with contextlib.ExitStack() as stack:
             waited_from, seen, pause = time.monotonic(), -1, _POLL_SECONDS
             while (handle := try_lock(entry.lock)) is None:
@@ -253,7 +254,7 @@ class ShardCache:
             doing = f"fetching {entry.url}"
             try:
                 call_with_retry(lambda: self._fetch(entry), self._retry, doing=doing)
-            except CorruptDataError as error:  # perhaps damaged on the way: once more
+            except CorruptDataError as error:  # perhaps damaged in transit: retry once
                 _log.warning("%s; fetching it again", error)
                 call_with_retry(lambda: self._fetch(entry), self._retry, doing=doing)
 
@@ -268,7 +269,7 @@ class ShardCache:
             with remote_errors(entry.url, "ShardCache"):
                 file_system.get_file(inner, str(part))
             _check(entry, part)
-            with self._room():  # who counts what is here would see it under neither name
+            with self._room():  # a concurrent scan of the folder could miss both names
                 os.replace(part, entry.path)
         except BaseException as error:
             part.unlink(missing_ok=True)
@@ -283,7 +284,7 @@ class ShardCache:
             unlock(None, handle)
 
     def _reserve(self, entry: _Entry) -> tuple[pathlib.Path, int]:
-        """Makes room for a file and takes it, by an empty part with the file's size in its name."""
+        """Evicts files if needed, and reserves the space with an empty part that has the file size in its name."""
         if self.max_bytes is not None and entry.num_bytes > self.max_bytes:
             raise SourceError(
                 f"ShardCache: {entry.url} has {entry.num_bytes:,} bytes and max_bytes={self.max_bytes:,} holds no file "
@@ -307,7 +308,7 @@ class ShardCache:
             time.sleep(_POLL_SECONDS)
 
     def _make_room(self, num_bytes: int) -> int:
-        """Evicts until ``num_bytes`` more fit; how many bytes are still missing."""
+        """Evicts files until ``num_bytes`` more fit; returns the number of bytes still missing, if positive."""
         held = self._held()
         if self.max_bytes is None:
             return 0
@@ -321,13 +322,13 @@ class ShardCache:
         return excess
 
     def _held(self) -> list[tuple[float, int, pathlib.Path]]:
-        """(last opened, bytes, path) of files and parts. Removes parts and locks of dead processes. Needs the room."""
+        """Lists (last opened, bytes, path) of files and parts, and removes those of dead processes. Needs the room lock."""
         held = []
         for path in self.directory.iterdir():
             if not path.name.startswith(_PREFIX) or path.is_symlink() or not path.is_file():
                 continue
             part = _PART.fullmatch(path.name)
-            with contextlib.suppress(FileNotFoundError):  # another process removed it just now
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile by another process
                 if part or _LOCK.fullmatch(path.name):
                     if not remove_unlocked(path) and part:
                         held.append((0.0, int(part[1]), path))
@@ -344,7 +345,7 @@ def _info(url: str) -> dict[str, Any]:
 
 
 def _stored_md5(info: dict[str, Any]) -> str | None:
-    """MD5 of the content that the store tells; an S3 ETag is none where the object is encrypted or came in parts."""
+    """Returns the MD5 provided by the store. Ignores S3 ETags: for encrypted or multipart objects they are not MD5."""
     import base64
 
     digest = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
@@ -356,7 +357,7 @@ def _stored_md5(info: dict[str, Any]) -> str | None:
 def _check(entry: _Entry, part: pathlib.Path) -> None:
     size = part.stat().st_size
     if size != entry.num_bytes:
-        # FileCut short on the way, most often: worth another try, and OSError is what Retry tries again on.
+        # Most often a truncated transfer, which is worth a retry: Retry handles OSError.
         raise OSError(f"fetched {size:,} bytes of {entry.url}, which has {entry.num_bytes:,}")
     if entry.checksum is None:
         return
@@ -386,7 +387,7 @@ def _size_or_none(path: pathlib.Path) -> int | None:
 
 @contextlib.contextmanager
 def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
-    """Whether the file is here; if so it is not removed meanwhile."""
+    """Yields whether the file is cached; if so, it is not evicted within the ``with`` block."""
     if not _is_whole(entry):
         yield False
         return
@@ -397,7 +398,7 @@ def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
         return
     try:
         lock_within(handle, fcntl.LOCK_SH, entry.path, seconds)
-        is_here = still_there(handle, entry.path)  # not removed before the lock was ours
+        is_here = still_there(handle, entry.path)  # it may have been removed before the lock was acquired
         if is_here:
             os.utime(handle)
         yield is_here

@@ -1,15 +1,16 @@
-"""Cutting a list of files into lanes: by files, then row groups, then row ranges.
+"""Divides a list of files into lanes: by files, then by row groups, then by row ranges.
 
-Lane i of L reads files i, i + L, i + 2L, … as long as whole rounds of L files are left. The files that remain, fewer
-than L, are cut further, so that lanes stay even:
+Lane i of L reads files i, i + L, i + 2L, … of all complete rounds of L files. The remaining files, fewer than L, are
+divided further to keep lanes even:
 
-* where rows can be counted without reading them (Parquet, Arrow, TFRecord shards of TFDS), by row groups of the full
-  size, i, i + L, …, and the row groups that remain by row ranges, the same number of rows for each lane;
-* where they cannot (CSV, JSON, text), by taking turns: the rows of each remaining file are dealt out in rounds of L,
-  and a lane keeps some places of each round. A lane reads at most two such files, and each is read by L / r lanes or
-  one more (r files remain).
+* if rows can be counted without reading them (Parquet, Arrow, TFRecord shards of TFDS), by full-size row groups i, i + L,
+  …, and the remaining row groups by row ranges, with the same number of rows per lane;
+* otherwise (CSV, JSON, text), round-robin by row: the rows of each remaining file form rounds of L rows, and a lane keeps
+  some slots of each round. A lane reads at most two such files, and if r files remain, each is read by L / r lanes or one
+  more.
 
-The cut is arithmetic on the order of the files: the same on every host, and known before anything is read.
+The division depends only on the order of the files and their row counts: it is the same on every host, and known before
+any row is read.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Rows of one file that one lane reads, in order.
+    """Rows of one file that a lane reads, in order.
 
     Attributes:
-      file_index: which file.
+      file_index: index of the file.
       start: first row.
       stop: row after the last one; None for the end of the file.
-      round_size: rows are dealt out in rounds of so many, 1 where they are not dealt out.
-      first_place: first place of each round that is kept.
-      stop_place: place after the last one that is kept.
+      round_size: rows per round if the file is divided round-robin; otherwise 1.
+      first_place: first slot of each round that this lane keeps.
+      stop_place: slot after the last one that it keeps.
     """
 
     file_index: int
@@ -41,26 +42,26 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row of the file is read."""
+        """Whether the piece is the whole file."""
         return self.start == 0 and self.stop is None and self.round_size == 1
 
     def file_row(self, piece_row: int) -> int:
-        """Row of the file that is row ``piece_row`` of this piece."""
+        """Converts a row of this piece to a row of the file."""
         if self.round_size == 1:
             return self.start + piece_row
-        rounds, place = divmod(piece_row, self.stop_place - self.first_place)
-        return self.start + rounds * self.round_size + self.first_place + place
+        rounds, slot = divmod(piece_row, self.stop_place - self.first_place)
+        return self.start + rounds * self.round_size + self.first_place + slot
 
 
 @dataclasses.dataclass(frozen=True)
 class FileCut:
-    """What one lane reads.
+    """The pieces that one lane reads.
 
     Attributes:
-      pieces: in the order of reading.
-      unit: the finest unit that files were cut by for any lane: ``files``, ``row_groups``, ``rows`` or ``turns``.
-      left: indices of the files that were cut further, because they were fewer than lanes.
-      times_read: how often these are read, over all lanes: 1.0 where no file (or row group) is read by two lanes.
+      pieces: pieces in reading order.
+      unit: the finest unit of division over all lanes: ``files``, ``row_groups``, ``rows`` or ``turns`` (round-robin).
+      left: indices of the files that were divided further, because fewer files than lanes remained.
+      times_read: average number of lanes that read each part of these files; 1.0 if no file or row group is read twice.
     """
 
     pieces: tuple[Piece, ...]
@@ -75,18 +76,18 @@ def cut_files(
     num_lanes: int,
     group_rows: Callable[[int], Sequence[int] | None],
 ) -> FileCut:
-    """What lane ``lane_index`` of ``num_lanes`` reads of ``files``.
+    """Returns the pieces of ``files`` that lane ``lane_index`` of ``num_lanes`` reads.
 
     Args:
-      files: the files, or ranges of them, in an order that is the same on every host. Ranges only of files whose rows
+      files: whole files or ranges of files, in the same order on every host. Ranges are allowed only for files whose rows
         can be counted.
-      lane_index: 0 … num_lanes - 1.
+      lane_index: index of the lane, 0 … num_lanes - 1.
       num_lanes: number of lanes.
-      group_rows: file index → rows of each of its row groups, or None where they cannot be counted. Asked only for the
-        files that are left after whole rounds, fewer than ``num_lanes``.
+      group_rows: maps a file index to the number of rows of each row group, or None if they cannot be counted. Called
+        only for files after the last complete round, fewer than ``num_lanes``.
 
     Returns:
-      The lane's pieces. Over all lanes they cover each row of each file once.
+      The pieces of the lane. The pieces of all lanes cover every row of every file exactly once.
     """
     whole = len(files) // num_lanes * num_lanes
     pieces = list(files[lane_index:whole:num_lanes])
@@ -96,17 +97,17 @@ def cut_files(
     counts = [group_rows(file.file_index) for file in left]
     if any(rows is None for rows in counts):
         indices = tuple(file.file_index for file in left)
-        turns, times_read = _deal(indices, lane_index, num_lanes)
+        turns, times_read = _round_robin(indices, lane_index, num_lanes)
         return FileCut((*pieces, *turns), "turns", indices, times_read)
     groups = [group for file, rows in zip(left, counts, strict=True) for group in _groups(file, rows or ())]
-    # Files end in a short group: only groups of the full size are dealt out whole, or lanes would be uneven.
+    # The last group of a file is usually shorter: only full-size groups are assigned whole, to keep lanes even.
     largest = max(map(_size, groups), default=0)
     full = [group for group in groups if _size(group) == largest]
-    dealt = full[: len(full) // num_lanes * num_lanes]
-    taken = set(dealt)
+    assigned = full[: len(full) // num_lanes * num_lanes]
+    taken = set(assigned)
     rest = [group for group in groups if group not in taken]
     ranges, rows_read = _ranges(rest, lane_index, num_lanes)
-    ranges = sorted([*dealt[lane_index::num_lanes], *ranges], key=lambda piece: (piece.file_index, piece.start))
+    ranges = sorted([*assigned[lane_index::num_lanes], *ranges], key=lambda piece: (piece.file_index, piece.start))
     rows = sum(_size(group) for group in groups)
     times_read = (rows - sum(_size(group) for group in rest) + rows_read) / max(rows, 1)
     indices = tuple(file.file_index for file in left)
@@ -116,16 +117,16 @@ def cut_files(
 def keep_rows(
     num_files: int, first_row: int, stop_row: int | None, group_rows: Callable[[int], Sequence[int] | None]
 ) -> list[Piece] | None:
-    """The files, and ranges of files, that hold rows ``[first_row, stop_row)`` of all files in order.
+    """Returns the files and ranges of files that contain rows ``[first_row, stop_row)`` of the concatenated files.
 
     Args:
-      num_files: how many files there are.
-      first_row: first row, counted through all files.
+      num_files: number of files.
+      first_row: first row, counted over all files.
       stop_row: row after the last one, or None for the end.
-      group_rows: as in :func:`cut_files`; asked as far as the rows have to be counted.
+      group_rows: as for :func:`cut_files`; called only for files whose rows must be counted.
 
     Returns:
-      None where the rows of a file cannot be counted.
+      The pieces in file order; None if the rows of a file cannot be counted.
     """
     kept: list[Piece] = []
     offset = 0
@@ -148,7 +149,7 @@ def keep_rows(
 
 
 def _groups(file: Piece, rows: Sequence[int]) -> list[Piece]:
-    """The row groups of a file, as far as they lie in its range."""
+    """Returns the row groups of a file, clipped to its range."""
     groups, offset = [], 0
     for count in rows:
         low = max(offset, file.start)
@@ -160,7 +161,7 @@ def _groups(file: Piece, rows: Sequence[int]) -> list[Piece]:
 
 
 def _ranges(groups: Sequence[Piece], lane_index: int, num_lanes: int) -> tuple[list[Piece], int]:
-    """The lane's equal share of the rows of ``groups``, and the rows that all lanes read, whole groups each."""
+    """Returns the lane's equal share of rows, and the rows read over all lanes, because a lane reads whole groups."""
     total = sum(_size(group) for group in groups)
     bounds = [total * lane // num_lanes for lane in range(num_lanes + 1)]
     mine, rows_read, offset = [], 0, 0
@@ -177,11 +178,11 @@ def _ranges(groups: Sequence[Piece], lane_index: int, num_lanes: int) -> tuple[l
     return mine, rows_read
 
 
-def _deal(files: Sequence[int], lane_index: int, num_lanes: int) -> tuple[list[Piece], float]:
-    """The lane's places where each of ``files`` is dealt out in rounds of ``num_lanes`` rows.
+def _round_robin(files: Sequence[int], lane_index: int, num_lanes: int) -> tuple[list[Piece], float]:
+    """Returns the lane's pieces of files divided round-robin, and how often each file is read on average.
 
-    All files together have ``len(files) * num_lanes`` places, of which each lane takes ``len(files)`` in a row: so
-    every lane gets the same share and reads two files at most.
+    With rounds of ``num_lanes`` rows, the files together have ``len(files) * num_lanes`` slots. Each lane takes
+    ``len(files)`` consecutive slots: all lanes get the same share, and each reads at most two files.
     """
     mine: list[Piece] = []
     reads = 0
@@ -202,7 +203,7 @@ def _size(piece: Piece) -> int:
 
 
 def _join(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbouring ranges of one file become one piece, which is read in one go."""
+    """Merges adjacent ranges of a file into one piece, which is read sequentially."""
     joined: list[Piece] = []
     for piece in pieces:
         if joined and joined[-1].file_index == piece.file_index and joined[-1].stop == piece.start and piece.start:
