@@ -313,6 +313,33 @@ def test_hosts_that_answer_alike_are_told_apart(
     assert client._fetch(headers) == dict(enumerate(answers))
 
 
+def test_the_error_of_one_host_is_raised_whatever_the_others_last_answered(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that has nothing to answer has an empty answer, or still that of an earlier call."""
+    error = encode_answer(meshfeed.SourceError("the disk of host 2 is gone"))
+    held = [b"", encode_answer(meshfeed.SourceError("an error of an earlier call")), error]
+
+    class Hosts:
+        def fetch(self, buffer: jax.Array) -> jax.Array:
+            rows = []
+            for device in range(buffer.shape[0]):
+                host = min(device // 3, 2)
+                monkeypatch.setattr("meshfeed._src.base.coordination.process_index", lambda host=host: host)
+                endpoint = Endpoint(b"")
+                endpoint._answer = held[host]
+                rows.append(rows_of(endpoint.fetch(buffer))[device])
+            return jax.device_put(np.stack(rows), buffer.sharding)
+
+    client = object.__new__(RemoteClient)
+    client._near, client._num_near = NamedSharding(mesh, P(("data", "model"))), 8
+    client._held = {"endpoint": Hosts()}
+    headers = [Header(ERROR if host == 2 else OK, len(answer), host=host) for host, answer in enumerate(held)]
+    rows = np.stack([headers[min(device // 3, 2)].to_row() for device in range(8)])
+    with pytest.raises(meshfeed.SourceError, match="the disk of host 2 is gone"):
+        client._check(jax.device_put(rows, client._near))
+
+
 def test_nothing_raised_leaves_an_endpoint_and_the_end_is_a_flag(mesh: Mesh) -> None:
     request = to_rows(np.zeros(2, np.uint8), NamedSharding(mesh, P(("data", "model"))), 8)
 

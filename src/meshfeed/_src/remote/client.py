@@ -15,6 +15,7 @@ from meshfeed._src.remote.endpoint import Endpoint
 from meshfeed._src.remote.wire import (
     END,
     ERROR,
+    OK,
     Header,
     addressed_length,
     decode_answer,
@@ -111,13 +112,15 @@ class RemoteClient:
         headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
         return [answers for _, answers in sorted(self._fetch(headers).items())]
 
-    def _fetch(self, headers: dict[int, Header]) -> dict[int, Any]:
+    def _fetch(self, headers: dict[int, Header], flag: int = OK) -> dict[int, Any]:
+        """Returns the answers of hosts whose header has ``flag``; the buffer has room for the longest of all hosts."""
         length = padded_length(addressed_length(max(header.length for header in headers.values())))
         buffer = to_rows(padded(b"", length), self._near, self._num_near)
         # Key by the address in the answer, not by device.process_index: a single controller may see the same process
         # index on all devices.
         answers = dict(map(take_address, rows_of(self._held["endpoint"].fetch(buffer))))
-        return {host: decode_answer(answers[host][: header.length]) for host, header in headers.items()}
+        wanted = {host: header for host, header in headers.items() if header.flag == flag}
+        return {host: decode_answer(answers[host][: header.length]) for host, header in wanted.items()}
 
     def _check(self, array: jax.Array) -> dict[int, Header]:
         """Returns headers by host.
@@ -130,10 +133,7 @@ class RemoteClient:
         headers = {header.host: header for header in map(Header.from_row, rows_of(array))}
         flags = {header.flag for header in headers.values()}
         if ERROR in flags:
-            failed = {host: header for host, header in headers.items() if header.flag == ERROR}
-            if len(failed) < len(headers):  # every host fills the buffer: it must hold the longest answer of all hosts
-                failed = headers
-            errors = [error for error in self._fetch(failed).values() if isinstance(error, BaseException)]
+            errors = [error for error in self._fetch(headers, ERROR).values() if isinstance(error, BaseException)]
             # A PeerError only reports that a different host failed: prefer the original error.
             own = [error for error in errors if not isinstance(error, PeerError)]
             raise (own or errors or [MeshfeedError("a host beside the accelerators failed without a message")])[0]
