@@ -2,7 +2,8 @@
 
 No other module uses either directly. JAX has no public key-value API, so the client is taken from
 ``jax._src.distributed.global_state``. A single-process job needs no client. A multi-process job without one is an error
-(:func:`require_store`), because its hosts could not report failures to each other and would hang in the next collective.
+(:func:`require_store`), because its hosts could not report failures to each other and would hang in the next
+collective.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import jax
 
 from meshfeed._src.base.errors import MeshfeedError, StalledError
 
-# A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the number
-# of hosts: thousands of hosts in a long wait must not flood the coordinator.
+# A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the
+# number of hosts: thousands of hosts in a long wait must not flood the coordinator.
 _MIN_SLICE_SECONDS = 0.5
 _MAX_SLICE_SECONDS = 2.0
 _SLICE_SECONDS_A_HOST = 5e-4

@@ -66,7 +66,7 @@ def decode_value(value: Any) -> Any:
 
 
 def _refused(value: Any) -> TypeError:
-    text = repr(value)
+    text = repr(value)  # of a large array or dict it could fill the log
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,8 +1,8 @@
 """Guards for objects that are copied into a forked child.
 
 A fork copies every object but no threads, and shares sockets and child processes with the parent. A child that ran its
-parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources therefore
-records the process that created it, and its copies in forked children release nothing.
+parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources
+therefore records the process that created it, and its copies in forked children release nothing.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Without that call, each process acts as the whole job: it reads all of the data, and all processes write to the same
 checkpoint folder. Detection uses the launcher's environment variables, and only those set per task: in a Slurm batch
-script or an interactive ``salloc`` shell, ``SLURM_NTASKS`` is the size of the allocation, and a single process is correct
-there.
+script or an interactive ``salloc`` shell, ``SLURM_NTASKS`` is the size of the allocation, and a single process is
+correct there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host buffers that a CPU device can use without a copy.
 
 XLA's CPU client aliases a numpy array if its address is a multiple of 64, regardless of ``may_alias``. ``np.empty``
-returns such an address only sometimes; :func:`empty` always does, to avoid the copy. In exchange, a buffer passed to JAX
-must not be written while its ``jax.Array`` is alive, because the write would be visible in the array. Buffers are
+returns such an address only sometimes; :func:`empty` always does, to avoid the copy. In exchange, a buffer passed to
+JAX must not be written while its ``jax.Array`` is alive, because the write would be visible in the array. Buffers are
 therefore newly allocated each time, and only code that has dropped the array may refill its buffer.
 """
 

@@ -20,8 +20,8 @@ from meshfeed._src.base.types import PyTree
 def own_batch(batch: PyTree, maker: Any, method: str) -> PyTree:
     """Returns ``batch`` with every leaf in memory that only the caller can write.
 
-    Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True``, which skips the copy. A
-    subclass that overrides the method must repeat the attribute to skip it too.
+    Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True``, which skips the copy.
+    A subclass that overrides the method must repeat the attribute to skip it too.
 
     Args:
       batch: the return value of ``maker.method()``.

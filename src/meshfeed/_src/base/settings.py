@@ -81,12 +81,13 @@ class Retry:
 
     Attributes:
       attempts: attempts per record, including the first; 1 disables retries. A failed call that reads several records
-        counts as an attempt for each of them. They are then read in smaller calls, and the count starts again after each
-        record that was read.
+        counts as an attempt for each of them. They are then read in smaller calls, and the count starts again after
+        each record that was read.
       initial_seconds: upper bound of the first pause; doubles with each attempt.
       max_seconds: upper bound of every pause.
-      on: exception types to retry. If they include OSError, the transient errors of TensorFlow (FailedPreconditionError,
-        UnavailableError), aiohttp, fsspec and requests are added if those libraries are imported.
+      on: exception types to retry. If they include OSError, the transient errors of TensorFlow
+        (FailedPreconditionError, UnavailableError), aiohttp, fsspec and requests are added if those libraries are
+        imported.
     """
 
     attempts: int = 5

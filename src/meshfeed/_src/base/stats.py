@@ -76,7 +76,7 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
             f"since={what}; it takes what an earlier call of stats() of this feed returned.", setting="since"
         )
     sums = {name: getattr(stats, name) - getattr(earlier, name) for name in _SUMS}
-    if min(sums.values()) < 0:
+    if min(sums.values()) < 0:  # counters never decrease, so ``earlier`` is the later of the two
         raise SettingsError(
             f"since= was taken after {earlier.batches} batches, later than the figures to compare it with, which were taken "
             f"after {stats.batches}. Pass what an earlier call of stats() returned.",

@@ -1,12 +1,12 @@
 """Daemon threads that Ctrl-C in the calling thread can neither leak, leave half-started, nor run twice.
 
-``concurrent.futures.ThreadPoolExecutor`` joins its threads at close and again at interpreter exit. A hanging read (a dead
-network disk) would then turn a reported timeout into a process that never exits. The threads here are daemons, and close
-waits for them for a limited time.
+``concurrent.futures.ThreadPoolExecutor`` joins its threads at close and again at interpreter exit. A hanging read (a
+dead network disk) would then turn a reported timeout into a process that never exits. The threads here are daemons, and
+close waits for them for a limited time.
 
 Ctrl-C can arrive inside ``Thread.start()``, or between the start and the assignment of the object that owns the thread.
-Constructors therefore start nothing: the owner stores the object first, then calls ``start``, and may call it again after
-an interrupt. The calling thread also uses no ``threading.Condition`` (nor Event or Future, which contain one): an
+Constructors therefore start nothing: the owner stores the object first, then calls ``start``, and may call it again
+after an interrupt. The calling thread also uses no ``threading.Condition`` (nor Event or Future, which contain one): an
 interrupt inside its ``__enter__`` leaves the lock held forever.
 """
 
@@ -36,8 +36,8 @@ class WakeUp:
     """A wake-up event for a single waiting thread.
 
     Replaces ``threading.Condition``, whose notify takes a lock and walks a list of waiters in Python. Two threads that
-    pass a batch every 0.5 ms, and share the GIL with the reads, lose a tenth of their time to that. Usually no thread is
-    waiting, and :meth:`ring` only checks a flag.
+    pass a batch every 0.5 ms, and share the GIL with the reads, lose a tenth of their time to that. Usually no thread
+    is waiting, and :meth:`ring` only checks a flag.
     """
 
     def __init__(self) -> None:

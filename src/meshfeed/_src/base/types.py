@@ -60,9 +60,9 @@ class LaneIterator(Protocol):
     """One lane's sequential stream of records.
 
     ``get_state() -> JsonValue`` and ``set_state(state)`` are optional; without them, resuming a lane reads and discards
-    the records already delivered. ``get_state`` describes the stream after the last record returned by ``__next__``. The
-    state may contain tuples, which are restored as tuples. ``close()`` is optional. With ``state_cost = "expensive"``,
-    the feed takes the state only occasionally, and skips the records since then on resume.
+    the records already delivered. ``get_state`` describes the stream after the last record returned by ``__next__``.
+    The state may contain tuples, which are restored as tuples. ``close()`` is optional. If ``state_cost`` is
+    ``"expensive"``, the feed takes the state only occasionally, and skips the records since then on resume.
 
     ``next_batch(num_records: int) -> pytree`` of arrays ``[n, ...]`` is optional and replaces n calls of ``__next__``,
     with 1 <= n <= num_records. Fewer records than requested do not mean the end; StopIteration does. Calls of both may
