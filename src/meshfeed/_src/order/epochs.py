@@ -109,8 +109,7 @@ def _permute_slice(x: _Uint64Array, num_records: int, network: _Network) -> _Uin
     column = np.bitwise_and(x, _u64((1 << column_bits) - 1))
     work = np.empty_like(row)
     for index in range(0, len(constants), 4):
-        # row += F(column) mod rows. If the sum is below the modulus, the unsigned subtraction wraps; the minimum undoes
-        # it.
+        # row += F(column) mod rows. A sum below the modulus wraps in the unsigned subtraction; the minimum undoes that.
         np.multiply(column, constants[index], work)
         np.add(work, constants[index + 1], work)
         np.multiply(work, work, work)
@@ -162,9 +161,9 @@ def permute(offsets: np.ndarray[Any, Any], num_records: int, key: int) -> Record
 class EpochOrder:
     """The order of a random-access source over all its epochs.
 
-    ``shuffle=False``: 0, 1, 2, … in every epoch. ``shuffle=True``: each epoch is a different permutation of all
-    records. ``shuffle=<block>``: permutes blocks of that many consecutive records, and the records within each block; a
-    block can then be read from one contiguous range on disk. If one block holds all records, it equals
+    ``shuffle=False``: 0, 1, 2, … in every epoch. ``shuffle=True``: each epoch is a different, uniform permutation of
+    all records. ``shuffle=<block>``: permutes blocks of that many consecutive records, and the records within each
+    block; a block can then be read from one contiguous range on disk. If one block holds all records, it equals
     ``shuffle=True``.
 
     Args:
