@@ -55,7 +55,7 @@ def is_distributed() -> bool:
 class KeyValueStore:
     """The coordination service's key-value store; timeouts and missing keys return None instead of raising.
 
-    Thread-safe. Every call takes 0.2–0.8 ms and releases the GIL.
+    Thread-safe. Every call takes 0.2–0.8 ms, plus the wait in :meth:`get`, and releases the GIL.
     """
 
     def __init__(self, client: Any) -> None:
@@ -97,6 +97,7 @@ class KeyValueStore:
         self._client.key_value_delete(key)
 
 
+# A private API: if a later JAX renames a method, the store counts as missing instead of failing in mid-run.
 _CLIENT_METHODS = (
     "key_value_set",
     "blocking_key_value_get",
@@ -157,7 +158,7 @@ def require_store() -> KeyValueStore:
 _inherited: list[Any] = []  # in a forked child: the parent's connections, kept alive because a destructor closes them
 
 
-@functools.cache
+@functools.cache  # fork handlers cannot be unregistered, so register only one
 def _disown_in_children() -> None:
     os.register_at_fork(after_in_child=_disown_client)
 
@@ -189,6 +190,7 @@ class _Counters:
             previous = self._client() if self._client is not None else None
             if client is not previous:
                 self._counts.clear()
+                # Weak, to keep no replaced client alive; an id could be reused by its successor.
                 try:
                     self._client = None if client is None else weakref.ref(client)
                 except TypeError:  # a client type without weak references
@@ -231,6 +233,7 @@ def wait_for_key(
     while True:
         now = time.monotonic()
         slice_seconds = min(_MAX_SLICE_SECONDS, shortest + (now - start) / 4)
+        # At least one request, even after the deadline.
         value = store.get(key, min(slice_seconds, max(deadline - now, 0.001)))
         if value is not None:
             return value
@@ -279,6 +282,7 @@ def wait_for_hosts(
                 store.delete(note)
             return values
         late = wanted - set(values)
+        # Rate-limited: the note only serves log and error messages.
         if note is not None and late != noted and (now >= next_note or left <= 0):
             store.set(note, json.dumps({"hosts": sorted(late)[:_NAMED_HOSTS], "count": len(late)}), overwrite=True)
             noted, next_note = late, now + _NOTE_SECONDS
@@ -391,7 +395,7 @@ def reduce_json(
     """
     here = process_index()
     participants = sorted(participants)
-    if participants == [here]:
+    if participants == [here]:  # the JSON round trip gives the same types as with several hosts
         return json.loads(json.dumps(reduce({here: json.loads(json.dumps(value))})))
     store = require_store()
     prefix = f"meshfeed/{scope}/{round_number}"
@@ -414,6 +418,7 @@ def reduce_json(
             leave(store, prefix, len(participants))
             return json.loads(text)
         missing, count = missing_hosts(store, f"{prefix}/in", f"{prefix}/late", participants[0])
+        # If every host has arrived, the result is missing, so the reducer is late.
         missing, count = (missing, count) if missing else ([participants[0]], 1)
     waited = time.monotonic() - start
     raise StalledError(

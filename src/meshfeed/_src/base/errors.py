@@ -95,6 +95,7 @@ class StateMismatchError(MeshfeedError, ValueError):
         super().__init__(f"state mismatch in {field!r}: saved {saved!r}, current {current!r}. {remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By default, unpickling calls the class with the message as the only argument.
         return type(self), (self.field, self.saved, self.current, self.remedy)
 
 

@@ -66,7 +66,7 @@ def decode_value(value: Any) -> Any:
 
 
 def _refused(value: Any) -> TypeError:
-    text = repr(value)  # of a large array or dict it could fill the log
+    text = repr(value)  # shortened below, because the value may be large
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
@@ -85,7 +85,7 @@ def _encode_int(value: int) -> Any:
     return value if value.bit_length() <= _DECIMAL_BITS else _other("int", hex(value))
 
 
-def _encode_float(value: float) -> Any:  # JSON has no NaN and no infinity
+def _encode_float(value: float) -> Any:  # JSON has no NaN and no infinity; the bytes keep the payload of a NaN
     return value if math.isfinite(value) else _other("float", struct.pack(">d", value).hex())
 
 
@@ -132,7 +132,7 @@ def _encode_scalar(value: np.generic) -> Any:
 
 def _decode_array(inner: Any) -> np.ndarray[Any, Any]:
     name, shape, data = inner
-    return np.ndarray(shape, jnp.dtype(name), bytes.fromhex(data)).copy()
+    return np.ndarray(shape, jnp.dtype(name), bytes.fromhex(data)).copy()  # writable, unlike a view of bytes
 
 
 def _decode_other(inner: Any) -> Any:

@@ -34,7 +34,7 @@ def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | No
 
     Args:
       environment: environment variables of this process.
-      on_tpu: whether JAX runs on a TPU; a CPU program on a TPU host may ignore the list of the pod's hosts.
+      on_tpu: whether JAX runs on a TPU; otherwise the list of the pod's hosts is irrelevant.
     """
     if environment.get(INDEPENDENT, "0") not in ("", "0"):
         return None

@@ -64,12 +64,13 @@ def call_with_retry(
         try:
             return operation()
         except transient_errors(retry) as error:
-            if isinstance(error, StopIteration):
+            if isinstance(error, StopIteration):  # the end of the source, even if retry.on includes Exception
                 raise
             before, reached = reached, None if progress is None else progress()
             tries = tries + 1 if reached == before else 1
             if tries >= retry.attempts:
                 raise
+            # The exponent is bounded because a float overflows at 2.0**1024.
             pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
             _log.warning("%s failed (%s: %s); try %d of %d in %.1f s", doing if isinstance(doing, str) else doing(),
                          type(error).__name__, error, tries + 1, retry.attempts, pause)  # fmt: skip

@@ -103,7 +103,7 @@ class Retry:
         kinds = tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
             raise SettingsError(f"retry.on={self.on!r}; it takes exception types.", setting="retry")
-        object.__setattr__(self, "on", kinds)
+        object.__setattr__(self, "on", kinds)  # the dataclass is frozen
 
 
 @public("meshfeed")

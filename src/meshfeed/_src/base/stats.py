@@ -86,7 +86,7 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
 
 
 class StatsRecorder:
-    """Accumulates statistics. Thread-safe."""
+    """Accumulates statistics. Thread-safe, except that deliveries and restarts must not run concurrently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -27,7 +27,7 @@ from meshfeed._src.base.errors import MeshfeedError
 
 _log = logging.getLogger("meshfeed.threads")
 _CLOSE_SECONDS = 5.0
-_TICK_SECONDS = 0.5
+_TICK_SECONDS = 0.5  # waits wake up this often, to call tick functions
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -169,7 +169,7 @@ class Call(Generic[R]):
             return
         try:
             self._value = function()
-        except BaseException as error:
+        except BaseException as error:  # even SystemExit: the waiting thread must not hang
             self._error, self._traceback = error, error.__traceback__
         self._finish()
 
@@ -276,6 +276,7 @@ class Threads:
         self._unstarted = list(reversed(self._threads))
         self._name = name
         self._closed = False
+        # The threads hold the queue but not the pool, so they do not keep it alive. At exit, daemons need no end.
         weakref.finalize(self, _end, self._tasks, num_threads).atexit = False
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> Call[R]:
@@ -310,7 +311,7 @@ class Threads:
 
         ``wait`` waits at most five seconds; a thread that hangs in a call ends when the call returns.
         """
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS  # one deadline for all threads
         self._closed = True
         if cancel_futures:
             _cancel(self._tasks)

@@ -33,7 +33,7 @@ def hide_own_frames(error: BaseException) -> None:
     """
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
         return
-    seen: set[int] = set()
+    seen: set[int] = set()  # exceptions can share causes
     todo: list[BaseException | None] = [error]
     while todo:
         one = todo.pop()

@@ -241,6 +241,7 @@ class EpochOrder:
         end = _MAX_POSITION if self.total is None else self.total
         if low < 0 or high >= end:
             raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
+        # The common case, a batch within one epoch, needs no division per position.
         epoch = low // self.num_records
         if high // self.num_records == epoch:
             offsets = positions - epoch * self.num_records
@@ -313,7 +314,7 @@ def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
     start = chunk_index * _TABLE_RECORDS
     offsets = np.arange(start, min(start + _TABLE_RECORDS, order.num_records), dtype=np.int64)
     record_ids = order._compute_ids(epoch, offsets)
-    record_ids.flags.writeable = False
+    record_ids.flags.writeable = False  # shared by all callers through the cache
     return record_ids
 
 

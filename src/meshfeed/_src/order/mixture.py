@@ -50,12 +50,12 @@ def _layout(key: int, counts: tuple[int, ...]) -> tuple[RecordIds, RecordIds]:
     """Component of each slot of a block, and its rank among the slots of that component; int64[block] each."""
     labels = np.repeat(np.arange(len(counts)), counts)
     component = labels[sorted_permutation(key, labels.size)]
-    by_component = np.argsort(component, kind="stable")
+    by_component = np.argsort(component, kind="stable")  # stable: ranks follow the order of the slots
     rank = np.empty_like(component)
     first = np.cumsum((0, *counts[:-1]))
     rank[by_component] = np.arange(labels.size) - np.repeat(first, counts)
     for array in (component, rank):
-        array.flags.writeable = False
+        array.flags.writeable = False  # shared through the cache
     return component, rank
 
 
@@ -149,6 +149,7 @@ class StagedBlocks:
         if on_end == "stop":
             ends = [self.position_of(c, num_records[c] * num_epochs) for c in in_use]
             return min(end for end in ends if end is not None)
+        # Only the last stage is endless; a component outside it may never finish.
         lasts = [self.position_of(c, num_records[c] * num_epochs - 1) for c in in_use if self._counts[-1][c]]
         return max(last for last in lasts if last is not None) + 1
 
@@ -193,6 +194,7 @@ class MixtureOrder:
     ) -> None:
         self._names = tuple(num_records)
         self._stages = tuple(stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages)
+        # Component orders are endless; ``total`` ends the mixture.
         self._orders = [
             EpochOrder(count, shuffle=shuffle, seed=derive_key(seed, _COMPONENT_SEED, number), num_epochs=None)
             for number, count in enumerate(num_records.values())

@@ -180,7 +180,7 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
             "version, block, on_end, components and stages",
             "The state was changed or damaged; use an earlier checkpoint.",
         ) from None
-    if not position:
+    if not position:  # nothing has been drawn yet
         return
     for name in fixed:
         value, here = saved.get(name), current.get(name)

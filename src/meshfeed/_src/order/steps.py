@@ -136,7 +136,7 @@ def derive_step(segments: tuple[Segment, ...], position: int, total: int | None,
         return 0
     last = segments[-1]
     steps, rest = divmod(position - last.first_position, last.size)
-    if rest and pad and position == total:
+    if rest and pad and position == total:  # the last batch is padded
         return last.first_step + steps + 1
     if rest or steps < 1:
         raise StateMismatchError(

@@ -106,6 +106,7 @@ class HostPlan:
     process_index: int
     global_batch_size: int
     row_ranges: tuple[RowRange, ...]
+    # Feeds plan the same few leaves for every batch.
     _leaves: dict[tuple[NamedSharding, tuple[int, ...]], LeafPlan] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -166,6 +167,7 @@ class HostPlan:
         for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
             what = "the global batch" if dimension == 0 else f"dimension {dimension} of leaf {path or '(the only one)'}"
             check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+        # The map may contain slice(None); later arithmetic needs explicit bounds.
         indices = [
             (device, tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, global_shape, strict=True)))
             for device, index in sharding.devices_indices_map(global_shape).items()
@@ -210,11 +212,13 @@ def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> Hos
     Raises:
       PlanError: the batch size is not divisible by the mesh axes of a sharding.
     """
+    # Truncated to the rows, many leaves share one sharding.
     shardings = sharding_leaves(jax.tree.map(lambda sharding: cut_spec(sharding, 1), prefix))
     over = [axes_of(sharding.spec[0]) if len(sharding.spec) else () for sharding in shardings]
     parts = [
         math.prod(sharding.mesh.shape[axis] for axis in axes) for sharding, axes in zip(shardings, over, strict=True)
     ]
+    # The lcm lets the error suggest a size that fits all shardings, not only the first that fails.
     for sharding, axes in zip(shardings, over, strict=True):
         check_divisible("the global batch", global_batch_size, axes, sharding.mesh.shape, multiple=math.lcm(*parts))
     ranges: list[RowRange] = []

@@ -67,6 +67,7 @@ def sharding_leaves(prefix: PyTree) -> list[NamedSharding]:
 
 def participants(prefix: PyTree) -> tuple[int, ...]:
     """The sorted process indices of all devices in the shardings."""
+    # Leaves usually share one mesh, which may have thousands of devices.
     meshes = dict.fromkeys(sharding.mesh for sharding in sharding_leaves(prefix))
     return tuple(sorted({device.process_index for mesh in meshes for device in np.asarray(mesh.devices).flat}))
 

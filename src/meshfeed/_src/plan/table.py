@@ -93,6 +93,7 @@ def plan_table(
             row_block = block
             continue
         width = global_shape[dimension] // math.prod(mesh_axes[axis] for axis in axes)
+        # ufunc.at reduces all positions of a host; plain indexing would keep only one of them.
         first = np.full(hosts, positions, np.int64)
         last = np.full(hosts, -1, np.int64)
         np.minimum.at(first, process, block)
@@ -110,7 +111,7 @@ def _join_blocks(process: _Ints, row_block: _Ints, num_blocks: int, block_rows: 
     """Row ranges of each host, with adjacent blocks joined."""
     # A spare block number per host keeps its last block from being adjacent to the first block of the next host.
     keys = np.unique(process * (num_blocks + 1) + row_block)
-    starts_range = np.diff(keys, prepend=-2) != 1
+    starts_range = np.diff(keys, prepend=-2) != 1  # keys are at least 0, so the first always starts a range
     ends_range = np.append(starts_range[1:], True)
     host, first = np.divmod(keys[starts_range], num_blocks + 1)
     last = keys[ends_range] % (num_blocks + 1)

@@ -78,7 +78,7 @@ def is_ragged(array: np.ndarray) -> bool:
     )
 
 
-def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
+def _as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     except Exception as error:  # a PRNG key, or a tensor that requires grad
@@ -86,13 +86,13 @@ def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
             f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype "
             f"{getattr(leaf, 'dtype', 'unknown')}) of shape {tuple(getattr(leaf, 'shape', ()))}, which numpy cannot hold: "
             f"{error}",
-            **place,
+            **location,
         ) from error
     if is_ragged(array):
         raise SourceError(
             f"{_RAGGED}leaf {path or '(the record itself)'} of {where} holds {array.size} lists of unequal lengths. Pad "
             "or cut them to one length before the feed.",
-            **place,
+            **location,
         )
     if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
         text = isinstance(leaf, bytes | bytearray | memoryview)
@@ -104,7 +104,7 @@ def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
         raise SourceError(
             f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}) of shape "
             f"{array.shape}; a leaf is an array or number of a dtype that JAX has. {remedy}",
-            **place,
+            **location,
         )
     return array
 
@@ -118,14 +118,14 @@ def flatten_record(
       SourceError: a leaf is not an array or number of a dtype that JAX supports, or there are no leaves.
     """
     where = _where(record_id, lane_index)
-    place = {"record_id": record_id, "lane_index": lane_index}
+    location = {"record_id": record_id, "lane_index": lane_index}
     paths, treedef = jax.tree_util.tree_flatten_with_path(record)
     if not paths:
-        raise SourceError(f"{where} has no leaves: {record!r}; a record is a pytree of arrays.", **place)
+        raise SourceError(f"{where} has no leaves: {record!r}; a record is a pytree of arrays.", **location)
     arrays, leaves = [], []
     for key_path, leaf in paths:
         path = jax.tree_util.keystr(key_path)
-        array = _as_leaf(leaf, path, where, **place)
+        array = _as_leaf(leaf, path, where, **location)
         arrays.append(array)
         leaves.append(LeafSpec(path, array.shape, array.dtype))
     return arrays, RecordSpec(treedef, tuple(leaves))
@@ -171,7 +171,7 @@ class RecordStack:
         self.count += 1
 
     def _arrays(self, spec: RecordSpec) -> list[np.ndarray]:
-        if self._outputs is None:
+        if self._outputs is None:  # allocated late: the first record may define the shapes
             self._outputs = [memory.empty((self._capacity, *leaf.shape), leaf.dtype) for leaf in spec.leaves]
         return self._outputs
 
@@ -192,14 +192,14 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
     """Raises a SourceError that describes how ``record`` differs from ``spec``, if it does."""
     _, other = flatten_record(record, record_id=record_id, lane_index=lane_index)
     where = _where(record_id, lane_index)
-    place: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
+    location: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
     remedy = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
     if other.treedef != spec.treedef:
         ragged = _ragged_lists(spec.treedef, other.treedef)
         raise SourceError(
             f"{ragged}{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
             f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, other)}. {remedy}",
-            **place,
+            **location,
         )
     for wanted, found in zip(spec.leaves, other.leaves, strict=True):
         if wanted != found:
@@ -207,7 +207,7 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
             raise SourceError(
                 f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
                 f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}",
-                **place,
+                **location,
             )
 
 

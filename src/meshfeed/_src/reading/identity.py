@@ -46,7 +46,7 @@ def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: R
     ids = probe_ids(num_records)
     try:
         return call_with_retry(lambda: digest(ids), retry, doing="reading four records to identify the source")
-    except Exception:
+    except Exception:  # one unreadable record must not hide changes in the others
         one_by_one = [_digest_or_bad(digest, ids[i : i + 1]) for i in range(len(ids))]
         return digest_tree([np.frombuffer(text.encode(), np.uint8) for text in one_by_one])
 
@@ -79,7 +79,7 @@ def digest_raw(records: Iterable[Any]) -> str:
     """Returns the xxh3-64 of the lengths and bytes of records."""
     hasher = xxhash.xxh3_64()
     for raw in records:
-        hasher.update(len(raw).to_bytes(8, "little"))
+        hasher.update(len(raw).to_bytes(8, "little"))  # a shifted record boundary changes the digest
         hasher.update(raw)
     return hasher.hexdigest()
 

@@ -301,6 +301,7 @@ class RecordReader:
             if self._bad_records is None:
                 raise
             tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
+        # With columns, leaves are partial and do not have the shapes of the spec.
         if columns is None and not (self._spec is not None and self._spec.fits(tree, len(record_ids))):
             found = spec_of_batch(tree, len(record_ids), what="the source")
             if self._spec is None:
@@ -370,7 +371,7 @@ class RecordReader:
                     rows.append(call_with_retry(read, self._retry, doing=f"reading record {planned}", on_retry=count))
                     break
                 except BAD_RECORD as error:
-                    if attempt == 0:
+                    if attempt == 0:  # reasons are truncated because the ledger is part of every state
                         bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
             else:
                 raise SourceError(

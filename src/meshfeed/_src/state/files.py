@@ -89,7 +89,7 @@ def write_json(path: epath.Path, value: Any) -> None:
     with open(beside, "w") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # otherwise a crash after the rename could leave an empty file
     os.replace(beside, os.fspath(path))
 
 
@@ -121,6 +121,7 @@ def _read_document(path: epath.Path) -> dict[str, Any]:
     if not isinstance(document, dict) or "meshfeed_iterator" not in document:
         raise DamagedStateError(f"{path}: no state of a feed. {remedy}", path=str(path))
     bare = {key: value for key, value in document.items() if key != "digest"}
+    # Before the version check: a flipped bit in the version must not ask for an upgrade.
     if digest_of(bare) != document.get("digest"):
         raise DamagedStateError(
             f"{path}: digest is {digest_of(bare)}, expected {document.get('digest')}. {remedy}", path=str(path)
@@ -134,6 +135,7 @@ def _read_document(path: epath.Path) -> dict[str, Any]:
 
 def state_paths(directory: Any) -> list[epath.Path]:
     """Returns the state files in ``directory``: ``state.json`` first, then the parts in order of process."""
+    # The suffix excludes temporary files of killed writers.
     names = [path for path in epath.Path(directory).iterdir() if path.name.endswith(".json")]
     whole = [path for path in names if path.name == STATE_FILE]
     parts = [path for path in names if path.name.startswith(_PART_PREFIX)]
@@ -186,6 +188,7 @@ def merge_files(directory: Any) -> None:
     document = read_document(directory)
     merged = make_document(document["state"], document["identity"], 0)
     write_json(epath.Path(directory) / STATE_FILE, merged)
+    # If killed here, both the merged file and parts remain, and merge to the same state.
     for path in parts:
         path.unlink()
 

@@ -49,11 +49,11 @@ class Ledgers:
             return self
         host, num_hosts = str(coordination.process_index()), coordination.process_count()
         mine = self.listed.get(host, ())
-        room = max(1, MAX_LISTED // num_hosts) - len(mine)
+        room = max(1, MAX_LISTED // num_hosts) - len(mine)  # equal shares need no communication
         reasons = max(1, MAX_REASONS // num_hosts) - len(mine)
         new = [
-            [record_id, epoch, reason if place < reasons else "", step]
-            for place, (record_id, epoch, reason) in enumerate(bad[: max(0, room)])
+            [record_id, epoch, reason if number < reasons else "", step]
+            for number, (record_id, epoch, reason) in enumerate(bad[: max(0, room)])
         ]
         left_out = len(bad) - len(new)
         unlisted = {host: self.num_unlisted.get(host, 0) + left_out} if left_out else {}

@@ -174,7 +174,7 @@ def parse_state(state: Any) -> FeedState:
     text = json.dumps(state)
     if version > (needed := _needed_version(text)):
         raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
-    return FeedState(**json.loads(text))
+    return FeedState(**json.loads(text))  # a deep copy: the caller keeps its value
 
 
 def _is_ledger(entries: Any) -> bool:
@@ -243,8 +243,8 @@ def _join_entries(part: str, left: Any, right: Any) -> Any:
     if part == "lanes":
         # Two hosts that open the same lane may have taken the source's state at different records before the same place
         # in the lane. The entry with the smaller skip resumes fastest.
-        place = ("records", "epoch", "taken", "ended")
-        if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in place):
+        fields = ("records", "epoch", "taken", "ended")
+        if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in fields):
             return min(left, right, key=lambda entry: entry.get("skip", 0))
         return None
     if part == "num_unlisted":

@@ -149,6 +149,7 @@ class _Worker:
         self._describe = describe
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # -P: the import path comes from PYTHONPATH alone. Workers must not read the terminal's input.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
@@ -160,7 +161,7 @@ class _Worker:
             raise
         finally:
             theirs.close()
-        self._connection.setblocking(False)
+        self._connection.setblocking(False)  # submit() must not wait for a busy worker
         self._inbox = Inbox(self._connection)
         self._outbox: collections.deque[memoryview] = collections.deque()
         self._pending: collections.deque[Any] = collections.deque()
@@ -210,12 +211,12 @@ class _Worker:
                     doing = "while being set up"
                 if frame.kind == ERROR:
                     error = self._rebuild_error(frame.value, doing)
-                    if not self._ready:
+                    if not self._ready:  # without a task, every later request fails in the same way
                         self._death = error
                     raise error
                 return frame.value
             if self._death is not None:
-                raise self._death.with_traceback(None)
+                raise self._death.with_traceback(None)  # raised repeatedly; tracebacks would accumulate
             if not self._wait(None if timeout is None else timeout - (time.monotonic() - start)):
                 raise self._stalled(time.monotonic() - start)
 
@@ -305,6 +306,7 @@ class _Worker:
 
 def _close_workers(workers: Sequence[_Worker]) -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
+    # All workers exit at the same time, within one deadline.
     for worker in workers:
         worker.begin_close()
     for worker in workers:
@@ -313,6 +315,7 @@ def _close_workers(workers: Sequence[_Worker]) -> None:
 
 def _environment() -> dict[str, str]:
     """Environment of a worker: the import path of this process, and JAX restricted to the CPU."""
+    # PYTHONPATH cannot express a path that contains its separator.
     paths = [path or os.getcwd() for path in sys.path if os.pathsep not in path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
 

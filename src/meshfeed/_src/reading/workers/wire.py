@@ -47,7 +47,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.dtype.hasobject:
             return NotImplemented
-        if not value.size:
+        if not value.size:  # has no bytes to share
             return np.empty, (value.shape, value.dtype)
         flat = np.asarray(value, order="C").reshape(-1).view(np.uint8)
         return _rebuild, (pickle.PickleBuffer(flat), value.dtype, value.shape)  # pyright: ignore[reportArgumentType] # arrays are buffers
@@ -224,7 +224,7 @@ class Inbox:
             if len(self._bytes) < end:
                 return None
             memory = base_memory.copy(np.frombuffer(self._bytes, np.uint8, num_bytes, pickle_end))
-            memory.flags.writeable = False
+            memory.flags.writeable = False  # as with a mapping
         pickled = bytes(memoryview(self._bytes)[pickle_start:pickle_end])
         del self._bytes[:end]
         buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
