@@ -1,9 +1,8 @@
 """Derives from shardings what one host reads, and which block of it goes to which device.
 
 Pure: does not access devices, so it can plan for thousands of fake hosts (see ``topology.py``). The device of each
-  block
-comes only from ``sharding.devices_indices_map``; ``sharding.addressable_devices`` is a set whose order changes between
-runs.
+block comes only from ``sharding.devices_indices_map``; ``sharding.addressable_devices`` is a set whose order changes
+between runs.
 
 The plan has two parts. :class:`HostPlan` covers rows only, so a feed can start reading before record shapes are known.
 :class:`LeafPlan` adds the columns once they are.
@@ -136,7 +135,7 @@ class HostPlan:
                 f"host {self.process_index} holds the rows {self.row_ranges} and not {start} to {stop}: the plan was "
                 f"made from other shardings. Make it from the shardings of all leaves."
             )
-        # Bisection and offsets work on ranges: a host of a large batch may hold many rows, but few ranges.
+        # By ranges rather than rows: a host may hold many rows, but they form few ranges.
         offset = sum(last - first for first, last in self.row_ranges[:number])
         offset += start - self.row_ranges[number][0]
         return slice(offset, offset + stop - start)

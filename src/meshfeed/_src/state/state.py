@@ -174,7 +174,7 @@ def parse_state(state: Any) -> FeedState:
     text = json.dumps(state)
     if version > (needed := _needed_version(text)):
         raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
-    return FeedState(**json.loads(text))  # a deep copy: the caller keeps its value
+    return FeedState(**json.loads(text))  # a deep copy, which the caller cannot change
 
 
 def _is_ledger(entries: Any) -> bool:

@@ -2,8 +2,8 @@
 
 A worker writes the arrays of one value to a new memory file (``memfd_create``), each at a multiple of 64 bytes, seals
 the file against writes, and sends its descriptor over a Unix socket. The receiver maps it read-only. Its arrays use
-that memory without a copy, and a CPU device can alias them. The memory has no name, so a killed process leaves nothing
-behind, and is freed with the last array. If memory files are not supported (macOS), the socket carries the same bytes.
+that memory without a copy, and a CPU device can alias them. The memory is freed with the last array, and has no name,
+so a killed process leaves nothing behind. If memory files are not supported (macOS), the socket carries the same bytes.
 
 A frame consists of a header, the sizes of the arrays, the pickle and, without a descriptor, the arrays themselves.
 """
