@@ -1,4 +1,4 @@
 """Maps positions in the stream to records: epochs, mixtures, stages, and the step schedule. Pure numpy.
 
-May import: base. Start with ``epochs.py``.
+May import: base. Read first: ``epochs.py``.
 """

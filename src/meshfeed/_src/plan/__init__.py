@@ -1,4 +1,4 @@
 """Plans which rows and columns each host reads, and which device holds them. Pure; touches no data.
 
-May import: base. Start with ``plan.py``.
+May import: base. Read first: ``plan.py``.
 """

@@ -1,1 +1,1 @@
-"""Worker processes that read and decode. Start with ``pool.py``."""
+"""Worker processes that read and decode. Read first: ``pool.py``."""
