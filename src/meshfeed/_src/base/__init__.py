@@ -1,4 +1,4 @@
-"""What every room needs: errors, types, settings, threads, retries, aligned memory, and the job's key-value store.
+"""Shared by all packages: errors, types, settings, threads, retries, aligned memory, and the job's key-value store.
 
-Imports no other room. Read first: ``errors.py``, then ``coordination.py``.
+Imports no other package of meshfeed. Read first: ``errors.py``, then ``coordination.py``.
 """

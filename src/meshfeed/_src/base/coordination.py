@@ -1,8 +1,9 @@
-"""The only module that knows process indices, the coordination service's key-value store, and barriers.
+"""Process indices, and exchanges between hosts over the coordination service's key-value store.
 
-JAX has no public key-value interface, so the client is reached through ``jax._src.distributed.global_state``. A job of
-one process needs no client. A job of several processes without one is refused (:func:`require_store`): its hosts could
-not report failures to each other, and would hang in the next collective.
+No other module uses either directly. JAX has no public key-value API, so the client is taken from
+``jax._src.distributed.global_state``. A single-process job needs no client. A multi-process job without one is an error
+(:func:`require_store`), because its hosts could not report failures to each other and would hang in the next
+collective.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import jax
 
 from meshfeed._src.base.errors import MeshfeedError, StalledError
 
-_MIN_SLICE_SECONDS = 0.5  # a blocking get is cut into slices so that Ctrl-C, close and deadlines are noticed …
-_MAX_SLICE_SECONDS = 2.0  # … which grow, so that thousands of hosts in a long wait do not flood the coordinator
+# A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the
+# number of hosts: thousands of hosts in a long wait must not flood the coordinator.
+_MIN_SLICE_SECONDS = 0.5
+_MAX_SLICE_SECONDS = 2.0
 _SLICE_SECONDS_A_HOST = 5e-4
 _PAUSE_SECONDS_A_HOST = 2.5e-5
 _MAX_PAUSE_SECONDS = 0.1
 _FIRST_NOTE_SECONDS = 0.2
 _NOTE_SECONDS = 1.0
-_NAMED_HOSTS = 8
+_NAMED_HOSTS = 8  # messages and notes stay short in jobs with thousands of hosts
 _BRIEFLY_SECONDS = 2.0
 _log = logging.getLogger("meshfeed.process")
 
@@ -50,9 +53,9 @@ def is_distributed() -> bool:
 
 
 class KeyValueStore:
-    """The coordination service's key-value store, with time-outs as None instead of exceptions.
+    """The coordination service's key-value store; timeouts and missing keys return None instead of raising.
 
-    Thread-safe. Every call takes 0.2–0.8 ms and releases the GIL.
+    Thread-safe. Every call takes 0.2–0.8 ms, plus the wait in :meth:`get`, and releases the GIL.
     """
 
     def __init__(self, client: Any) -> None:
@@ -63,16 +66,16 @@ class KeyValueStore:
         self._client.key_value_set(key, value, allow_overwrite=overwrite)
 
     def get(self, key: str, seconds: float) -> str | None:
-        """Waits up to ``seconds`` for ``key``; None if it did not appear."""
+        """Waits up to ``seconds`` for ``key``; returns None if it does not appear."""
         try:
             return self._client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
-        except Exception as error:
+        except Exception as error:  # the client has no exception type for a timeout, only the message
             if "DEADLINE_EXCEEDED" in str(error) or "timed out" in str(error).lower():
                 return None
             raise
 
     def try_get(self, key: str) -> str | None:
-        """The value of ``key`` now, or None."""
+        """Returns the current value of ``key``, or None if there is none."""
         try:
             return self._client.key_value_try_get(key)
         except Exception as error:
@@ -81,19 +84,20 @@ class KeyValueStore:
             raise
 
     def directory(self, prefix: str) -> dict[str, str]:
-        """All keys below ``prefix``, with ``prefix`` taken off, and their values."""
+        """Returns all keys below ``prefix``, with ``prefix`` removed, and their values."""
         prefix = prefix.rstrip("/") + "/"
         return {key.removeprefix(prefix): value for key, value in self._client.key_value_dir_get(prefix)}
 
     def increment(self, key: str) -> int:
-        """Adds one to the number under ``key``, which starts at 0, and returns it; atomic over all hosts."""
+        """Adds one to the counter under ``key``, initially 0, and returns the new value. Atomic across hosts."""
         return self._client.key_value_increment(key, 1)
 
     def delete(self, key: str) -> None:
-        """Removes ``key`` and everything below it; absent keys are no error."""
+        """Deletes ``key`` and all keys below it; missing keys are not an error."""
         self._client.key_value_delete(key)
 
 
+# A private API: if a later JAX renames a method, the store counts as missing instead of failing in mid-run.
 _CLIENT_METHODS = (
     "key_value_set",
     "blocking_key_value_get",
@@ -107,7 +111,7 @@ _CLIENT_METHODS = (
 def _global_state() -> Any | None:
     try:
         from jax._src import distributed
-    except ImportError:  # a later JAX that moved it
+    except ImportError:  # a private module, which a later JAX may move
         return None
     return getattr(distributed, "global_state", None)
 
@@ -118,7 +122,7 @@ def _client() -> Any | None:
 
 
 def key_value_store() -> KeyValueStore | None:
-    """The job's key-value store, or None without ``jax.distributed``."""
+    """Returns the job's key-value store, or None without ``jax.distributed``."""
     client = _client()
     if client is None:
         return None
@@ -127,10 +131,10 @@ def key_value_store() -> KeyValueStore | None:
 
 
 def require_store() -> KeyValueStore:
-    """The job's key-value store, which several processes cannot do without.
+    """Returns the job's key-value store, which a multi-process job requires.
 
     Raises:
-      MeshfeedError: there is none.
+      MeshfeedError: the job has no store, or this process is a forked child.
     """
     store = key_value_store()
     if store is not None:
@@ -151,19 +155,19 @@ def require_store() -> KeyValueStore:
     )
 
 
-_inherited: list[Any] = []  # in a forked child: the parent's connections, kept so that no destructor closes them
+_inherited: list[Any] = []  # in a forked child: the parent's connections, kept alive because a destructor closes them
 
 
-@functools.cache
+@functools.cache  # fork handlers cannot be unregistered, so register only one
 def _disown_in_children() -> None:
     os.register_at_fork(after_in_child=_disown_client)
 
 
 def _disown_client() -> None:
-    """Puts the parent's connection to the coordination service out of reach of a forked child.
+    """Removes the parent's connection to the coordination service from JAX's global state in a forked child.
 
-    The child shares its socket: a single request from the child, which JAX's own exit function makes, breaks the
-    connection of the parent, and the child then waits for an answer that never comes.
+    The child shares the parent's socket. A single request from the child, such as the one that JAX's exit handler
+    makes, breaks the parent's connection, and the child waits for a reply that never comes.
     """
     state = _global_state()
     for name in ("client", "service", "preemption_sync_manager"):
@@ -173,7 +177,7 @@ def _disown_client() -> None:
 
 
 class _Counters:
-    """Numbers of uses per name, forgotten when the job's coordination client is replaced (an in-process resize)."""
+    """Use counts per name, cleared when the job's coordination client is replaced (an in-process resize)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -186,6 +190,7 @@ class _Counters:
             previous = self._client() if self._client is not None else None
             if client is not previous:
                 self._counts.clear()
+                # Weak, to keep no replaced client alive; an id could be reused by its successor.
                 try:
                     self._client = None if client is None else weakref.ref(client)
                 except TypeError:  # a client type without weak references
@@ -199,7 +204,7 @@ _counters = _Counters()
 
 
 def next_use(name: str) -> int:
-    """0, 1, 2, … for each use of ``name`` in this process; equal on all hosts that use names in the same order."""
+    """Returns 0, 1, 2, … for successive uses of ``name``; equal on all hosts that use names in the same order."""
     return _counters.next(name)
 
 
@@ -211,20 +216,24 @@ def wait_for_key(
     *,
     num_waiting: int = 1,
 ) -> str | None:
-    """Waits for ``key`` until ``deadline`` (``time.monotonic()``), in slices; None if it did not come.
+    """Waits for ``key`` in slices until ``deadline``.
 
     Args:
-      store: where to look.
-      key: what to wait for.
-      deadline: on the clock of ``time.monotonic()``.
-      tick: called between slices with the seconds waited so far, for logs; may raise.
-      num_waiting: hosts that wait for such a key at the same time. Of thousands each asks again less often.
+      store: the store to query.
+      key: the key to wait for.
+      deadline: in seconds of ``time.monotonic()``.
+      tick: called between slices with the seconds waited so far, for logging; may raise.
+      num_waiting: number of hosts that wait at the same time. With thousands, each host polls less often.
+
+    Returns:
+      The value, or None if the key did not appear in time.
     """
     start = time.monotonic()
     shortest = min(_MAX_SLICE_SECONDS, max(_MIN_SLICE_SECONDS, num_waiting * _SLICE_SECONDS_A_HOST))
     while True:
         now = time.monotonic()
         slice_seconds = min(_MAX_SLICE_SECONDS, shortest + (now - start) / 4)
+        # At least one request, even after the deadline.
         value = store.get(key, min(slice_seconds, max(deadline - now, 0.001)))
         if value is not None:
             return value
@@ -243,19 +252,22 @@ def wait_for_hosts(
     *,
     note: str | None = None,
 ) -> dict[int, str]:
-    """Collects ``<prefix>/<host>`` until all participants are there, ``stop`` says so, or the deadline passes.
+    """Collects ``<prefix>/<host>`` until all participants have arrived, ``stop`` returns True, or the deadline passes.
 
-    Lists what is there, waits for one that is not (a blocked get costs the coordinator nothing), and lists again after a
-    pause in which others arrive: a few requests for thousands of hosts, and no delay for few.
+    Lists the directory, blocks on one missing key (a blocked get costs the coordinator nothing), pauses while others
+    arrive, and lists again. This takes few requests with thousands of hosts and adds no delay with few.
 
     Args:
-      store: where to look.
-      prefix: of the keys.
-      participants: hosts to wait for.
-      deadline: on the clock of ``time.monotonic()``.
-      stop: called with what is there.
-      note: key under which :func:`missing_hosts` finds who is missing, on hosts that wait for the outcome. If each of
-        thousands listed what is there, the coordinator would have to send all of it to all of them.
+      store: the store to query.
+      prefix: prefix of the keys.
+      participants: process indices of the hosts to wait for.
+      deadline: in seconds of ``time.monotonic()``.
+      stop: called with the values collected so far; returns True to stop waiting.
+      note: key under which to store the missing hosts, for :func:`missing_hosts` on the hosts that wait for the result.
+        If thousands of hosts listed the directory themselves, the coordinator would send all of it to each of them.
+
+    Returns:
+      Host → value of the hosts that arrived.
     """
     wanted = set(participants)
     noted: set[int] = set()
@@ -270,6 +282,7 @@ def wait_for_hosts(
                 store.delete(note)
             return values
         late = wanted - set(values)
+        # Rate-limited: the note only serves log and error messages.
         if note is not None and late != noted and (now >= next_note or left <= 0):
             store.set(note, json.dumps({"hosts": sorted(late)[:_NAMED_HOSTS], "count": len(late)}), overwrite=True)
             noted, next_note = late, now + _NOTE_SECONDS
@@ -281,11 +294,11 @@ def wait_for_hosts(
 
 
 def missing_hosts(store: KeyValueStore, prefix: str, note: str, reducer: int) -> tuple[tuple[int, ...], int]:
-    """Who keeps :func:`wait_for_hosts` on the host ``reducer`` waiting, in a few requests.
+    """Finds the hosts that :func:`wait_for_hosts` on the host ``reducer`` still waits for, in a few requests.
 
     Returns:
-      Hosts of which there is no ``<prefix>/<host>``, at most 8, and how many there are in all. None where the reducer
-      itself has come and names nobody.
+      Up to 8 hosts without a key ``<prefix>/<host>``, and the total number of missing hosts. Both are empty or 0 if the
+      reducer has arrived and has reported no missing host.
     """
     text = store.try_get(note)
     found = {"hosts": [reducer], "count": 1} if text is None else json.loads(text)
@@ -294,13 +307,13 @@ def missing_hosts(store: KeyValueStore, prefix: str, note: str, reducer: int) ->
 
 
 def format_missing(hosts: Sequence[int], count: int) -> str:
-    """``hosts 1, 3 and 40 more``, for messages."""
+    """Formats hosts for messages: ``hosts 1, 3 and 40 more``."""
     shown = hosts[:_NAMED_HOSTS]
     return format_hosts(shown) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
 
 
 def format_hosts(hosts: Sequence[int], limit: int = 8) -> str:
-    """``host 3`` or ``hosts 0, 1, 2 … (4,096 in all)``, for messages."""
+    """Formats hosts for messages: ``host 3`` or ``hosts 0, 1, 2, … (4,096 in all)``."""
     hosts = sorted(hosts)
     if len(hosts) == 1:
         return f"host {hosts[0]}"
@@ -309,14 +322,14 @@ def format_hosts(hosts: Sequence[int], limit: int = 8) -> str:
 
 
 def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> None:
-    """Calls a function that talks to the coordination service, and waits at most two seconds for it.
+    """Calls a function that uses the coordination service, and waits at most two seconds for it.
 
-    A coordinator that is gone may never answer, and closing must not wait for that.
+    A coordinator that has exited may never reply, and closing must not block on it.
 
     Args:
-      function: what it raises is logged at DEBUG.
-      name: of the thread.
-      at_exit: call it also if the interpreter is shutting down and starts no thread.
+      function: the function to call; its exceptions are logged at DEBUG.
+      name: name of the thread.
+      at_exit: whether to call it even if the interpreter is shutting down and can start no thread.
     """
 
     def call() -> None:
@@ -336,9 +349,9 @@ def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> N
 
 
 def leave(store: KeyValueStore, prefix: str, num_hosts: int) -> None:
-    """Each of ``num_hosts`` hosts calls this once it is done with the keys below ``prefix``; the last one deletes them.
+    """Marks this host as done with the keys below ``prefix``; the last of ``num_hosts`` hosts deletes them.
 
-    An error is only logged, and at exit nothing is done: keys that stay do no harm, and end with the job.
+    Errors are only logged, and at interpreter exit nothing is done: leftover keys are harmless and end with the job.
     """
 
     def count() -> None:
@@ -358,28 +371,31 @@ def reduce_json(
     timeout_seconds: float,
     doing: str,
 ) -> Any:
-    """Every participant gives a JSON value, one of them reduces, all receive the JSON result.
+    """Reduces one JSON value per participant to a JSON result that all participants receive.
 
-    The lowest participant reduces, so that the coordination service sees few requests per host. No key is left behind
-    once all participants have the result.
+    The lowest participant reduces, which takes few requests per host. The keys are deleted once all participants have
+    the result.
 
     Args:
-      scope: names the exchange; unique among exchanges under way at the same time.
-      round_number: counts the calls with this scope: 0, 1, 2, … on every participant.
-      value: this host's part, JSON.
-      reduce: host → value of all participants, to the result; runs on the lowest participant only. What it raises is
-        raised there, and the others time out, so return errors as values.
-      participants: process indices, the same on each host, this host's included.
+      scope: name of the exchange; unique among concurrent exchanges.
+      round_number: number of the call with this scope: 0, 1, 2, … on every participant.
+      value: this host's value, JSON.
+      reduce: maps host → value of all participants to the result; runs on the lowest participant only. If it raises,
+        the other participants time out, so return errors as values.
+      participants: process indices, equal on all hosts and including this host.
       timeout_seconds: how long to wait for the slowest host.
-      doing: what is being agreed, for the error.
+      doing: the operation, for the error message.
+
+    Returns:
+      The result, as decoded JSON on every participant, including the one that reduced.
 
     Raises:
-      StalledError: some participants did not arrive; it names them.
+      StalledError: some participants did not arrive; the message names them.
       MeshfeedError: there is no key-value store.
     """
     here = process_index()
     participants = sorted(participants)
-    if participants == [here]:
+    if participants == [here]:  # the JSON round trip gives the same types as with several hosts
         return json.loads(json.dumps(reduce({here: json.loads(json.dumps(value))})))
     store = require_store()
     prefix = f"meshfeed/{scope}/{round_number}"
@@ -402,6 +418,7 @@ def reduce_json(
             leave(store, prefix, len(participants))
             return json.loads(text)
         missing, count = missing_hosts(store, f"{prefix}/in", f"{prefix}/late", participants[0])
+        # If every host has arrived, the result is missing, so the reducer is late.
         missing, count = (missing, count) if missing else ([participants[0]], 1)
     waited = time.monotonic() - start
     raise StalledError(

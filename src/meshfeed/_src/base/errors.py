@@ -3,17 +3,17 @@
 ::
 
     MeshfeedError
-    ├── SettingsError (ValueError)        a keyword's value; names the keyword and what it takes
-    ├── PlanError (ValueError)            a batch and a mesh that do not fit; names the axis and sizes that do
-    ├── SourceError                       a source or a record; names the record id or lane, and the leaf
-    │   └── CorruptDataError              bytes that are not what was written; names the file and record
-    ├── StateMismatchError (ValueError)   a state that cannot be continued here: field, saved, current, remedy
-    ├── AgreementError                    hosts that differ in something that must be equal; names field and hosts
+    ├── SettingsError (ValueError)        a keyword has an invalid value; names the keyword and the valid values
+    ├── PlanError (ValueError)            the global batch does not fit the mesh; names the axis and sizes that fit
+    ├── SourceError                       a source or record is unreadable; names the record id or lane, and the leaf
+    │   └── CorruptDataError              stored bytes are damaged; names the file and record
+    ├── StateMismatchError (ValueError)   a saved state does not match this feed: field, saved, current, remedy
+    ├── AgreementError                    hosts differ in something that must be equal; names field and hosts
     ├── PeerError                         another host failed; carries its index and its message
-    ├── StalledError (TimeoutError)       a host that did not arrive in time; names it and says how long
-    └── CheckpointError                   a checkpoint that cannot be written or read; names step and path
+    ├── StalledError (TimeoutError)       a host did not arrive in time; names it and the time waited
+    └── CheckpointError                   a checkpoint cannot be written or read; names step and path
 
-A message says, in this order: what is wrong, what was received, what was expected, and what to do about it.
+A message states, in this order: what is wrong, what was received, what was expected, and how to fix it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class MeshfeedError(Exception):
 
 @public("meshfeed")
 class SettingsError(MeshfeedError, ValueError):
-    """A setting has a value that it cannot take.
+    """A setting has an invalid value.
 
     Attributes:
-      setting: name of the keyword.
+      setting: name of the keyword, or None.
     """
 
     def __init__(self, message: str, *, setting: str | None = None) -> None:
@@ -43,7 +43,7 @@ class SettingsError(MeshfeedError, ValueError):
 
 @public("meshfeed")
 class PlanError(MeshfeedError, ValueError):
-    """A global batch cannot be laid out over the mesh as asked."""
+    """A global batch cannot be laid out over the mesh with the given shardings."""
 
 
 @public("meshfeed")
@@ -51,7 +51,7 @@ class SourceError(MeshfeedError):
     """A source, or one of its records, cannot be read or batched.
 
     Attributes:
-      record_id: the record's id, where there is one.
+      record_id: the record's id, or None if the error concerns no single record.
       lane_index: the lane, for streams.
     """
 
@@ -63,10 +63,10 @@ class SourceError(MeshfeedError):
 
 @public("meshfeed")
 class CorruptDataError(SourceError):
-    """Stored bytes are damaged: a file cut short, a checksum that fails, a flipped bit.
+    """Stored bytes are damaged: a truncated file, a checksum mismatch, a flipped bit.
 
     Attributes:
-      path: the damaged file, where it is known.
+      path: the damaged file, or None if unknown.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class CorruptDataError(SourceError):
 
 @public("meshfeed")
 class StateMismatchError(MeshfeedError, ValueError):
-    """A saved state cannot be continued by this feed.
+    """This feed cannot resume from a saved state.
 
     Attributes:
-      field: what differs, as a dotted path into the state, such as ``source.records``.
+      field: the field that differs, as a dotted path into the state, such as ``source.records``.
       saved: its value in the state.
-      current: its value here.
-      remedy: what to do.
+      current: its value in this feed.
+      remedy: how to fix it.
     """
 
     def __init__(self, field: str, saved: Any, current: Any, remedy: str) -> None:
@@ -95,17 +95,18 @@ class StateMismatchError(MeshfeedError, ValueError):
         super().__init__(f"state mismatch in {field!r}: saved {saved!r}, current {current!r}. {remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By default, unpickling calls the class with the message as the only argument.
         return type(self), (self.field, self.saved, self.current, self.remedy)
 
 
 @public("meshfeed")
 class AgreementError(MeshfeedError):
-    """Hosts differ in something that must be the same on all of them."""
+    """Hosts differ in something that must be equal on all of them."""
 
 
 @public("meshfeed")
 class PeerError(MeshfeedError):
-    """Another host failed, so that this one cannot go on.
+    """Another host failed, and this host cannot continue without it.
 
     Attributes:
       host: process index of the host that failed.
@@ -120,10 +121,10 @@ class PeerError(MeshfeedError):
 
 @public("meshfeed")
 class StalledError(MeshfeedError, TimeoutError):
-    """A wait ran past its deadline; the message says who is late and by how much.
+    """A wait exceeded its deadline; the message names the late hosts and the time waited.
 
     Attributes:
-      hosts: process indices of the hosts that are late.
+      hosts: process indices of the late hosts.
       waited_seconds: how long this host waited.
     """
 
@@ -138,7 +139,7 @@ class CheckpointError(MeshfeedError):
     """A checkpoint cannot be written or restored.
 
     Attributes:
-      step: the step that was asked for, where there is one.
+      step: the requested step, or None if there was none.
     """
 
     def __init__(self, message: str, *, step: int | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Python values as JSON, and back with the same types.
+"""Lossless conversion of Python values to JSON and back.
 
-JSON has no tuples, bytes or arrays, and its dicts have string keys only. What JSON lacks becomes a dict with one reserved
-key: ``__tuple__``, ``__bytes__``, ``__array__``, ``__pairs__`` (a dict as a list of pairs), or ``__meshfeed__`` with a
-kind and its arguments. A dict that has a reserved key itself is written as pairs, so nothing a caller stores can be
-mistaken for one of these.
+JSON has no tuples, bytes or arrays, and only string keys. Such values become a dict with one reserved key:
+``__tuple__``, ``__bytes__``, ``__array__``, ``__pairs__`` (a dict as a list of pairs), or ``__meshfeed__`` with a kind
+and its arguments. A dict that itself contains a reserved key is written as pairs, so user data is never mistaken for
+an encoding.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ALLOWED = (
 
 
 def encode_value(value: Any) -> Any:
-    """A JSON value from which :func:`decode_value` restores ``value`` with the same types.
+    """Converts ``value`` to JSON from which :func:`decode_value` restores it with the same types.
 
-    Supported are None, bool, int, float, complex, str, bytes, bytearray, numpy scalars and arrays (except structured
-    ones, objects and long doubles), and lists, tuples and dicts of them. Subclasses of these (named tuples, ordered
-    dicts, enums) are refused, because they would come back as the plain type.
+    Supports None, bool, int, float, complex, str, bytes, bytearray, numpy scalars and arrays (except structured, object
+    and long double dtypes), and lists, tuples and dicts of these. Subclasses (named tuples, ordered dicts, enums) are
+    rejected because they would be restored as the plain type.
 
     Raises:
       TypeError: part of the value has no exact JSON form.
@@ -52,7 +52,7 @@ def decode_value(value: Any) -> Any:
     """The inverse of :func:`encode_value`.
 
     Raises:
-      ValueError: it holds a kind of value that a newer version of meshfeed wrote.
+      ValueError: ``value`` contains a kind that only a newer version of meshfeed can read.
     """
     if isinstance(value, list):
         return [decode_value(item) for item in value]
@@ -66,7 +66,7 @@ def decode_value(value: Any) -> Any:
 
 
 def _refused(value: Any) -> TypeError:
-    text = repr(value)
+    text = repr(value)  # shortened below, because the value may be large
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
@@ -85,7 +85,7 @@ def _encode_int(value: int) -> Any:
     return value if value.bit_length() <= _DECIMAL_BITS else _other("int", hex(value))
 
 
-def _encode_float(value: float) -> Any:  # JSON has no NaN and no infinity
+def _encode_float(value: float) -> Any:  # JSON has no NaN and no infinity; the bytes keep the payload of a NaN
     return value if math.isfinite(value) else _other("float", struct.pack(">d", value).hex())
 
 
@@ -100,9 +100,9 @@ def _encode_dict(value: dict[Any, Any]) -> Any:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """A name from which ``jnp.dtype`` gives the dtype, byte order included; None if there is none."""
+    """A name from which ``jnp.dtype`` recreates the dtype, including byte order; None if there is none."""
     if dtype.kind in "biufcMmSU":
-        is_long_double = dtype.char in "gG"  # padded, and different on each kind of machine
+        is_long_double = dtype.char in "gG"  # padded, and its format depends on the platform
         return None if is_long_double or not dtype.itemsize else dtype.str
     if dtype.kind != "V" or dtype.type is np.void:  # objects and structured arrays
         return None
@@ -120,7 +120,7 @@ def _encode_array(value: np.ndarray[Any, Any]) -> Any:
 
 
 def _encode_scalar(value: np.generic) -> Any:
-    if type(value) is np.str_:  # an array would drop zeros at the end
+    if type(value) is np.str_:  # an array would drop trailing NULs
         return _other("str_", str.__str__(value))
     if type(value) is np.bytes_:
         return _other("bytes_", bytes(value).hex())
@@ -132,7 +132,7 @@ def _encode_scalar(value: np.generic) -> Any:
 
 def _decode_array(inner: Any) -> np.ndarray[Any, Any]:
     name, shape, data = inner
-    return np.ndarray(shape, jnp.dtype(name), bytes.fromhex(data)).copy()
+    return np.ndarray(shape, jnp.dtype(name), bytes.fromhex(data)).copy()  # writable, unlike a view of bytes
 
 
 def _decode_other(inner: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Guards for objects that end up in a forked child.
+"""Guards for objects that are copied into a forked child.
 
-A fork copies every object but none of the threads, and shares sockets and child processes with the parent. A child that
-runs its parent's finalizers would close a feed that the parent still uses, on all hosts. So an object with something to
-close remembers the process that made it, and its copies in forked children close nothing.
+A fork copies every object but no threads, and shares sockets and child processes with the parent. A child that ran its
+parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources
+therefore records the process that created it, and its copies in forked children release nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from meshfeed._src.base.errors import MeshfeedError
 
 
 class Owner:
-    """The process that made an object."""
+    """The process that created an object."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child."""
+        """Whether this is the process that created the object; False in a forked child."""
         return os.getpid() == self._pid
 
     def check(self, what: str) -> None:
-        """Refuses to go on in a forked child.
+        """Raises an error in a forked child.
+
+        Args:
+          what: name of the object, for the message.
 
         Raises:
           MeshfeedError: this is a forked child.

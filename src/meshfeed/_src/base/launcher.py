@@ -1,8 +1,9 @@
-"""What the launcher of a job says about other processes, for jobs that forgot ``jax.distributed.initialize()``.
+"""Detects a multi-process job in which ``jax.distributed.initialize()`` was not called.
 
-Without that call each process takes itself for the whole job: it reads all of the data, and all of them write to the same
-checkpoint folder. Only variables count that the launcher sets for each task: in a Slurm batch script or an interactive
-``salloc`` shell, ``SLURM_NTASKS`` is the size of the allocation, and a single process there is right.
+Without that call, each process acts as the whole job: it reads all of the data, and all processes write to the same
+checkpoint folder. Detection uses the launcher's environment variables, and only those set per task: in a Slurm batch
+script or an interactive ``salloc`` shell, ``SLURM_NTASKS`` is the size of the allocation, and a single process is
+correct there.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from meshfeed._src.base import coordination
 
 INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
 _COUNTS = (
-    "SLURM_STEP_NUM_TASKS",  # of srun; absent outside a step, and 1 in an interactive one
+    "SLURM_STEP_NUM_TASKS",  # set by srun; absent outside a step, and 1 in an interactive step
     "OMPI_COMM_WORLD_SIZE",
     "MV2_COMM_WORLD_SIZE",
     "PMI_SIZE",
 )
 _TPU_LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
-_COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # of a pod of an indexed Kubernetes Job, and so of a JobSet
+_COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # set in the pods of an indexed Kubernetes Job, hence also of a JobSet
 _log = logging.getLogger("meshfeed.feed")
 
 
 def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | None:
-    """The variable and value that show more than one process, such as ``"OMPI_COMM_WORLD_SIZE=4"``; else None.
+    """Returns a variable and value that imply more than one process, such as ``"OMPI_COMM_WORLD_SIZE=4"``, or None.
 
     Args:
-      environment: of this process.
-      on_tpu: whether JAX runs on a TPU; the list of a pod's hosts does not concern a program on the CPU.
+      environment: environment variables of this process.
+      on_tpu: whether JAX runs on a TPU; otherwise the list of the pod's hosts is irrelevant.
     """
     if environment.get(INDEPENDENT, "0") not in ("", "0"):
         return None
     found = [name for name in _COUNTS if _number(environment.get(name)) > 1]
-    if _number(environment.get(_COMPLETION_INDEX)) > 0:  # the first pod has 0, and cannot tell how many there are
+    if _number(environment.get(_COMPLETION_INDEX)) > 0:  # 0 is the first pod, which cannot infer how many there are
         found.append(_COMPLETION_INDEX)
     if on_tpu:
         found += [name for name in _TPU_LISTS if "," in environment.get(name, "")]
@@ -51,7 +52,7 @@ def _number(text: str | None) -> int:
 
 
 def forgotten_processes() -> str | None:
-    """A sentence on the processes that JAX does not know of, and the fix; None if there are none."""
+    """Returns a message about processes missing from the JAX job, with the fix; None if there are none."""
     if coordination.process_count() > 1 or coordination.is_distributed():
         return None
     shown = other_processes(os.environ, on_tpu=jax.default_backend() == "tpu")
@@ -66,7 +67,7 @@ def forgotten_processes() -> str | None:
 
 @functools.cache
 def warn_if_forgotten() -> None:
-    """Warns once per process that the hosts do not share the data."""
+    """Logs a warning, once per process, if the processes do not share the data."""
     text = forgotten_processes()
     if text is not None:
         _log.warning("each process reads all of the data: %s", text)

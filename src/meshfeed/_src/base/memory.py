@@ -1,9 +1,9 @@
-"""Host buffers that a CPU device can use as they are.
+"""Host buffers that a CPU device can use without a copy.
 
-XLA's CPU client takes over a numpy array without a copy where its address is a multiple of 64, whatever
-``may_alias`` says. ``np.empty`` gives such an address only sometimes; :func:`empty` always does, so that no copy is
-made, on purpose. The price is a rule: a buffer that has been handed to JAX is not written while that ``jax.Array`` is
-there, because a write would show in it. So buffers are fresh each time, and refilled only by who has dropped the array.
+XLA's CPU client aliases a numpy array if its address is a multiple of 64, regardless of ``may_alias``. ``np.empty``
+returns such an address only sometimes; :func:`empty` always does, to avoid the copy. In exchange, a buffer passed to
+JAX must not be written while its ``jax.Array`` is alive, because the write would be visible in the array. Buffers are
+therefore newly allocated each time, and only code that has dropped the array may refill its buffer.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes; XLA's minimum alignment for a buffer that it does not own."""
+"""In bytes; XLA's minimum alignment for a buffer that it does not own."""
 
-_OWN_PAGES = 4 << 20  # bytes from which on numpy asks for huge pages too
+_OWN_PAGES = 4 << 20  # bytes; the size from which numpy requests huge pages too
 
 
 def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
-    """An uninitialised C-contiguous array of which the first byte lies on a multiple of 64.
+    """Returns an uninitialized C-contiguous array whose address is a multiple of 64.
 
     Args:
       shape: sizes of the dimensions.
-      dtype: any dtype without Python objects, those of ``ml_dtypes`` included.
+      dtype: any dtype without Python objects, including those of ``ml_dtypes``.
     """
     dtype = np.dtype(dtype)
     return _placed(AlignedMemory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
 
 
 def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
-    """As :func:`empty`, of zeros. Large ones are pages of their own, which take no memory until they are written.
+    """Returns an array of zeros, aligned like :func:`empty`; pages of a large array use no memory until written.
 
-    They go back to the system when the array does. Those of ``np.zeros`` need not: glibc's malloc learns from each large
-    array that is freed to keep such sizes for later, and what its many arenas keep adds up.
+    A large array (4 MiB or more) has its own memory mapping, which returns to the system when the array is freed.
+    Memory of ``np.zeros`` may not: glibc's malloc raises its mmap threshold when a large block is freed, then keeps
+    blocks of that size for reuse, in each of its arenas.
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -45,13 +46,13 @@ def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
         return _placed(np.zeros(size + ALIGNMENT, np.uint8), shape, dtype)
     pages = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
     return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
 
 
 class AlignedMemory(np.ndarray):
-    """What an array of :func:`empty` lies in: uint8[bytes of it + 64], its first byte anywhere."""
+    """The unaligned allocation behind an array of :func:`empty`: uint8 ``[array.nbytes + 64]``."""
 
 
 def _placed(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -59,20 +60,20 @@ def _placed(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: np.dtype[Any
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
-    """Where the first byte lies."""
+    """Address of the first byte."""
     return array.ctypes.data
 
 
 def is_aligned(array: np.ndarray[Any, Any]) -> bool:
-    """Whether the first byte lies on a multiple of 64."""
+    """Whether the address of the first byte is a multiple of 64."""
     base: Any = array.base
     if type(base) is AlignedMemory and base.nbytes == array.nbytes + ALIGNMENT and array.flags.c_contiguous:
-        return True  # the whole of what `empty` gave, known for a quarter of what asking for an address takes
+        return True  # an entire array of `empty`; this check takes a quarter of the time of reading the address
     return not address(array) % ALIGNMENT
 
 
 def copy(array: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[Any, Any]:
-    """A fresh aligned C-contiguous copy, converted to ``dtype`` without checks if it is given."""
+    """Returns a new aligned C-contiguous copy, cast to ``dtype`` if given, without checks."""
     fresh = empty(array.shape, array.dtype if dtype is None else dtype)
     np.copyto(fresh, array, casting="unsafe")
     return fresh

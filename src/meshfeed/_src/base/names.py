@@ -1,4 +1,4 @@
-"""The name under which users know a class or function: that of the module from which they import it."""
+"""Public module names for classes and functions that are defined in private modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def public(module: str) -> Callable[[T], T]:
-    """A decorator that sets ``__module__``, so that reprs, tracebacks and pickles say ``meshfeed.PeerError``.
+    """Returns a decorator that sets ``__module__``: reprs, tracebacks and pickles then show ``meshfeed.PeerError``.
 
     Args:
       module: the public module that exports the class or function, such as ``"meshfeed"``.

@@ -1,9 +1,8 @@
-"""Memory that user code can still write is copied before it is handed on.
+"""Copies arrays that user code could still write.
 
-JAX uses a numpy array on CPU as it is, and copies it to other devices later than the call returns. So an array that a
-decoder or a source fills again for the next batch would change a batch that was delivered. Arrays are passed on without a
-copy only if it is known that nobody writes to them: because meshfeed made them (:func:`own_batch`), or because their
-memory is immutable (:func:`is_immutable`).
+JAX aliases numpy arrays on CPU, and copies them to other devices after the call has returned. A decoder or source that
+refilled an array for the next batch would therefore change a batch already delivered. Arrays skip the copy only if they
+can no longer be written: meshfeed made them (:func:`own_batch`), or their memory is immutable (:func:`is_immutable`).
 """
 
 from __future__ import annotations
@@ -19,22 +18,27 @@ from meshfeed._src.base.types import PyTree
 
 
 def own_batch(batch: PyTree, maker: Any, method: str) -> PyTree:
-    """What ``maker.method()`` returned, with every leaf in memory that only the caller can write.
+    """Returns ``batch`` with every leaf in memory that only the caller can write.
 
-    Methods of meshfeed that return fresh memory at each call are trusted: their class has ``fresh_arrays = True``. A
-    subclass that overrides the method is not trusted unless it repeats the attribute.
+    Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True``, which skips the copy.
+    A subclass that overrides the method must repeat the attribute to skip it too.
+
+    Args:
+      batch: the return value of ``maker.method()``.
+      maker: the object that made the batch.
+      method: name of its method.
     """
     return batch if returns_fresh(maker, method) else jax.tree.map(own, batch)
 
 
 def returns_fresh(maker: Any, method: str) -> bool:
-    """Whether arrays that ``maker.method()`` returns are never written again."""
+    """Whether arrays returned by ``maker.method()`` are never written again."""
     return declared_with(type(maker), method, "fresh_arrays") and method not in getattr(maker, "__dict__", ())
 
 
 @functools.lru_cache(maxsize=256)
 def declared_with(kind: type, method: str, name: str) -> bool:
-    """Whether the class that ``method`` comes from has ``name`` too: overriding only the method changes what it means."""
+    """Whether the class that defines ``method`` also defines ``name``; overriding only the method returns False."""
     for base in kind.__mro__:
         if method in vars(base):
             return name in vars(base)
@@ -42,13 +46,13 @@ def declared_with(kind: type, method: str, name: str) -> bool:
 
 
 def own(leaf: Any) -> Any:
-    """``leaf`` as an array in memory that only the caller can write: itself if it is immutable, else an aligned copy.
+    """Returns ``leaf`` as an array that only the caller can write: itself if immutable, otherwise an aligned copy.
 
-    What numpy cannot hold is returned as it is, to be refused by name where batches are checked.
+    Leaves that numpy cannot represent are returned unchanged; the check of the batch rejects them by name.
     """
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-    except Exception:  # a PRNG key, a tensor that needs its gradient
+    except Exception:  # a PRNG key, or a tensor that requires grad
         return leaf
     if array.dtype.hasobject or array.dtype.kind in "SU":
         return leaf
@@ -56,7 +60,7 @@ def own(leaf: Any) -> Any:
 
 
 def seal(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Makes an array of :mod:`~meshfeed._src.base.memory` read-only, with its memory, so that :func:`own` passes it."""
+    """Makes an array of :mod:`~meshfeed._src.base.memory` and its memory read-only; :func:`own` then skips the copy."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base.flags.writeable = False
@@ -65,10 +69,10 @@ def seal(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def is_immutable(array: np.ndarray[Any, Any]) -> bool:
-    """Whether nobody can write to the memory of an array: it lies in ``bytes``, or in memory that :func:`seal` closed.
+    """Whether the memory of an array can no longer be written: it is ``bytes``, or :func:`seal` made it read-only.
 
-    A read-only view says nothing by itself. What it is a view of may be written by whoever holds that: an array, a memory
-    map (or the file below it), a bytearray, a tensor, shared memory.
+    A read-only view is not enough: its base may still be written through an array, a memory map (or its file), a
+    bytearray, a tensor or shared memory.
     """
     owner: Any = array
     while True:

@@ -1,4 +1,4 @@
-"""One place that calls a source again after a transient error."""
+"""Retries of source reads after transient errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshfeed._src.base.settings import Retry
 _log = logging.getLogger("meshfeed.retry")
 T = TypeVar("T")
 
-# module → names of its exceptions that pass by themselves; looked up only where the library is loaded anyway
+# module → names of its transient exceptions; resolved only if the library is already imported
 _TRANSIENT = {
     "tensorflow": ("errors.FailedPreconditionError", "errors.UnavailableError"),
     "aiohttp": ("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),
@@ -24,7 +24,7 @@ _TRANSIENT = {
 
 
 def transient_errors(retry: Retry) -> tuple[type[BaseException], ...]:
-    """The types that ``retry`` names, and with OSError among them those of the libraries that are loaded."""
+    """Returns the types in ``retry.on`` and, if they include OSError, the transient errors of imported libraries."""
     kinds = list(retry.on)
     if OSError in kinds:
         for module, names in _TRANSIENT.items():
@@ -45,30 +45,32 @@ def call_with_retry(
     on_retry: Callable[[], None] | None = None,
     progress: Callable[[], object] | None = None,
 ) -> T:
-    """Calls ``operation`` until it succeeds, with exponential back-off and full jitter in between.
+    """Calls ``operation`` until it succeeds, with exponential backoff and full jitter.
 
     Args:
-      operation: called again at each try. With ``progress`` it may carry on from what it has done.
-      retry: how often and after what.
-      doing: for the log, such as "reading 64 records".
-      on_retry: called before each further try, to count them.
-      progress: a value that differs once another record has been read. Tries are then counted from there, so that a
-        failure of one record leaves the others all of theirs.
+      operation: called once per attempt. With ``progress``, it may resume from where it failed.
+      retry: number of attempts, pauses and exception types.
+      doing: description for the log, such as "reading 64 records".
+      on_retry: called before each retry, to count retries.
+      progress: returns a value that changes when another record has been read. A change resets the count of attempts:
+        the failures of one record must not use up the attempts of the next.
 
     Raises:
-      What the last try raised; at once if ``retry`` does not name its type. StopIteration is never tried again.
+      The exception of the last attempt; without a retry if ``retry`` does not name its type. StopIteration is never
+      retried.
     """
     tries, reached = 0, None if progress is None else progress()
     while True:
         try:
             return operation()
         except transient_errors(retry) as error:
-            if isinstance(error, StopIteration):
+            if isinstance(error, StopIteration):  # the end of the source, even if retry.on includes Exception
                 raise
             before, reached = reached, None if progress is None else progress()
             tries = tries + 1 if reached == before else 1
             if tries >= retry.attempts:
                 raise
+            # The exponent is bounded because a float overflows at 2.0**1024.
             pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
             _log.warning("%s failed (%s: %s); try %d of %d in %.1f s", doing if isinstance(doing, str) else doing(),
                          type(error).__name__, error, tries + 1, retry.attempts, pause)  # fmt: skip

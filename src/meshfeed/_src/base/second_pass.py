@@ -1,4 +1,4 @@
-"""A warning for loops over a feed that has ended, which give nothing because ``iter(feed)`` does not reset it."""
+"""Warns about loops over an exhausted feed, which yield nothing because ``iter(feed)`` does not reset it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _log = logging.getLogger("meshfeed.feed")
 
 
 class SecondPass:
-    """Warns at the first ``iter(feed)`` after the end, and never again.
+    """Warns once, at the first ``iter(feed)`` after the end.
 
     Args:
-      name: of the feed.
+      name: name of the feed.
     """
 
     def __init__(self, name: str) -> None:
@@ -19,7 +19,7 @@ class SecondPass:
         self._warned = False
 
     def begins(self) -> None:
-        """``iter(feed)`` was called, and the feed has ended."""
+        """Records that ``iter(feed)`` was called on an exhausted feed."""
         if not self._warned:
             self._warned = True
             _log.warning(

@@ -1,4 +1,4 @@
-"""The feed's keywords: small values that check themselves, and the checks of the plain ones."""
+"""Validation of the feed's keywords, and the small value classes that some of them take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshfeed._src.base.names import public
 
 
 def _integer(setting: str, value: Any, minimum: int, what: str) -> int:
-    """``value`` as an int; bool, float and everything below ``minimum`` is a SettingsError."""
+    """Returns ``value`` as an int; raises SettingsError for bool, float and values below ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
         raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
     return int(value)
@@ -34,10 +34,10 @@ class BatchSchedule:
     """A global batch size that changes at given steps (batch ramp-up).
 
     Args:
-      stages: ``[(first_step, global_batch_size), …]``; the first ``first_step`` is 0 and they increase.
+      stages: ``[(first_step, global_batch_size), …]``, with strictly increasing ``first_step`` starting at 0.
 
     Raises:
-      SettingsError: stages that are empty, do not begin at 0 or do not increase, or a size below 1.
+      SettingsError: the stages are empty, do not start at 0 or do not increase, or a size is below 1.
     """
 
     def __init__(self, stages: Sequence[tuple[int, int]]) -> None:
@@ -77,16 +77,17 @@ class BatchSchedule:
 @public("meshfeed")
 @dataclasses.dataclass(frozen=True)
 class Retry:
-    """How often, and after what, a read of a source is tried again (exponential back-off with jitter).
+    """When and how often to retry reads of a source (exponential backoff with full jitter).
 
     Attributes:
-      attempts: tries of a record in all; 1 means none again. A call that reads several records and fails is a try of each
-        of them; after it they are read in smaller calls, and once a record was read, the tries of the next are counted
-        from the beginning.
-      initial_seconds: upper end of the first pause; it doubles from try to try.
-      max_seconds: longest pause.
-      on: exception types that are worth another try. The transient errors of TensorFlow (FailedPreconditionError,
-        UnavailableError) and of aiohttp are added where those libraries are loaded.
+      attempts: attempts per record, including the first; 1 disables retries. A failed call that reads several records
+        counts as an attempt for each of them. They are then read in smaller calls, and the count starts again after
+        each record that was read.
+      initial_seconds: upper bound of the first pause; doubles with each attempt.
+      max_seconds: upper bound of every pause.
+      on: exception types to retry. If they include OSError, the transient errors of TensorFlow
+        (FailedPreconditionError, UnavailableError), aiohttp, fsspec and requests are added if those libraries are
+        imported.
     """
 
     attempts: int = 5
@@ -102,20 +103,20 @@ class Retry:
         kinds = tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
             raise SettingsError(f"retry.on={self.on!r}; it takes exception types.", setting="retry")
-        object.__setattr__(self, "on", kinds)
+        object.__setattr__(self, "on", kinds)  # the dataclass is frozen
 
 
 @public("meshfeed")
 class Workers(int):
-    """A number of worker processes that says how they collect garbage: ``num_workers=meshfeed.Workers(4, gc_every=50)``.
+    """A number of worker processes and their garbage collection: ``num_workers=meshfeed.Workers(4, gc_every=50)``.
 
     Args:
-      count: processes, at least 0. A plain int is the same with the default.
-      gc_every: reads of a worker between two runs of its garbage collector, which is off in between so that no batch
-        waits for it; 0 leaves Python's own schedule.
+      count: number of processes, at least 0. A plain int uses the default ``gc_every``.
+      gc_every: reads per run of a worker's garbage collector. It is disabled in between, to avoid delaying a batch; 0
+        keeps Python's own schedule.
 
     Raises:
-      SettingsError: a number out of range.
+      SettingsError: a number is out of range.
     """
 
     gc_every: int
@@ -133,11 +134,11 @@ class Workers(int):
 @public("meshfeed")
 @dataclasses.dataclass(frozen=True)
 class SkipBad:
-    """Replace records that cannot be read or decoded, count them, and record which they were.
+    """Replaces bad records (those that raise CorruptDataError or ValueError), counts them, and lists them in the state.
 
     Attributes:
-      max_fraction: share of the records read, over all hosts, above which the run fails after all. It is judged from
-        ``1 / max_fraction`` records on.
+      max_fraction: maximum fraction of bad records among the records read on all hosts, in (0, 1]; above it, the run
+        fails. It is checked after the first ``1 / max_fraction`` records.
     """
 
     max_fraction: float = 1e-4
@@ -152,7 +153,7 @@ class SkipBad:
 
 @dataclasses.dataclass(frozen=True)
 class FeedSettings:
-    """The checked keywords of a feed, all but source and sharding."""
+    """The validated keywords of a feed, except source and sharding."""
 
     schedule: BatchSchedule | None
     shuffle: bool | int
@@ -222,10 +223,10 @@ def check_settings(
     timeout_seconds: Any,
     name: Any,
 ) -> FeedSettings:
-    """Checks every keyword of a feed.
+    """Validates all keywords of a feed.
 
     Raises:
-      SettingsError: naming the first keyword with a value that it cannot take, and what it takes.
+      SettingsError: a keyword has an invalid value. Names the first such keyword and the valid values.
     """
     schedule: BatchSchedule | None
     if global_batch_size is None or isinstance(global_batch_size, BatchSchedule):
@@ -284,7 +285,7 @@ def check_settings(
 
 
 def settings_json(settings: FeedSettings) -> dict[str, Any]:
-    """Every setting as JSON, under the name of its keyword."""
+    """Returns all settings as JSON, keyed by keyword."""
     value = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     schedule = value.pop("schedule")
     stages = None if schedule is None else [list(stage) for stage in schedule.stages]

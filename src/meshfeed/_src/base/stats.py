@@ -1,4 +1,4 @@
-"""What a feed has done so far on this host: counters and times."""
+"""Counters and timings of a feed on this host."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from meshfeed._src.base.names import public
 @public("meshfeed")
 @dataclasses.dataclass(frozen=True)
 class FeedStats:
-    """Figures of this host since the feed was made, or since an earlier call of ``feed.stats()``.
+    """Statistics of this host since the feed was created, or since an earlier call of ``feed.stats()``.
 
     Attributes:
       batches: global batches delivered.
-      records: real records delivered, over all hosts.
+      records: records delivered on all hosts, without padding.
       bytes: bytes of host batches that this host read and delivered.
       wait_seconds: time the caller waited in ``next``.
-      stall_fraction: ``(wait_seconds - startup_seconds) / elapsed_seconds``, from 0 to 1: the share of the run that the
-        caller waited for data, start-up left out.
-      read_seconds: time spent reading records, over all threads and workers.
-      decode_seconds: time spent decoding and stacking them.
-      transfer_seconds: time spent handing host batches to JAX.
-      retries: reads that were tried again.
+      stall_fraction: ``(wait_seconds - startup_seconds) / elapsed_seconds``, from 0 to 1: the fraction of the run that
+        the caller waited for data, excluding startup.
+      read_seconds: time spent reading records, summed over all threads and workers.
+      decode_seconds: time spent decoding and stacking records, summed likewise.
+      transfer_seconds: time spent passing host batches to JAX.
+      retries: number of retried reads.
       skipped_records: bad records replaced in delivered batches of this host.
-      startup_seconds: the part of ``wait_seconds`` that was spent waiting for the first batch, also for the first after
+      startup_seconds: the part of ``wait_seconds`` spent waiting for the first batch, including the first batch after
         each ``reset`` and ``set_state``.
       elapsed_seconds: time from the first batch to the last, without the waits in ``startup_seconds`` and the time
-        between the last batch before a ``reset`` or ``set_state`` and the first one after it.
-      feed_id: identifies the feed; empty in the figures of an interval, which cannot be the start of another.
+        from the last batch before a ``reset`` or ``set_state`` to the first batch after it.
+      feed_id: identifies the feed; empty in the statistics of an interval, which cannot start another interval.
     """
 
     batches: int = 0
@@ -63,7 +63,7 @@ def _make_stats(sums: Mapping[str, Any], feed_id: str) -> FeedStats:
 
 
 def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
-    """The figures of the time between two calls of ``feed.stats()``; ``stats`` itself if ``earlier`` is None.
+    """Returns the statistics of the interval from ``earlier`` to ``stats``; ``stats`` itself if ``earlier`` is None.
 
     Raises:
       SettingsError: ``earlier`` belongs to a different feed, or is later than ``stats``.
@@ -76,7 +76,7 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
             f"since={what}; it takes what an earlier call of stats() of this feed returned.", setting="since"
         )
     sums = {name: getattr(stats, name) - getattr(earlier, name) for name in _SUMS}
-    if min(sums.values()) < 0:
+    if min(sums.values()) < 0:  # counters never decrease, so ``earlier`` is the later of the two
         raise SettingsError(
             f"since= was taken after {earlier.batches} batches, later than the figures to compare it with, which were taken "
             f"after {stats.batches}. Pass what an earlier call of stats() returned.",
@@ -86,17 +86,17 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
 
 
 class StatsRecorder:
-    """Adds figures up, from any thread."""
+    """Accumulates statistics. Thread-safe, except that deliveries and restarts must not run concurrently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._feed_id = uuid.uuid4().hex[:16]
         defaults = FeedStats()
-        self._sums: dict[str, Any] = {name: getattr(defaults, name) for name in _SUMS}  # ints and floats, as the fields
+        self._sums: dict[str, Any] = {name: getattr(defaults, name) for name in _SUMS}  # int or float, like the fields
         self._last_delivery: float | None = None
 
     def read(self, times: Mapping[str, float], retries: int) -> None:
-        """A host batch was read: seconds by figure, and reads that were tried again."""
+        """Records the read of one host batch: seconds per field, and the number of retries."""
         sums = self._sums
         with self._lock:
             for name, seconds in times.items():
@@ -104,11 +104,11 @@ class StatsRecorder:
             sums["retries"] += retries
 
     def restart(self) -> None:
-        """The next batch is the first one again: the wait for it is start-up."""
+        """Counts the wait for the next batch as startup."""
         self._last_delivery = None
 
     def delivered(self, start: float, records: int, num_bytes: int, transfer_seconds: float, skipped: int) -> None:
-        """A batch asked for at ``start`` (``time.perf_counter()``) goes to the caller now."""
+        """Records the delivery of a batch that was requested at ``start`` (``time.perf_counter()``)."""
         now = time.perf_counter()
         last, self._last_delivery = self._last_delivery, now
         sums = self._sums
@@ -125,6 +125,6 @@ class StatsRecorder:
             sums["skipped_records"] += skipped
 
     def snapshot(self) -> FeedStats:
-        """The figures now."""
+        """Returns the current statistics."""
         with self._lock:
             return _make_stats(self._sums, self._feed_id)

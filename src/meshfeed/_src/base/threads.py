@@ -1,13 +1,13 @@
-"""Daemon threads that an interrupt of the caller cannot leak, stop half-way or run twice.
+"""Daemon threads that Ctrl-C in the calling thread can neither leak, leave half-started, nor run twice.
 
-``concurrent.futures.ThreadPoolExecutor`` waits for its threads at close and again at the interpreter's exit. A read that
-hangs (a dead network disk) would so turn a time-out that was reported into a process that never ends. These threads are
-daemons, and closing waits for them only so long.
+``concurrent.futures.ThreadPoolExecutor`` joins its threads at close and again at interpreter exit. A hanging read (a
+dead network disk) would then turn a reported timeout into a process that never exits. The threads here are daemons, and
+close waits for them for a limited time.
 
-Ctrl-C can arrive in the middle of ``Thread.start()``, and between it and the assignment of what it belongs to. So
-nothing here starts in its constructor: an owner holds the object first, then calls what starts it, and may call that
-again after an interrupt. Nor does the calling thread use a ``threading.Condition`` (nor Event, nor Future, which are
-made of one): an interrupt inside its ``__enter__`` leaves the lock taken for ever.
+Ctrl-C can arrive inside ``Thread.start()``, or between the start and the assignment of the object that owns the thread.
+Constructors therefore start nothing: the owner stores the object first, then calls ``start``, and may call it again
+after an interrupt. The calling thread also uses no ``threading.Condition`` (nor Event or Future, which contain one): an
+interrupt inside its ``__enter__`` leaves the lock held forever.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from meshfeed._src.base.errors import MeshfeedError
 
 _log = logging.getLogger("meshfeed.threads")
 _CLOSE_SECONDS = 5.0
-_TICK_SECONDS = 0.5
+_TICK_SECONDS = 0.5  # waits wake up this often, to call tick functions
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class WakeUp:
-    """Wakes the one thread that waits for it.
+    """A wake-up event for a single waiting thread.
 
-    Replaces ``threading.Condition``, which takes a lock and walks its list of waiters at each notify, in Python: two
-    threads that hand over a batch every half millisecond, and share the interpreter's lock with the reads, lose a tenth
-    of their time to that. Most of the time no thread waits, and then ringing only checks a flag.
+    Replaces ``threading.Condition``, whose notify takes a lock and walks a list of waiters in Python. Two threads that
+    pass a batch every 0.5 ms, and share the GIL with the reads, lose a tenth of their time to that. Usually no thread
+    is waiting, and :meth:`ring` only checks a flag.
     """
 
     def __init__(self) -> None:
@@ -45,20 +45,20 @@ class WakeUp:
         self._waiting = False
 
     def ring(self) -> None:
-        """Wakes the waiting thread, if any. Call it after changing what the thread waits for."""
+        """Wakes the waiting thread, if any. Call it after changing the condition that the thread waits for."""
         if self._waiting:
             self._waiting = False
             self._rings.put(None)
 
     def wait(self, until: Callable[[], object], seconds: float = 60.0) -> None:
-        """Waits for a ring; not at all if ``until()`` holds. May return early: check again.
+        """Waits for :meth:`ring`, unless ``until()`` is true already. May return early; check the condition again.
 
         Args:
-          until: what is waited for.
-          seconds: longest wait, never more than half a second.
+          until: the condition to wait for.
+          seconds: maximum wait, capped at 0.5 s.
         """
         self._waiting = True
-        if not until():  # evaluated after the flag is set: whoever changes the answer from now on rings
+        if not until():  # checked after setting the flag: a thread that changes the condition from now on rings
             try:
                 self._rings.get(timeout=max(0.0, min(_TICK_SECONDS, seconds)))
             except queue.Empty:
@@ -74,8 +74,8 @@ class Background:
     """A daemon thread that runs a function once.
 
     Args:
-      function: what it runs.
-      name: of the thread.
+      function: the function to run.
+      name: name of the thread.
     """
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
@@ -87,11 +87,11 @@ class Background:
 
     @property
     def unused(self) -> bool:
-        """Whether :meth:`start` was never called."""
+        """Whether :meth:`start` has never been called."""
         return not self._asked
 
     def start(self) -> None:
-        """Starts the thread unless it runs already. An interrupted call can be made again."""
+        """Starts the thread, once. Safe to call again after an interrupt."""
         if self._started:
             return
         self._asked = True
@@ -113,7 +113,7 @@ class Background:
 
     def _run(self) -> None:
         if self._claim():
-            function, self._function = self._function, _nothing  # or an owner would be kept alive by its thread
+            function, self._function = self._function, _nothing  # the thread must not keep its owner alive
             try:
                 function()
             finally:
@@ -121,13 +121,13 @@ class Background:
                 self._end.ring()
 
     def join(self, seconds: float) -> bool:
-        """Waits for the function to return, unless called from it. A thread that was never started never will be.
+        """Waits for the function to return, unless called from its own thread. An unstarted thread can no longer start.
 
         Args:
-          seconds: longest wait.
+          seconds: maximum wait.
 
         Returns:
-          Whether it has returned.
+          True if the function has returned, will never run, or called this itself.
         """
         if threading.current_thread() in self._threads or (not self._started and self._claim()):
             return True
@@ -135,21 +135,21 @@ class Background:
         while not self._ended and self._asked and time.monotonic() < deadline:
             self._end.wait(lambda: self._ended, deadline - time.monotonic())
         for thread in self._threads if self._ended else ():
-            with contextlib.suppress(RuntimeError):  # one of several, which is yet to start and to find nothing to do
+            with contextlib.suppress(RuntimeError):  # a duplicate after an interrupt, not started yet; it has no work
                 thread.join(max(0.0, deadline - time.monotonic()))
         return self._ended or not self._asked
 
 
 class Call(Generic[R]):
-    """A function call that one thread makes and another waits for.
+    """A function call that one thread runs and another waits for.
 
     Args:
-      function: what is called.
+      function: the function to call.
     """
 
     def __init__(self, function: Callable[[], R]) -> None:
         self._function: Callable[[], R] | None = function
-        self._unclaimed = [None]  # popped by whoever makes the call, or cancels it
+        self._unclaimed = [None]  # popped by the thread that runs or cancels the call; list.pop is atomic
         self._cancelled = False
         self._value: Any = None
         self._error: BaseException | None = None
@@ -163,29 +163,29 @@ class Call(Generic[R]):
         return self._done and self._error is None
 
     def run(self) -> None:
-        """Makes the call; what it raises goes to :meth:`result`."""
+        """Runs the call; :meth:`result` raises its exception."""
         function = self._function
         if not self._claim() or function is None:
             return
         try:
             self._value = function()
-        except BaseException as error:
+        except BaseException as error:  # even SystemExit: the waiting thread must not hang
             self._error, self._traceback = error, error.__traceback__
         self._finish()
 
     def cancel(self) -> None:
-        """Ends the wait for a call that has not begun."""
+        """Cancels a call that has not started; its :meth:`result` then raises MeshfeedError."""
         if self._claim():
             self._cancelled = True
             self._error = MeshfeedError("the feed was closed")
             self._finish()
 
     def done(self) -> bool:
-        """Whether :meth:`result` need not wait."""
+        """Whether :meth:`result` returns without waiting."""
         return self._done
 
     def cancelled(self) -> bool:
-        """Whether :meth:`cancel` came before the call."""
+        """Whether the call was cancelled before it started."""
         return self._cancelled
 
     def _claim(self) -> bool:
@@ -201,7 +201,7 @@ class Call(Generic[R]):
         self._arrived.ring()
 
     def wait(self, tick: Callable[[float], None] | None = None) -> None:
-        """Waits for the call, whatever becomes of it; see :meth:`result`."""
+        """Waits for the call to end, without raising its exception; see :meth:`result`."""
         start = time.monotonic()
         while not self._done:
             self._arrived.wait(lambda: self._done)
@@ -209,13 +209,13 @@ class Call(Generic[R]):
                 tick(time.monotonic() - start)
 
     def result(self, tick: Callable[[float], None] | None = None) -> R:
-        """Waits for the call. After an interrupt it can be asked for again.
+        """Waits for the call and returns its value. Safe to call again after an interrupt.
 
         Args:
-          tick: called about twice a second with the seconds waited so far; may raise.
+          tick: called about twice per second with the seconds waited so far; may raise.
 
         Raises:
-          What the call raised.
+          Any exception of the call.
         """
         self.wait(tick)
         if self._error is not None:
@@ -224,11 +224,11 @@ class Call(Generic[R]):
 
 
 class SingleCall(Generic[R]):
-    """A function call on a thread of its own, made once however often the wait for it is interrupted.
+    """A function call on its own thread, run once even if waits for it are interrupted and repeated.
 
     Args:
-      function: what is called.
-      name: of the thread.
+      function: the function to call.
+      name: name of the thread.
     """
 
     def __init__(self, function: Callable[[], R], name: str) -> None:
@@ -242,31 +242,31 @@ class SingleCall(Generic[R]):
             self.discard(self._dispose)
 
     def result(self, tick: Callable[[float], None] | None = None) -> R:
-        """Starts the call if need be and waits for it; see :meth:`Call.result`."""
+        """Starts the call if it has not started, and waits for it; see :meth:`Call.result`."""
         self._thread.start()
         return self._call.result(tick)
 
     def wait(self) -> None:
-        """Waits for the call if it was ever asked for."""
+        """Waits for the call if it was ever requested."""
         if not self._thread.unused:
-            self._thread.start()  # an interrupt may have come before it was
+            self._thread.start()  # an interrupt may have arrived before the thread started
             self._call.wait()
 
     def discard(self, dispose: Callable[[R], object]) -> None:
-        """Passes the result to ``dispose``, now or when the call returns; more than once if threads meet here."""
+        """Passes the result to ``dispose``, now or when the call returns; possibly more than once if threads race."""
         self._dispose = dispose
         if self._call.succeeded:
             dispose(self._call.result())
 
 
 class Threads:
-    """Calls functions side by side, on threads that start as work arrives and end when this object is dropped.
+    """A thread pool whose threads start as work arrives and end when the pool is garbage-collected.
 
-    ``submit`` and ``shutdown`` can take the place of those of ``concurrent.futures.Executor``.
+    ``submit`` and ``shutdown`` can replace those of ``concurrent.futures.Executor``.
 
     Args:
-      num_threads: at most this many, at least 1.
-      name: of the threads.
+      num_threads: maximum number of threads, at least 1.
+      name: name of the threads.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -276,10 +276,11 @@ class Threads:
         self._unstarted = list(reversed(self._threads))
         self._name = name
         self._closed = False
+        # The threads hold the queue but not the pool, so they do not keep it alive. At exit, daemons need no end.
         weakref.finalize(self, _end, self._tasks, num_threads).atexit = False
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> Call[R]:
-        """``function(*args, **kwargs)``, on one of the threads.
+        """Calls ``function(*args, **kwargs)`` on one of the threads.
 
         Raises:
           RuntimeError: after :meth:`shutdown` or :meth:`close`.
@@ -288,17 +289,17 @@ class Threads:
             raise RuntimeError(f"the threads {self._name} are closed and take no new work")
         for thread in self._unstarted[-1:]:
             thread.start()
-            with contextlib.suppress(ValueError):  # another caller has started it too
+            with contextlib.suppress(ValueError):  # a concurrent caller has started it too
                 self._unstarted.remove(thread)
         call = Call(functools.partial(function, *args, **kwargs))
         self._tasks.put(call)
         return call
 
     def map(self, function: Callable[[T], R], values: Iterable[T]) -> list[R]:
-        """``function`` of each value, in their order.
+        """Calls ``function`` on each value; returns the results in the order of ``values``.
 
         Raises:
-          What the first of them raised, once all have ended.
+          The exception of the first failed call in that order, after all calls have ended.
         """
         calls = [self.submit(function, value) for value in values]
         for call in calls:
@@ -306,11 +307,11 @@ class Threads:
         return [call.result() for call in calls]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads, after the work that was submitted or, with ``cancel_futures``, only what has begun of it.
+        """Ends the threads once submitted work is done; ``cancel_futures`` cancels work that has not started.
 
-        ``wait`` waits for a limited time: a thread that hangs in a call ends with that call.
+        ``wait`` waits at most five seconds; a thread that hangs in a call ends when the call returns.
         """
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS  # one deadline for all threads
         self._closed = True
         if cancel_futures:
             _cancel(self._tasks)
@@ -326,17 +327,17 @@ class Threads:
             )
 
     def close(self) -> None:
-        """Cancels what has not begun and ends the threads; a thread that hangs in a call ends with that call."""
+        """Cancels work that has not started and ends the threads; a hanging thread ends when its call returns."""
         self.shutdown(cancel_futures=True)
 
 
 def close_within(thing: Any, seconds: float | None = None) -> None:
-    """Calls ``thing.close()``, if there is one, but waits for it only so long (default: as long as for threads).
+    """Calls ``thing.close()``, if defined, and waits at most ``seconds`` for it (default: 5 s, as for threads).
 
-    Iterators of other libraries join their own threads there, which may hang in a read.
+    Iterators of other libraries join their threads in ``close``, and those may hang in a read.
 
     Raises:
-      What ``close`` raised.
+      Any exception of ``close``, if it returned in time.
     """
     close = getattr(thing, "close", None)
     if not callable(close):
@@ -369,7 +370,7 @@ def _end(tasks: _Tasks, num_threads: int) -> None:
 def _work(tasks: _Tasks) -> None:
     while (call := tasks.get()) is not None:
         call.run()
-        del call  # a waiting thread must not keep the last batch
+        del call  # an idle thread must not keep the last batch alive
 
 
 _Tasks = queue.SimpleQueue[Call[Any] | None]

@@ -1,6 +1,6 @@
-"""What the calls that users make have in common: short tracebacks, and a suggestion for a misspelt keyword.
+"""Decorators for the public API: short tracebacks, and suggestions for misspelled keywords.
 
-A traceback shows the caller's line, and then the user's source or decoder if one raised.
+A traceback shows the caller's line and, if the user's source or decoder raised, its frames.
 ``MESHFEED_FULL_TRACEBACK=1`` in the environment keeps every frame.
 """
 
@@ -21,19 +21,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 VARIABLE = "MESHFEED_FULL_TRACEBACK"
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
-_EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # written as a user would, and run by the demo
+_EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # user code, which the demo runs
 _CARRIERS = ("concurrent.futures.", "contextlib.", "tenacity.")
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Takes meshfeed's frames out of the traceback of ``error`` and of the exceptions that led to it.
+    """Removes meshfeed's frames from the traceback of ``error`` and of its causes and contexts.
 
-    An exception that meshfeed did not raise on purpose keeps all frames if it comes from meshfeed's own code: it is
-    probably a fault of meshfeed. Call this in an ``except`` clause that ends in a bare ``raise``, which adds no frame.
+    An unexpected exception raised in meshfeed's own code keeps all frames, because it is probably a bug in meshfeed.
+    Call this in an ``except`` clause that ends with a bare ``raise``, which adds no frame.
     """
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
         return
-    seen: set[int] = set()
+    seen: set[int] = set()  # exceptions can share causes
     todo: list[BaseException | None] = [error]
     while todo:
         one = todo.pop()
@@ -44,7 +44,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def hides_own_frames(function: F) -> F:
-    """A decorator for functions that users call: :func:`hide_own_frames` on whatever they raise."""
+    """Decorates a public function: applies :func:`hide_own_frames` to its exceptions."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def hides_own_frames(function: F) -> F:
 
 
 def suggests_keywords(function: F) -> F:
-    """A decorator: an unknown keyword is a TypeError that names the nearest one that the function takes."""
+    """Decorates a public function: an unknown keyword raises a TypeError that suggests the closest valid one."""
     takes = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -87,7 +87,7 @@ def _trim(error: BaseException) -> None:
         if not hidden:
             kept.append(entry)
         entry = entry.tb_next
-    # from the decorators here comes only the TypeError of a call with wrong arguments
+    # The decorators in this file raise only the TypeError for wrong arguments, which is the caller's error.
     if hidden and last != __file__ and not isinstance(error, MeshfeedError | StopIteration):
         return
     shown = None
@@ -102,5 +102,5 @@ def _is_own(frame: types.FrameType) -> bool:
 
 
 def _is_carrier(frame: types.FrameType) -> bool:
-    """Whether it only carries a call of meshfeed's: to another thread, or again after a failure."""
+    """Whether the frame belongs to a library that only forwards a call of meshfeed: to a thread, or as a retry."""
     return f"{frame.f_globals.get('__name__', '')}.".startswith(_CARRIERS)

@@ -1,4 +1,4 @@
-"""The structure, shapes and dtypes of a pytree as JSON, so that hosts can send them without pickle."""
+"""The structure, shapes and dtypes of a pytree as JSON, for exchange between hosts without pickle."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshfeed._src.base.types import PyTree
 def tree_to_json(tree: PyTree) -> dict[str, Any]:
     """Describes a pytree whose leaves have a shape and a dtype.
 
-    Dicts, lists, tuples and None can be described. For any other node (a namedtuple, a registered class) the result
-    carries an error instead, which :func:`tree_from_json` raises: most hosts never need the description.
+    Supports dicts, lists, tuples and None. For any other node (a namedtuple, a registered class) the result holds an
+    error message, which :func:`tree_from_json` raises; most hosts never need the description.
     """
     leaves, structure = jax.tree.flatten(tree)
     numbered = jax.tree.unflatten(structure, range(len(leaves)))
@@ -33,10 +33,10 @@ def tree_to_json(tree: PyTree) -> dict[str, Any]:
 
 
 def tree_from_json(value: Any) -> PyTree:
-    """A pytree of ``jax.ShapeDtypeStruct``, from what :func:`tree_to_json` gave.
+    """Returns a pytree of ``jax.ShapeDtypeStruct`` from the result of :func:`tree_to_json`.
 
     Raises:
-      SourceError: the structure could not be described.
+      SourceError: the structure is not supported.
     """
     if "unsupported" in value:
         raise SourceError(value["unsupported"])

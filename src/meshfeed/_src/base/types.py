@@ -1,6 +1,6 @@
-"""Protocols and aliases that the floors above share.
+"""Protocols and type aliases shared by all packages.
 
-Nothing here is a base class: an object is a source because it has the methods of one.
+These are not base classes: any object with the methods of a source is a source.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ ColumnSlices: TypeAlias = Mapping[str, tuple[slice, ...]]
 class RandomAccessSource(Protocol):
     """Records by integer id: the protocol that Grain, TFDS, Hugging Face and PyTorch share.
 
-    A source may also have any of these, and is read through the first that it has:
+    A source may define any of the following read methods; the feed uses the first one defined:
 
     * ``read_raw(record_ids: int64[n]) -> Sequence[bytes]`` with the attributes ``decode`` and ``decode_batch``
-      (either may be None): undecoded records. The feed calls the decoder and gives it ``rng=`` if it accepts it.
-      Beside it, ``read_rows(record_ids: int64[n]) -> uint8[n, bytes] | None`` is used where the class of ``decode_batch``
-      has ``from_rows(rows) -> pytree`` beside its ``__call__``, and where it gives None ``read_raw`` is.
-    * ``read_batch(record_ids: int64[n]) -> pytree`` of arrays ``[n, ...]``: records already stacked. A source whose
-      ``reads_columns`` is true is called as ``read_batch(record_ids, columns=ColumnSlices)`` and may be asked
-      ``element_shapes() -> pytree of jax.ShapeDtypeStruct`` (of one record) before.
+      (either may be None): undecoded records. The feed calls the decoder, with ``rng=`` if it accepts that keyword.
+      If the source also defines ``read_rows(record_ids: int64[n]) -> uint8[n, bytes] | None``, and the class of
+      ``decode_batch`` defines ``from_rows(rows) -> pytree`` alongside ``__call__``, the feed uses those two instead,
+      except when ``read_rows`` returns None.
+    * ``read_batch(record_ids: int64[n]) -> pytree`` of arrays ``[n, ...]``: records already stacked. If the source has
+      ``reads_columns = True``, the feed calls ``read_batch(record_ids, columns=ColumnSlices)``, and may first call
+      ``element_shapes() -> pytree of jax.ShapeDtypeStruct`` (shapes of one record).
     * ``__getitems__(record_ids: list[int]) -> Sequence[Record]``.
 
-    What these return belongs to the source: it is copied before the next call, unless it lies in ``bytes``. Classes of
-    meshfeed whose methods return fresh memory at each call say so by ``fresh_arrays = True``, and are not copied.
+    Returned arrays belong to the source: the feed copies them before the next call, unless their memory is ``bytes``.
+    Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True`` to avoid the copy.
 
-    And these, all optional:
+    These methods are also optional:
 
-    * ``fingerprint() -> JsonValue``: what must be equal for a saved state to be continued; replaces the probe of
-      four records that the feed makes otherwise.
+    * ``fingerprint() -> JsonValue``: a value that must be equal for a saved state to be usable; replaces the default
+      probe of four records.
     * ``file_of(record_id: int) -> str | None``: the file that holds a record, for error messages and logs.
-    * ``close() -> None``: release files and threads.
+    * ``close() -> None``: releases files and threads.
     """
 
     def __len__(self) -> int: ...
@@ -58,13 +59,14 @@ class RandomAccessSource(Protocol):
 class LaneIterator(Protocol):
     """One lane's sequential stream of records.
 
-    ``get_state() -> JsonValue`` and ``set_state(state)`` are optional; without them a lane is resumed by reading and
-    dropping what was delivered. ``get_state`` is of the last record returned by ``__next__`` and may hold tuples,
-    which come back as tuples. ``close()`` is optional. ``state_cost`` may be ``"expensive"``: the state is then
-    taken now and then, and the records since are skipped on resume.
+    ``get_state() -> JsonValue`` and ``set_state(state)`` are optional; without them, resuming a lane reads and discards
+    the records already delivered. ``get_state`` describes the stream after the last record returned by ``__next__``.
+    The state may contain tuples, which are restored as tuples. ``close()`` is optional. If ``state_cost`` is
+    ``"expensive"``, the feed takes the state only occasionally, and skips the records since then on resume.
 
     ``next_batch(num_records: int) -> pytree`` of arrays ``[n, ...]`` is optional and replaces n calls of ``__next__``,
-    with 1 <= n <= num_records: less than asked for does not mean the end, which is StopIteration. Both may be mixed.
+    with 1 <= n <= num_records. Fewer records than requested do not mean the end; StopIteration does. Calls of both may
+    be mixed.
     """
 
     def __next__(self) -> Record: ...
@@ -72,11 +74,11 @@ class LaneIterator(Protocol):
 
 @runtime_checkable
 class StreamSource(Protocol):
-    """A sequential source that can be cut into lanes.
+    """A sequential source that can be split into lanes.
 
-    ``open`` gives the records of lane ``lane_index`` of ``num_lanes`` from the beginning; the same records whichever
-    host asks. ``epoch`` is passed by keyword if ``open`` accepts it. ``fingerprint() -> JsonValue`` (optional) is what
-    must be equal for a saved state to be continued.
+    ``open`` returns the records of lane ``lane_index`` of ``num_lanes`` from the beginning, the same records on every
+    host. ``epoch`` is passed by keyword if ``open`` accepts it. ``fingerprint() -> JsonValue`` (optional) returns a
+    value that must be equal for a saved state to be usable.
     """
 
     def open(self, lane_index: int, num_lanes: int) -> LaneIterator: ...

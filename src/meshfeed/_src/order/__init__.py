@@ -1,4 +1,4 @@
-"""Which record stands at which place of the stream: epochs, mixtures, stages, and the schedule of steps. Pure numpy.
+"""Maps positions in the stream to records: epochs, mixtures, stages, and the step schedule. Pure numpy.
 
 May import: base. Read first: ``epochs.py``.
 """

@@ -1,18 +1,17 @@
-"""Position in the stream → record id and epoch, by arithmetic alone.
+"""Computes record ids and epochs from positions in the stream.
 
-The order of an epoch is a keyed permutation of ``[0, num_records)`` that is computed, not stored: any batch of
-positions costs O(batch) time and memory whatever the length, so a stream is resumed at position 9e11 as fast as it
-is started.
+The order of an epoch is a keyed permutation of ``[0, num_records)`` that is computed, not stored. Any batch of
+positions takes O(batch) time and memory at any stream length, so resuming at position 9e11 is as fast as starting.
 
 The permutation is a Feistel network over a rectangle of ``m`` rows and ``2**k`` columns with ``n <= m * 2**k < n +
 2**k`` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Because the rectangle exceeds n by less
-than a row, cycle walking touches about one id in ``sqrt(n)``, also just above a power of two. A round function is
-the upper half of ``(a * x + b)**2 mod 2**64``: with the square left out (multiply-add-shift) even six rounds fail the
-tests of neighbours, with it they pass from the fifth on; six are used. Up to 4,096 records the permutation is instead
-the argsort of keyed 64-bit hashes, so that every permutation of a tiny epoch is reachable and equally likely.
+than one row, cycle walking affects about one id in ``sqrt(n)``, even just above a power of two. The round function is
+the upper half of ``(a * x + b)**2 mod 2**64``. Without the square (multiply-add-shift), even six rounds fail tests for
+correlations between neighbors; with it, five rounds pass and six are used. Up to 4,096 records, the permutation is
+instead the argsort of keyed 64-bit hashes: every permutation of a tiny epoch is reachable and equally likely.
 
-Nothing here uses ``np.random`` for the order: the same numbers come out of every numpy version. :data:`VERSION` is
-part of each saved state and goes up whenever any output changes.
+The order does not use ``np.random`` and is therefore equal in all numpy versions. :data:`VERSION` is part of each saved
+state and is incremented whenever any output changes.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ODD = 0xD1342543DE82EF95
 _ROUND_PAIRS = 3
-_TABLE_RECORDS = 4096  # up to here an epoch is sorted; also the chunk that is kept
-_SLICE = 16384  # ids at a time, so that the four work arrays stay in the second-level cache
+_TABLE_RECORDS = 4096  # the largest epoch that is argsorted; also the size of a cached chunk
+_SLICE = 16384  # ids per pass; keeps the four work arrays in the L2 cache
 _MAX_POSITION = 1 << 62
 
-# What a key is for, so that the keys of one (seed, epoch) are unrelated.
+# Purpose of a derived key; makes the keys of one (seed, epoch) unrelated.
 _EPOCH, _BLOCKS, _WITHIN, _SHORT_BLOCK, _REPLACEMENT = 1, 2, 3, 4, 5
 
 
 def mix64(value: int) -> int:
-    """A bijection of 64-bit integers in which every input bit changes every output bit (splitmix64's finaliser)."""
+    """A bijection of 64-bit integers in which every input bit affects every output bit (splitmix64's finalizer)."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -53,15 +52,15 @@ def mix64(value: int) -> int:
 
 
 def derive_key(seed: int, *parts: int) -> int:
-    """A 64-bit key for ``parts`` under ``seed``; for equal seeds and leading parts, distinct where the last differs."""
+    """Derives a 64-bit key from ``seed`` and ``parts``; keys that differ only in the last part are distinct."""
     key = mix64(seed)
     for part in parts:
-        key = mix64((key * _ODD & _MASK) ^ mix64(part & _MASK))  # multiplied, so that (1, 2) is not (2, 1)
+        key = mix64((key * _ODD & _MASK) ^ mix64(part & _MASK))  # the product makes the order of the parts matter
     return key
 
 
 def _u64(value: int) -> _Uint64Array:
-    # A 0-d array: as an operand it costs a ufunc call half of what a numpy scalar or a 1-element array does.
+    # As an operand, a 0-d array takes half the ufunc overhead of a numpy scalar or a 1-element array.
     return np.array(value, dtype=np.uint64)
 
 
@@ -70,7 +69,7 @@ _C0, _C1, _C2 = _u64(_GOLDEN), _u64(0xBF58476D1CE4E5B9), _u64(0x94D049BB133111EB
 
 
 def mix64_array(values: _Uint64Array) -> _Uint64Array:
-    """:func:`mix64` of each element of uint64[...]."""
+    """Applies :func:`mix64` to each element of uint64[...]."""
     x = values + _C0
     x ^= x >> _S30
     x *= _C1
@@ -81,25 +80,25 @@ def mix64_array(values: _Uint64Array) -> _Uint64Array:
 
 
 def hash_table(key: int, count: int) -> _Uint64Array:
-    """``count`` distinct keyed 64-bit hashes, uint64[count]; distinct, so that sorting them never meets a tie."""
+    """Returns ``count`` keyed 64-bit hashes, uint64[count]. They are distinct, so sorting them has no ties."""
     return mix64_array(mix64_array(np.arange(count, dtype=np.uint64)) ^ _u64(key))
 
 
 def sorted_permutation(key: int, count: int) -> RecordIds:
-    """A keyed permutation of [0, count) as a table, int64[count]: exactly uniform, O(count)."""
+    """Returns a keyed permutation of [0, count) as a table, int64[count]: exactly uniform, O(count)."""
     return np.argsort(hash_table(key, count))
 
 
 @functools.lru_cache(maxsize=128)
 def _network(num_records: int, key: int) -> _Network:
-    """Columns as a power of two, rows, and the constants of the rounds (multiplier, offset, multiplier, …)."""
+    """Returns log2 of the columns, the rows, and the round constants (multiplier, offset, multiplier, …)."""
     bits = (num_records - 1).bit_length()
-    column_bits = max(bits // 2, bits - 24)  # at most 2**24 rows, so that 32 hash bits choose one without a bias
+    column_bits = max(bits // 2, bits - 24)  # at most 2**24 rows, which 32 hash bits select with negligible bias
     rows = (num_records + (1 << column_bits) - 1) >> column_bits
     constants = []
     for index in range(4 * _ROUND_PAIRS):
         constant = mix64(key ^ mix64(index))
-        constants.append(_u64(constant if index % 2 else constant | 1))
+        constants.append(_u64(constant if index % 2 else constant | 1))  # an odd multiplier is a bijection mod 2**64
     return column_bits, rows, tuple(constants)
 
 
@@ -110,7 +109,7 @@ def _permute_slice(x: _Uint64Array, num_records: int, network: _Network) -> _Uin
     column = np.bitwise_and(x, _u64((1 << column_bits) - 1))
     work = np.empty_like(row)
     for index in range(0, len(constants), 4):
-        # row += F(column) mod rows; the subtraction wraps round where the sum is smaller, and the minimum undoes it.
+        # row += F(column) mod rows. A sum below the modulus wraps in the unsigned subtraction; the minimum undoes that.
         np.multiply(column, constants[index], work)
         np.add(work, constants[index + 1], work)
         np.multiply(work, work, work)
@@ -128,14 +127,14 @@ def _permute_slice(x: _Uint64Array, num_records: int, network: _Network) -> _Uin
         np.bitwise_xor(column, work, column)
     np.left_shift(row, shift, row)
     np.bitwise_or(row, column, row)
-    if int(row.max()) >= num_records:
+    if int(row.max()) >= num_records:  # cycle walking: permute ids outside the domain again
         outside = np.flatnonzero(row >= _u64(num_records))
         row[outside] = _permute_slice(row[outside], num_records, network)
     return row
 
 
 def permute(offsets: np.ndarray[Any, Any], num_records: int, key: int) -> RecordIds:
-    """Images of ``offsets`` under the keyed permutation of ``[0, num_records)``.
+    """Applies the keyed permutation of ``[0, num_records)`` to ``offsets``.
 
     Args:
       offsets: integers [n], each in ``[0, num_records)``.
@@ -162,27 +161,27 @@ def permute(offsets: np.ndarray[Any, Any], num_records: int, key: int) -> Record
 class EpochOrder:
     """The order of a random-access source over all its epochs.
 
-    ``shuffle=False``: 0, 1, 2, … in every epoch. ``shuffle=True``: each epoch is a permutation of its own, uniform over
-    all records. ``shuffle=<block>``: the blocks of that many neighbouring records are permuted, and the records within
-    each block, so that a block is read as one run of neighbours on disk. Where one block holds every record, that is
+    ``shuffle=False``: 0, 1, 2, … in every epoch. ``shuffle=True``: each epoch is a different, uniform permutation of
+    all records. ``shuffle=<block>``: permutes blocks of that many consecutive records, and the records within each
+    block; a block can then be read from one contiguous range on disk. If one block holds all records, it equals
     ``shuffle=True``.
 
     Args:
-      num_records: records of one epoch, 1 to 2**62.
-      shuffle: False, True or records a block. ``1`` is a block of one record, not True.
+      num_records: records per epoch, 1 to 2**62.
+      shuffle: False, True, or records per block. ``1`` is a block of one record, not True.
       seed: 0 to 2**64 - 1.
-      num_epochs: None for ever.
+      num_epochs: number of epochs, at least 1, or None to repeat forever.
 
     Raises:
-      SettingsError: a setting out of range, named.
-      SourceError: no records.
+      SettingsError: a setting is out of range.
+      SourceError: there are no records.
     """
 
     num_records: int
     shuffle: bool | int = dataclasses.field(default=False, compare=False)
     seed: int = 0
     num_epochs: int | None = 1
-    # 0: sequential, None: uniform, else the records of a block. Compared in the place of ``shuffle``, as True == 1.
+    # 0: sequential; None: uniform; otherwise records per block. Compared instead of ``shuffle``, because True == 1.
     _block_records: int | None = dataclasses.field(init=False, repr=False)
 
     def __init__(self, num_records: int, *, shuffle: bool | int = False, seed: int = 0, num_epochs: int | None = 1):
@@ -216,24 +215,24 @@ class EpochOrder:
 
     @property
     def total(self) -> int | None:
-        """Records of the whole stream; None if it never ends."""
+        """Number of records in the whole stream; None if it never ends."""
         return None if self.num_epochs is None else self.num_records * self.num_epochs
 
     def config(self) -> JsonValue:
-        """What a saved state must agree with to be continued, as JSON."""
+        """The part of the fingerprint that describes the order, as JSON."""
         return {"algorithm": ALGORITHM, "version": VERSION, "shuffle": self.shuffle, "seed": self.seed}
 
     def ids_at(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[RecordIds, RecordIds]:
-        """Record ids and epochs at stream positions, in the order of the positions.
+        """Returns record ids and epochs at the given positions, in the same order.
 
         Args:
-          positions: int64[n] below ``total`` and 2**62, in any order; neighbours are cheapest.
+          positions: int64[n] below ``total`` and 2**62, in any order; consecutive positions are cheapest.
 
         Returns:
           ``record_ids`` int64[n] and ``epochs`` int64[n].
 
         Raises:
-          IndexError: a position outside of the stream.
+          IndexError: a position is outside the stream.
         """
         positions = np.asarray(positions, dtype=np.int64)
         if positions.size == 0:
@@ -242,6 +241,7 @@ class EpochOrder:
         end = _MAX_POSITION if self.total is None else self.total
         if low < 0 or high >= end:
             raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
+        # The common case, a batch within one epoch, needs no division per position.
         epoch = low // self.num_records
         if high // self.num_records == epoch:
             offsets = positions - epoch * self.num_records
@@ -261,10 +261,10 @@ class EpochOrder:
         return record_ids, epochs
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
-        """Record ids and epochs at the stream positions ``[start, stop)``: :meth:`ids_at` of neighbours, and cheaper.
+        """Returns record ids and epochs at positions ``[start, stop)``, as a faster :meth:`ids_at`.
 
         Raises:
-          IndexError: a position outside of the stream.
+          IndexError: a position is outside the stream.
         """
         epoch, offset = divmod(start, self.num_records)
         count = stop - start
@@ -278,11 +278,11 @@ class EpochOrder:
             return np.arange(offset, offset + count, dtype=np.int64), np.full(count, epoch, np.int64)
         if in_one_epoch and self._block_records is None and count <= _TABLE_RECORDS - first:
             ids = _chunk(self, epoch, chunk_index)[first : first + count]
-            return ids.copy(), np.full(count, epoch, np.int64)  # the chunk is cached, and ids go to the caller
+            return ids.copy(), np.full(count, epoch, np.int64)  # the caller may write to ids; the chunk is cached
         return self.ids_at(np.arange(start, stop, dtype=np.int64))
 
     def _epoch_ids(self, epoch: int, offsets: RecordIds, low: int, high: int) -> RecordIds:
-        """Ids at offsets within one epoch; neighbouring small batches are cut from one cached chunk."""
+        """Ids at offsets within one epoch; consecutive small batches share one cached chunk."""
         if self._block_records == 0:
             return offsets
         first, last = low // _TABLE_RECORDS, high // _TABLE_RECORDS
@@ -302,7 +302,7 @@ class EpochOrder:
         return derive_key(self.seed, _EPOCH, self.num_records, epoch)
 
     def _tiny_ids(self, offsets: RecordIds, epochs: RecordIds) -> RecordIds:
-        """Ids over many epochs of a table-sized source: the tables of a group of epochs are sorted at once."""
+        """Ids over many epochs of a table-sized source; sorts the tables of a group of epochs together."""
         unique, which = np.unique(epochs, return_inverse=True)
         keys = np.array([self._epoch_key(epoch) for epoch in unique.tolist()], np.uint64)
         return _permute_each(offsets, which, self.num_records, keys)
@@ -310,19 +310,20 @@ class EpochOrder:
 
 @functools.lru_cache(maxsize=256)  # at most 8 MiB; enough for the components of a mixture
 def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
-    """Ids of one aligned chunk of an epoch: a small batch costs as much as a large one, so the chunk is kept."""
+    """Ids of one aligned chunk of an epoch; cached because a small batch takes as long as a whole chunk."""
     start = chunk_index * _TABLE_RECORDS
     offsets = np.arange(start, min(start + _TABLE_RECORDS, order.num_records), dtype=np.int64)
     record_ids = order._compute_ids(epoch, offsets)
-    record_ids.flags.writeable = False
+    record_ids.flags.writeable = False  # shared by all callers through the cache
     return record_ids
 
 
 def _blocked_ids(offsets: RecordIds, num_records: int, block_records: int, seed: int, epoch: int) -> RecordIds:
-    """Blocked shuffle: slot j of the epoch holds a permuted block, whose records are permuted within.
+    """Blocked shuffle: permutes the blocks over the slots of the epoch, and the records within each block.
 
-    The last block may lack ``missing`` records. It is put into a slot of its own choice, so that every slot begins at
-    ``slot * block_records``, less ``missing`` behind it: start and slot are arithmetic in both directions.
+    The last block may lack ``missing`` records. Its slot is chosen by a key of its own; every slot then begins at
+    ``slot * block_records``, less ``missing`` for slots after the short one. Slot and start thus follow from each other
+    by arithmetic.
     """
     num_blocks = -(-num_records // block_records)
     missing = num_blocks * block_records - num_records
@@ -347,10 +348,11 @@ def _blocked_ids(offsets: RecordIds, num_records: int, block_records: int, seed:
 
 
 def _permute_each(x: RecordIds, which: RecordIds, count: int, keys: _Uint64Array) -> RecordIds:
-    """``permute(x[i], count, keys[which[i]])`` for each i; many small tables are sorted at once."""
+    """Returns ``permute(x[i], count, keys[which[i]])`` for each i; sorts many small tables together."""
     if count == 1:
         return np.zeros_like(x)
     out = np.empty_like(x)
+    # Groups bound the work arrays to about 64 Ki elements.
     group = max(1, 65536 // count) if count <= _TABLE_RECORDS else 1
     hashes = mix64_array(np.arange(count, dtype=np.uint64)) if count <= _TABLE_RECORDS else None
     for start in range(0, keys.size, group):
@@ -364,11 +366,18 @@ def _permute_each(x: RecordIds, which: RecordIds, count: int, keys: _Uint64Array
 
 
 def replacement_id(seed: int, epoch: int, record_id: int, attempt: int, num_records: int) -> int:
-    """The record that takes the place of a bad one: a keyed walk over all the other records.
+    """Returns the replacement of a bad record, from a keyed walk over all other records.
 
-    Attempts 1, 2, …, ``num_records - 1`` give every other record once, in an order keyed by (seed, epoch, record id);
-    then the walk begins again. So the first readable record is found wherever there is one. Never ``record_id``
-    itself, except where it is the only record. ``attempt`` is 1 for the first replacement.
+    Attempts 1, 2, …, ``num_records - 1`` return every other record once, in an order keyed by (seed, epoch, record id);
+    the walk then repeats. It therefore finds a readable record if there is one. Never returns ``record_id`` itself
+    unless it is the only record.
+
+    Args:
+      seed: the feed's seed.
+      epoch: epoch of the bad record.
+      record_id: the bad record.
+      attempt: 1 for the first replacement.
+      num_records: records of the source.
     """
     if num_records <= 1:
         return record_id

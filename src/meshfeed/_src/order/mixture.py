@@ -1,9 +1,9 @@
-"""Position in a mixture → component, record id and epoch, by arithmetic alone.
+"""Computes components, record ids and epochs from positions in a mixture.
 
-The stream is cut into blocks. Every block of a stage holds the same number of records of each component, in an order
-that is a keyed permutation of the block's own; so the n-th record of a component is found from the number of the block
-and the block's layout, without walking from the start. Where a stage ends, a block may be cut; the offsets at which
-the components enter each stage are computed once.
+The stream is divided into blocks. Every block of a stage holds the same number of records of each component, in an
+order given by a keyed permutation per block. The n-th record of a component then follows from the block number and the
+block's layout, without a scan from the start. The end of a stage may truncate a block; each component's offset at the
+start of each stage is computed once.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ MIXTURE_VERSION = 1
 COMPONENT_SHIFT = 48
 """A record id of a mixture is ``component << 48 | id``."""
 
-_LAYOUT, _COMPONENT_SEED = 101, 102  # what a derived key is for; apart from those of _order
+_LAYOUT, _COMPONENT_SEED = 101, 102  # purpose of a derived key; disjoint from those of epochs.py
 
 
 def join_ids(component: Any, record_ids: Any) -> Any:
-    """Ids of a component's records within the mixture."""
+    """Combines component numbers and record ids within the components into mixture ids."""
     return (component << COMPONENT_SHIFT) | record_ids
 
 
 def split_ids(mixture_ids: RecordIds) -> tuple[RecordIds, RecordIds]:
-    """Component numbers and the ids within them."""
+    """Splits mixture ids into component numbers and record ids within the components."""
     return mixture_ids >> COMPONENT_SHIFT, mixture_ids & ((1 << COMPONENT_SHIFT) - 1)
 
 
 def group_by(values: RecordIds) -> list[tuple[int, RecordIds]]:
-    """Each value and the rising indices where it stands."""
+    """Returns each distinct value, ascending, with the ascending indices at which it occurs."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     cuts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), values.size]
@@ -47,29 +47,29 @@ def group_by(values: RecordIds) -> list[tuple[int, RecordIds]]:
 
 @functools.lru_cache(maxsize=256)
 def _layout(key: int, counts: tuple[int, ...]) -> tuple[RecordIds, RecordIds]:
-    """Component of each slot of a block, and how many slots of the same component come before it; int64[block]."""
+    """Component of each slot of a block, and its rank among the slots of that component; int64[block] each."""
     labels = np.repeat(np.arange(len(counts)), counts)
     component = labels[sorted_permutation(key, labels.size)]
-    by_component = np.argsort(component, kind="stable")
+    by_component = np.argsort(component, kind="stable")  # stable: ranks follow the order of the slots
     rank = np.empty_like(component)
     first = np.cumsum((0, *counts[:-1]))
     rank[by_component] = np.arange(labels.size) - np.repeat(first, counts)
     for array in (component, rank):
-        array.flags.writeable = False
+        array.flags.writeable = False  # shared through the cache
     return component, rank
 
 
 class StagedBlocks:
-    """Which component each position is drawn from, and which of the component's records in its own order.
+    """Maps positions of a mixture to components and to positions in the components' own streams.
 
     Args:
-      names: components, in the order of their numbers.
-      stages: the first at position 0, rising.
-      block: records of a block.
+      names: component names, in the order of their numbers.
+      stages: stages with increasing first positions, starting at 0.
+      block: records per block.
       key: unrelated keys give unrelated layouts.
 
     Raises:
-      SettingsError: a block too small for a weight.
+      SettingsError: the block is too small for a weight.
     """
 
     def __init__(self, names: Sequence[str], stages: Sequence[Stage], block: int, key: int) -> None:
@@ -85,13 +85,13 @@ class StagedBlocks:
 
     def _layout(self, stage: int, block_index: int) -> tuple[RecordIds, RecordIds]:
         last = self._last_layout
-        if last is None or last[0] != (stage, block_index):  # a lane asks for the same one again and again
+        if last is None or last[0] != (stage, block_index):  # a lane requests the same block many times in a row
             key = derive_key(self._key, _LAYOUT, stage, block_index)
             self._last_layout = last = ((stage, block_index), _layout(key, self._counts[stage]))
         return last[1]
 
     def _drawn(self, stage: int, length: int) -> RecordIds:
-        """Records of each component in the first ``length`` positions of a stage, int64[components]."""
+        """Number of records of each component in the first ``length`` positions of a stage, int64[components]."""
         blocks, rest = divmod(length, self.block)
         drawn = np.array(self._counts[stage], np.int64) * blocks
         if rest:
@@ -99,12 +99,12 @@ class StagedBlocks:
         return drawn
 
     def drawn_before(self, position: int) -> RecordIds:
-        """Records of each component before ``position``, int64[components]."""
+        """Number of records of each component before ``position``, int64[components]."""
         stage = int(np.searchsorted(self._first, position, side="right")) - 1
         return self._offsets[stage] + self._drawn(stage, position - int(self._first[stage]))
 
     def locate(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
-        """Component numbers of positions, and positions in the components' own streams; int64[n] each."""
+        """Returns the component numbers and the positions in the components' own streams; int64[n] each."""
         stages = np.searchsorted(self._first, positions, side="right") - 1
         within = positions - self._first[stages]
         blocks, slots = np.divmod(within, self.block)
@@ -122,15 +122,15 @@ class StagedBlocks:
         return component, rank
 
     def components_from(self, position: int, count: int) -> RecordIds:
-        """Component numbers of ``position`` and those after it within its block; int64, 1 to ``count`` of them."""
+        """Component numbers from ``position`` to the end of its block or stage, at most ``count``; int64."""
         stage = int(np.searchsorted(self._first, position, side="right")) - 1
         block_index, slot = divmod(position - int(self._first[stage]), self.block)
         if stage + 1 < len(self._counts):
             count = min(count, int(self._first[stage + 1]) - position)
-        return self._layout(stage, block_index)[0][slot : slot + count]
+        return self._layout(stage, block_index)[0][slot : slot + count]  # the slice ends with the block
 
     def position_of(self, component: int, component_position: int) -> int | None:
-        """Where a component's record is drawn; None if no stage ever gets there."""
+        """Position in the mixture of a component's record; None if no stage reaches it."""
         for stage in range(len(self._counts)):
             count = self._counts[stage][component]
             left = component_position - int(self._offsets[stage][component])
@@ -144,38 +144,40 @@ class StagedBlocks:
         return None
 
     def total(self, num_records: Sequence[int], num_epochs: int, on_end: str) -> int:
-        """Records until the mixture ends; see :class:`MixtureOrder`."""
+        """Number of records until the mixture ends; see :class:`MixtureOrder`."""
         in_use = range(len(num_records))
         if on_end == "stop":
             ends = [self.position_of(c, num_records[c] * num_epochs) for c in in_use]
             return min(end for end in ends if end is not None)
+        # Only the last stage is endless; a component outside it may never finish.
         lasts = [self.position_of(c, num_records[c] * num_epochs - 1) for c in in_use if self._counts[-1][c]]
         return max(last for last in lasts if last is not None) + 1
 
 
 class MixtureOrder:
-    """The order of a mixture of random-access components; the interface of :class:`meshfeed._src.order.epochs.EpochOrder`.
+    """The order of a mixture of random-access components, with the interface of ``EpochOrder``.
 
-    Each component has an order of its own (its seed derives from the mixture's and the component's number) and epochs
-    of its own: one that is drawn from twice as fast is in its second epoch when the other ends its first.
+    Each component has its own order (its seed derives from the mixture's seed and the component's number) and its own
+    epochs: of two components of equal length, one drawn twice as fast starts its second epoch halfway through the
+    other's first.
 
-    With ``num_epochs=None`` the stream goes on for ever. Otherwise ``on_end="repeat"`` ends it once every component of
-    the last stage has been read ``num_epochs`` times in full, and those that were through before repeat;
-    ``on_end="stop"`` ends it before the first record that a component would have to repeat after ``num_epochs``.
+    With ``num_epochs=None`` the stream never ends. Otherwise ``on_end="repeat"`` ends it once every component of the
+    last stage has been read ``num_epochs`` times in full; components that finish earlier repeat. ``on_end="stop"`` ends
+    it before the first record that would exceed ``num_epochs`` epochs of a component.
 
     Args:
-      num_records: component → its number of records, in the order of the components' numbers.
-      stages: as (first position, weights) pairs or :class:`Stage`.
-      block: records in which the weights hold exactly.
+      num_records: component → number of records, in the order of the components' numbers.
+      stages: (first position, weights) pairs or :class:`Stage`.
+      block: number of records in which the weights hold exactly.
       shuffle: order of each component; see ``EpochOrder``.
       seed: 0 to 2**64 - 1.
-      num_epochs: None for ever.
+      num_epochs: number of epochs, or None for an endless stream.
       on_end: "repeat" or "stop".
-      identities: component → JSON value that must be equal for a state to be continued; default: number of records.
+      identities: component → JSON value that must be equal for a state to be usable; default: the number of records.
 
     Raises:
-      SettingsError: a setting out of range, named.
-      SourceError: a component without records.
+      SettingsError: a setting is out of range.
+      SourceError: a component has no records.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class MixtureOrder:
     ) -> None:
         self._names = tuple(num_records)
         self._stages = tuple(stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages)
+        # Component orders are endless; ``total`` ends the mixture.
         self._orders = [
             EpochOrder(count, shuffle=shuffle, seed=derive_key(seed, _COMPONENT_SEED, number), num_epochs=None)
             for number, count in enumerate(num_records.values())
@@ -218,7 +221,7 @@ class MixtureOrder:
             self.total = self._blocks.total(list(num_records.values()), num_epochs, on_end)
 
     def config(self) -> JsonValue:
-        """What a saved state must agree with to be continued, as JSON; ``mixture`` as :func:`check_stages` reads it."""
+        """The part of the fingerprint that describes the order, as JSON; :func:`check_stages` checks ``mixture``."""
         shuffle = self._orders[0].shuffle
         return {
             "algorithm": ALGORITHM,
@@ -238,18 +241,18 @@ class MixtureOrder:
         }
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """See :func:`check_stages`."""
+        """Checks a saved mixture against this one; see :func:`check_stages`."""
         check_stages(saved_mixture, self.config()["mixture"], position, step=step)
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
-        """:meth:`ids_at` of the stream positions ``[start, stop)``."""
+        """Returns :meth:`ids_at` for positions ``[start, stop)``."""
         return self.ids_at(np.arange(start, stop, dtype=np.int64))
 
     def ids_at(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[RecordIds, RecordIds]:
-        """Mixture ids and the components' epochs at stream positions, int64[n] each.
+        """Returns mixture ids and the components' epochs at the given positions, int64[n] each.
 
         Raises:
-          IndexError: a position outside of the stream.
+          IndexError: a position is outside the stream.
         """
         positions = np.asarray(positions, np.int64)
         if positions.size:

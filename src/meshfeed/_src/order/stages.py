@@ -1,8 +1,8 @@
-"""Weights of a mixture over time: how they are written, how many records of a block they make, what a state keeps.
+"""Weights of a mixture over time: parsing, records per block, and the check against a saved state.
 
-A mixture is written as ``{name: weight}`` or as stages ``[(first_step, {name: weight}), ...]``. A stage rules from its
-first step to that of the next. What a state has delivered was drawn by the stages that had begun, so these must be the
-same when it is continued; whatever comes later is free.
+Weights are given as ``{name: weight}`` or as stages ``[(first_step, {name: weight}), ...]``. A stage applies from its
+first step until the next stage. Stages that had started when a state was saved determined the records already
+delivered, so they must be unchanged on resume; later stages may change.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _log = logging.getLogger("meshfeed.mixture")
 
 Weights = Mapping[str, float]
 StagedWeights = tuple[tuple[int, dict[str, float]], ...]
-"""(first step, weights), the first at step 0."""
+"""(first step, weights) pairs, the first at step 0."""
 
 _TAKES = "{name: weight}, or stages [(first_step, {name: weight}), ...] with the first at step 0 and the steps rising"
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Weights that rule from a place in the stream on.
+    """Weights that apply from a given position of the stream.
 
     Attributes:
-      first_position: records of the stream before the stage.
+      first_position: number of records in the stream before the stage.
       weights: component → weight, above 0.
-      first_step: the step that begins there, as the user wrote it.
+      first_step: the step at ``first_position``, as given by the user.
     """
 
     first_position: int
@@ -49,11 +49,11 @@ class Stage:
 
 
 def parse_weights(weights: Any, names: Sequence[str]) -> StagedWeights:
-    """Weights as the user writes them → stages; components of weight 0 are left out.
+    """Converts the user's weights to stages, without components of weight 0.
 
     Raises:
-      SettingsError: weights that are neither form, an unknown name, a weight that is no finite number of at least 0,
-        or a stage in which all are 0.
+      SettingsError: the weights have neither form, a name is unknown, a weight is not a finite number of at least 0,
+        or all weights of a stage are 0.
     """
     if isinstance(weights, Mapping):
         weights = [(0, weights)]
@@ -75,13 +75,13 @@ def parse_weights(weights: Any, names: Sequence[str]) -> StagedWeights:
 
 
 def check_all_named(weights: Any, names: Sequence[str]) -> None:
-    """Reports components that the weights do not name, since they would never be read.
+    """Reports components missing from the weights, which would never be read.
 
-    In stages that is only a warning: a component may be there for a stage that is yet to be written. A weight of 0 names a
-    component, and says that it is not to be read.
+    With stages this is only a warning, because the component may be meant for a stage added later. To exclude a
+    component explicitly, give it the weight 0.
 
     Raises:
-      SettingsError: ``{name: weight}`` without some component.
+      SettingsError: weights of the form ``{name: weight}`` omit a component.
     """
     plain = isinstance(weights, Mapping)
     named = set(weights) if plain else {name for _, stage in weights for name in stage}
@@ -126,11 +126,12 @@ def _check_weights(weights: Mapping[Any, Any], names: Sequence[str]) -> dict[str
 
 
 def block_counts(weights: Weights, names: Sequence[str], block: int) -> tuple[int, ...]:
-    """Records of each component in every block, by largest remainder; ties go to the earlier component.
+    """Number of records of each component per block, by the largest remainder method; ties go to the earlier component.
 
     Raises:
-      SettingsError: a component with a weight would get no record, ever; says which block is large enough.
+      SettingsError: a component with a weight would get no records; the message states a sufficient block size.
     """
+    # Exact fractions: float rounding must not decide ties, since the counts define the order of the stream.
     exact = {name: Fraction(weights[name]) for name in names if name in weights}
     whole = sum(exact.values())
     quotas = {name: block * weight / whole for name, weight in exact.items()}
@@ -150,26 +151,26 @@ def block_counts(weights: Weights, names: Sequence[str], block: int) -> tuple[in
 
 
 def write_stages(stages: Sequence[tuple[Any, Weights]]) -> str:
-    """Stages as the user writes them, Python source."""
+    """Formats stages as the Python source of the keyword, for messages."""
     return "weights=[" + ", ".join(f"({step}, {dict(weights)!r})" for step, weights in stages) + "]"
 
 
 def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: int | None = None) -> None:
-    """Raises where a stream of which ``position`` records were drawn by ``saved`` cannot go on under ``current``.
+    """Checks that a stream saved at ``position`` with the mixture ``saved`` can resume with ``current``.
 
     Args:
-      saved: the ``mixture`` of the state's fingerprint.
-      current: that of this feed.
-      position: records delivered.
+      saved: ``mixture`` of the state's fingerprint.
+      current: ``mixture`` of this feed's fingerprint.
+      position: number of records delivered.
       step: the step that begins at ``position``, for the remedy.
 
     Raises:
-      StateMismatchError: a stage that had begun, or a component that it draws from, differs. The remedy prints the
-        stages to write.
+      StateMismatchError: a stage that had started, or a component that it draws from, differs. For a changed stage, the
+        remedy prints the weights to pass.
     """
     try:
         saved_components = {entry[0]: (number, entry[1]) for number, entry in enumerate(saved["components"])}
-        names = list(saved_components)  # each weight must be that of one of them, or its identity would go unchecked
+        names = list(saved_components)  # reject weights of other components, whose identity would go unchecked
         saved_stages = [Stage(int(s[1]), _check_weights(s[2], names), int(s[0])) for s in saved["stages"]]
         fixed = [name for name in {**current, **saved} if name not in ("stages", "components")]
     except (TypeError, KeyError, IndexError, ValueError, AttributeError):
@@ -179,7 +180,7 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
             "version, block, on_end, components and stages",
             "The state was changed or damaged; use an earlier checkpoint.",
         ) from None
-    if not position:
+    if not position:  # nothing has been drawn yet
         return
     for name in fixed:
         value, here = saved.get(name), current.get(name)
@@ -200,6 +201,7 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
 
 
 def _same_stage(old: Stage, new: Stage) -> bool:
+    # Weights that differ by a common factor draw the same records.
     def shares(weights: Weights) -> dict[str, Fraction]:
         whole = sum(Fraction(weight) for weight in weights.values())
         return {name: Fraction(weight) / whole for name, weight in weights.items()}

@@ -1,7 +1,7 @@
-"""Which rows of the stream a step holds: steps → (position, global batch size), past and future.
+"""Maps past and future steps to positions and global batch sizes.
 
-The past is what was delivered, as segments of equal batch size; the future is the batch schedule. Both are needed
-because the batch size may change on resume while ``record_ids`` of past steps must stay right.
+Delivered steps are stored as segments of equal batch size; future steps follow the batch schedule. Both are needed
+because the batch size may change on resume, while ``record_ids`` of past steps must remain correct.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshfeed._src.base.settings import BatchSchedule
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of one size: step ``first_step + i`` begins at ``first_position + i * size``."""
+    """Consecutive steps of one batch size: step ``first_step + i`` begins at ``first_position + i * size``."""
 
     first_step: int
     first_position: int
@@ -23,13 +23,13 @@ class Segment:
 
 
 class StepSchedule:
-    """Steps laid out over the stream.
+    """Positions and batch sizes of all steps.
 
     Args:
-      schedule: sizes of the steps to come.
+      schedule: batch sizes of future steps.
       past: segments delivered before ``step``.
-      step: the first step that follows the schedule.
-      position: where that step begins, in records.
+      step: the first step to which ``schedule`` applies.
+      position: position at which ``step`` begins, in records.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class StepSchedule:
                 and last.size == size
                 and last.first_position + (first - last.first_step) * size == position
             ):
-                continue
+                continue  # extends the last segment; states stay small if the size does not change
             segments.append(Segment(first, position, size))
         self.segments: tuple[Segment, ...] = tuple(segments)
         self._firsts = [segment.first_step for segment in segments]
 
     def segment_at(self, step: int) -> Segment:
-        """The segment that holds ``step``."""
+        """The segment that contains ``step``."""
         return self.segments[bisect.bisect_right(self._firsts, step) - 1]
 
     def at(self, step: int) -> tuple[int, int]:
-        """Position of the first row of ``step`` and its global batch size."""
+        """Returns the position of the first row of ``step`` and its global batch size."""
         segment = self.segment_at(step)
         return segment.first_position + (step - segment.first_step) * segment.size, segment.size
 
     def num_steps(self, total: int, *, pad: bool) -> int:
-        """Steps until ``total`` records are delivered; the last partial one counts with ``pad``."""
+        """Number of steps in a stream of ``total`` records; ``pad`` includes the last partial batch."""
         for i, segment in enumerate(self.segments):
             left = total - segment.first_position
             if left <= 0:
@@ -77,23 +77,24 @@ class StepSchedule:
         raise AssertionError("the last segment is unbounded")
 
     def position_of_step(self, step: int) -> int:
-        """Position at which ``step`` begins, the end of the stream left out of account."""
+        """Position at which ``step`` begins, ignoring the end of the stream."""
         return self.at(step)[0]
 
     def delivered(self, step: int) -> tuple[Segment, ...]:
-        """Segments of the steps before ``step``."""
+        """Segments of all steps before ``step``."""
         return tuple(segment for segment in self.segments if segment.first_step < step)
 
     def delivered_json(self, step: int) -> list[list[int]]:
-        """:meth:`delivered` as a state holds it; :func:`parse_segments` reads it."""
+        """:meth:`delivered` in the format of a state, which :func:`parse_segments` reads."""
         return [[s.first_step, s.first_position, s.size] for s in self.delivered(step)]
 
 
 def parse_segments(raw: object) -> tuple[Segment, ...]:
-    """Segments of a state, checked.
+    """Parses and validates the segments of a state.
 
     Raises:
-      StateMismatchError: not a list of [first_step, first_position, size] that join without a gap.
+      StateMismatchError: ``raw`` is not a list of [first_step, first_position, size], or the segments do not start at 0
+        and join without gaps.
     """
     remedy = "The state was changed or damaged; use an earlier checkpoint."
     expected = "a list of [first_step, first_position, global_batch_size]"
@@ -123,10 +124,10 @@ def parse_segments(raw: object) -> tuple[Segment, ...]:
 
 
 def derive_step(segments: tuple[Segment, ...], position: int, total: int | None, *, pad: bool) -> int:
-    """The next step of a stream of which ``position`` records are delivered in ``segments``.
+    """Returns the next step of a stream whose ``segments`` delivered ``position`` records.
 
     Raises:
-      StateMismatchError: a position that is not at the end of a batch.
+      StateMismatchError: ``position`` is not the end of a batch.
     """
     remedy = "The state was changed or damaged; use an earlier checkpoint."
     if not segments:
@@ -135,7 +136,7 @@ def derive_step(segments: tuple[Segment, ...], position: int, total: int | None,
         return 0
     last = segments[-1]
     steps, rest = divmod(position - last.first_position, last.size)
-    if rest and pad and position == total:
+    if rest and pad and position == total:  # the last batch is padded
         return last.first_step + steps + 1
     if rest or steps < 1:
         raise StateMismatchError(

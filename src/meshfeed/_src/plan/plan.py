@@ -1,11 +1,11 @@
-"""From shardings to what one host reads, and which block of it goes to which device.
+"""Derives from shardings what one host reads, and which block of it goes to which device.
 
-Pure: nothing here talks to devices, so that plans can be made for thousands of fake hosts (see ``_topology``). Where a
-block goes comes from ``sharding.devices_indices_map`` and from nothing else: ``sharding.addressable_devices`` is a set
-and its order changes from run to run.
+Pure: does not access devices, so it can plan for thousands of fake hosts (see ``topology.py``). The device of each
+block comes only from ``sharding.devices_indices_map``; ``sharding.addressable_devices`` is a set whose order changes
+between runs.
 
-The plan has two halves. :class:`HostPlan` knows rows only, so that a feed can start reading before it knows the shape
-of a record. :class:`LeafPlan` adds the columns once shapes are known.
+The plan has two parts. :class:`HostPlan` covers rows only, so a feed can start reading before record shapes are known.
+:class:`LeafPlan` adds the columns once they are.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = [
 ]
 
 RowRange = tuple[int, int]
-"""First row, and the row after the last."""
+"""First row, and one past the last row."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one device holds of one leaf.
+    """The block of one leaf on one device.
 
     Attributes:
       device: the device.
-      index: the block's place in the global array, a slice for each dimension.
-      local: its place in the host array, which holds the plan's rows and the leaf's columns.
+      index: the block's slices of the global array, one per dimension.
+      local: the block's slices of the host array, which holds the plan's rows and the leaf's columns.
     """
 
     device: Any  # a jax.Device, or a fake one
@@ -67,17 +67,17 @@ class Block:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """What one host holds of one leaf.
+    """The part of one leaf that one host holds.
 
-    The host array has shape ``[num_rows, *(width of each of columns)]``.
+    The host array has shape ``[num_rows, *column_shape]``.
 
     Attributes:
-      sharding: the leaf's sharding, its spec no longer than the leaf's rank.
+      sharding: the leaf's sharding, with a spec no longer than the leaf's rank.
       global_shape: ``(global_batch_size, ...)``.
       columns: for each dimension after the first, the smallest slice that covers all blocks of this host; empty slices
         on a host that holds nothing.
-      blocks: one for each device of this host in the sharding, in the sharding's device order. Devices that hold the
-        same data have equal blocks.
+      blocks: one per device of this host in the sharding, in the sharding's device order. Devices with the same data
+        have equal slices.
     """
 
     sharding: NamedSharding
@@ -98,35 +98,36 @@ class HostPlan:
     Attributes:
       process_index: the host.
       global_batch_size: rows of a global batch, over all hosts.
-      row_ranges: ``(first row, row after the last)``, sorted, with gaps between them; empty on a host without a device
-        in the shardings. The host array holds these rows, one range after the other.
+      row_ranges: ``(first row, one past the last row)``, sorted and separated by gaps; empty on a host without a device
+        in the shardings. The host array holds these rows in this order.
     """
 
     process_index: int
     global_batch_size: int
     row_ranges: tuple[RowRange, ...]
+    # Feeds plan the same few leaves for every batch.
     _leaves: dict[tuple[NamedSharding, tuple[int, ...]], LeafPlan] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Rows of the host array."""
+        """Number of rows in the host array."""
         return sum(stop - start for start, stop in self.row_ranges)
 
     @functools.cached_property
     def rows(self) -> RecordIds:
-        """Global rows that this host holds, ascending, int64[num_rows]; read-only."""
+        """Global rows held by this host, ascending, int64[num_rows]; read-only."""
         parts = [np.arange(start, stop, dtype=np.int64) for start, stop in self.row_ranges]
         rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
         rows.flags.writeable = False
         return rows
 
     def local_rows(self, start: int, stop: int) -> slice:
-        """Where the global rows ``start`` to ``stop`` lie in the host array.
+        """Returns the slice of the host array that holds the global rows ``start`` to ``stop``.
 
         Raises:
-          PlanError: this host does not hold all of them.
+          PlanError: this host does not hold all of these rows.
         """
         number = bisect.bisect_right(self.row_ranges, start, key=lambda row_range: row_range[0]) - 1
         if number < 0 or stop > self.row_ranges[number][1]:
@@ -134,20 +135,21 @@ class HostPlan:
                 f"host {self.process_index} holds the rows {self.row_ranges} and not {start} to {stop}: the plan was "
                 f"made from other shardings. Make it from the shardings of all leaves."
             )
+        # By ranges rather than rows: a host may hold many rows, but they form few ranges.
         offset = sum(last - first for first, last in self.row_ranges[:number])
         offset += start - self.row_ranges[number][0]
         return slice(offset, offset + stop - start)
 
     def leaf(self, sharding: NamedSharding, global_shape: tuple[int, ...], path: str = "") -> LeafPlan:
-        """The plan of a leaf; computed once for each sharding and shape.
+        """Returns the plan of a leaf, cached per sharding and shape.
 
         Args:
-          sharding: the leaf's sharding; a spec longer than the leaf's rank is cut.
+          sharding: the leaf's sharding; a spec longer than the leaf's rank is truncated.
           global_shape: ``(global_batch_size, ...)``.
           path: the leaf's path, for messages.
 
         Raises:
-          PlanError: the shape does not start with the batch size, or a dimension cannot be divided over its axes.
+          PlanError: the shape does not start with the batch size, or a dimension is not divisible by its mesh axes.
         """
         key = (sharding, global_shape)
         plan = self._leaves.get(key)
@@ -164,6 +166,7 @@ class HostPlan:
         for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
             what = "the global batch" if dimension == 0 else f"dimension {dimension} of leaf {path or '(the only one)'}"
             check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+        # The map may contain slice(None); later arithmetic needs explicit bounds.
         indices = [
             (device, tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, global_shape, strict=True)))
             for device, index in sharding.devices_indices_map(global_shape).items()
@@ -187,7 +190,7 @@ class HostPlan:
 
 
 def merge_ranges(ranges: list[RowRange]) -> tuple[RowRange, ...]:
-    """The union of row ranges, sorted, touching ones joined."""
+    """Returns the union of row ranges, sorted, with adjacent ranges joined."""
     merged: list[RowRange] = []
     for start, stop in sorted(ranges):
         if merged and start <= merged[-1][1]:
@@ -198,26 +201,29 @@ def merge_ranges(ranges: list[RowRange]) -> tuple[RowRange, ...]:
 
 
 def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> HostPlan:
-    """The rows that a host holds of a global batch, over all shardings of ``prefix``.
+    """Plans the rows of a global batch that a host holds, over all shardings of ``prefix``.
 
     Args:
-      prefix: normalised shardings (:func:`normalize_sharding`), or one NamedSharding.
+      prefix: normalized shardings (:func:`normalize_sharding`), or one NamedSharding.
       global_batch_size: rows of a global batch.
-      process_index: the host. One without a device in the shardings gets a plan without rows.
+      process_index: the host. A host without a device in the shardings gets a plan without rows.
 
     Raises:
-      PlanError: the batch cannot be divided over the axes of a sharding.
+      PlanError: the batch size is not divisible by the mesh axes of a sharding.
     """
+    # Truncated to the rows, many leaves share one sharding.
     shardings = sharding_leaves(jax.tree.map(lambda sharding: cut_spec(sharding, 1), prefix))
     over = [axes_of(sharding.spec[0]) if len(sharding.spec) else () for sharding in shardings]
     parts = [
         math.prod(sharding.mesh.shape[axis] for axis in axes) for sharding, axes in zip(shardings, over, strict=True)
     ]
+    # The lcm lets the error suggest a size that fits all shardings, not only the first that fails.
     for sharding, axes in zip(shardings, over, strict=True):
         check_divisible("the global batch", global_batch_size, axes, sharding.mesh.shape, multiple=math.lcm(*parts))
     ranges: list[RowRange] = []
     for sharding in shardings:
         index_of = sharding.devices_indices_map((global_batch_size,))
+        # A set, because replicated devices hold the same rows.
         held = {
             index[0].indices(global_batch_size)[:2] for d, index in index_of.items() if d.process_index == process_index
         }
@@ -227,11 +233,11 @@ def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> Hos
 
 @dataclass(frozen=True)
 class HostRows:
-    """Which rows and columns this host reads, for any batch size.
+    """The rows and columns that this host reads, for any batch size.
 
     Attributes:
-      rows: global batch size → rows, int64, rising.
-      columns: global batch size → part of each leaf, or None for all of it.
+      rows: global batch size → rows, int64, ascending.
+      columns: global batch size → part of each leaf, or None for whole leaves.
     """
 
     rows: Callable[[int], RecordIds]

@@ -1,4 +1,4 @@
-"""What a feed accepts as ``sharding``, and how one sharding serves the leaves of a batch."""
+"""Normalizes the ``sharding`` argument of a feed, and broadcasts it to the leaves of a batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of 
 
 
 def normalize_sharding(sharding: PyTree) -> PyTree:
-    """The same pytree with a NamedSharding at each leaf.
+    """Returns the same pytree with a NamedSharding at each leaf.
 
     Args:
-      sharding: a NamedSharding, a Mesh (rows are then divided over all its axes), or a pytree of those that is a
-        prefix of the batch.
+      sharding: a NamedSharding, a Mesh (rows are divided over all its axes), or a pytree of these that is a prefix of
+        the batch.
 
     Raises:
-      SettingsError: anything else, or a sharding that data cannot be laid out in (an abstract mesh, an unconstrained or
+      SettingsError: ``sharding`` is something else, or does not define a layout (an abstract mesh, an unconstrained or
         unreduced spec).
-      PlanError: a mesh without devices.
+      PlanError: a mesh has no devices.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(sharding)
     if not paths:
@@ -61,21 +61,22 @@ def _normalize_leaf(leaf: Any, path: str) -> NamedSharding:
 
 
 def sharding_leaves(prefix: PyTree) -> list[NamedSharding]:
-    """The distinct shardings of a normalised prefix, in the order of its leaves."""
+    """The distinct shardings of a normalized prefix, in the order of its leaves."""
     return list(dict.fromkeys(jax.tree.leaves(prefix)))
 
 
 def participants(prefix: PyTree) -> tuple[int, ...]:
-    """Process indices, sorted, that have a device in any of the shardings."""
+    """The sorted process indices of all devices in the shardings."""
+    # Leaves usually share one mesh, which may have thousands of devices.
     meshes = dict.fromkeys(sharding.mesh for sharding in sharding_leaves(prefix))
     return tuple(sorted({device.process_index for mesh in meshes for device in np.asarray(mesh.devices).flat}))
 
 
 def cut_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """The sharding for a leaf of rank ``ndim``: entries of the spec past the rank are left out.
+    """Returns the sharding for a leaf of rank ``ndim``: truncates the spec to the rank.
 
-    One sharding so serves tokens ``[rows, positions]`` and lengths ``[rows]`` alike. Over the axes that are left out
-    the leaf is replicated.
+    One sharding can thus apply to both tokens ``[rows, positions]`` and lengths ``[rows]``. The leaf is replicated over
+    the dropped axes.
     """
     if len(sharding.spec) <= ndim:
         return sharding
@@ -83,14 +84,14 @@ def cut_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
 
 
 def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
-    """One sharding for each leaf of ``tree``, in the order of ``jax.tree.leaves(tree)``.
+    """Returns one sharding per leaf of ``tree``, in the order of ``jax.tree.leaves(tree)``.
 
     Args:
-      prefix: normalised; a leaf stands for the whole subtree at its place.
-      tree: a batch, or anything of its structure.
+      prefix: normalized shardings; each leaf applies to the entire corresponding subtree.
+      tree: a batch, or any pytree of its structure.
 
     Raises:
-      SourceError: ``prefix`` is not a prefix of ``tree``; names the first place where they part.
+      SourceError: ``prefix`` is not a prefix of ``tree``; names the first difference.
     """
     leaves: list[NamedSharding] = []
     try:
@@ -106,7 +107,7 @@ def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
 
 
 def _children(node: PyTree) -> dict[str, PyTree]:
-    """Children by key path; empty for a leaf."""
+    """Direct children by key path; empty for a leaf."""
     below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda part: part is not node)[0]
     return {jax.tree_util.keystr(path): child for path, child in below if path}
 
@@ -131,7 +132,7 @@ def _first_difference(prefix: PyTree, tree: PyTree, path: str) -> str:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a spec: None, an axis, or a tuple of axes."""
+    """Returns the mesh axes of one entry of a spec: None, an axis, or a tuple of axes."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -140,17 +141,17 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 def check_divisible(
     what: str, size: int, axes: Sequence[str], axis_sizes: Mapping[str, int], multiple: int | None = None
 ) -> None:
-    """Raises where ``size`` cannot be cut evenly over mesh axes.
+    """Checks that ``size`` is divisible by the product of mesh axes.
 
     Args:
-      what: what has that size, for the message.
-      size: rows or columns.
-      axes: the axes it is divided over.
-      axis_sizes: axis → size, of the whole mesh.
-      multiple: what the size must also be a multiple of, because of other leaves; for the sizes named in the error.
+      what: name of the dimension, for the message.
+      size: number of rows or columns.
+      axes: the axes over which the dimension is divided.
+      axis_sizes: axis → size, for all axes of the mesh.
+      multiple: another number that must divide the size, because of other leaves; only affects the suggested sizes.
 
     Raises:
-      PlanError: names the axes, their sizes, ``size``, and the nearest sizes that work.
+      PlanError: ``size`` is not divisible; names the axes, their sizes, ``size``, and the nearest valid sizes.
     """
     parts = math.prod(axis_sizes[axis] for axis in axes)
     if size % parts == 0:
@@ -170,7 +171,7 @@ def check_divisible(
 
 
 def sharded_dimensions(sharding: NamedSharding, ndim: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """``(dimension, mesh axes)`` of each dimension that is divided, in order."""
+    """Yields ``(dimension, mesh axes)`` of each sharded dimension, in order."""
     for dimension, entry in enumerate(tuple(sharding.spec)[:ndim]):
         if axes := axes_of(entry):
             yield dimension, axes

@@ -1,7 +1,7 @@
 """Fake devices and meshes: topologies of any size without hardware.
 
-``NamedSharding.devices_indices_map`` asks a device for nothing but its identity, so plans can be made, tested and
-looked at for thousands of hosts on a laptop. No array can be put on a fake device.
+``NamedSharding.devices_indices_map`` uses only the identity of a device, so plans for thousands of hosts can be
+computed, tested and inspected on a laptop. Arrays cannot be placed on fake devices.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from jax.sharding import AxisType, Mesh
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.names import public
 
-_ID_STRIDE = 2048  # real CPU devices of process p start at 2048 * p: ids that are not dense find more faults
+_ID_STRIDE = 2048  # real CPU device ids of process p start at 2048 * p; ids with gaps reveal more bugs
 
 
 class FakeClient:
-    """What ``device.client`` must answer: the index of this process."""
+    """The part of ``device.client`` that JAX needs: the index of this process."""
 
     def __init__(self, this_process: int) -> None:
         self._this_process = this_process
 
     def process_index(self) -> int:
-        """Index of the process that asks; its devices are the addressable ones."""
+        """Index of the current process, whose devices are addressable."""
         return self._this_process
 
 
 class FakeDevice:
-    """Stands in for a ``jax.Device`` in a mesh that holds no data."""
+    """Replaces a ``jax.Device`` in a mesh without data."""
 
     platform = "cpu"
     device_kind = "fake"
@@ -48,15 +48,15 @@ class FakeDevice:
 
 @public("meshfeed.testing")
 def fake_devices(num_hosts: int, devices_per_host: int, *, this_process: int = 0) -> list[Any]:
-    """``num_hosts * devices_per_host`` fake devices, host by host.
+    """Returns ``num_hosts * devices_per_host`` fake devices, host by host.
 
     Args:
-      num_hosts: processes, at least 1.
-      devices_per_host: devices of each process, at least 1.
-      this_process: the process whose devices count as addressable.
+      num_hosts: number of processes, at least 1.
+      devices_per_host: number of devices per process, at least 1.
+      this_process: index of the process whose devices are addressable.
 
     Raises:
-      SettingsError: a number below 1.
+      SettingsError: a number is below 1.
     """
     for setting, value in (("num_hosts", num_hosts), ("devices_per_host", devices_per_host)):
         if value < 1:
@@ -78,18 +78,19 @@ def fake_mesh(
     axis_types: Sequence[AxisType] | None = None,
     this_process: int = 0,
 ) -> Mesh:
-    """A mesh of fake devices.
+    """Returns a mesh of fake devices.
 
     Args:
-      axes: axis name → size, slowest axis first. Fewer positions than devices make a sub-mesh of the first devices.
-      num_hosts: processes.
-      devices_per_host: devices of each process.
-      permutation: position in the mesh (row-major) → number of the device, as ``fake_devices`` orders them.
-      axis_types: one for each axis; Auto by default.
-      this_process: the process whose devices count as addressable.
+      axes: axis name → size, slowest axis first. A mesh with fewer positions than devices uses the first devices.
+      num_hosts: number of processes.
+      devices_per_host: number of devices per process.
+      permutation: mesh position (row-major) → index into ``fake_devices``; default: in order.
+      axis_types: one per axis; default: Auto.
+      this_process: index of the process whose devices are addressable.
 
     Raises:
-      SettingsError: the mesh has more positions than there are devices, or an axis of size 0.
+      SettingsError: the mesh has more positions than devices, an axis or a number is below 1, or ``permutation`` has
+        the wrong length.
     """
     devices = fake_devices(num_hosts, devices_per_host, this_process=this_process)
     for axis, length in axes.items():

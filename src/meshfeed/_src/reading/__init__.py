@@ -1,4 +1,4 @@
-"""From record ids to a host batch: reads, retries, decoding, stacking and padding, here or in worker processes.
+"""Turns record ids into host batches: reads, retries, decoding, stacking and padding, in threads or worker processes.
 
 May import: base, order, plan, state. Read first: ``records.py``, then ``host_batch.py``.
 """

@@ -1,4 +1,4 @@
-"""Rows of one host as numpy: stacked records, their common structure, padding and the mask."""
+"""Host batches as numpy arrays: stacking of records, their common structure, padding and the mask."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from meshfeed._src.base.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of one record: its path, shape (without rows) and dtype."""
+    """Path, shape and dtype of one leaf of one record; the shape excludes the row dimension."""
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def describe(self) -> str:
-        """``['tokens'] int32[2048]``."""
+        """Formats the leaf for messages: ``['tokens'] int32[2048]``."""
         return f"{self.path or '(the record)'} {self.dtype}{list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordSpec:
-    """Structure of every record of a source: a pytree's definition and its leaves."""
+    """The common structure of a source's records: treedef and leaves."""
 
     treedef: Any
     leaves: tuple[LeafSpec, ...]
 
     def fits(self, batch: PyTree, num_rows: int) -> bool:
-        """Whether a batch is of arrays ``[num_rows, ...]`` of these records; in doubt False, and cheap."""
+        """Whether a batch has this structure with arrays ``[num_rows, ...]``; fast, and False if unsure."""
         leaves, treedef = jax.tree.flatten(batch)
         return treedef == self.treedef and all(
             type(leaf) is np.ndarray and leaf.dtype == wanted.dtype and leaf.shape == (num_rows, *wanted.shape)
@@ -43,15 +43,15 @@ class RecordSpec:
         )
 
     def shapes(self) -> PyTree:
-        """The record as a pytree of ``jax.ShapeDtypeStruct``."""
+        """Returns the record as a pytree of ``jax.ShapeDtypeStruct``."""
         return self.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves])
 
     def zeros(self, num_rows: int) -> PyTree:
-        """A batch of ``num_rows`` rows of zeros."""
+        """Returns a batch of ``num_rows`` rows of zeros."""
         return self.treedef.unflatten([_zeros((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
 
     def empty(self, num_rows: int) -> PyTree:
-        """A batch of ``num_rows`` rows to be filled."""
+        """Returns an uninitialized batch of ``num_rows`` rows."""
         return self.treedef.unflatten([memory.empty((num_rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
 
 
@@ -62,7 +62,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 _RAGGED = "ragged rows: "
-_NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, as ml_dtypes share the void's kind
+_NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, not kinds: ml_dtypes have the same kind as np.void
 
 
 def _where(record_id: int | None, lane_index: int | None) -> str:
@@ -72,27 +72,27 @@ def _where(record_id: int | None, lane_index: int | None) -> str:
 
 
 def is_ragged(array: np.ndarray) -> bool:
-    """Whether an array of Python objects holds lists or arrays, which numpy keeps apart only if their lengths differ."""
+    """Whether an object array contains only lists or arrays; numpy makes one only if their lengths differ."""
     return (
         array.dtype.hasobject and array.size > 0 and all(isinstance(x, list | tuple | np.ndarray) for x in array.flat)
     )
 
 
-def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
+def _as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-    except Exception as error:  # a PRNG key, a tensor that needs its gradient
+    except Exception as error:  # a PRNG key, or a tensor that requires grad
         raise SourceError(
             f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype "
             f"{getattr(leaf, 'dtype', 'unknown')}) of shape {tuple(getattr(leaf, 'shape', ()))}, which numpy cannot hold: "
             f"{error}",
-            **place,
+            **location,
         ) from error
     if is_ragged(array):
         raise SourceError(
             f"{_RAGGED}leaf {path or '(the record itself)'} of {where} holds {array.size} lists of unequal lengths. Pad "
             "or cut them to one length before the feed.",
-            **place,
+            **location,
         )
     if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
         text = isinstance(leaf, bytes | bytearray | memoryview)
@@ -104,7 +104,7 @@ def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
         raise SourceError(
             f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}) of shape "
             f"{array.shape}; a leaf is an array or number of a dtype that JAX has. {remedy}",
-            **place,
+            **location,
         )
     return array
 
@@ -112,35 +112,35 @@ def _as_leaf(leaf: Any, path: str, where: str, **place: Any) -> np.ndarray:
 def flatten_record(
     record: PyTree, *, record_id: int | None = None, lane_index: int | None = None
 ) -> tuple[list[np.ndarray], RecordSpec]:
-    """Leaves of one record, and its structure.
+    """Returns the leaves of one record as arrays, and its structure.
 
     Raises:
-      SourceError: a leaf that is no array or number of a dtype that JAX has, or no leaf at all.
+      SourceError: a leaf is not an array or number of a dtype that JAX supports, or there are no leaves.
     """
     where = _where(record_id, lane_index)
-    place = {"record_id": record_id, "lane_index": lane_index}
+    location = {"record_id": record_id, "lane_index": lane_index}
     paths, treedef = jax.tree_util.tree_flatten_with_path(record)
     if not paths:
-        raise SourceError(f"{where} has no leaves: {record!r}; a record is a pytree of arrays.", **place)
+        raise SourceError(f"{where} has no leaves: {record!r}; a record is a pytree of arrays.", **location)
     arrays, leaves = [], []
     for key_path, leaf in paths:
         path = jax.tree_util.keystr(key_path)
-        array = _as_leaf(leaf, path, where, **place)
+        array = _as_leaf(leaf, path, where, **location)
         arrays.append(array)
         leaves.append(LeafSpec(path, array.shape, array.dtype))
     return arrays, RecordSpec(treedef, tuple(leaves))
 
 
 class RecordStack:
-    """Records stacked one by one. Each is copied at once, since what made it may write to the same memory for the next.
+    """Stacks records one by one. Copies each immediately, since its producer may reuse the memory for the next record.
 
     Args:
-      capacity: records that it has room for.
-      spec: structure that they must have; that of the first record if None.
-      lane_index: their lane, for errors.
+      capacity: maximum number of records.
+      spec: required structure of the records; None for that of the first record.
+      lane_index: lane of the records, for errors.
 
     Attributes:
-      count: records so far.
+      count: number of records so far.
     """
 
     def __init__(self, capacity: int, spec: RecordSpec | None = None, *, lane_index: int | None = None) -> None:
@@ -154,7 +154,8 @@ class RecordStack:
         """Adds a record.
 
         Raises:
-          SourceError: it differs from the first in structure, shape or dtype, or holds no arrays. It is not added.
+          SourceError: the record differs from the first in structure, shape or dtype, or contains no arrays. It is not
+            added.
         """
         if self._spec is None:
             _, self._spec = flatten_record(record, record_id=record_id, lane_index=self._lane_index)
@@ -170,14 +171,14 @@ class RecordStack:
         self.count += 1
 
     def _arrays(self, spec: RecordSpec) -> list[np.ndarray]:
-        if self._outputs is None:
+        if self._outputs is None:  # allocated late: the first record may define the shapes
             self._outputs = [memory.empty((self._capacity, *leaf.shape), leaf.dtype) for leaf in spec.leaves]
         return self._outputs
 
     def take(self) -> tuple[PyTree, RecordSpec]:
-        """The batch, a pytree of fresh 64-byte-aligned arrays ``[count, ...]``, and the records' structure.
+        """Empties the stack and returns the batch and the records' structure.
 
-        The stack is empty afterwards.
+        The batch is a pytree of new 64-byte-aligned arrays ``[count, ...]``.
         """
         assert self._spec is not None, "neither a record nor a structure"
         arrays = self._arrays(self._spec)
@@ -188,17 +189,17 @@ class RecordStack:
 
 
 def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, lane_index: int | None) -> None:
-    """Raises the SourceError that says how ``record`` differs from ``spec``, if it does."""
+    """Raises a SourceError that describes how ``record`` differs from ``spec``, if it does."""
     _, other = flatten_record(record, record_id=record_id, lane_index=lane_index)
     where = _where(record_id, lane_index)
-    place: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
+    location: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
     remedy = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
     if other.treedef != spec.treedef:
         ragged = _ragged_lists(spec.treedef, other.treedef)
         raise SourceError(
             f"{ragged}{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
             f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, other)}. {remedy}",
-            **place,
+            **location,
         )
     for wanted, found in zip(spec.leaves, other.leaves, strict=True):
         if wanted != found:
@@ -206,20 +207,21 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
             raise SourceError(
                 f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
                 f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}",
-                **place,
+                **location,
             )
 
 
 def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
-    """Structure of the records in a batch that a source made itself.
+    """Returns the structure of the records in a batch that the source stacked.
 
     Args:
       batch: pytree of arrays ``[num_rows, ...]``.
-      num_rows: rows that it must have.
-      what: who made it, for errors.
+      num_rows: required number of rows.
+      what: producer of the batch, for errors.
 
     Raises:
-      SourceError: a leaf without rows, with another number of them, or of a dtype that JAX has not.
+      SourceError: a leaf has no row dimension, a different number of rows, or a dtype that JAX does not support; or
+        there are no leaves.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
     if not paths:
@@ -238,7 +240,7 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
 
 
 def is_plain_batch(batch: PyTree, num_rows: int) -> bool:
-    """Whether :func:`spec_of_batch` would find nothing wrong; in doubt False, and cheap."""
+    """Whether :func:`spec_of_batch` would raise no error; fast, and False if unsure."""
     leaves = jax.tree.leaves(batch)
     return bool(leaves) and all(
         type(leaf) is np.ndarray and leaf.dtype.kind in "biufc" and leaf.ndim > 0 and leaf.shape[0] == num_rows
@@ -247,19 +249,22 @@ def is_plain_batch(batch: PyTree, num_rows: int) -> bool:
 
 
 def _structures(spec: RecordSpec, other: RecordSpec) -> str:
-    """What sets records with the same leaves apart: a list is no tuple."""
+    """Names both tree structures if records differ only in them, such as in a list instead of a tuple."""
     return f", in {other.treedef} and {spec.treedef}" if other.leaves == spec.leaves else ""
 
 
 def _differ_in_shape(spec: RecordSpec, other: RecordSpec) -> bool:
-    """Whether the shapes of leaves are all that sets records apart."""
+    """Whether records differ at most in the shapes of leaves."""
     return spec.treedef == other.treedef and all(
         (a.path, a.dtype) == (b.path, b.dtype) for a, b in zip(spec.leaves, other.leaves, strict=True)
     )
 
 
 def _ragged_lists(first: Any, other: Any) -> str:
-    """``"ragged rows: "`` if only the lengths of lists set two structures apart: a list is a pytree of its items."""
+    """Returns a prefix for the error if two structures differ only in the lengths of lists, otherwise ``""``.
+
+    A list is a pytree node with one child per item, so lists of unequal lengths appear as different structures.
+    """
 
     def same_but_for_lengths(a: Any, b: Any) -> bool:
         if a == b:
@@ -279,7 +284,11 @@ def _ragged_lists(first: Any, other: Any) -> str:
 
 
 def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: int | None = None) -> None:
-    """Raises SourceError where a batch's structure is not that of the first record."""
+    """Checks that a batch has the structure of the first record.
+
+    Raises:
+      SourceError: the structures differ.
+    """
     if found == spec:
         return
     ragged = _RAGGED if _differ_in_shape(spec, found) else _ragged_lists(spec.treedef, found.treedef)
@@ -292,20 +301,20 @@ def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: in
 
 
 def num_rows(batch: PyTree) -> int:
-    """Rows of a batch, from its first leaf."""
+    """Number of rows of a batch, from its first leaf."""
     return int(jax.tree.leaves(batch)[0].shape[0])
 
 
 def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_index: int | None = None) -> PyTree:
-    """One batch of the rows of several, in fresh 64-byte-aligned arrays; a single batch is returned as it is.
+    """Concatenates batches into new 64-byte-aligned arrays; returns a single batch unchanged.
 
     Args:
-      batches: at least one.
-      what: what a batch, by its number, consists of; for errors.
-      lane_index: their lane, for errors.
+      batches: at least one batch.
+      what: describes the batch with a given index, for errors.
+      lane_index: lane of the batches, for errors.
 
     Raises:
-      SourceError: their records differ from those of the first batch. numpy would promote the dtypes.
+      SourceError: the structure of a batch differs from that of the first; numpy would silently promote dtypes.
     """
     if len(batches) == 1:
         return batches[0]
@@ -317,12 +326,12 @@ def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_
 
 
 def pad_rows(batch: PyTree, num_rows: int, first_row: int = 0) -> PyTree:
-    """``batch`` with zero rows around it.
+    """Pads ``batch`` with rows of zeros.
 
     Args:
       batch: pytree of arrays ``[n, ...]``.
-      num_rows: rows of the result.
-      first_row: where the rows of ``batch`` begin.
+      num_rows: number of rows of the result.
+      first_row: index of the first row of ``batch`` in the result.
 
     Returns:
       A pytree of arrays ``[num_rows, ...]``.
@@ -341,10 +350,10 @@ def pad_rows(batch: PyTree, num_rows: int, first_row: int = 0) -> PyTree:
 
 
 def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
-    """``batch`` with the leaf ``mask_key``, bool ``[rows]``, False on padded rows.
+    """Adds the leaf ``mask_key``, bool ``[rows]``, False on padded rows.
 
     Raises:
-      SourceError: records are no dicts with string keys, or have that key already.
+      SourceError: records are not dicts, or already have that key.
     """
     if not isinstance(batch, dict):
         raise SourceError(
@@ -358,5 +367,5 @@ def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of all leaves."""
+    """Total bytes of all leaves."""
     return sum([leaf.nbytes for leaf in jax.tree.leaves(tree)])

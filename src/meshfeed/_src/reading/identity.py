@@ -1,4 +1,4 @@
-"""What makes a source the same source: kind, files, number of records, and a probe of its content."""
+"""The identity of a source: kind, number of records, and its own fingerprint or a probe of its content."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PROBES = 4
 
 
 def probe_ids(num_records: int) -> np.ndarray:
-    """Up to four record ids spread over a source: the first, two between and the last."""
+    """Returns up to four record ids spread over a source: the first, the last and two in between."""
     return np.unique(np.linspace(0, num_records - 1, min(_PROBES, num_records)).astype(np.int64))
 
 
 def digest_tree(tree: Any) -> str:
-    """xxh3-64 of all leaves' paths, dtypes, shapes and bytes."""
+    """Returns the xxh3-64 of all leaves' paths, dtypes, shapes and bytes."""
     hasher = xxhash.xxh3_64()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         array = np.ascontiguousarray(leaf)
@@ -34,19 +34,19 @@ def digest_tree(tree: Any) -> str:
 
 
 def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: Retry = Retry()) -> str:  # noqa: B008 (a frozen value)
-    """Digest of up to four records spread over a source.
+    """Returns a digest of up to four records spread over a source.
 
-    A record that cannot be read, for whatever reason, is part of the digest: it does not keep a feed from having a state.
+    An unreadable record enters the digest as such: it must not prevent a feed from having a state.
 
     Args:
-      num_records: of the source.
-      digest: ids, int64 ``[n]`` → digest of these records.
-      retry: for reads that fail.
+      num_records: number of records of the source.
+      digest: maps ids, int64 ``[n]``, to the digest of these records.
+      retry: retry settings for failed reads.
     """
     ids = probe_ids(num_records)
     try:
         return call_with_retry(lambda: digest(ids), retry, doing="reading four records to identify the source")
-    except Exception:
+    except Exception:  # one unreadable record must not hide changes in the others
         one_by_one = [_digest_or_bad(digest, ids[i : i + 1]) for i in range(len(ids))]
         return digest_tree([np.frombuffer(text.encode(), np.uint8) for text in one_by_one])
 
@@ -65,7 +65,7 @@ def _digest_or_bad(digest: Callable[[np.ndarray], str], record_id: np.ndarray) -
 
 
 def content_digest(source: Any, retry: Retry) -> str | None:
-    """Digest of the probed records, raw bytes where there are any; None where decoding them would draw at random."""
+    """Returns the digest of the probed records, from raw bytes if available; None if decoding needs random numbers."""
     if not hasattr(source, "read_raw") and wants_rng(source):
         return None
     return probe_digest(len(source), lambda ids: _digest_records(source, ids), retry)
@@ -76,18 +76,19 @@ def _digest_records(source: Any, ids: np.ndarray) -> str:
 
 
 def digest_raw(records: Iterable[Any]) -> str:
-    """xxh3-64 of the lengths and bytes of records."""
+    """Returns the xxh3-64 of the lengths and bytes of records."""
     hasher = xxhash.xxh3_64()
     for raw in records:
-        hasher.update(len(raw).to_bytes(8, "little"))
+        hasher.update(len(raw).to_bytes(8, "little"))  # a shifted record boundary changes the digest
         hasher.update(raw)
     return hasher.hexdigest()
 
 
 def source_identity(source: Any, retry: Retry = Retry()) -> dict[str, Any]:  # noqa: B008 (a frozen value)
-    """The part of the fingerprint that tells sources apart, JSON. May read records.
+    """Returns the part of the fingerprint that identifies the source, as JSON. May read records.
 
-    A source's own ``fingerprint()`` replaces the probe of four records; kind and number of records are always there.
+    A source's own ``fingerprint()`` replaces the probe of four records. The kind is always included, and the number of
+    records if the source has a length.
     """
     own = getattr(source, "fingerprint", None)
     identity: dict[str, Any] = {"kind": getattr(source, "kind", None) or type(source).__name__}
@@ -96,6 +97,6 @@ def source_identity(source: Any, retry: Retry = Retry()) -> dict[str, Any]:  # n
     if callable(own):
         value = call_with_retry(own, retry, doing="taking the fingerprint of the source")
         return {**identity, **value} if isinstance(value, dict) else {**identity, "fingerprint": value}
-    if "records" in identity:  # a stream cannot be probed: opening it might cost, and say nothing about the rest
+    if "records" in identity:  # streams are not probed: opening may be slow, and the first records identify little
         identity["content"] = content_digest(source, retry)
     return identity

@@ -1,4 +1,4 @@
-"""Record ids → a stacked batch, through the best way of reading that a source has."""
+"""Reads records by id into a stacked batch, with the most efficient read method that a source has."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from meshfeed._src.reading.host_batch import (
 )
 
 BAD_RECORD = (CorruptDataError, ValueError)
-"""What says that a record is damaged, and not that reading failed."""
-_MAX_REPLACEMENTS = 1000
+"""Exceptions that mean a damaged record, rather than a failed read."""
+_MAX_REPLACEMENTS = 1000  # bounds the time spent on a source that is damaged as a whole
 _trace = jax.profiler.TraceAnnotation
 
 
@@ -38,7 +38,7 @@ _trace = jax.profiler.TraceAnnotation
 def _has_keyword(function: Callable[..., Any], keyword: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables of C have no signature
+    except (TypeError, ValueError):  # some C callables have no signature
         return False
     return any(p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
@@ -54,7 +54,7 @@ def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
 
 
 def wants_rng(source: Any) -> bool:
-    """Whether the source's decoder takes a random generator a record."""
+    """Whether the source's decoder takes one random generator per record."""
     declared = getattr(source, "wants_rng", None)
     if isinstance(declared, bool):
         return declared
@@ -62,14 +62,14 @@ def wants_rng(source: Any) -> bool:
 
 
 def reads_columns(source: Any) -> bool:
-    """Whether the source can read a part of each leaf; a subclass whose ``read_batch`` lost the keyword cannot."""
+    """Whether the source can read a part of each leaf; False if a subclass's ``read_batch`` lacks the keyword."""
     return bool(getattr(source, "reads_columns", False)) and accepts_keyword(
         getattr(source, "read_batch", None), "columns"
     )
 
 
 def takes_rows(source: Any) -> bool:
-    """Whether records can go from the source to its decoder as one array, ``read_rows`` to ``from_rows``."""
+    """Whether the source can pass records to its decoder as one array, from ``read_rows`` to ``from_rows``."""
     return (
         declared_with(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
         and declared_with(type(source), "read_raw", "read_rows")
@@ -78,7 +78,7 @@ def takes_rows(source: Any) -> bool:
 
 
 def file_of(source: Any, record_id: int) -> str | None:
-    """The file that holds a record, where the source knows it."""
+    """Returns the file that contains a record, or None if the source does not define ``file_of``."""
     locate = getattr(source, "file_of", None)
     return None if locate is None else locate(int(record_id))
 
@@ -101,16 +101,16 @@ def read_records(
     Args:
       source: see :class:`meshfeed._src.base.types.RandomAccessSource`.
       record_ids: int64 ``[n]``, n at least 1.
-      rngs: a generator a record, for decoders that take ``rng=``.
-      columns: for sources that read columns, the part of each leaf that is wanted.
-      times: seconds of reading and decoding are added under ``read_seconds`` and ``decode_seconds``.
+      rngs: one generator per record, for decoders that take ``rng=``.
+      columns: the part of each leaf to read, for sources that read columns.
+      times: dict to which read and decode times are added, in seconds, as ``read_seconds`` and ``decode_seconds``.
 
     Returns:
       A pytree of arrays ``[n, ...]``.
 
     Raises:
-      SourceError: records that cannot be stacked, or a source that raises StopIteration.
-      Whatever the source or the decoder raises, with a note that names the record.
+      SourceError: records cannot be stacked, or the source raises StopIteration.
+      Any exception of the source or the decoder; if it concerns a known record, with a note that names the record.
     """
     times = {} if times is None else times
     start = time.perf_counter()
@@ -154,7 +154,7 @@ def _ended(doing: str, record_id: int | None) -> SourceError:
 
 
 def _read_items(source: Any, ids: list[int]) -> PyTree:
-    """Records stacked as they come: what gives them may use the same memory for the next."""
+    """Stacks records as they arrive, since the source may reuse the memory of one for the next."""
     several = hasattr(source, "__getitems__")
     records = _get_items(source, ids) if several else (_get_item(source, record_id) for record_id in ids)
     stack = RecordStack(len(ids))
@@ -183,7 +183,7 @@ def _get_item(source: Any, record_id: int) -> Any:
 
 
 def _as_it_is(record: Any) -> Any:
-    """No decoder: stacking bytes raises, and says what to give."""
+    """Used without a decoder: stacking bytes raises an error that names the keyword to pass."""
     return record
 
 
@@ -226,13 +226,13 @@ def _decode(
 
 @dataclasses.dataclass(frozen=True)
 class ReadRows:
-    """Rows that were read, and what it took.
+    """Rows of a read, with timings and counts.
 
     Attributes:
       tree: pytree of arrays ``[n, ...]``.
       times: ``read_seconds`` and ``decode_seconds``.
-      retries: reads tried again.
-      bad: ``[record id, epoch, reason]`` of each record that was replaced.
+      retries: number of retried reads.
+      bad: ``(record id, epoch, reason)`` of each replaced record.
     """
 
     tree: PyTree
@@ -242,15 +242,15 @@ class ReadRows:
 
 
 class RecordReader:
-    """Reads rows of a source with retries and, where asked, replacement of bad records.
+    """Reads rows of a source with retries and, optionally, replacement of bad records.
 
-    Picklable where the source is, so that it runs in worker processes too.
+    Picklable if the source is, for use in worker processes.
 
     Args:
       source: a random-access source.
       seed: the feed's seed, for ``rng=`` and for replacements.
-      retry: tried around each read of the source.
-      bad_records: replace bad records, or None to raise.
+      retry: retry settings for each read of the source.
+      bad_records: whether to replace bad records; None to raise their errors.
     """
 
     def __init__(self, source: Any, *, seed: int, retry: Retry, bad_records: SkipBad | None) -> None:
@@ -262,7 +262,7 @@ class RecordReader:
         self._spec: RecordSpec | None = None
 
     def spec(self) -> RecordSpec:
-        """Structure of the records, from the first one that can be read."""
+        """Returns the structure of the records, read from the first record if not known yet."""
         if self._spec is None:
             ids = np.zeros(1, np.int64)
             first = getattr(self.source, "first_record_id", None)
@@ -277,12 +277,12 @@ class RecordReader:
 
         Args:
           record_ids: int64 ``[n]``, n at least 1.
-          epochs: int64 ``[n]``, the epoch that each is read in.
-          columns: part of each leaf, for sources that read columns.
+          epochs: int64 ``[n]``, the epoch of each record.
+          columns: the part of each leaf to read, for sources that read columns.
 
         Raises:
-          SourceError: records that differ from the first one, or that cannot be stacked.
-          What the source or its decoder raised, after the retries.
+          SourceError: records differ from the first one, or cannot be stacked.
+          Any exception of the source or its decoder, after the retries.
         """
         times: dict[str, float] = {}
         retries = 0
@@ -301,6 +301,7 @@ class RecordReader:
             if self._bad_records is None:
                 raise
             tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
+        # With columns, leaves are partial and do not have the shapes of the spec.
         if columns is None and not (self._spec is not None and self._spec.fits(tree, len(record_ids))):
             found = spec_of_batch(tree, len(record_ids), what="the source")
             if self._spec is None:
@@ -316,16 +317,16 @@ class RecordReader:
         epochs: RecordIds,
         count: Callable[[], None],
     ) -> PyTree:
-        """All records in one call; after a failure one record, then 2, 4, ….
+        """Reads all records in one call; after a failure, in calls of 1, 2, 4, … records.
 
-        So what was read stays read, and the tries of each record are its own.
+        Keeps the records already read, and counts the attempts of each record separately.
         """
         parts: list[PyTree] = []
         done, size = 0, len(record_ids)
 
         def read_rest() -> PyTree:
             nonlocal done, size
-            if size == len(record_ids) and not done:  # the usual case costs no more than the call
+            if size == len(record_ids) and not done:  # the common case adds no overhead to the call
                 size = 1
                 return read(record_ids, epochs)
             while done < len(record_ids):
@@ -370,7 +371,7 @@ class RecordReader:
                     rows.append(call_with_retry(read, self._retry, doing=f"reading record {planned}", on_retry=count))
                     break
                 except BAD_RECORD as error:
-                    if attempt == 0:
+                    if attempt == 0:  # reasons are truncated because the ledger is part of every state
                         bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
             else:
                 raise SourceError(
@@ -382,6 +383,6 @@ class RecordReader:
 
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
         replace = getattr(self.source, "replacement_id", None)
-        if replace is not None:  # a mixture replaces within the component
+        if replace is not None:  # a mixture replaces a record within its component
             return replace(self._seed, epoch, record_id, attempt)
         return epoch_order.replacement_id(self._seed, epoch, record_id, attempt, len(self.source))

@@ -1,14 +1,14 @@
-"""The state of a feed as files: one for the job where hosts hold the same state, else one per host, joined on read.
+"""Files of a feed's state: one per job if all hosts share the state, otherwise one per host, merged on read.
 
-A folder holds ``state.json``, or ``part-<process>.json`` files, or both. Each is a document::
+A folder contains ``state.json``, or ``part-<process>.json`` files, or both. Each is a document::
 
     {"meshfeed_iterator": 1, "identity": {…} | null, "part": 0, "state": {…}, "digest": "…"}
 
-``identity`` is what a :class:`~meshfeed.checkpoint.Checkpointer` stamps on both halves of a step. ``digest`` is xxh3-64
-of the rest, so that a flipped bit is an error and never another position. Files are written beside their name and
-renamed, so a kill leaves a whole file or none. Nothing here needs Orbax, and hosts do not talk: a state that all hosts
-share (random access) is written by process 0 alone; lanes, host batches and ledgers of replaced records are written by
-the hosts that hold them.
+A :class:`~meshfeed.checkpoint.Checkpointer` writes the same ``identity`` to both parts of a step. ``digest`` is the
+xxh3-64 of all other fields; a flipped bit raises an error instead of changing the position. Files are written under a
+temporary name and renamed, so a killed process leaves a complete file or none. Writing requires neither Orbax nor
+cross-host communication: process 0 alone writes a state shared by all hosts (random access); lanes, host batches and
+ledgers of replaced records are written by the hosts that hold them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERSION = 1
 
 
 class DamagedStateError(CheckpointError, CorruptDataError):
-    """A file of iterator state whose bytes are not what was written: both a checkpoint's and data's fault."""
+    """A state file is damaged. Both a CheckpointError and a CorruptDataError."""
 
     def __init__(self, message: str, *, path: str | None = None, step: int | None = None) -> None:
         CorruptDataError.__init__(self, message, path=path)
@@ -38,28 +38,28 @@ class DamagedStateError(CheckpointError, CorruptDataError):
 
 
 def make_document(state: Mapping[str, Any], identity: Mapping[str, Any] | None, process: int) -> dict[str, Any]:
-    """The JSON document that is written for ``state``, sealed with its digest."""
+    """Returns the JSON document for ``state``, with its digest."""
     bare = {"meshfeed_iterator": _VERSION, "identity": identity, "part": process, "state": state}
-    bare = json.loads(json.dumps(bare))
+    bare = json.loads(json.dumps(bare))  # the digest of what a reader will parse
     return {**bare, "digest": digest_of(bare)}
 
 
 def must_write(state: Mapping[str, Any], process: int) -> bool:
-    """Whether this host's state has something that process 0's file lacks."""
+    """Whether this host must write a file: it is process 0, or its state contains data that process 0 does not have."""
     return process == 0 or state.get("kind") != "random_access" or bool(state.get("skipped"))
 
 
 def file_name(state: Mapping[str, Any], process: int) -> str:
-    """``state.json`` for the state of all hosts, ``part-<process>.json`` for that of one."""
+    """Returns ``state.json`` for the state of all hosts, or ``part-<process>.json`` for the state of one host."""
     whole = process == 0 and state.get("kind") == "random_access" and not state.get("skipped")
     return STATE_FILE if whole else f"{_PART_PREFIX}{process}.json"
 
 
 def readable_path(directory: Any) -> epath.Path:
-    """The path of a checkpoint or of a saved state, to read from.
+    """Returns the path of a checkpoint or saved state, checked for reading.
 
     Raises:
-      CheckpointError: it is a URL of a kind that nothing here reads, or of a bucket that cannot be reached.
+      CheckpointError: ``directory`` is a URL with an unsupported scheme, or its bucket cannot be reached.
     """
     scheme, is_url, _ = str(directory).partition("://")
     if is_url and scheme not in ("gs", "s3"):
@@ -71,7 +71,7 @@ def readable_path(directory: Any) -> epath.Path:
     if is_url:
         try:
             path.exists()
-        except Exception as error:  # each library of a file system has exceptions of its own
+        except Exception as error:  # each file system library has its own exceptions
             raise CheckpointError(
                 f"{directory}: {scheme}:// cannot be read here: {type(error).__name__}: {error}. Look at credentials and "
                 "network, or copy the checkpoint into a folder."
@@ -80,29 +80,29 @@ def readable_path(directory: Any) -> epath.Path:
 
 
 def write_json(path: epath.Path, value: Any) -> None:
-    """Writes JSON so that a reader, or a kill, sees the whole file or none."""
+    """Writes JSON atomically: readers see the complete file or none, even if this process is killed."""
     text = json.dumps(value, separators=(",", ":"))
-    if "://" in os.fspath(path):  # object stores write whole objects
+    if "://" in os.fspath(path):  # object stores write objects atomically
         path.write_text(text)
         return
     beside = f"{os.fspath(path)}.writing-{os.getpid()}"
     with open(beside, "w") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # otherwise a crash after the rename could leave an empty file
     os.replace(beside, os.fspath(path))
 
 
 def write_state(
     directory: Any, state: Mapping[str, Any], *, identity: Mapping[str, Any] | None = None, process: int | None = None
 ) -> None:
-    """Writes this host's part of a feed's state into ``directory``, which must exist; maybe nothing at all.
+    """Writes this host's part of a feed's state, if it has one (:func:`must_write`).
 
     Args:
-      directory: a path, local or remote.
-      state: what ``get_state`` gave.
-      identity: ties the file to the other half of a checkpoint.
-      process: this host's index; default: the JAX process.
+      directory: an existing directory, local or remote.
+      state: the result of ``get_state``.
+      identity: identifies the checkpoint to which the file belongs.
+      process: this host's index; default: the JAX process index.
     """
     process = process_index() if process is None else process
     if must_write(state, process):
@@ -121,6 +121,7 @@ def _read_document(path: epath.Path) -> dict[str, Any]:
     if not isinstance(document, dict) or "meshfeed_iterator" not in document:
         raise DamagedStateError(f"{path}: no state of a feed. {remedy}", path=str(path))
     bare = {key: value for key, value in document.items() if key != "digest"}
+    # Before the version check: a flipped bit in the version must not ask for an upgrade.
     if digest_of(bare) != document.get("digest"):
         raise DamagedStateError(
             f"{path}: digest is {digest_of(bare)}, expected {document.get('digest')}. {remedy}", path=str(path)
@@ -133,7 +134,8 @@ def _read_document(path: epath.Path) -> dict[str, Any]:
 
 
 def state_paths(directory: Any) -> list[epath.Path]:
-    """The state files in ``directory``, the whole one first, then parts by process."""
+    """Returns the state files in ``directory``: ``state.json`` first, then the parts in order of process."""
+    # The suffix excludes temporary files of killed writers.
     names = [path for path in epath.Path(directory).iterdir() if path.name.endswith(".json")]
     whole = [path for path in names if path.name == STATE_FILE]
     parts = [path for path in names if path.name.startswith(_PART_PREFIX)]
@@ -141,14 +143,14 @@ def state_paths(directory: Any) -> list[epath.Path]:
 
 
 def read_document(directory: Any) -> dict[str, Any]:
-    """The joined document of a folder.
+    """Reads a folder's state files and merges them into one document.
 
     Args:
-      directory: where :func:`write_state` wrote, on any number of hosts.
+      directory: a directory that any number of hosts passed to :func:`write_state`.
 
     Raises:
-      DamagedStateError: a file is not what was written.
-      CheckpointError: no state is there, or its parts do not belong together.
+      DamagedStateError: a file is damaged.
+      CheckpointError: the directory has no state, its parts belong to different saves, or a newer version wrote it.
     """
     paths = state_paths(directory) if epath.Path(directory).exists() else []
     if not paths:
@@ -173,12 +175,12 @@ def read_document(directory: Any) -> dict[str, Any]:
 
 
 def read_state(directory: Any) -> dict[str, Any]:
-    """The state in ``directory``, of all hosts joined; raises as :func:`read_document` does."""
+    """Returns the merged state of all hosts in ``directory``; raises the errors of :func:`read_document`."""
     return read_document(directory)["state"]
 
 
 def merge_files(directory: Any) -> None:
-    """Joins the parts of all hosts in one ``state.json`` and removes them; one process calls it, after all wrote."""
+    """Merges the parts of all hosts into ``state.json`` and deletes them; call on one host, after all have written."""
     paths = state_paths(directory)
     parts = [path for path in paths if path.name != STATE_FILE]
     if not parts:
@@ -186,16 +188,20 @@ def merge_files(directory: Any) -> None:
     document = read_document(directory)
     merged = make_document(document["state"], document["identity"], 0)
     write_json(epath.Path(directory) / STATE_FILE, merged)
+    # If killed here, both the merged file and parts remain, and merge to the same state.
     for path in parts:
         path.unlink()
 
 
 async def save(feed: Any, directory: Any) -> Awaitable[None]:
-    """Orbax v1 ``StatefulCheckpointable.save`` for a feed: takes the state now, writes it in what it returns.
+    """Implements Orbax v1 ``StatefulCheckpointable.save`` for a feed.
 
     Args:
-      feed: has ``get_state() -> dict``.
-      directory: an Orbax ``PathAwaitingCreation``, or a path that exists.
+      feed: an object with ``get_state() -> dict``.
+      directory: an Orbax ``PathAwaitingCreation``, or an existing path.
+
+    Returns:
+      An awaitable that writes the state. The state is taken before this returns.
     """
     state = feed.get_state()
 
@@ -207,11 +213,14 @@ async def save(feed: Any, directory: Any) -> Awaitable[None]:
 
 
 async def load(feed: Any, directory: Any) -> Awaitable[None]:
-    """Orbax v1 ``StatefulCheckpointable.load`` for a feed: reads the files of all hosts and sets the state in place.
+    """Implements Orbax v1 ``StatefulCheckpointable.load`` for a feed.
 
     Args:
-      feed: has ``set_state(dict)``.
-      directory: what :func:`save` wrote, on any number of hosts.
+      feed: an object with ``set_state(dict)``.
+      directory: a directory written by :func:`save` on any number of hosts.
+
+    Returns:
+      An awaitable that reads the files of all hosts and sets the feed's state.
     """
 
     async def read() -> None:

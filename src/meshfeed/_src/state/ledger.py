@@ -1,4 +1,4 @@
-"""The ledgers of replaced records: which ones, why, and at which step, for each host and up to a bound."""
+"""Ledgers of replaced records: ids, reasons and steps, per host and bounded in size."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any, Self
 from meshfeed._src.base import coordination
 from meshfeed._src.state.state import FeedState
 
-MAX_LISTED = 16_384  # over all hosts, so that a state with every ledger stays below a megabyte
-MAX_REASONS = 256  # of them with the reason, which takes most of the space
+MAX_LISTED = 16_384  # over all hosts; keeps a state with all ledgers below 1 MB
+MAX_REASONS = 256  # entries with a reason, over all hosts; reasons take most of the space
 
 
 @dataclasses.dataclass(frozen=True)
 class Ledgers:
     """Replaced records in delivered batches.
 
-    A host only appends to its own ledger. Past its share of the bound it counts further records instead of listing them.
+    A host appends only to its own ledger. Beyond its share of the limit, it counts records instead of listing them.
 
     Attributes:
-      listed: process index → ``[record id, epoch, reason, step]``; the reason is empty past :data:`MAX_REASONS`.
-      num_unlisted: process index → how many more records that host replaced.
+      listed: process index → list of ``[record id, epoch, reason, step]``; reasons beyond :data:`MAX_REASONS` are
+        empty.
+      num_unlisted: process index → number of further records that the host replaced.
     """
 
     listed: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
@@ -29,30 +30,30 @@ class Ledgers:
 
     @classmethod
     def of_state(cls, state: FeedState) -> Self:
-        """The ledgers that a state holds."""
+        """Returns the ledgers of a state."""
         return cls(state.skipped or {}, state.num_unlisted or {})
 
     def state_fields(self) -> dict[str, Any]:
-        """The fields of :class:`~meshfeed._src.state.state.FeedState` that hold them."""
+        """Returns the ledgers as fields of :class:`~meshfeed._src.state.state.FeedState`."""
         listed = {host: list(entries) for host, entries in self.listed.items()}
         return {"skipped": listed or None, "num_unlisted": dict(self.num_unlisted) or None}
 
     def after(self, bad: Sequence[tuple[int, int, str]], step: int) -> Ledgers:
-        """The ledgers after a batch.
+        """Returns the ledgers after a batch.
 
         Args:
-          bad: ``(record id, epoch, reason)`` of the records that this host replaced in it.
-          step: index of the batch.
+          bad: ``(record id, epoch, reason)`` of each record that this host replaced in the batch.
+          step: step of the batch.
         """
         if not bad:
             return self
         host, num_hosts = str(coordination.process_index()), coordination.process_count()
         mine = self.listed.get(host, ())
-        room = max(1, MAX_LISTED // num_hosts) - len(mine)
+        room = max(1, MAX_LISTED // num_hosts) - len(mine)  # equal shares need no communication
         reasons = max(1, MAX_REASONS // num_hosts) - len(mine)
         new = [
-            [record_id, epoch, reason if place < reasons else "", step]
-            for place, (record_id, epoch, reason) in enumerate(bad[: max(0, room)])
+            [record_id, epoch, reason if number < reasons else "", step]
+            for number, (record_id, epoch, reason) in enumerate(bad[: max(0, room)])
         ]
         left_out = len(bad) - len(new)
         unlisted = {host: self.num_unlisted.get(host, 0) + left_out} if left_out else {}
@@ -60,7 +61,8 @@ class Ledgers:
 
 
 def count_skipped(state: FeedState) -> int:
-    """Bad records replaced before a state, over all hosts; from the ledgers if the state has no count."""
+    """Number of records replaced on all hosts up to a state; counted from the ledgers if the state has no count."""
     if state.num_skipped is not None:
         return state.num_skipped
+    # Hosts that hold the same rows list the same records, so entries are compared without the host and the reason.
     return len({tuple(entry[i] for i in (0, 1, 3)) for entries in (state.skipped or {}).values() for entry in entries})

@@ -1,18 +1,18 @@
-"""The state of a feed: a small JSON value from which its stream continues, and what must be equal for that.
+"""The state of a feed: a small JSON value from which the stream can resume, and its fingerprint.
 
 Layout::
 
     {"meshfeed": 1, "kind": "random_access", "position": 6400, "segments": [[0, 0, 64]], "fingerprint": {…}}
 
-``kind`` is ``random_access``, ``lanes`` or ``host_batches``. The last two also have ``step``; lanes have ``num_lanes`` and
-``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. Once a bad record was replaced there
-are ``skipped`` {process index: ledger} and ``num_skipped``, the count over all hosts; ``num_unlisted`` {process index:
-count} is there once a ledger is full. Every lane and host entry carries a digest of itself, so that an entry changed by
-hand is refused.
+``kind`` is ``random_access``, ``lanes`` or ``host_batches``. The last two also have ``step``; lanes have ``num_lanes``
+and ``lanes`` {lane index: entry}, host batches have ``hosts`` {process index: entry}. After the first replacement of a
+bad record, the state has ``skipped`` {process index: ledger} and ``num_skipped``, the count over all hosts; once a
+ledger is full, also ``num_unlisted`` {process index: count}. Every lane and host entry contains its own digest, which
+detects manual edits.
 
 ``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
-``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`); a state without them is still written as version 1, so that an
-older meshfeed can read it after a roll-back.
+``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`). States without them are still written as version 1, which
+an older meshfeed can read after a rollback.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _REMEDIES = {
 
 
 def digest_of(value: Any) -> str:
-    """xxh3-64 of the canonical JSON text of ``value``."""
+    """Returns the xxh3-64 of the canonical JSON text of ``value``, in hexadecimal."""
     import xxhash
 
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
 def seal(entry: dict[str, Any]) -> dict[str, Any]:
-    """``entry`` with a digest of itself."""
+    """Returns ``entry`` with its digest added."""
     return {**entry, "digest": digest_of(entry)}
 
 
 def unseal(entry: Any, field: str) -> dict[str, Any]:
-    """The entry without its digest.
+    """Verifies the digest of an entry and returns the entry without it.
 
     Raises:
-      StateMismatchError: the entry is not what was sealed.
+      StateMismatchError: the digest is missing or does not match.
     """
     remedy = "The state was changed or damaged; use an earlier checkpoint."
     if not isinstance(entry, dict) or "digest" not in entry:
@@ -78,7 +78,7 @@ def _shorten(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class FeedState:
-    """A parsed state; see the module's docstring for the fields."""
+    """A parsed state; see the module docstring for the fields."""
 
     kind: str
     position: int
@@ -93,7 +93,7 @@ class FeedState:
     num_unlisted: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The state as a fresh JSON value."""
+        """Returns the state as a new JSON value."""
         value: dict[str, Any] = {
             "meshfeed": 1,
             "kind": self.kind,
@@ -114,13 +114,14 @@ def _needed_version(text: str) -> int:
 
 
 def parse_state(state: Any) -> FeedState:
-    """Checks the form of a state.
+    """Parses a state and checks its form.
 
     Args:
-      state: what ``get_state`` gave, or its JSON text.
+      state: the result of ``get_state``, or its JSON text.
 
     Raises:
-      StateMismatchError: not JSON, cut short, from a newer version, or a field missing, unknown or of another type.
+      StateMismatchError: the state is not JSON, truncated or from a newer version, or a field is missing, unknown, of
+        the wrong type or out of range.
     """
     remedy = "Pass what get_state() returned; if this was read from a file, it is damaged: use an earlier checkpoint."
     if isinstance(state, str | bytes | bytearray):
@@ -173,7 +174,7 @@ def parse_state(state: Any) -> FeedState:
     text = json.dumps(state)
     if version > (needed := _needed_version(text)):
         raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
-    return FeedState(**json.loads(text))
+    return FeedState(**json.loads(text))  # a deep copy, which the caller cannot change
 
 
 def _is_ledger(entries: Any) -> bool:
@@ -184,7 +185,7 @@ def _is_ledger(entries: Any) -> bool:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict with dotted keys."""
+    """Flattens nested dicts into one dict with dotted keys."""
     if isinstance(value, dict) and value:
         flat: dict[str, Any] = {}
         for key, item in value.items():
@@ -194,26 +195,26 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _same(left: Any, right: Any) -> bool:
-    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # to Python True equals 1
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # in Python, True == 1
 
 
 def compare_fingerprints(
     saved: Mapping[str, Any], current: Mapping[str, Any], file_names: Callable[[], Sequence[str]] | None = None
 ) -> None:
-    """Raises where a state with fingerprint ``saved`` cannot be continued under ``current``.
+    """Checks that a feed with fingerprint ``current`` can resume from a state with fingerprint ``saved``.
 
     Args:
       saved: fingerprint of the state.
-      current: of the feed.
-      file_names: gives the files of the current source, to name those that are missing.
+      current: fingerprint of the feed.
+      file_names: returns the files of the current source, to name missing files.
 
     Raises:
-      StateMismatchError: naming the first field that differs.
+      StateMismatchError: the fingerprints differ; names the first field that differs.
     """
-    current = json.loads(json.dumps(current))
+    current = json.loads(json.dumps(current))  # saved has passed through JSON, which turns tuples into lists
     for top in dict.fromkeys((*current, *saved)):
         old, new = saved.get(top), current.get(top)
-        if _same(old, new) or (top == "num_epochs" and old is None):
+        if _same(old, new) or (top == "num_epochs" and old is None):  # an endless stream may be given an end
             continue
         flat_old, flat_new = flatten(old, top), flatten(new, top)
         field = next(
@@ -231,24 +232,25 @@ def compare_fingerprints(
 
 
 def kind_mismatch(saved: str, current: str) -> StateMismatchError:
-    """The error for a state of another kind of source."""
+    """Returns the error for a state of a different kind of source."""
     return StateMismatchError("kind", saved, current, _REMEDIES["kind"])
 
 
 def _join_entries(part: str, left: Any, right: Any) -> Any:
-    """One entry for two hosts' entries of the same lane, host or ledger; None where they contradict each other."""
+    """Merges two hosts' entries of the same lane, host or ledger; None if they contradict each other."""
     if left == right:
         return left
     if part == "lanes":
-        # two hosts that open one lane may have taken the source's own state at different records before the same place
-        place = ("records", "epoch", "taken", "ended")
-        if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in place):
+        # Two hosts that open the same lane may have taken the source's state at different records before the same place
+        # in the lane. The entry with the smaller skip resumes fastest.
+        fields = ("records", "epoch", "taken", "ended")
+        if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in fields):
             return min(left, right, key=lambda entry: entry.get("skip", 0))
         return None
     if part == "num_unlisted":
         return max(left, right)
     if part == "skipped" and isinstance(left, list) and isinstance(right, list):
-        # each host adds to its own ledger only, and carries the others' as they were when it was restored
+        # Each host appends only to its own ledger, and keeps the other ledgers as restored.
         longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
         return longer if longer[: len(shorter)] == shorter else None
     return None
@@ -256,16 +258,16 @@ def _join_entries(part: str, left: Any, right: Any) -> Any:
 
 @public("meshfeed")
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins the states of several hosts, taken after the same step, into one.
+    """Merges the states of several hosts, taken after the same step, into one.
 
-    For random access they are the same and one is given back; for streams the lanes are joined, and the ledgers of
-    replaced records in each kind.
+    Lanes and host entries of streams are combined, and ledgers of replaced records for every kind of source; all other
+    fields must be equal.
 
     Args:
-      states: what ``get_state`` gave on the hosts, in any order; a lane may stand in several.
+      states: results of ``get_state`` on the hosts, in any order; a lane may occur in several.
 
     Raises:
-      StateMismatchError: the states are not of the same stream and step.
+      StateMismatchError: the states belong to different streams or steps, or there are none.
     """
     parsed = [parse_state(state) for state in states]
     if not parsed:

@@ -1,6 +1,6 @@
-"""The other end of a worker pool: a fresh Python process that answers requests one after the other.
+"""The main loop of a worker process: a new Python process that handles requests one at a time.
 
-Started as ``python -c`` with this module's :func:`main`, so that the user's script is not imported again.
+Started with ``python -c``, which runs :func:`main` without importing the user's script again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PARENT_CHECK_MILLISECONDS = 1000
 
 
 def main() -> None:
-    """Entry point. The arguments are the socket's descriptor and the parent's process id."""
+    """Runs the worker. ``sys.argv`` holds the socket's file descriptor and the parent's process id."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends us in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent stops its workers
     faulthandler.enable()
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_exit_with_parent, args=(descriptor, parent), name="meshfeed-parent", daemon=True).start()
@@ -39,24 +39,24 @@ def main() -> None:
     try:
         _serve(connection)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the parent has gone
+        pass  # the parent has exited
     except BaseException:
         traceback.print_exc()
         code = 1
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # no teardown of whatever threads the user's libraries started
+    os._exit(code)  # skips teardown, which could hang on threads of the user's libraries
 
 
 def _exit_with_parent(descriptor: int, parent: int) -> None:
-    """Ends this process soon after its parent has closed the socket or died, also in the middle of a long task."""
+    """Exits soon after the parent has closed the socket or died, even during a long task."""
     poller = select.poll()
     poller.register(descriptor, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
-    # The parent's end of the socket may live on in a process that the parent forked: so its id is looked at too.
+    # A process forked by the parent may keep the parent's end of the socket open, so check the parent's id too.
     while not poller.poll(_PARENT_CHECK_MILLISECONDS) and os.getppid() == parent:
         pass
-    time.sleep(_EXIT_GRACE_SECONDS)  # the main thread closes the task if it is idle
+    time.sleep(_EXIT_GRACE_SECONDS)  # an idle main thread uses this time to close the task
     os._exit(0)
 
 
@@ -86,7 +86,7 @@ def _serve(connection: socket.socket) -> None:
                 if frame.kind == SETUP:
                     return
             num_done += 1
-            del frame  # its arrays, before the wait for the next
+            del frame  # frees its arrays before waiting for the next frame
             if gc_every and num_done % gc_every == 0:
                 gc.collect()
     finally:
@@ -97,12 +97,12 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket, value: Any) -> None:
-    """A function of its own, so that the value dies as soon as it is sent."""
+    """Sends a result; a separate function because its argument is then freed as soon as it is sent."""
     send_value(connection, RESULT, value)
 
 
 def _freeze(gc_every: int) -> None:
-    """Takes everything imported so far out of the collector's sight, and runs it between tasks only."""
+    """Excludes existing objects from garbage collection, and disables the collector during requests."""
     if gc_every:
         gc.collect()
         gc.freeze()
@@ -110,12 +110,13 @@ def _freeze(gc_every: int) -> None:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """What the parent needs to raise ``error`` again; its pickle only if that can be read back."""
+    """Describes ``error`` for the parent to raise again; includes its pickle only if it can be loaded."""
     text = "".join(traceback.format_exception(error))
     pickled = None
+    # StopIteration would end a loop or generator of the parent instead of reporting the error.
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         try:
-            import cloudpickle  # classes defined in the user's script travel by value
+            import cloudpickle  # pickles classes of the user's script by value
 
             pickled = cloudpickle.dumps(error.with_traceback(None))
             copy = pickle.loads(pickled)

@@ -1,7 +1,7 @@
-"""Worker processes: requests in, values with large arrays out, nothing left behind.
+"""A pool of worker processes that receive requests and return values with large arrays.
 
-A worker is a fresh Python process started by ``subprocess``, neither forked (JAX has threads) nor by multiprocessing
-(which imports the user's script again and asks for an ``if __name__ == "__main__"``). It never touches an accelerator.
+Each worker is a new Python process started with ``subprocess``: fork is unsafe with JAX's threads, and multiprocessing
+imports the user's script again, which requires ``if __name__ == "__main__"``. Workers never use an accelerator.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ _BOOT = "from meshfeed._src.reading.workers.main import main; main()"
 
 
 def pickle_task(make_task: Callable[[], Any], *, setting: str = "num_workers") -> bytes:
-    """``make_task`` as bytes that a worker can load, functions of the user's script and closures included.
+    """Pickles ``make_task`` for a worker, including closures and functions of the user's script.
+
+    Args:
+      make_task: a function without arguments.
+      setting: name of the keyword, for the error.
 
     Raises:
-      SettingsError: something that it holds cannot travel to another process.
+      SettingsError: ``make_task`` refers to an object that cannot be pickled.
     """
     import cloudpickle
 
@@ -51,23 +55,23 @@ def pickle_task(make_task: Callable[[], Any], *, setting: str = "num_workers") -
 
 
 class WorkerPool:
-    """Processes that each answer requests in the order in which they were given.
+    """Processes that each handle requests in the order of submission.
 
-    A worker is busy with one request at a time; further ones wait in its queue, and so do the answers, in memory, so
-    the caller bounds how many it submits ahead. Thread-safe as long as only one thread at a time asks one worker for
+    A worker handles one request at a time. Further requests and unread results are queued in memory, so callers must
+    bound how many requests they submit ahead. Thread-safe if at most one thread at a time waits for each worker's
     results.
 
     Args:
-      num_workers: how many processes.
-      make_task: from :func:`pickle_task`: a function without arguments that returns ``task``. ``task(request)`` returns
-        any value that can be pickled. Its numpy arrays reach the caller without a copy, aligned to 64 bytes and
-        read-only. If ``task`` has ``close()`` it is called at the end, as long as it is idle.
-      name: for messages.
-      gc_every: the workers' garbage collector runs every so many requests and never in between; 0 leaves it alone.
-      describe: what a request is, for messages.
+      num_workers: number of processes.
+      make_task: the result of :func:`pickle_task` for a function without arguments that returns ``task``.
+        ``task(request)`` returns any picklable value. Its numpy arrays reach the caller without a copy, 64-byte-aligned
+        and read-only. On close, a worker calls ``task.close()``, if defined, unless it is busy with a request.
+      name: name of the pool, for messages.
+      gc_every: requests per run of a worker's garbage collector, which is otherwise disabled; 0 keeps Python's default.
+      describe: describes a request, for messages.
 
     Raises:
-      SettingsError: processes cannot be started here.
+      SettingsError: there is no Python interpreter to start processes with.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class WorkerPool:
             )
         self.num_workers = num_workers
         self._workers: list[_Worker] = []
-        # Also at exit, and when the pool is forgotten. The list is filled below, so a failure half-way is cleaned up.
+        # Also runs at exit and on garbage collection. The list is filled below, so it covers a partial failure.
         self._finalizer = finalize(self, _close_workers, self._workers)
         try:
             for worker_index in range(num_workers):
@@ -103,24 +107,27 @@ class WorkerPool:
         return [worker.process.pid for worker in self._workers]
 
     def submit(self, worker_index: int, request: Any) -> None:
-        """Queues a request. Returns at once.
+        """Queues a request and returns immediately. If the worker has died, :meth:`result` reports it.
 
         Raises:
-          MeshfeedError: the pool is closed. (A dead worker is reported by :meth:`result`.)
+          MeshfeedError: the pool is closed.
         """
         self._worker(worker_index).submit(request)
 
     def result(self, worker_index: int, timeout: float | None) -> Any:
-        """The answer to the oldest request of a worker that has not been answered.
+        """Waits for and returns the result of a worker's oldest pending request.
 
         Args:
-          worker_index: which worker.
-          timeout: seconds to wait; None waits as long as the worker lives. After a StalledError it may be asked again.
+          worker_index: index of the worker.
+          timeout: maximum wait in seconds; None waits as long as the worker is alive. Safe to call again after a
+            StalledError.
 
         Raises:
-          StalledError: it did not come in time.
-          SourceError: the worker died (with its exit code or signal), or raised something that cannot be raised here.
-          Exception: what the task raised, of the same type, with the worker's traceback as a note.
+          StalledError: the result did not arrive in time.
+          SourceError: the worker died (the message gives its exit code or signal), or raised an exception that cannot
+            be unpickled.
+          MeshfeedError: the pool is closed, or no request is pending.
+          Exception: the exception of the task, with the same type and the worker's traceback as a note.
         """
         return self._worker(worker_index).result(timeout)
 
@@ -130,18 +137,19 @@ class WorkerPool:
         return self._workers[worker_index]
 
     def close(self) -> None:
-        """Ends the processes, also in the middle of a request, and waits for them. Safe to call again."""
+        """Stops the processes, even during a request, and waits for them. Safe to call again."""
         self._finalizer()
 
 
 class _Worker:
-    """One process, the socket to it, and what it still owes."""
+    """One process, its socket and its pending requests."""
 
     def __init__(self, label: str, make_task: bytes, gc_every: int, describe: Callable[[Any], str]) -> None:
         self._label = label
         self._describe = describe
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # -P: the import path comes from PYTHONPATH alone. Workers must not read the terminal's input.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
@@ -153,11 +161,11 @@ class _Worker:
             raise
         finally:
             theirs.close()
-        self._connection.setblocking(False)
+        self._connection.setblocking(False)  # submit() must not wait for a busy worker
         self._inbox = Inbox(self._connection)
         self._outbox: collections.deque[memoryview] = collections.deque()
         self._pending: collections.deque[Any] = collections.deque()
-        self._lock = threading.Lock()  # of the outbox
+        self._lock = threading.Lock()  # guards the outbox
         self._ready = False
         self._open = True
         self._death: SourceError | None = None
@@ -173,7 +181,7 @@ class _Worker:
             self._flush()
 
     def _flush(self) -> None:
-        """Sends what the socket takes now; the rest goes out while waiting for a result."""
+        """Sends as much as the socket accepts without blocking; :meth:`_wait` sends the rest."""
         try:
             while self._outbox:
                 sent = self._connection.send(self._outbox[0])
@@ -183,7 +191,7 @@ class _Worker:
                     self._outbox[0] = self._outbox[0][sent:]
         except BlockingIOError:
             pass
-        except OSError:  # the worker is dead: result() says so, after the answers that it still gave
+        except OSError:  # the worker is dead; result() raises that after returning the results already sent
             self._outbox.clear()
 
     def result(self, timeout: float | None) -> Any:
@@ -203,17 +211,17 @@ class _Worker:
                     doing = "while being set up"
                 if frame.kind == ERROR:
                     error = self._rebuild_error(frame.value, doing)
-                    if not self._ready:
+                    if not self._ready:  # without a task, every later request fails in the same way
                         self._death = error
                     raise error
                 return frame.value
             if self._death is not None:
-                raise self._death.with_traceback(None)
+                raise self._death.with_traceback(None)  # raised repeatedly; tracebacks would accumulate
             if not self._wait(None if timeout is None else timeout - (time.monotonic() - start)):
                 raise self._stalled(time.monotonic() - start)
 
     def _wait(self, seconds: float | None) -> bool:
-        """Moves bytes in either direction; False if there were none in time."""
+        """Sends and receives available bytes; returns False if the socket was not ready in time."""
         if seconds is not None and seconds < 0:
             return False
         poller = select.poll()
@@ -272,7 +280,7 @@ class _Worker:
                 error = pickle.loads(description["pickled"])
                 error.add_note(where)
                 return error
-            except Exception:  # it reads its own pickle there but not here: tell it as text
+            except Exception:  # the worker can load this pickle but this process cannot, so fall back to text
                 pass
         return SourceError(f"{description['type']}: {description['message']}, {where}")
 
@@ -280,16 +288,16 @@ class _Worker:
         if self._open:
             self._open = False
             self._inbox.close()
-            self._connection.close()  # the worker ends at that, within half a second also when it is busy
+            self._connection.close()  # makes the worker exit, within 0.5 s even if it is busy
 
     def finish_close(self, deadline: float) -> None:
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:  # it holds the interpreter lock in a C call
+        except subprocess.TimeoutExpired:  # the worker holds the GIL in a C call
             self.process.kill()
             try:
                 self.process.wait(_EXIT_SECONDS)
-            except subprocess.TimeoutExpired:  # the kernel ends it only when its read of a dead disk returns
+            except subprocess.TimeoutExpired:  # uninterruptible sleep, such as a read of a dead disk
                 _log.warning(
                     "%s (process %d) is in a read that cannot be killed; not waiting for it",
                     self._label, self.process.pid,
@@ -298,6 +306,7 @@ class _Worker:
 
 def _close_workers(workers: Sequence[_Worker]) -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
+    # All workers exit at the same time, within one deadline.
     for worker in workers:
         worker.begin_close()
     for worker in workers:
@@ -305,7 +314,8 @@ def _close_workers(workers: Sequence[_Worker]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """What a worker imports is found where this process finds it; JAX there sees only the CPU."""
+    """Environment of a worker: the import path of this process, and JAX restricted to the CPU."""
+    # PYTHONPATH cannot express a path that contains its separator.
     paths = [path or os.getcwd() for path in sys.path if os.pathsep not in path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
 

@@ -1,4 +1,4 @@
-"""Worker processes as readers of rows: step k is read by worker k modulo their number."""
+"""Reads rows in worker processes: worker ``step % num_workers`` reads step ``step``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
 
 
 class WorkerReader:
-    """Reads rows in processes.
+    """Reads rows in worker processes.
 
     Args:
-      reader: sent to each worker.
-      num_workers: how many processes.
-      timeout_seconds: longest wait for one answer.
+      reader: the reader to send to each worker.
+      num_workers: number of processes.
+      timeout_seconds: maximum wait for one result.
     """
 
     def __init__(self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float) -> None:
@@ -37,11 +37,11 @@ class WorkerReader:
     def submit(
         self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None
     ) -> Callable[[], ReadRows]:
-        """Queues a read; the returned function waits for it. To be called in the order of the steps."""
+        """Queues a read and returns a function that waits for its result; call both in the order of the steps."""
         worker = step % self._num_workers
         self._pool.submit(worker, (record_ids, epochs, columns))
         return lambda: self._pool.result(worker, self._timeout_seconds)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Stops the processes."""
         self._pool.close()

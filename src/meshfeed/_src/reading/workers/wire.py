@@ -1,12 +1,11 @@
-"""How values travel between a feed and its worker processes: arrays through anonymous memory, the rest as a pickle.
+"""The wire format between a feed and its worker processes: arrays in anonymous memory, everything else pickled.
 
-A worker writes the arrays of one value into a fresh memory file (``memfd_create``), each on a multiple of 64 bytes,
-seals it against any later write, and sends its descriptor over a Unix socket. The receiver maps it read-only: its
-arrays are that memory, without a copy, and a CPU device can alias them. The memory has no name, so nothing is left
-behind whoever is killed, and it is freed with the last array. Where there are no memory files (macOS) the same
-bytes travel through the socket.
+A worker writes the arrays of one value to a new memory file (``memfd_create``), each at a multiple of 64 bytes, seals
+the file against writes, and sends its descriptor over a Unix socket. The receiver maps it read-only. Its arrays use
+that memory without a copy, and a CPU device can alias them. The memory is freed with the last array, and has no name,
+so a killed process leaves nothing behind. If memory files are not supported (macOS), the socket carries the same bytes.
 
-One frame is a header, the sizes of the arrays, the pickle, and without a descriptor the arrays themselves.
+A frame consists of a header, the sizes of the arrays, the pickle and, without a descriptor, the arrays themselves.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ import numpy as np
 
 from meshfeed._src.base import memory as base_memory
 
-_HEADER = struct.Struct("<BBIQ")  # kind, whether a descriptor comes along, number of arrays, bytes of the pickle
+_HEADER = struct.Struct("<BBIQ")  # kind, whether a descriptor is attached, number of arrays, bytes of the pickle
 _SIZE = struct.Struct("<Q")
-_MAX_WRITE = 1 << 30  # Linux writes 2 GiB at most in one call
+_MAX_WRITE = 1 << 30  # Linux writes at most 2 GiB per call
 _RECEIVE_BYTES = 1 << 18
 
 
 class _Pickler(pickle.Pickler):
-    """Hands every array over as a buffer, also of dtypes that the buffer protocol does not know, such as bfloat16."""
+    """Pickles every array as an out-of-band buffer, even for dtypes without buffer protocol, such as bfloat16."""
 
     def reducer_override(self, value: Any) -> Any:
         jax = sys.modules.get("jax")
         if jax is not None and isinstance(value, getattr(jax, "Array", ())):
-            value = np.asarray(value)  # as a jax.Array it would be put on a device by whoever unpickles it
+            value = np.asarray(value)  # unpickling a jax.Array would put it on a device
         elif type(value) not in (np.ndarray, np.memmap):
             return NotImplemented
         if value.dtype.hasobject:
             return NotImplemented
-        if not value.size:
+        if not value.size:  # has no bytes to share
             return np.empty, (value.shape, value.dtype)
         flat = np.asarray(value, order="C").reshape(-1).view(np.uint8)
         return _rebuild, (pickle.PickleBuffer(flat), value.dtype, value.shape)  # pyright: ignore[reportArgumentType] # arrays are buffers
@@ -59,7 +58,7 @@ def _rebuild(buffer: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray
 
 
 def pack(value: Any) -> tuple[bytes, list[memoryview]]:
-    """``value`` as a pickle and the bytes of its arrays."""
+    """Returns the pickle of ``value`` and the bytes of its arrays."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -71,7 +70,7 @@ def _align(number: int) -> int:
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each array begins, and the bytes of all of them with the gaps between."""
+    """Returns the aligned offset of each array, and the total bytes including padding."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -80,7 +79,7 @@ def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def send_value(connection: socket.socket, kind: int, value: Any) -> None:
-    """Sends one frame over a blocking socket; the arrays go through a memory file where there are some."""
+    """Sends one frame over a blocking socket, with its arrays in a memory file if supported."""
     pickled, buffers = pack(value)
     flags = memory_file_flags() if buffers else None
     if flags is None:
@@ -96,7 +95,7 @@ def send_value(connection: socket.socket, kind: int, value: Any) -> None:
 
 
 def pack_request(kind: int, value: Any) -> bytes:
-    """One frame without a descriptor, for values that are small."""
+    """Returns one frame without a descriptor, for small values."""
     return _frame(kind, *pack(value), with_file=False)
 
 
@@ -111,10 +110,10 @@ def _frame(kind: int, pickled: bytes, buffers: Sequence[memoryview], *, with_fil
 
 @functools.cache
 def memory_file_flags() -> int | None:
-    """With what memory files can be made here; None where there are none (macOS, some sandboxes)."""
+    """Returns the supported flags of ``memfd_create``; None if it is not available (macOS, some sandboxes)."""
     if not hasattr(os, "memfd_create"):
         return None
-    no_exec = 0x8  # MFD_NOEXEC_SEAL: newer kernels may refuse memory that could be run, older ones do not know it
+    no_exec = 0x8  # MFD_NOEXEC_SEAL: newer kernels may require it, older ones do not support it
     for flags in (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | no_exec, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING):
         try:
             os.close(os.memfd_create("meshfeed", flags))
@@ -125,7 +124,7 @@ def memory_file_flags() -> int | None:
 
 
 def _write_memory_file(buffers: Sequence[memoryview], flags: int) -> int:
-    """A sealed memory file of the buffers: no process can write it any more, or cut it short under a reader."""
+    """Writes the buffers to a sealed memory file, which no process can modify, or truncate under a reader."""
     import fcntl
 
     offsets, num_bytes = _offsets([buffer.nbytes for buffer in buffers])
@@ -134,7 +133,7 @@ def _write_memory_file(buffers: Sequence[memoryview], flags: int) -> int:
         os.ftruncate(file, num_bytes)
         for offset, buffer in zip(offsets, buffers, strict=True):
             done = 0
-            while done < buffer.nbytes:  # written, not mapped: no page faults, and pages are not zeroed first
+            while done < buffer.nbytes:  # write() instead of mmap: no page faults, and pages are not zeroed first
                 done += os.pwrite(file, buffer[done : done + _MAX_WRITE], offset + done)
         seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
@@ -145,22 +144,22 @@ def _write_memory_file(buffers: Sequence[memoryview], flags: int) -> int:
 
 
 class _Mapping:
-    """Read-only memory of a descriptor, unmapped when the last array on it dies.
+    """A read-only mapping of a file descriptor, unmapped when the last array that uses it is freed.
 
-    Not ``mmap.mmap``, which keeps a descriptor of its own open until then: a caller who keeps thousands of batches
-    would run out of them.
+    Unlike ``mmap.mmap``, it does not keep a descriptor open until then; a caller that keeps thousands of batches would
+    run out of descriptors.
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:
         libc = _libc()
-        # Private, because older kernels do not map sealed files shared; nothing is copied as nothing is written.
+        # Private, because older kernels reject shared mappings of sealed files. Without writes, no page is copied.
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
         address = libc.mmap(None, num_bytes, mmap.PROT_READ, flags, file, 0)
         if address in (None, ctypes.c_void_p(-1).value):
             code = ctypes.get_errno()
             raise OSError(code, f"cannot map {num_bytes:,} bytes from a worker: {os.strerror(code)}")
         self.__array_interface__ = {"data": (address, True), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
-        # Not at exit: arrays that alias the memory may still be in use then.
+        # Not at exit, when arrays that alias the memory may still be in use.
         weakref.finalize(self, libc.munmap, address, num_bytes).atexit = False
 
 
@@ -178,8 +177,8 @@ class Frame:
     """One message.
 
     Attributes:
-      kind: its first byte.
-      value: what was sent; its arrays are read-only.
+      kind: first byte of the frame.
+      value: the value sent, with read-only arrays.
     """
 
     kind: int
@@ -187,7 +186,7 @@ class Frame:
 
 
 class Inbox:
-    """Puts frames together from a socket, whatever pieces they come in. An interrupted call loses nothing."""
+    """Assembles frames from the chunks that a socket delivers. An interrupted call loses no data."""
 
     def __init__(self, connection: socket.socket, load: Callable[..., Any] = pickle.loads) -> None:
         self._connection = connection
@@ -196,7 +195,7 @@ class Inbox:
         self._files: collections.deque[int] = collections.deque()
 
     def receive(self) -> bool:
-        """Takes in what the socket has; False once the other side has closed it."""
+        """Receives available bytes and descriptors; returns False once the other side has closed the socket."""
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         content, files, result_flags, _ = socket.recv_fds(self._connection, _RECEIVE_BYTES, 8, flags)
         self._files.extend(files)
@@ -206,7 +205,7 @@ class Inbox:
         return bool(content)
 
     def take(self) -> Frame | None:
-        """The next frame, if all of it has come."""
+        """Returns the next frame, or None if it is incomplete."""
         if len(self._bytes) < _HEADER.size:
             return None
         kind, with_file, num_arrays, pickle_bytes = _HEADER.unpack_from(self._bytes)
@@ -225,13 +224,13 @@ class Inbox:
             if len(self._bytes) < end:
                 return None
             memory = base_memory.copy(np.frombuffer(self._bytes, np.uint8, num_bytes, pickle_end))
-            memory.flags.writeable = False
+            memory.flags.writeable = False  # as with a mapping
         pickled = bytes(memoryview(self._bytes)[pickle_start:pickle_end])
         del self._bytes[:end]
         buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
         return Frame(kind, self._load(pickled, buffers=buffers))
 
     def close(self) -> None:
-        """Closes descriptors of frames that nobody took."""
+        """Closes the descriptors of frames not taken."""
         while self._files:
             os.close(self._files.popleft())
