@@ -39,7 +39,8 @@ class HostBatches:
 
     The arrays of a batch are copied as soon as it is read: JAX may alias their memory, and a later write would show up
     in a delivered batch. The producer may therefore reuse its arrays for the next batch. Only immutable memory is not
-    copied: ``numpy.frombuffer`` over ``bytes``. Any other read-only view is copied, since its base may still be written.
+    copied: ``numpy.frombuffer`` over ``bytes``. Any other read-only view is copied, since its base may still be
+    written.
 
     Args:
       iterable: an iterable or iterator of pytrees with arrays ``[host_rows, ...]`` as leaves.
@@ -164,8 +165,8 @@ class HostBatchIterator:
     """One pass over :class:`HostBatches`.
 
     After the end it keeps raising StopIteration. After an error it does not simply call the underlying iterator again,
-    since most iterators then skip a batch or end silently. A resumable iterator is restored to the last delivered batch,
-    so the call can be retried; any other raises the same error again.
+    since most iterators then skip a batch or end silently. A resumable iterator is restored to the last delivered
+    batch, so the call can be retried; any other raises the same error again.
     """
 
     def __init__(self, batches: HostBatches, iterator: Any, *, restartable: bool) -> None:

@@ -40,8 +40,8 @@ _TABLES = {
 def as_source(obj: Any) -> Any:
     """Converts ``obj`` to a source.
 
-    A list of arrays is a Sequence, so each array is one record. A tuple, a dict or another pytree of equally long arrays
-    has one record per row.
+    A list of arrays is a Sequence, so each array is one record. A tuple, a dict or another pytree of equally long
+    arrays has one record per row.
 
     Args:
       obj: any of the kinds of object that the error message lists.

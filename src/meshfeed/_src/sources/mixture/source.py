@@ -49,8 +49,8 @@ def Mixture(
 
     Args:
       components: name → source, or any object that the feed accepts as one. All records must have the same structure.
-      weights: name → relative weight; or stages ``[(first_step, {name: weight}), ...]``. Every component must be named in
-        at least one stage. A component with weight 0 in a stage, or not named in it, is not read in that stage.
+      weights: name → relative weight; or stages ``[(first_step, {name: weight}), ...]``. Every component must be named
+        in at least one stage. A component with weight 0 in a stage, or not named in it, is not read in that stage.
       block: number of records in which the shares are exact; a weight below ``1 / block`` of the total is an error.
       on_end: what happens when a component has been read ``num_epochs`` times. ``"repeat"``: it repeats until every
         component of the last stage has been read ``num_epochs`` times in full, which ends the mixture. ``"stop"``: the
@@ -141,7 +141,7 @@ class RandomMixture:
 
     @property
     def first_record_id(self) -> int:
-        """The record id from which to infer the record structure: the first record of the first stage's first component."""
+        """Id of the record from which to infer the structure: the first of the first stage's first component."""
         return int(join_ids(self._names.index(next(iter(self._stages[0][1]))), 0))
 
     def make_order(
