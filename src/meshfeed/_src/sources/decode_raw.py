@@ -23,9 +23,9 @@ _NOT_FOR_ONE = "decodes a list of records and was given one. Pass it as decode_b
 class DecodeRaw:
     """``decode_batch`` for records that each hold the raw bytes of one array, all of the same shape.
 
-    Does what ``tf.io.decode_raw`` does, but into aligned memory that a CPU device uses without copying. ``b"".join``
-    with ``np.frombuffer`` returns unaligned memory, which costs one more copy per batch. Can be pickled and sent to
-    workers::
+    Does what ``tf.io.decode_raw`` does, but into memory whose alignment lets a CPU device use it without a copy.
+    ``b"".join`` with ``np.frombuffer`` lacks this alignment, which costs one more copy per batch. Can be pickled and
+    sent to workers::
 
         ArrayRecord(paths, decode_batch=DecodeRaw(np.int32, (2048,), key="tokens"))
 
@@ -38,7 +38,7 @@ class DecodeRaw:
       SettingsError: ``dtype`` or ``shape`` is invalid, a record has 0 bytes, or the dtype holds Python objects.
     """
 
-    fresh_arrays = True
+    fresh_arrays = True  # each call returns new memory, so the feed need not copy it
 
     @hides_own_frames
     def __init__(self, dtype: Any, shape: int | Sequence[int] = (), *, key: str | None = None) -> None:
@@ -90,7 +90,7 @@ class DecodeRaw:
         """Decodes records that a source has already read into one array, without copying.
 
         Args:
-          rows: uint8 ``[n, bytes per record]``, C-contiguous, owned by the caller.
+          rows: uint8 ``[n, bytes per record]``, C-contiguous, newly allocated.
 
         Returns:
           A view of ``rows`` as ``[n, *shape]`` of ``dtype``, or ``{key: array}``.

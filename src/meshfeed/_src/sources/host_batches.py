@@ -23,7 +23,7 @@ from meshfeed._src.sources.files.formats import reader_hint
 
 _logger = logging.getLogger("meshfeed.sources")
 _FIELD = "hosts"
-_TURN_SECONDS = 300.0
+_TURN_SECONDS = 300.0  # a next() that takes longer counts as stalled
 
 
 @public("meshfeed.sources")
@@ -112,6 +112,7 @@ class HostBatches:
                 if state is not None:
                     opened.set_state(state)
             except BaseException:
+                # The earlier reader stays valid: restore the iterator to where it was.
                 self._owner = owner
                 if before is not None:
                     self.iterable.set_state(before)

@@ -58,6 +58,7 @@ def as_source(obj: Any) -> Any:
         raise _refused_path(obj[0])
     if inspect.isclass(obj) or inspect.isroutine(obj):
         raise _refused(obj, "Call it first, or give a function open(lane_index, num_lanes) to Stream.")
+    # Libraries first: their datasets also look like sequences, streams or iterables.
     found = _by_library(obj)
     if found is not None:
         return found

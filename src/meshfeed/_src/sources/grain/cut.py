@@ -158,6 +158,7 @@ def _cut_read(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
 def _cut_interleave(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     datasets = private(node, "_datasets")
     parts, unit = _assign_datasets(datasets, place)
+    # A MapDataset of datasets continues with its later epochs past its length.
     later = place.epoch * len(datasets) if isinstance(datasets, grain.MapDataset) else 0
 
     def make_part(part_index: int) -> Any:
@@ -254,7 +255,8 @@ def _cut_tfrecord(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
 
 
 def _cut_limit(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
-    count = len(range(place.lane_index, private(node, "_count"), place.num_lanes))  # sums to the limit
+    # The lanes' counts add up to the limit.
+    count = len(range(place.lane_index, private(node, "_count"), place.num_lanes))
     if not count:
         return grain_leaves.NoRecords()
     return _with_parent(node, copy, _count=count)
@@ -263,6 +265,7 @@ def _cut_limit(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
 def _cut_index(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
     function = private(node, "_map_fn")
 
+    # The user's function expects the index in the whole stream, not in the lane.
     def map_with_global_index(index: int, element: Any) -> Any:
         return function(place.lane_index + index * place.num_lanes, element)
 

@@ -99,6 +99,7 @@ class ReadLaneIterator(grain.DatasetIterator):
         began, worked = time.monotonic(), time.thread_time()
         block = grain_tree.read_many(self._records, range(start, stop))
         seconds, working = time.monotonic() - began, time.thread_time() - worked
+        # thread_time counts CPU time only: below half of the wall time, the read mostly waits.
         self._waits = seconds > _MIN_WAIT_SECONDS and working < seconds / 2
         return block
 

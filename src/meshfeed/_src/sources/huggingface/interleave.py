@@ -105,6 +105,7 @@ class Interleave(_BaseExamplesIterable):
     def _choose(self, turn: int) -> int:
         if self.draws is None:
             return turn % len(self.ex_iterables)
+        # Each block has its own key, so the number of turns alone determines the next choice.
         block, offset = divmod(turn, _DRAWS)
         return _choices(self.draws, self.probabilities, len(self.ex_iterables), block)[offset]
 
@@ -112,7 +113,9 @@ class Interleave(_BaseExamplesIterable):
 @functools.lru_cache(maxsize=256)
 def _choices(draws: tuple[int, ...], probabilities: tuple[float, ...] | None, count: int, block: int) -> list[int]:
     raw = np.random.Philox(np.random.SeedSequence([*draws, block])).random_raw(_DRAWS)
+    # The high 53 bits as a float64 in [0, 1). Raw Philox numbers are stable across NumPy versions.
     uniform = (raw >> np.uint64(11)) * 2.0**-53
     weights = np.ones(count) if probabilities is None else np.asarray(probabilities, np.float64)
     edges = np.cumsum(weights) / weights.sum()
+    # Rounding may leave the last edge below 1.
     return np.minimum(np.searchsorted(edges, uniform, side="right"), count - 1).tolist()

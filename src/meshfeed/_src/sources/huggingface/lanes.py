@@ -112,7 +112,7 @@ class TableLane(_Lane):
             part = _rows_of(self._block, start, start + count)
             if self._foreign:
                 part = jax.tree.map(own, part)
-            if parts and not _alike(parts[0], part):
+            if parts and not _alike(parts[0], part):  # such as lists of a different length: end the batch here
                 break
             parts.append(part)
             self._row += count
@@ -167,6 +167,7 @@ class TableLane(_Lane):
 
     def _next_table(self) -> None:
         fresh = self._table is None  # the first table, or the one in which the restored state was taken
+        # Taken before next(), since a restore must read this table again.
         before = self._before if fresh else self._tree.state_dict()
         try:
             _, table = next(self._tables)

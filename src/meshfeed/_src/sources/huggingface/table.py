@@ -61,7 +61,7 @@ class HuggingFaceTable:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._prepare()  # rebuilt, since views of buffers cannot be pickled
+        self._prepare()  # views of buffers are not pickled but rebuilt
 
     def __repr__(self) -> str:
         return f"HuggingFace({len(self):,} records)"

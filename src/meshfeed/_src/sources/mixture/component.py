@@ -253,6 +253,7 @@ class ComponentLane:
             return record
         if not self._decode_rng:
             return self._decode(record)
+        # Unique across components, like the record ids of a random-access mixture.
         record_id = (self._number << 48) | (self._taken + ahead)
         return self._decode(
             record, rng=philox(epoch_order.derive_key(self._seed, self._lane_index), self.epoch, record_id)

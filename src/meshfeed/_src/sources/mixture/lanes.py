@@ -87,6 +87,7 @@ class StreamMixture:
                     "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
                 )
             bound = _Bound((0,))
+        # Stages start at positions of the global stream; each lane has 1 / num_lanes of these positions.
         stages = [
             Stage(first // num_lanes, weights, step)
             for first, (step, weights) in zip(bound.first_positions, self.stages, strict=True)

@@ -77,11 +77,12 @@ class Joiner:
                 spec_of_batch(tree, len(rows), what=f"component {name!r}")  # raises if it is not such a batch
                 if first is not None:
                     raise SourceError(_difference(name, tree, *first))
+                # Keep 0 rows: errors need the shapes and dtypes, not the data.
                 wanted, first = structure, (name, jax.tree.map(lambda leaf: np.array(leaf[:0]), tree))
             flat.append((rows, leaves, treedef))
         if whole:
             self._wanted, self._first = wanted, first
-        if len(parts) == 1 and len(parts[0][1]) == num_rows:
+        if len(parts) == 1 and len(parts[0][1]) == num_rows:  # one component fills the batch: no copy
             return parts[0][2]
         outputs = [memory.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in flat[0][1]]
         for rows, leaves, _ in flat:

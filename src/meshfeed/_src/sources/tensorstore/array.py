@@ -53,7 +53,7 @@ class Array:
             self.num_records, self.shape = self.stored_shape[0] // window, (window, *self.stored_shape[1:])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None}
+        return {**self.__dict__, "_store": None}  # a copy opens the array itself
 
     def identity(self) -> JsonValue:
         """``[base name, shape]``, which does not change if the folder is moved."""
@@ -113,6 +113,7 @@ def inspect_array(spec: Any, leaf: str, window: int | None, *, fill_missing: boo
     where = _where(given)
     try:
         store = _open(given, cache_bytes)
+        # Open again with the detected driver, and with missing chunks as errors unless the user asked otherwise.
         resolved = {**_without_context(store.spec(minimal_spec=True).to_json())}
         strict = not fill_missing and resolved["driver"] in _STRICT_DRIVERS
         if isinstance(given, Mapping) and "fill_missing_data_reads" in given:
@@ -177,6 +178,7 @@ def _open(spec: Any, cache_bytes: int) -> Any:
     # The data must not change while it is read, so cached chunks need no revalidation against storage.
     extra = {} if own else {"context": _context(cache_bytes)}
     store = ts.open(spec, open=True, read=True, recheck_cached_data="open", **extra).result()
+    # Record ids start at 0 even if the stored domain does not.
     return store if not any(store.domain.origin) else store[ts.d[:].translate_to[0]]
 
 

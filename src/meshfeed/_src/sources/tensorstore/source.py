@@ -222,6 +222,7 @@ class _Leaf:
 
     def explain(self, error: Exception, ids: RecordIds, part: tuple[slice, ...]) -> Exception:
         """The error to raise for a failed batch: that of the first record that fails when read alone, if any does."""
+        # While storage is unreachable, reading the records one by one would only repeat the failure.
         unreachable = isinstance(read_error(error, self.arrays[0], self.path, None), OSError)
         for record_id in () if unreachable else dict.fromkeys(ids.tolist()):
             _, reads = self.start(np.array([record_id], np.int64), part)
