@@ -294,6 +294,7 @@ class HostBatchIterator:
                 f"the state of a {type(self._iterator).__name__}",
                 "Pass the kind of iterable that the state was saved with.",
             )
+        # On a new iterator if possible: the current one stays usable if the state is rejected.
         iterator = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
             iterator.set_state(exact_json.decode_value(state["state"]))

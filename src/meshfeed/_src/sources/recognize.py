@@ -54,6 +54,7 @@ def as_source(obj: Any) -> Any:
     """
     if isinstance(obj, str | bytes | os.PathLike):
         raise _refused_path(obj)
+    # Otherwise a list of paths would count as a Sequence of records.
     if isinstance(obj, list | tuple) and reader_hint(obj):
         raise _refused_path(obj[0])
     if inspect.isclass(obj) or inspect.isroutine(obj):

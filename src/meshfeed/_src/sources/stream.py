@@ -94,7 +94,7 @@ class Stream:
                 "iterable of records. Return or yield them.",
                 lane_index=lane_index,
             ) from None
-        if iterator is records:
+        if iterator is records:  # any other iterable makes a new iterator on each call
             self._refuse_shared(iterator, lane_index, num_lanes)
         stateful = callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
         return (StatefulStreamLane if stateful else StreamLane)(iterator)

@@ -104,6 +104,7 @@ class WindowShuffle:
         if self._records is not None:  # the next window
             if len(self._order) < self._window_records:
                 raise StopIteration  # a short window was the last one
+            # Taken before reading, since a restore reads this window again.
             start = self._lane.get_state() if self._stateful else None
             records, size = self._read_records()
             if not size:
@@ -169,6 +170,7 @@ def permutation(size: int, key: tuple[int, ...]) -> np.ndarray:
     Returns:
       int64[size].
     """
+    # SeedSequence rejects negative integers.
     entropy = [part & (2**64 - 1) for part in key]
     raw = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
-    return np.argsort(raw, kind="stable")
+    return np.argsort(raw, kind="stable")  # the order of equal numbers must not depend on the algorithm

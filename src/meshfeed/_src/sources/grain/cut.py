@@ -149,7 +149,7 @@ def _elements(records: Any, place: Place) -> Any:
 def _cut_read(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     options = private(node, "_read_options")
     block = max(1, min(_MAX_BLOCK, _BLOCK_ELEMENTS // place.all_lanes))
-    if options.prefetch_buffer_size > 0:
+    if options.prefetch_buffer_size > 0:  # never more elements at once than the user allowed
         block = min(block, options.prefetch_buffer_size)
     read_ahead = options.num_threads > 0 and options.prefetch_buffer_size > 0
     return grain_leaves.ReadLane(_elements(private(node, "_parent"), place), block, read_ahead)
@@ -232,6 +232,7 @@ def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
         # By default Arrow buffers a whole row group of each file.
         options = {**options, "pre_buffer": False, "buffer_size": max(1 << 16, _BUFFER_BYTES // place.all_lanes)}
     cycle = min(_PARQUET_CYCLE, max(1, _OPEN_PARTS // place.all_lanes))
+    # The memory of all open files of all lanes together stays constant.
     block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
     pieces = [
         grain_parquet.ParquetLane(paths[piece.file_index], piece.start, piece.stop, block_rows, options)
@@ -290,7 +291,7 @@ def _cut_foreign(node: Any, place: Place) -> Any:
     if place.num_lanes == 1:
         return new
     before = _contents(new)
-    new.set_slice(place.slice, False)
+    new.set_slice(place.slice, False)  # sequential_slice=False: strided elements, not a contiguous range
     if _contents(new) == before:
         raise _refusal(node, "its set_slice changed no attribute, so every lane would read all of it", place.num_lanes)
     return new

@@ -190,6 +190,7 @@ def _may_hold_nulls(file: Any, group: int) -> bool:
     for index in range(columns.num_columns):
         if file.schema.column(index).max_definition_level == 0:  # a required column cannot hold nulls
             continue
+        # Without statistics, assume that there are nulls.
         statistics = columns.column(index).statistics
         if statistics is None or not statistics.has_null_count or statistics.null_count:
             return True

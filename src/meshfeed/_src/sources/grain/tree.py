@@ -213,6 +213,7 @@ def _array_record(source: Any) -> Any:
     instructions = getattr(source, "_read_instructions", None)
     if not instructions or not is_named(source, "ArrayRecordDataSource") or is_foreign(source, "array_record"):
         return None
+    # Reader options and row ranges are not supported by the replacement.
     if getattr(source, "_reader_options_string", "") or any(instruction.start for instruction in instructions):
         return None
     from meshfeed._src.sources.array_record.source import ArrayRecord
@@ -223,6 +224,7 @@ def _array_record(source: Any) -> Any:
         raise
     except (SourceError, SettingsError):  # a path that only ArrayRecord's own reader can open
         return None
+    # Only if both readers agree on the number of records of every file.
     return (
         reader
         if [file.num_records for file in reader._files] == [instruction.num_records for instruction in instructions]

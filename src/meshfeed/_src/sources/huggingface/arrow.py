@@ -19,7 +19,7 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.sources.huggingface.values import leave_out
 
-_MAX_CACHED_CHUNKS = 8192
+_MAX_CACHED_CHUNKS = 8192  # bounds the memory of readers for tables with very many chunks
 _UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 

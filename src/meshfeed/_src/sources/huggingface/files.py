@@ -70,6 +70,7 @@ def open_files(leaf: Any, columns: Sequence[str] | None) -> Files:
     if make is Dataset._generate_tables_from_shards:
         return _DatasetShards(kwargs["shards"], kwargs["batch_size"], columns)
     config: Any = getattr(builder, "config", None)
+    # Filters and other on_bad_files settings change which rows are read: leave these to datasets' own reader.
     if isinstance(builder, Parquet) and config.filters is None and config.on_bad_files == "error":
         return _ParquetFiles(builder, kwargs["files"], kwargs.get("row_groups_list"), columns)
     if isinstance(builder, Arrow) and all(local_path(str(path)) for path in kwargs["files"]):

@@ -30,7 +30,7 @@ class Interleave(_BaseExamplesIterable):
       probabilities: probability of each source, with ``draws``; None for uniform.
     """
 
-    _sleep_on_threads_shutdown = False
+    _sleep_on_threads_shutdown = False  # otherwise datasets sleeps after each pass, to let threads end
 
     def __init__(
         self,

@@ -124,6 +124,7 @@ def value_to_numpy(
             "rectangular lists. Pad or cut them with map().",
             **where,
         ) from None
+    # The bfloat16 of ml_dtypes has kind "V".
     if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__} of dtype {array.dtype}{place}, which no device holds. "

@@ -71,7 +71,7 @@ class StreamMixture:
             )
         bound = _Bound(tuple(position_of_step(step) for step, _ in self.stages), seed, num_epochs)
         clone = StreamMixture(self.components, self.stages, self.block, self.on_end, self.shuffle, bound)
-        clone._identities = self._identities
+        clone._identities = self._identities  # shared, since computing an identity may read records
         return clone
 
     def open(self, lane_index: int, num_lanes: int) -> MixtureLane:

@@ -245,4 +245,4 @@ class RandomMixture:
                 close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joiner": Joiner()}
+        return {**self.__dict__, "_joiner": Joiner()}  # a copy takes the structure from its own first batch

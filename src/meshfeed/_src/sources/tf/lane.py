@@ -87,7 +87,7 @@ class TFDataLane:
                 self._pipeline,
                 "Return the pipeline that the state was saved with from open(lane_index, num_lanes).",
             )
-        if self._records or self._error is not None:
+        if self._records or self._error is not None:  # a used iterator cannot be rewound
             self._error = None
             self._records = 0
             self._iterator = self._start()

@@ -57,6 +57,7 @@ class TFDSRecords:
         self._split = split
         self._records = ArrayRecord(files_of(instructions))
         self.decode = record_decoder(builder, decode)
+        # In tfds, take == -1 means all rows after the skipped ones.
         takes = [
             instruction.examples_in_shard if instruction.take == -1 else instruction.take
             for instruction in instructions

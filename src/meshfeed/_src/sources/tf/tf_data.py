@@ -66,7 +66,7 @@ class TFData:
         def make() -> Any:
             return self._open(lane_index, num_lanes, **more)
 
-        if not self._checked:
+        if not self._checked:  # only once, since the check builds two pipelines
             _refuse_shared_shuffle(make(), make())
             self._checked = True
         return TFDataLane(make, lane_index)
