@@ -1,4 +1,4 @@
-"""Records of one size as one array, without a copy that the devices would make again."""
+"""Decodes fixed-size records into one array that a CPU device can use without a further copy."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ _NOT_FOR_ONE = "decodes a list of records and was given one. Pass it as decode_b
 
 @public("meshfeed.sources")
 class DecodeRaw:
-    """``decode_batch`` for records that are the bytes of one array each, all of one shape.
+    """``decode_batch`` for records that each hold the raw bytes of one array, all of the same shape.
 
-    What ``tf.io.decode_raw`` does, into memory that a CPU device uses as it is: ``b"".join`` and ``np.frombuffer`` give an
-    address that it cannot use, so that each batch is copied once more. Pickles, so it may be sent to workers::
+    Does what ``tf.io.decode_raw`` does, but into memory whose alignment lets a CPU device use it without a copy.
+    ``b"".join`` with ``np.frombuffer`` lacks this alignment, which costs one more copy per batch. Can be pickled and
+    sent to workers::
 
         ArrayRecord(paths, decode_batch=DecodeRaw(np.int32, (2048,), key="tokens"))
 
     Args:
-      dtype: of the stored numbers, in this machine's byte order.
-      shape: of one record; an int for one dimension, ``()`` for a scalar.
-      key: records become ``{key: array}`` if it is given.
+      dtype: dtype of the stored numbers, in this machine's byte order.
+      shape: shape of one record; an int for one dimension, ``()`` for a scalar.
+      key: if given, records are ``{key: array}``.
 
     Raises:
-      SettingsError: records of no bytes, a dtype of Python objects, or no dtype or shape at all.
+      SettingsError: ``dtype`` or ``shape`` is invalid, a record has 0 bytes, or the dtype holds Python objects.
     """
 
-    fresh_arrays = True
+    fresh_arrays = True  # each call returns new memory, so the feed need not copy it
 
     @hides_own_frames
     def __init__(self, dtype: Any, shape: int | Sequence[int] = (), *, key: str | None = None) -> None:
@@ -49,7 +50,7 @@ class DecodeRaw:
                 f"DecodeRaw({dtype!r}, {shape!r}): {error}. It takes a dtype, and a shape as an int or a tuple of ints.",
                 setting="decode_batch",
             ) from error
-        if self.dtype.subdtype is not None:  # numbers of several parts: dimensions of their own
+        if self.dtype.subdtype is not None:  # a subarray dtype adds its own dimensions
             self.dtype, parts = self.dtype.subdtype
             self.shape += parts
         self.key = key
@@ -62,17 +63,17 @@ class DecodeRaw:
             )
 
     def __call__(self, records: Sequence[bytes]) -> Any:
-        """The records as one array.
+        """Decodes records into one array.
 
         Args:
           records: bytes of n records.
 
         Returns:
-          A fresh array ``[n, *shape]`` of ``dtype``, or a dict with it.
+          A new array ``[n, *shape]`` of ``dtype``, or ``{key: array}``.
 
         Raises:
-          ValueError: a record of a different size, which ``bad_records=SkipBad(…)`` treats as a bad record.
-          TypeError: one record instead of a sequence.
+          ValueError: a record has a different size; ``bad_records=SkipBad(…)`` treats it as a bad record.
+          TypeError: got one record instead of a sequence.
         """
         if isinstance(records, bytes | bytearray | memoryview):
             raise TypeError(f"{self!r} {_NOT_FOR_ONE}")
@@ -81,15 +82,21 @@ class DecodeRaw:
             raise self._wrong_size(row, len(records), len(records[row]))
         rows = memory.empty((len(records), *self.shape), self.dtype)
         if len(records):
-            # One call copies all of them: twice as fast as as many assignments.
+            # One pack_into call is twice as fast as one assignment per record.
             packer(self.num_bytes, len(records)).pack_into(rows.reshape(-1).view(np.uint8).data, 0, *records)
         return rows if self.key is None else {self.key: rows}
 
     def from_rows(self, rows: np.ndarray) -> Any:
-        """As a call, for records that a source has read into one array: no copy is made.
+        """Decodes records that a source has already read into one array, without copying.
 
         Args:
-          rows: uint8 ``[n, bytes of a record]``, C-contiguous, fresh.
+          rows: uint8 ``[n, bytes per record]``, C-contiguous, newly allocated.
+
+        Returns:
+          A view of ``rows`` as ``[n, *shape]`` of ``dtype``, or ``{key: array}``.
+
+        Raises:
+          ValueError: records have a different size.
         """
         if rows.shape[1] != self.num_bytes:
             raise self._wrong_size(0, len(rows), rows.shape[1])
@@ -108,10 +115,10 @@ class DecodeRaw:
 
 
 def refuse_as_decode(decode: Any, source: str) -> None:
-    """Raises if ``decode=`` of a source is a :class:`DecodeRaw`, which is for ``decode_batch=``.
+    """Rejects a :class:`DecodeRaw` passed as ``decode=`` instead of ``decode_batch=``.
 
     Raises:
-      SettingsError: it is one.
+      SettingsError: ``decode`` is a :class:`DecodeRaw`.
     """
     if isinstance(decode, DecodeRaw):
         raise SettingsError(f"{source} got decode={decode!r}, which {_NOT_FOR_ONE}", setting="decode")
@@ -119,5 +126,5 @@ def refuse_as_decode(decode: Any, source: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def packer(num_bytes: int, count: int) -> struct.Struct:
-    """``count`` fields of ``num_bytes`` bytes each, so that one call copies all of them."""
+    """A struct of ``count`` fields of ``num_bytes`` bytes each, which copies all records in one call."""
     return struct.Struct(f"{num_bytes}s" * count)

@@ -1,4 +1,4 @@
-"""Batches that every host makes for itself, as MaxText's iterators do."""
+"""Batches that each host makes for itself, as MaxText's iterators do."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ from meshfeed._src.sources.files.formats import reader_hint
 
 _logger = logging.getLogger("meshfeed.sources")
 _FIELD = "hosts"
-_TURN_SECONDS = 300.0
+_TURN_SECONDS = 300.0  # a next() that takes longer counts as stalled
 
 
 @public("meshfeed.sources")
 class HostBatches:
-    """An iterable of host-local batches; the global batch is the batches of all hosts, one after the other.
+    """An iterable of host-local batches; the global batch concatenates the batches of all hosts.
 
-    Not elastic: a state belongs to this number of hosts. It is resumed exactly where the iterator has ``get_state`` and
-    ``set_state`` (a Grain DataLoader or DatasetIterator), by reading and dropping where the iterable can be started
-    again (a list, a torch DataLoader, a tf.data.Dataset: exact if it gives the same batches again), and not at all
-    where it is a generator, which can be read once.
+    Not elastic: a state can only resume on the same number of hosts. How it resumes depends on the iterable:
 
-    The arrays of a batch are copied as soon as it is there, since JAX may use their memory as its own, and what is written
-    to it later would show in a batch that was delivered. So the producer may fill the same arrays again for the next batch.
-    Only arrays in memory that cannot change are not copied: those of ``numpy.frombuffer`` over ``bytes``. A read-only view
-    of anything else is copied, since what it is a view of may still be written.
+    * with ``get_state`` and ``set_state`` (a Grain DataLoader or DatasetIterator): exactly;
+    * if it can be restarted (a list, a torch DataLoader, a tf.data.Dataset): by reading and dropping batches, which is
+      exact if each pass yields the same batches;
+    * a generator, which can be read only once: not at all.
+
+    The arrays of a batch are copied as soon as it is read: JAX may alias their memory, and a later write would show up
+    in a delivered batch. The producer may therefore reuse its arrays for the next batch. Only immutable memory is not
+    copied: ``numpy.frombuffer`` over ``bytes``. Any other read-only view is copied, since its base may still be
+    written.
 
     Args:
-      iterable: an iterable, or an iterator, of pytrees with arrays ``[host_rows, ...]`` as leaves.
+      iterable: an iterable or iterator of pytrees with arrays ``[host_rows, ...]`` as leaves.
 
     Attributes:
-      iterable: what was given.
+      iterable: the iterable passed in.
       elastic: False.
 
     Raises:
-      SourceError: it cannot be iterated over.
+      SourceError: ``iterable`` is not iterable.
     """
 
     elastic = False
@@ -67,10 +69,10 @@ class HostBatches:
         self._one_shot = hasattr(iterable, "__next__") and (
             not hasattr(iterable, "__iter__") or iter(iterable) is iterable
         )
-        # The state before the first batch is what brings a resumable iterator back to its beginning.
+        # Restoring the state before the first batch rewinds a resumable iterator.
         self._first_state = iterable.get_state() if self._one_shot and _has_state(iterable) else None
         self._taken = False
-        # A one-shot iterator is one object however often it is opened: the last to open it is the only one to use it.
+        # Every iterator() call on a one-shot shares the same underlying iterator: only the latest reader may use it.
         self._turn = threading.RLock()
         self._owner: HostBatchIterator | None = None
 
@@ -79,22 +81,22 @@ class HostBatches:
 
     @property
     def restartable(self) -> bool:
-        """Whether each pass has an iterator of its own."""
+        """Whether each pass gets a new iterator."""
         return not self._one_shot
 
     @property
     def resumable(self) -> bool:
-        """Whether a saved state can be continued."""
+        """Whether the batches can resume from a saved state."""
         return not self._one_shot or _has_state(self.iterable)
 
     def iterator(self, state: JsonValue = None) -> HostBatchIterator:
-        """The batches from the beginning, or after the batch at which ``state`` was taken.
+        """An iterator from the first batch, or after the batch at which ``state`` was taken.
 
-        What an earlier call gave is of no use afterwards where both would read one underlying iterator; if this call
-        fails, it still is.
+        If the iterable is a one-shot iterator, this invalidates the reader that an earlier call returned, unless this
+        call fails.
 
         Raises:
-          SourceError: a generator that was read before.
+          SourceError: a generator that has already been read.
           StateMismatchError: see :meth:`HostBatchIterator.set_state`.
         """
         if not self._one_shot:
@@ -110,6 +112,7 @@ class HostBatches:
                 if state is not None:
                     opened.set_state(state)
             except BaseException:
+                # The earlier reader stays valid: restore the iterator to where it was.
                 self._owner = owner
                 if before is not None:
                     self.iterable.set_state(before)
@@ -130,7 +133,12 @@ class HostBatches:
 
     @contextlib.contextmanager
     def _turn_of(self, user: HostBatchIterator | None) -> Iterator[None]:
-        """The underlying iterator of a one-shot for one thread alone, if ``user`` is still the one to use it."""
+        """Holds the lock on a one-shot's underlying iterator.
+
+        Raises:
+          SourceError: ``user`` is not None and a later reader has replaced it.
+          StalledError: another thread has held the lock for 300 s.
+        """
         if not self._turn.acquire(timeout=_TURN_SECONDS):
             raise StalledError(
                 f"another thread has been in next() of the {type(self.iterable).__name__} of host batches for "
@@ -145,21 +153,21 @@ class HostBatches:
             self._turn.release()
 
     def close(self) -> None:
-        """Closes an iterator that was given as one and has been read."""
+        """Closes the iterable if it is a one-shot iterator that has been read."""
         if self._one_shot and self._taken:
             close_within(self.iterable)
 
     def fingerprint(self) -> JsonValue:
-        """Only the kind: the batches are the user's own affair."""
+        """Identity: only the kind, since the content of the batches is up to the user."""
         return {"kind": "host_batches"}
 
 
 class HostBatchIterator:
     """One pass over :class:`HostBatches`.
 
-    After the end it keeps raising StopIteration. An iterator that failed is never asked again, since most of them then
-    skip or end without a word: what can be resumed is brought back to the last batch and goes on, so that the call may
-    be tried again; what cannot raises the same error again.
+    After the end it keeps raising StopIteration. After an error it does not simply call the underlying iterator again,
+    since most iterators then skip a batch or end silently. A resumable iterator is restored to the last delivered
+    batch, so the call can be retried; any other raises the same error again.
     """
 
     def __init__(self, batches: HostBatches, iterator: Any, *, restartable: bool) -> None:
@@ -195,7 +203,7 @@ class HostBatchIterator:
             self._failure, self._failed_at = error, error.__traceback__
             raise
         except BaseException:
-            # Ctrl-C ends a generator, which would then look like the end of the data.
+            # Ctrl-C finishes a generator; the next call would then look like the end of the data.
             if inspect.isgenerator(self._iterator) and self._iterator.gi_frame is None:
                 self._failure = SourceError(
                     f"the generator of host batches was interrupted after {self._delivered} batches and cannot go on. "
@@ -206,12 +214,12 @@ class HostBatchIterator:
         return jax.tree_util.tree_map(own, batch)
 
     def next_pass(self) -> HostBatchIterator:
-        """The batches from the beginning once more, for whoever has read this one to its end.
+        """A new pass from the first batch, for a reader that has reached the end of this one.
 
-        Asking :class:`HostBatches` itself would take a one-shot away from a reader who has opened it since.
+        Calling :meth:`HostBatches.iterator` instead would invalidate a reader that has opened a one-shot since.
 
         Raises:
-          SourceError: a generator, or one that was opened again elsewhere.
+          SourceError: a generator, or a one-shot that has been opened again elsewhere.
         """
         if self._restartable:
             return self._batches.iterator()
@@ -219,7 +227,7 @@ class HostBatchIterator:
             return self._batches.iterator()
 
     def get_state(self) -> JsonValue:
-        """State after the last batch that was returned."""
+        """State after the last batch returned."""
         if self._restartable:
             return self._get_state()
         with self._batches._turn_of(self):
@@ -228,17 +236,17 @@ class HostBatchIterator:
     def _get_state(self) -> JsonValue:
         if self._failure is None or not _has_state(self._iterator):
             self._saved = self._take_state()
-        elif self._saved["batches"] != self._delivered:  # what failed may say anything of where it is
+        elif self._saved["batches"] != self._delivered:  # a failed iterator's own state is unreliable
             self._recover(self._failure)
             self._saved = self._take_state()
         return self._saved
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the batch at which ``state`` was taken.
+        """Resumes after the batch at which ``state`` was taken.
 
         Raises:
-          StateMismatchError: a generator that can be read once; a state of another kind of iterator; or fewer batches
-            than were delivered then.
+          StateMismatchError: a generator, which can be read only once; the state is of a different kind of iterator; or
+            the iterable now has fewer batches than had been delivered.
         """
         if not isinstance(state, dict) or not isinstance(state.get("batches"), int) or state["batches"] < 0:
             raise StateMismatchError(_FIELD, state, {"batches": self._delivered}, "The state is damaged; use another.")
@@ -261,19 +269,19 @@ class HostBatchIterator:
         return state
 
     def _recover(self, failure: BaseException) -> None:
-        """Back to where the last batch was returned; raises ``failure`` where that cannot be."""
+        """Restores the iterator to just after the last batch returned, or raises ``failure`` if it cannot."""
         wanted, saved = self._delivered, self._saved
         if not (self._restartable or _has_state(self._iterator)):
-            raise failure.with_traceback(self._failed_at)  # or each call would add to it
+            raise failure.with_traceback(self._failed_at)  # otherwise each call would lengthen the traceback
         self.set_state(saved)
         self._drop(self._iterator, saved["batches"], wanted)
         self._delivered = wanted
 
     def close(self) -> None:
-        """Closes the underlying iterator, if it can be closed and nobody can come to read it later.
+        """Closes the underlying iterator, if it has a ``close`` and cannot be read again.
 
-        A one-shot iterator that goes back to a state is opened again by a reset, a restore or the next epoch, and what
-        is closed does not go on: it is closed with :class:`HostBatches`.
+        A reset, a restore or the next epoch reopens a resumable one-shot, which must stay open until then:
+        :meth:`HostBatches.close` closes it.
         """
         if self._restartable or (self._batches._owner is self and not self._batches.resumable):
             close_within(self._iterator)
@@ -286,6 +294,7 @@ class HostBatchIterator:
                 f"the state of a {type(self._iterator).__name__}",
                 "Pass the kind of iterable that the state was saved with.",
             )
+        # On a new iterator if possible: the current one stays usable if the state is rejected.
         iterator = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
             iterator.set_state(exact_json.decode_value(state["state"]))
@@ -344,7 +353,7 @@ def _is_grain(thing: Any) -> bool:
 
 
 def _parse_flags() -> None:
-    """Grain's workers read absl flags, which only a script that is an absl app has parsed."""
+    """Marks absl flags as parsed: Grain's workers read them, and only an absl app has parsed them."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
@@ -352,7 +361,7 @@ def _parse_flags() -> None:
 
 
 def start(iterable: Any) -> Any:
-    """An iterator of ``iterable``: NumPy arrays instead of tensors for tf.data, and no threads that block exit for Grain."""
+    """An iterator over ``iterable`` that yields NumPy arrays for tf.data and uses daemon threads for Grain."""
     as_numpy = getattr(iterable, "as_numpy_iterator", None)
     restarted: Any = as_numpy() if callable(as_numpy) else iterable
     iterator = iter(restarted) if hasattr(restarted, "__iter__") else restarted

@@ -23,15 +23,15 @@ _PROBES = 4
 
 @public("meshfeed.sources")
 class Memory:
-    """Records that are rows of equally long arrays: record i is row i of every leaf.
+    """Rows of equally long arrays as records: record i is row i of every leaf.
 
     Args:
-      arrays: pytree of numpy arrays ``[records, ...]``; memory-mapped ones are read row by row. They are not copied,
-        so they must not be changed while a feed reads them.
+      arrays: pytree of numpy arrays ``[records, ...]``; memory-mapped arrays are read row by row. The arrays are not
+        copied and must not change while a feed reads them.
 
     Raises:
-      SourceError: no leaf, no record, leaves of unequal length, or a leaf without rows or of a dtype that no device
-        holds; it names the leaf's path.
+      SourceError: no leaf, no record, leaves of unequal length, a scalar leaf, or a dtype that no device supports. The
+        message names the leaf's path.
     """
 
     decode = None
@@ -70,14 +70,18 @@ class Memory:
         return self._length
 
     def __getitem__(self, record_id: Any) -> PyTree:
-        """Record ``record_id``: each leaf without its first dimension, as views of the arrays."""
+        """Record ``record_id``: each leaf without its first dimension, as a view of the array.
+
+        Raises:
+          IndexError: ``record_id`` is not in [0, len).
+        """
         row = operator.index(record_id)
         if not 0 <= row < self._length:
             raise IndexError(f"record id {row} is out of range: the source has {self._length:,} records")
         return self._treedef.unflatten([array[row] for array in self._arrays])
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[PyTree]:
-        """Several records, in the order asked for."""
+        """Several records, in the order of ``record_ids``."""
         return [self[record_id] for record_id in record_ids]
 
     def element_shapes(self) -> PyTree:
@@ -87,14 +91,14 @@ class Memory:
         )
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int], columns: ColumnSlices | None = None) -> PyTree:
-        """Reads records already stacked.
+        """Reads records as stacked arrays.
 
         Args:
           record_ids: int64[n], in any order, repeats allowed.
-          columns: slices of the dimensions after the first for some leaves, by leaf path; others are read whole.
+          columns: leaf path → slices of the dimensions after the first; other leaves are read whole.
 
         Returns:
-          Pytree of arrays ``[n, ...]`` in fresh 64-byte-aligned buffers.
+          Pytree of arrays ``[n, ...]`` in new 64-byte-aligned buffers.
 
         Raises:
           IndexError: an id is not in [0, len).
@@ -111,7 +115,7 @@ class Memory:
         return self._treedef.unflatten(leaves)
 
     def fingerprint(self) -> JsonValue:
-        """Identity: number of records, leaves, and a digest of 4 records spread over the source."""
+        """Identity: number of records, leaves, and a digest of 4 evenly spaced records."""
         digest = xxhash.xxh3_64()
         for row in np.linspace(0, self._length - 1, min(_PROBES, self._length)).astype(np.int64).tolist():
             for array in self._arrays:
@@ -154,7 +158,7 @@ def _native(dtype: np.dtype) -> np.dtype:
 
 
 def _as_run(ids: np.ndarray) -> slice | None:
-    """The slice that ``ids`` are, when they are consecutive and ascending."""
+    """``ids`` as a slice if they are consecutive and ascending, otherwise None."""
     if ids.size and int(ids[-1]) - int(ids[0]) == ids.size - 1 and (ids.size == 1 or bool(np.all(np.diff(ids) == 1))):
         return slice(int(ids[0]), int(ids[-1]) + 1)
     return None
@@ -165,8 +169,8 @@ def _read_rows(array: np.ndarray, ids: np.ndarray, run: slice | None) -> np.ndar
     if run is not None:
         np.copyto(out, array[run])
     elif array.flags.c_contiguous and array.dtype.isnative:
-        # "clip" writes straight into `out`, "raise" through a second buffer; the ids were checked before.
+        # mode="raise" goes through a second buffer; "clip" writes to `out` directly. read_batch has checked the ids.
         np.take(array, ids, axis=0, out=out, mode="clip")
-    else:  # take would first copy the whole array
+    else:  # np.take would first copy the whole array
         np.copyto(out, array[ids])
     return out

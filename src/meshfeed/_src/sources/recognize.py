@@ -1,7 +1,7 @@
-"""What people pass to the feed, and which source that is.
+"""Maps the object passed to the feed to a source.
 
-Nothing is imported to find out: a class is known by its name and the package it comes from, and an object of a package
-that was never imported cannot be here.
+Recognizes a class by its name and package, without importing the package: an object of a package that was never
+imported cannot exist.
 """
 
 from __future__ import annotations
@@ -38,26 +38,28 @@ _TABLES = {
 @public("meshfeed.sources")
 @hides_own_frames
 def as_source(obj: Any) -> Any:
-    """The source that ``obj`` is, or stands for.
+    """Converts ``obj`` to a source.
 
-    A list of arrays is a Sequence, so each array is a record; a tuple, a dict or another pytree of equally long arrays
-    is their rows.
+    A list of arrays is a Sequence, so each array is one record. A tuple, a dict or another pytree of equally long
+    arrays has one record per row.
 
     Args:
-      obj: see the message of the error.
+      obj: any of the kinds of object that the error message lists.
 
     Returns:
       A random-access source (``__len__`` and ``__getitem__``), a stream source (``open``) or ``HostBatches``.
 
     Raises:
-      SourceError: it is none of what is taken, which the message lists.
+      SourceError: ``obj`` is not a supported kind; the message lists them.
     """
     if isinstance(obj, str | bytes | os.PathLike):
         raise _refused_path(obj)
+    # Otherwise a list of paths would count as a Sequence of records.
     if isinstance(obj, list | tuple) and reader_hint(obj):
         raise _refused_path(obj[0])
     if inspect.isclass(obj) or inspect.isroutine(obj):
         raise _refused(obj, "Call it first, or give a function open(lane_index, num_lanes) to Stream.")
+    # Libraries first: their datasets also look like sequences, streams or iterables.
     found = _by_library(obj)
     if found is not None:
         return found
@@ -81,9 +83,10 @@ def as_source(obj: Any) -> Any:
 
 
 def describe_source(source: Any) -> str:
-    """A source in a few words, such as ``ArrayRecord(12 files, 1,000,000 records)``.
+    """A short description of a source, such as ``ArrayRecord(12 files, 1,000,000 records)``.
 
-    The repr of a source that is not ours is not called: that of a list or dataset may hold or read all of its data.
+    Does not call the repr of a source that is not one of meshfeed's: the repr of a list or dataset may contain or read
+    all of its data.
     """
     try:
         if _is_ours(source):
@@ -95,7 +98,7 @@ def describe_source(source: Any) -> str:
 
 
 def _by_library(obj: Any) -> Any:
-    """The source for an object of a library that is known by name; None for others."""
+    """The source for an object of a supported library; None for other objects."""
     if _is_a(obj, "grain", "MapDataset", "IterDataset"):
         from meshfeed._src.sources.grain.source import Grain
 
@@ -124,16 +127,17 @@ def _by_library(obj: Any) -> Any:
 
 
 def _is_a(obj: Any, package: str, *names: str) -> bool:
-    """Whether ``obj`` is of a class of one of these names defined in ``package``, or of a subclass."""
+    """Whether ``obj`` is an instance of a class defined in ``package`` with one of these names, or of a subclass."""
     return any(base.__name__ in names and base.__module__.partition(".")[0] == package for base in type(obj).__mro__)
 
 
 def _is_ours(obj: Any) -> bool:
+    # @public sets __module__ to the module that exports the class.
     return f"{type(obj).__module__}.".startswith("meshfeed.sources.")
 
 
 def _is_stream(obj: Any) -> bool:
-    """Whether it has ``open(lane_index, num_lanes)``."""
+    """Whether ``obj`` has ``open(lane_index, num_lanes)``."""
     opener = getattr(obj, "open", None)
     if not callable(opener):
         return False
@@ -145,12 +149,12 @@ def _is_stream(obj: Any) -> bool:
 
 
 def _is_torch_stream(obj: Any) -> bool:
-    # it inherits a __getitem__ that only raises
+    # torch's IterableDataset inherits a __getitem__ that only raises.
     return _is_a(obj, "torch", "IterableDataset")
 
 
 def _is_arrays(obj: Any) -> bool:
-    """Whether it is a pytree of arrays, of which Memory checks the rows; a list is a Sequence of records instead."""
+    """Whether ``obj`` is a pytree of arrays, whose rows Memory checks; a list is a Sequence of records instead."""
     if isinstance(obj, list | Iterator) or _is_a(obj, "torch", "Dataset"):
         return False
     leaves = jax.tree_util.tree_leaves(obj)

@@ -1,4 +1,4 @@
-"""Streams that the user opens: one iterator of records a lane."""
+"""Streams opened by a user's function: one iterator of records per lane."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshfeed._src.sources.files.formats import reader_hint
 
 @public("meshfeed.sources")
 class Stream:
-    """Any sequential records, cut into lanes by the user's own function.
+    """Sequential records, split into lanes by the user's own function.
 
     ::
 
@@ -28,14 +28,14 @@ class Stream:
         source = meshfeed.sources.Stream(open)
 
     Args:
-      open: ``open(lane_index, num_lanes)`` gives the records of one lane from the beginning, as an iterator or an
-        iterable: the same records whichever host asks, and over all lanes each record once. With several epochs it is
-        called again for each, with ``epoch=`` if it has that parameter. Iterators with ``get_state()`` and
-        ``set_state(state)`` are resumed by these, others by reading and dropping what was delivered.
-      fingerprint: JSON value that must be equal for a saved state to be continued, such as the names of the files.
+      open: ``open(lane_index, num_lanes)`` returns an iterator or iterable over the records of one lane, from the
+        beginning. It must return the same records on every host, and the lanes together must hold each record once.
+        It is called again for each epoch, with ``epoch=`` if it has that parameter. Iterators with ``get_state()`` and
+        ``set_state(state)`` resume by these, others by reading and dropping the records already delivered.
+      fingerprint: JSON value that identifies the data, such as the file names. A state can resume only if it is equal.
 
     Raises:
-      SourceError: ``open`` is no function.
+      SourceError: ``open`` is not callable, or not as ``open(lane_index, num_lanes)``.
       SettingsError: ``fingerprint`` is not JSON.
     """
 
@@ -50,7 +50,7 @@ class Stream:
             )
         try:
             inspect.signature(open).bind(0, 1, **({"epoch": 0} if _takes_keyword(open, "epoch") else {}))
-        except ValueError:  # some callables of C have no signature
+        except ValueError:  # some C callables have no signature
             pass
         except TypeError as error:
             raise SourceError(
@@ -74,10 +74,11 @@ class Stream:
         return f"Stream({getattr(self._open, '__qualname__', type(self._open).__name__)})"
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> StreamLane | StatefulStreamLane:
-        """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
+        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
 
         Raises:
-          SourceError: what the user's function returned is not iterable, or is an iterator that it returned before.
+          SourceError: the user's function returned an object that is not iterable, or an iterator that it had already
+            returned.
         """
         more = {"epoch": epoch} if self._takes_epoch else {}
         try:
@@ -93,21 +94,21 @@ class Stream:
                 "iterable of records. Return or yield them.",
                 lane_index=lane_index,
             ) from None
-        if iterator is records:
+        if iterator is records:  # any other iterable makes a new iterator on each call
             self._refuse_shared(iterator, lane_index, num_lanes)
         stateful = callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
         return (StatefulStreamLane if stateful else StreamLane)(iterator)
 
     def fingerprint(self) -> JsonValue:
-        """What must be equal for a saved state to be continued."""
+        """Identity: the kind, and the user's ``fingerprint`` if given."""
         return {"kind": "stream"} if self._fingerprint is None else {"kind": "stream", "given": self._fingerprint}
 
     def _refuse_shared(self, iterator: Iterator[Any], lane_index: int, num_lanes: int) -> None:
-        # Two lanes that read one iterator would take records from each other, depending on which host has which.
+        # Lanes that share an iterator would take each other's records, depending on which host reads which lane.
         try:
             shared = iterator in self._given
             self._given.add(iterator)
-        except TypeError:  # neither weakly referenced nor hashed: cannot be told
+        except TypeError:  # not hashable or weakly referenceable, so it cannot be tracked
             return
         if shared:
             raise SourceError(
@@ -130,7 +131,7 @@ class StreamLane:
         return next(self._iterator)
 
     def close(self) -> None:
-        """Closes the user's iterator, if it can be closed."""
+        """Closes the user's iterator, if it has a ``close``."""
         close = getattr(self._iterator, "close", None)
         if callable(close):
             close()
@@ -145,17 +146,17 @@ class StatefulStreamLane(StreamLane):
         self.state_cost = getattr(iterator, "state_cost", "cheap")
 
     def get_state(self) -> JsonValue:
-        """State after the last record that ``__next__`` returned."""
+        """State after the last record returned."""
         return self._stateful.get_state()
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken."""
+        """Resumes after the record at which ``state`` was taken."""
         self._stateful.set_state(state)
 
 
 def _takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables of C have no signature
+    except (TypeError, ValueError):  # some C callables have no signature
         return False
     return any(p.kind is p.VAR_KEYWORD or (p.name == keyword and p.kind is not p.POSITIONAL_ONLY) for p in parameters)

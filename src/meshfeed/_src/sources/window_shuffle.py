@@ -1,8 +1,8 @@
 """Shuffling a stream within windows, with an exact and small state.
 
-A window of records is read, permuted and given out, then the next one. So the state is that of the stream where the
-window began and the number of records given from it: a few hundred bytes whatever the window, and a restore reads the
-window again. A buffer that is refilled record by record (the usual way) would have to save its records.
+A window of records is read, permuted and delivered, then the next one. The state is the stream's state at the start of
+the window and the number of records delivered from it: a few hundred bytes for any window size. A restore reads the
+window again. The usual buffer, refilled record by record, would have to save its records.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshfeed._src.base.types import JsonValue, PyTree, Record
 
 
 def shuffle_windows(lane: Any, window_records: int, key: tuple[int, ...]) -> WindowShuffle:
-    """The records of a lane, shuffled within windows; with ``next_batch`` where ``lane`` has it.
+    """The records of a lane, shuffled within windows; has ``next_batch`` if ``lane`` has it.
 
     Args:
-      lane: the lane to shuffle, before its first record. One without ``get_state`` is resumed by reading and dropping.
-      window_records: records of a window, at least 1.
-      key: integers that the permutation depends on, such as (seed, epoch, lane_index); the window's number is added.
+      lane: the lane to shuffle, before its first record. A lane without ``get_state`` resumes by reading and dropping.
+      window_records: records per window, at least 1.
+      key: integers that determine the permutation, such as (seed, epoch, lane_index); the window's number is appended.
     """
     return (StackedWindowShuffle if hasattr(lane, "next_batch") else WindowShuffle)(lane, window_records, key)
 
@@ -38,8 +38,8 @@ class WindowShuffle:
         self._window_records = window_records
         self._key = key
         self._stateful = hasattr(lane, "get_state")
-        self._window = 0  # number of the window being given out
-        self._done = 0  # records given from it
+        self._window = 0  # number of the window being delivered
+        self._done = 0  # records delivered from it
         self._start: JsonValue = lane.get_state() if self._stateful else None
         self._records: Any = None  # list of records, or pytree of arrays [n, ...]
         self._order: np.ndarray = np.empty(0, np.int64)
@@ -53,14 +53,14 @@ class WindowShuffle:
         return self._records[row]
 
     def get_state(self) -> JsonValue:
-        """State after the last record given."""
+        """State after the last record returned."""
         return {"window": self._window, "records": self._window_records, "done": self._done, "start": self._start}
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken; the window is read again at the next record.
+        """Resumes after the record at which ``state`` was taken; the next record reads the window again.
 
         Raises:
-          StateMismatchError: the window had another size.
+          StateMismatchError: the state was saved with a different window size.
         """
         if state["records"] != self._window_records:
             raise StateMismatchError(
@@ -79,13 +79,13 @@ class WindowShuffle:
         self._records, self._order = None, np.empty(0, np.int64)
 
     def close(self) -> None:
-        """Closes the lane below."""
+        """Closes the underlying lane."""
         close = getattr(self._lane, "close", None)
         if close is not None:
             close()
 
     def _take(self, count: int) -> np.ndarray:
-        """Places in the window of the next ``count`` records, fewer at the window's end."""
+        """Rows in the window of the next ``count`` records; fewer at the end of the window."""
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._records is None or self._done >= len(self._order):
@@ -94,22 +94,23 @@ class WindowShuffle:
             except StopIteration:
                 raise
             except BaseException as error:
-                self._error = error  # the lane below must not be called again
+                self._error = error  # a lane that has failed must not be called again
                 raise
         rows = self._order[self._done : self._done + count]
         self._done += len(rows)
         return rows
 
     def _read_window(self) -> None:
-        if self._records is not None:  # the next one
+        if self._records is not None:  # the next window
             if len(self._order) < self._window_records:
-                raise StopIteration  # the last window was cut short by the end
+                raise StopIteration  # a short window was the last one
+            # Taken before reading, since a restore reads this window again.
             start = self._lane.get_state() if self._stateful else None
             records, size = self._read_records()
             if not size:
                 raise StopIteration
             self._start, self._window, self._done = start, self._window + 1, 0
-        else:  # the first, or the one that a state was taken in
+        else:  # the first window, or the one in which the restored state was taken
             records, size = self._read_records()
         self._records = records
         self._order = permutation(size, (*self._key, self._window))
@@ -130,17 +131,17 @@ class WindowShuffle:
         return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), size
 
     def _read_part(self, num_records: int) -> Any:
-        """A record, or a stacked batch, that the lane below does not write to when it reads the next."""
+        """A record or a stacked batch, in memory that the underlying lane does not reuse for the next one."""
         method = "next_batch" if self._stacked else "__next__"
         part = self._lane.next_batch(num_records) if self._stacked else next(self._lane)
         return own_batch(part, self._lane, method)
 
 
 class StackedWindowShuffle(WindowShuffle):
-    """The same for a lane that gives its records stacked."""
+    """A :class:`WindowShuffle` over a lane that returns stacked batches."""
 
     _stacked = True
-    fresh_arrays = True  # rows gathered from the window
+    fresh_arrays = True  # indexing by an array of rows copies them from the window
 
     def __next__(self) -> Record:
         row = self._take(1)[0]
@@ -150,17 +151,17 @@ class StackedWindowShuffle(WindowShuffle):
         """Up to ``num_records`` records as arrays ``[n, ...]``, n at least 1.
 
         Raises:
-          StopIteration: at the end.
+          StopIteration: the lane has ended.
         """
         rows = self._take(num_records)
         return jax.tree.map(lambda leaf: leaf[rows], self._records)
 
 
 def permutation(size: int, key: tuple[int, ...]) -> np.ndarray:
-    """A permutation of ``range(size)`` that depends on nothing but ``key``.
+    """A permutation of ``range(size)`` that depends only on ``key``.
 
-    It sorts raw numbers of Philox, which numpy keeps the same in all its versions; that of ``Generator.permutation`` it
-    does not promise.
+    Sorts raw Philox numbers, a stream that NumPy keeps stable across versions; ``Generator.permutation`` has no such
+    guarantee.
 
     Args:
       size: number of elements.
@@ -169,6 +170,7 @@ def permutation(size: int, key: tuple[int, ...]) -> np.ndarray:
     Returns:
       int64[size].
     """
+    # SeedSequence rejects negative integers.
     entropy = [part & (2**64 - 1) for part in key]
     raw = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
-    return np.argsort(raw, kind="stable")
+    return np.argsort(raw, kind="stable")  # the order of equal numbers must not depend on the algorithm

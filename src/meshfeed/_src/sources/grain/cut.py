@@ -1,13 +1,13 @@
-"""Cutting a Grain IterDataset into lanes, at its sources.
+"""Splits a Grain IterDataset into lanes at its sources.
 
-Grain cuts a pipeline among its workers in the same way: a copy for each, of which the sources are sliced. Here:
+Grain splits a pipeline among its workers in the same way: each gets a copy whose sources are sliced. Here:
 
-* what reads a MapDataset (``to_iter_dataset``) takes elements i, i + L, i + 2L, … of it, and in epoch e those of
-  Grain's own epoch e, so that its shuffles differ;
-* an interleave takes whole datasets, and cuts those left over; Parquet files are cut by files, then row groups, then
-  row ranges; a TFRecord file by records;
-* seeds of ``random_map``, ``WindowShuffle`` and packing become (seed, lane, epoch), since every lane would draw the
-  same numbers otherwise; lane 0 of epoch 0 keeps the seed.
+* a reader of a MapDataset (``to_iter_dataset``) takes elements i, i + L, i + 2L, …; in epoch e, those of Grain's own
+  epoch e, whose shuffles differ;
+* an interleave takes whole datasets and splits the remaining ones; Parquet files are split by files, then row groups,
+  then row ranges; a TFRecord file by records;
+* seeds of ``random_map``, ``WindowShuffle`` and packing become (seed, lane, epoch), since otherwise all lanes would
+  draw the same numbers; lane 0 of epoch 0 keeps the seed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from meshfeed._src.sources.grain.tree import HOW_TO_OPEN, is_named, private
 
 _logger = logging.getLogger("meshfeed.sources")
 
-_BLOCK_ELEMENTS = 512  # over all lanes: about what Grain holds for one iterator (500)
+_BLOCK_ELEMENTS = 512  # over all lanes: about as many as Grain buffers for one iterator (500)
 _MAX_BLOCK = 64
 _BLOCK_ROWS = 8192  # decoded at a time, over all lanes
-_BUFFER_BYTES = 1 << 23  # of a column's file that is read at a time, over all lanes
-_PARQUET_CYCLE = 16  # files that Grain reads in turn
-_OPEN_PARTS = 64  # files that are read in turn by all lanes together, so that more lanes take no more memory
-_MANY = 1 << 16  # more parts than this are not listed: an endless dataset of datasets has 2**63
+_BUFFER_BYTES = 1 << 23  # read buffers of column chunks, over all lanes
+_PARQUET_CYCLE = 16  # files that Grain interleaves
+_OPEN_PARTS = 64  # open files over all lanes, to keep memory independent of the number of lanes
+_MANY = 1 << 16  # above this, parts are not listed: an infinite dataset of datasets has 2**63
 _SEEDED = ("RandomMapIterDataset", "WindowShuffleIterDataset", "PackIterDataset")
 _ONE_TO_ONE = (
     "PrefetchIterDataset", "MapIterDataset", "MapWithIndexIterDataset", "RandomMapIterDataset", "BatchIterDataset",
@@ -47,14 +47,14 @@ _ONE_TO_ONE = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which part of a pipeline's data is wanted.
+    """Which part of a pipeline's data to read.
 
     Attributes:
-      lane_index: the lane.
-      num_lanes: in how many parts the data is cut here.
-      epoch: how often the lane has begun again.
-      all_lanes: how many lanes the whole pipeline has; they share memory.
-      salt: what tells the seeds of this part from those of others.
+      lane_index: index of the part, 0 … num_lanes - 1.
+      num_lanes: number of parts into which this node's data is split.
+      epoch: the epoch.
+      all_lanes: number of lanes of the whole pipeline, which share the memory limits.
+      salt: integers that make the seeds of this part differ from those of other parts.
     """
 
     lane_index: int
@@ -65,7 +65,7 @@ class Place:
 
     @property
     def slice(self) -> slice:
-        """The lane's elements of a sequence."""
+        """The slice of a sequence that belongs to this part."""
         return slice(self.lane_index, None, self.num_lanes)
 
 
@@ -73,7 +73,7 @@ def cut(dataset: Any, place: Place) -> Any:
     """One lane of a pipeline: an IterDataset over its part of the data.
 
     Raises:
-      SourceError: a node that cannot be cut, by name; the message shows how to write ``Stream(open)``.
+      SourceError: a node cannot be split into lanes; names the node and shows how to write ``Stream(open)``.
     """
     check(dataset, place.num_lanes)
     copies: dict[int, Any] = {}
@@ -87,16 +87,16 @@ def cut(dataset: Any, place: Place) -> Any:
         return _cut_foreign(node, place) if _is_sliceable(node) else None
 
     lane = grain_tree.copy_tree(dataset, replace, copies)
-    # Where nothing reads a dataset, Grain wraps a traceback filter around its iterators' class, once more each time.
+    # For a dataset without a child, Grain wraps its iterators' class in one more traceback filter on every call.
     lane.has_child = True
     return lane
 
 
 def check(dataset: Any, num_lanes: int) -> None:
-    """Raises where a pipeline cannot be cut; reads no data.
+    """Checks that a pipeline can be split into lanes; reads no data.
 
     Raises:
-      SourceError: a node that cannot be cut, by name.
+      SourceError: a node cannot be split into lanes; names the node.
     """
     found = find_uncuttable(dataset, num_lanes)
     if found is not None:
@@ -104,7 +104,7 @@ def check(dataset: Any, num_lanes: int) -> None:
 
 
 def find_uncuttable(dataset: Any, num_lanes: int) -> tuple[Any, str] | None:
-    """The first node that cannot be cut into ``num_lanes``, and why; reads no data."""
+    """The first node that cannot be split into ``num_lanes`` lanes, and the reason; None if all can. Reads no data."""
     for node in grain_tree.walk(dataset):
         if is_named(node, "ElasticIterator", "_DataLoaderPipelineMarkerIterDataset"):
             return node, "it batches and shards by itself; pass the dataset that it was made of"
@@ -132,15 +132,15 @@ def _refusal(node: Any, reason: str, num_lanes: int) -> SourceError:
 
 
 def _derive_seed(seed: Any, salt: Sequence[int]) -> int:
-    """A seed of its own for each (seed, salt); the seed itself where the salt is all zeros."""
+    """A seed derived from (seed, salt); the seed itself if the salt is all zeros."""
     if not any(salt):
         return int(seed)
-    # 31 bits, since Grain adds counters to a seed of at most 32
+    # 31 bits, since Grain adds counters to the seed, which must stay below 2**32.
     return int(np.random.SeedSequence([int(seed) & 0xFFFFFFFFFFFFFFFF, *salt]).generate_state(1)[0]) >> 1
 
 
 def _elements(records: Any, place: Place) -> Any:
-    """The lane's elements of a MapDataset."""
+    """The part's elements of a MapDataset."""
     if place.epoch:
         records = grain_tree.EpochMapDataset(records, place.epoch)
     return records if place.num_lanes == 1 else records.slice(place.slice)
@@ -149,7 +149,7 @@ def _elements(records: Any, place: Place) -> Any:
 def _cut_read(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     options = private(node, "_read_options")
     block = max(1, min(_MAX_BLOCK, _BLOCK_ELEMENTS // place.all_lanes))
-    if options.prefetch_buffer_size > 0:
+    if options.prefetch_buffer_size > 0:  # never more elements at once than the user allowed
         block = min(block, options.prefetch_buffer_size)
     read_ahead = options.num_threads > 0 and options.prefetch_buffer_size > 0
     return grain_leaves.ReadLane(_elements(private(node, "_parent"), place), block, read_ahead)
@@ -157,7 +157,8 @@ def _cut_read(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
 
 def _cut_interleave(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     datasets = private(node, "_datasets")
-    parts, unit = _deal_datasets(datasets, place)
+    parts, unit = _assign_datasets(datasets, place)
+    # A MapDataset of datasets continues with its later epochs past its length.
     later = place.epoch * len(datasets) if isinstance(datasets, grain.MapDataset) else 0
 
     def make_part(part_index: int) -> Any:
@@ -174,7 +175,10 @@ def _cut_interleave(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any
 
 
 class _Parts:
-    """Part index → (dataset, lane of it, lanes of it), listed or, where they are many, computed."""
+    """Part index → (dataset index, lane index within it, its number of lanes).
+
+    Whole datasets are computed, since there may be 2**63 of them; shares of datasets are listed.
+    """
 
     def __init__(self, start: int, count: int, step: int, more: Sequence[tuple[int, int, int]] = ()) -> None:
         self._start, self._whole, self._step, self._more = start, count, step, more
@@ -186,8 +190,8 @@ class _Parts:
         return self._more[part_index - self._whole]
 
 
-def _deal_datasets(datasets: Any, place: Place) -> tuple[_Parts, str]:
-    """Whole datasets in turn; those left over after whole rounds are cut, so that lanes stay even."""
+def _assign_datasets(datasets: Any, place: Place) -> tuple[_Parts, str]:
+    """Assigns whole datasets round-robin and splits those that remain, which keeps the lanes even."""
     count = len(datasets)
     rounds = min(count // place.num_lanes, _MANY)
     left = _first_left(datasets, place.num_lanes)
@@ -195,7 +199,7 @@ def _deal_datasets(datasets: Any, place: Place) -> tuple[_Parts, str]:
         return _Parts(
             place.lane_index, len(range(place.lane_index, count, place.num_lanes)), place.num_lanes
         ), "datasets"
-    # Each dataset left over has num_lanes shares; each lane takes as many of them as there are such datasets.
+    # Each remaining dataset is split into num_lanes shares, and each lane takes num_left of all these shares.
     num_left = count - rounds * place.num_lanes
     shares = range(place.lane_index * num_left, (place.lane_index + 1) * num_left)
     cut_ones = [
@@ -205,7 +209,7 @@ def _deal_datasets(datasets: Any, place: Place) -> tuple[_Parts, str]:
 
 
 def _first_left(datasets: Any, num_lanes: int) -> Any:
-    """The first dataset that whole rounds of lanes leave over; None if there is none."""
+    """The first dataset that remains after whole rounds of ``num_lanes``; None if there is none."""
     count = len(datasets)
     if not count % num_lanes or count // num_lanes >= _MANY:
         return None
@@ -225,9 +229,10 @@ def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     if mine.times_read > 1:
         _warn_shared(len(mine.left), len(paths), place.num_lanes, round(mine.times_read, 1), str(paths[0]))
     if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
-        # Otherwise Arrow holds the bytes of a whole row group of each file.
+        # By default Arrow buffers a whole row group of each file.
         options = {**options, "pre_buffer": False, "buffer_size": max(1 << 16, _BUFFER_BYTES // place.all_lanes)}
     cycle = min(_PARQUET_CYCLE, max(1, _OPEN_PARTS // place.all_lanes))
+    # The memory of all open files of all lanes together stays constant.
     block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
     pieces = [
         grain_parquet.ParquetLane(paths[piece.file_index], piece.start, piece.stop, block_rows, options)
@@ -238,7 +243,7 @@ def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _warn_shared(num_shared: int, num_files: int, num_lanes: int, times: float, first: str) -> None:
-    """Once for each dataset and number of lanes, not once a lane."""
+    """Logs read amplification once per dataset and number of lanes, not once per lane (hence the cache)."""
     _logger.warning(
         "%d of the %d Parquet files from %s on are shared by %d lanes and have too few row groups: their rows are decoded "
         "%.1f times. More files, smaller row groups or fewer lanes avoid that",
@@ -251,7 +256,8 @@ def _cut_tfrecord(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
 
 
 def _cut_limit(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
-    count = len(range(place.lane_index, private(node, "_count"), place.num_lanes))  # the lanes' counts add up to it
+    # The lanes' counts add up to the limit.
+    count = len(range(place.lane_index, private(node, "_count"), place.num_lanes))
     if not count:
         return grain_leaves.NoRecords()
     return _with_parent(node, copy, _count=count)
@@ -260,6 +266,7 @@ def _cut_limit(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
 def _cut_index(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
     function = private(node, "_map_fn")
 
+    # The user's function expects the index in the whole stream, not in the lane.
     def map_with_global_index(index: int, element: Any) -> Any:
         return function(place.lane_index + index * place.num_lanes, element)
 
@@ -279,19 +286,19 @@ def _is_sliceable(node: Any) -> bool:
 
 
 def _cut_foreign(node: Any, place: Place) -> Any:
-    """A user's source, cut by its own ``set_slice``, as Grain would for its workers."""
+    """A user's source, split by its own ``set_slice`` as Grain does for its workers."""
     new = grain_tree.copy_tree(node, lambda child: child if isinstance(child, grain.MapDataset) else None)
     if place.num_lanes == 1:
         return new
     before = _contents(new)
-    new.set_slice(place.slice, False)
+    new.set_slice(place.slice, False)  # sequential_slice=False: strided elements, not a contiguous range
     if _contents(new) == before:
         raise _refusal(node, "its set_slice changed no attribute, so every lane would read all of it", place.num_lanes)
     return new
 
 
 def _contents(node: Any) -> dict[str, Any]:
-    """Which objects a node holds, in its lists and dicts too."""
+    """Ids of the objects that a node's attributes hold, including items of lists, dicts and sets."""
     return {
         name: [id(value), *map(id, value)] if isinstance(value, list | dict | set) else id(value)
         for name, value in vars(node).items()
@@ -299,7 +306,7 @@ def _contents(node: Any) -> dict[str, Any]:
 
 
 def _not_one_to_one(node: Any) -> str | None:
-    """The name of a node below a zip that is not one element to one."""
+    """The class name of a node below a zip that does not map elements one to one; None if all do."""
     for child in grain_tree.parents(node):
         if isinstance(child, grain.MapDataset):
             sparse = grain_tree.sparse_node(child)

@@ -1,7 +1,7 @@
-"""What must be equal for the state of a Grain pipeline to be continued: its transforms, their settings, its data.
+"""The fingerprint of a Grain pipeline: its transforms, their settings and its data.
 
-The same in every process: nothing in it comes from an address, a hash or a folder's name. A transform is known by its
-name, since a function's code cannot be compared; what is left out is what changes no record, such as read options.
+It is the same in every process: it contains no object address, ``hash()`` or folder name. A function is identified by
+its name, since its code cannot be compared. Settings that change no record, such as read options, are left out.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from meshfeed._src.sources.grain.tree import BatchedSource, is_named, private, w
 from meshfeed._src.state.state import digest_of
 
 _PROBES = 4
-_MAX_ITEMS = 64  # of a container that is written out
-_MAX_CHOICES = 256  # of a mixture's elements whose components are compared
-_MAX_DATASETS = 1024  # of an interleave that are looked at one by one
-_MAX_CHARACTERS = 200  # of one setting; a longer one is told by its digest
+_MAX_ITEMS = 64  # longer containers are left out
+_MAX_CHOICES = 256  # elements of a mixture whose choice of component enters the digest
+_MAX_DATASETS = 1024  # an interleave of more datasets is sampled
+_MAX_CHARACTERS = 200  # a longer setting is replaced by its digest
 _LEFT_OUT = {
     *("_parents", "_selection_map"),
     *("has_child", "_read_options", "_record_metrics"),  # change no record
     *("_num_make_iter_threads", "_make_iter_buffer_size", "_iter_buffer_size"),
-    *("_map_fn", "original_start", "original_len"),  # said by others
-    *("_paths", "_path"),  # told by base names and sizes
+    *("_map_fn", "original_start", "original_len"),  # redundant with other attributes
+    *("_paths", "_path"),  # described by base names and sizes instead
 }
 _NOT_PLAIN = object()
 
@@ -50,7 +50,7 @@ def describe(dataset: Any) -> dict[str, JsonValue]:
 def _settings(node: Any) -> dict[str, JsonValue]:
     settings: dict[str, JsonValue] = {}
     for name, value in sorted(vars(node).items()):
-        cached = isinstance(getattr(type(node), name, None), functools.cached_property)  # there once it was used
+        cached = isinstance(getattr(type(node), name, None), functools.cached_property)  # present only after first use
         plain = _NOT_PLAIN if cached or name in _LEFT_OUT else _plain(value)
         if plain is not _NOT_PLAIN and plain not in (None, [], {}):
             settings[name.lstrip("_")] = plain if len(json.dumps(plain)) <= _MAX_CHARACTERS else digest_of(plain)
@@ -70,7 +70,7 @@ def _settings(node: Any) -> dict[str, JsonValue]:
 
 
 def _describe_datasets(datasets: Any) -> dict[str, JsonValue]:
-    """Of an interleave: how many there are, how they are made, and a digest of what they hold."""
+    """Datasets of an interleave: their number, the pipeline that makes them, and a digest of their descriptions."""
     count = len(datasets)
     described: dict[str, JsonValue] = {"datasets": count}
     if isinstance(datasets, grain.MapDataset):
@@ -83,7 +83,7 @@ def _describe_datasets(datasets: Any) -> dict[str, JsonValue]:
 
 
 def file_names(dataset: Any) -> list[str]:
-    """Paths of the files that a pipeline reads, as far as its nodes and data sources tell."""
+    """Paths of the files that a pipeline reads, as far as its nodes and data sources expose them."""
     names: list[Any] = []
     for node in walk(dataset):
         source = getattr(node, "_source", None)
@@ -94,7 +94,10 @@ def file_names(dataset: Any) -> list[str]:
 
 
 def identify(source: Any) -> JsonValue:
-    """A data source: its own fingerprint, or its files, or else a digest of 4 records spread over it."""
+    """Identity of a data source: its own fingerprint if it has one, otherwise its files and a digest of 4 records.
+
+    A list of file names is identified by the files alone.
+    """
     source = source.source if isinstance(source, BatchedSource) else source
     if callable(getattr(source, "fingerprint", None)) and not isinstance(source, str):
         return source.fingerprint()
@@ -113,12 +116,12 @@ def identify(source: Any) -> JsonValue:
 
 
 def identify_paths(paths: Sequence[Any]) -> JsonValue:
-    """Files by base name and size, so that a moved folder is the same."""
+    """Identity of files by base name and size, which does not change if the folder is moved."""
     names = [os.fspath(path) for path in paths]
     names = [name.decode() if isinstance(name, bytes) else name for name in names]
     try:
         return file_paths.identify_files(names, file_paths.file_sizes(names, source="Grain"))
-    except SourceError:  # a URL, and no fsspec here to ask for its size: Grain reads it by other means
+    except SourceError:  # a URL whose size needs fsspec, which is missing; Grain reads it by other means
         return file_paths.identify_files(names, [0] * len(names))
 
 
@@ -146,7 +149,7 @@ def _digest_records(source: Any, indices: Sequence[int]) -> str:
     for index in indices:
         try:
             record = source[index]
-        except Exception:  # an unreadable record is for the feed to report, or to replace
+        except Exception:  # the feed reports or replaces an unreadable record when it reads it
             digest.update(b"unreadable")
             continue
         leaves, structure = jax.tree_util.tree_flatten(record)
@@ -167,7 +170,7 @@ def _bytes_of(leaf: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON that is the same in every process, or ``_NOT_PLAIN``."""
+    """``value`` as JSON that is the same in every process; ``_NOT_PLAIN`` if it has no such form."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":

@@ -1,6 +1,6 @@
-"""The ends of a lane's Grain pipeline, where its part of the data is read.
+"""The leaves of a lane's Grain pipeline, which read its part of the data.
 
-They take the place of Grain's own, which start threads for every lane.
+They replace Grain's own leaves, which start threads for every lane.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from meshfeed._src.base.threads import Call
 from meshfeed._src.sources.grain import tree as grain_tree
 from meshfeed._src.sources.grain.pool import POOL
 
-_LENGTH = struct.Struct("<QI")  # of a TFRecord: uint64 length, masked CRC of it
+_LENGTH = struct.Struct("<QI")  # TFRecord header: uint64 length, masked CRC of the length
 _CRC_BYTES = 4
-_MIN_WAIT_SECONDS = 1e-3  # of a block; less is not worth another thread
+_MIN_WAIT_SECONDS = 1e-3  # per block; a shorter read is not worth a second thread
 
 
 class ReadLane(grain.IterDataset):
-    """Reads a MapDataset from the beginning to its end, a block of elements at a time.
+    """Reads a MapDataset from the beginning to the end, one block of elements at a time.
 
     Args:
-      records: the MapDataset, cut to the lane already.
-      block_size: elements read at once.
-      read_ahead: whether the next block may be read on the pool of threads meanwhile. It is where reading mostly waits;
-        where it computes, a second thread would only take turns with this one, at some milliseconds a turn.
+      records: the MapDataset, already restricted to the lane.
+      block_size: elements per block.
+      read_ahead: whether the thread pool may read the next block in the background. This happens only if reading mostly
+        waits: if it computes, the two threads would contend for the GIL, at some milliseconds per switch.
     """
 
     def __init__(self, records: Any, block_size: int, read_ahead: bool) -> None:
@@ -46,7 +46,7 @@ class ReadLane(grain.IterDataset):
 
 
 class ReadLaneIterator(grain.DatasetIterator):
-    """Iterator of :class:`ReadLane`; missing elements are left out."""
+    """Iterator of :class:`ReadLane`; skips missing elements."""
 
     def __init__(self, records: Any, block_size: int, read_ahead: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class ReadLaneIterator(grain.DatasetIterator):
             else:
                 block = self._read(start, stop)
         except Exception:
-            # One element cannot be read: those before it are delivered first, and the error is that element's.
+            # Some element is unreadable. Read one by one: deliver those before it, then raise its own error.
             self._singly_until = stop
             self._block, self._block_start = [self._records[start]], start
             return
@@ -99,6 +99,7 @@ class ReadLaneIterator(grain.DatasetIterator):
         began, worked = time.monotonic(), time.thread_time()
         block = grain_tree.read_many(self._records, range(start, stop))
         seconds, working = time.monotonic() - began, time.thread_time() - worked
+        # thread_time counts CPU time only: below half of the wall time, the read mostly waits.
         self._waits = seconds > _MIN_WAIT_SECONDS and working < seconds / 2
         return block
 
@@ -116,7 +117,7 @@ class ReadLaneIterator(grain.DatasetIterator):
         self._drop_ahead()
 
     def _drop_ahead(self) -> None:
-        ahead = getattr(self, "_ahead", None)  # __del__ closes half-made iterators too
+        ahead = getattr(self, "_ahead", None)  # __del__ also closes partly constructed iterators
         if ahead is not None:
             ahead[1].cancel()
         self._ahead = None
@@ -126,13 +127,13 @@ class ReadLaneIterator(grain.DatasetIterator):
 
 
 class InterleaveLane(grain.IterDataset):
-    """Takes an element of each of several parts in turn, in the order of Grain's interleave but without its threads.
+    """Interleaves parts element by element, in the order of Grain's interleave but without its threads.
 
     Args:
-      make_part: part index → the part's IterDataset, or None where there is none.
-      num_parts: how many parts this lane has.
-      cycle_length: parts that are open at a time.
-      unit: what the parts were cut by; it stands in the state.
+      make_part: part index → the part's IterDataset, or None if the part is missing.
+      num_parts: number of parts of this lane.
+      cycle_length: number of parts open at a time.
+      unit: how the parts were split ("files", "records", …); saved in the state.
     """
 
     def __init__(self, make_part: Callable[[int], Any], num_parts: int, cycle_length: int, unit: str) -> None:
@@ -230,10 +231,10 @@ class InterleaveLaneIterator(grain.DatasetIterator):
 
 
 class TFRecordLane(grain.IterDataset):
-    """Every ``num_lanes``-th record of a TFRecord file, from record ``lane_index`` on.
+    """Every ``num_lanes``-th record of a TFRecord file, starting at record ``lane_index``.
 
-    Where a record is in the file is known only from the one before, so each lane reads all lengths; it skips the bytes
-    of the others.
+    A record's offset is known only from the record before it, so each lane reads all lengths and skips the data of
+    other lanes' records.
     """
 
     def __init__(self, path: str, lane_index: int, num_lanes: int) -> None:
@@ -306,7 +307,7 @@ class TFRecordLaneIterator(grain.DatasetIterator):
 
 
 class NoRecords(grain.IterDataset):
-    """A lane, or a part of one, that holds no record."""
+    """A lane, or a part of one, without records."""
 
     def __iter__(self) -> NoRecordsIterator:
         return NoRecordsIterator()

@@ -13,21 +13,21 @@ from meshfeed._src.base.types import JsonValue, Record
 from meshfeed._src.sources.grain import fingerprint as grain_fingerprint
 from meshfeed._src.sources.grain import tree as grain_tree
 
-_ENDLESS = 1 << 62  # as many records as a feed can number; repeat() without a number has twice as many
+_ENDLESS = 1 << 62  # the most records that a feed can number; repeat() without a count has twice as many
 
 
 class GrainRecords:
-    """Elements of a ``grain.MapDataset`` by index: exact on any number of hosts.
+    """Elements of a ``grain.MapDataset`` by index; resumes exactly on any number of hosts.
 
-    Several records are read at once where the data source below has ``__getitems__``, as
-    ``grain.sources.ArrayRecordDataSource`` has. Elements beyond the first epoch are never asked for: the feed's
-    ``shuffle``, ``seed`` and ``num_epochs`` order the records, and each epoch gives the same ones.
+    Reads several records at once if the underlying data source has ``__getitems__``, as
+    ``grain.sources.ArrayRecordDataSource`` does. Never reads elements beyond the first epoch: the feed's ``shuffle``,
+    ``seed`` and ``num_epochs`` order the records, and each epoch has the same ones.
 
     Args:
       dataset: a ``grain.MapDataset`` without ``filter`` or ``flat_map``.
 
     Raises:
-      SourceError: it has no element, or ends in a batch() whose last batch is short.
+      SourceError: the dataset is empty, or ends in a batch() whose last batch is short.
     """
 
     decode = None
@@ -53,13 +53,13 @@ class GrainRecords:
         """Element ``record_id``.
 
         Raises:
-          IndexError: it is not in [0, len).
+          IndexError: ``record_id`` is not in [0, len).
           SourceError: the element is missing.
         """
         return self.__getitems__([record_id])[0]
 
     def __getitems__(self, record_ids: Sequence[int] | np.ndarray) -> Sequence[Record]:
-        """Several elements, in the order asked for.
+        """Several elements, in the order of ``record_ids``.
 
         Raises:
           IndexError: an id is not in [0, len).
@@ -84,5 +84,5 @@ class GrainRecords:
         return grain_fingerprint.file_names(self._given)
 
     def fingerprint(self) -> JsonValue:
-        """Number of records, the chain of transforms with their settings, and the identity of the data below."""
+        """Identity: number of records, the transforms with their settings, and the underlying data."""
         return {"kind": "grain", "records": self._length, **grain_fingerprint.describe(self._given)}

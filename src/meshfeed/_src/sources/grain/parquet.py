@@ -1,4 +1,4 @@
-"""Rows of Parquet files as elements of a lane, without holding a whole row group."""
+"""Rows of Parquet files as elements of a lane, without keeping a whole row group in memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Block: TypeAlias = "tuple[int, int, dict[str, Any]]"
 
 
 class ParquetLane(grain.IterDataset):
-    """Rows ``start`` to ``stop`` of one Parquet file, each as a dict of the columns' values.
+    """Rows ``[start, stop)`` of one Parquet file, each as a dict of column values.
 
     Args:
-      path: the file.
+      path: path of the file.
       start: first row.
-      stop: row after the last one; None for all.
+      stop: row after the last one; None for the end of the file.
       block_rows: rows decoded at a time.
-      options: keywords of ``pyarrow.parquet.ParquetFile``.
+      options: keyword arguments of ``pyarrow.parquet.ParquetFile``.
     """
 
     def __init__(self, path: str, start: int, stop: int | None, block_rows: int, options: Mapping[str, Any]) -> None:
@@ -70,11 +70,11 @@ class ParquetLaneIterator(grain.DatasetIterator):
         except StopIteration:
             raise
         except Exception:
-            self._drop_block()  # a generator that failed would end without a word
+            self._drop_block()  # a generator that has raised would end silently on the next call
             raise
 
     def _read_from(self, row: int) -> Generator[_Block, None, None]:
-        """Blocks of rows from ``row`` on."""
+        """Blocks of rows, starting at ``row``."""
         with open_parquet(self._path, self._options) as file:
             first = 0
             for group, count in enumerate(group_rows(file)):
@@ -85,8 +85,8 @@ class ParquetLaneIterator(grain.DatasetIterator):
 
     def _read_group(self, file: Any, group: int, first: int, row: int, stop: int) -> Generator[_Block, None, None]:
         if _may_hold_nulls(file, group):
-            # Arrow turns integers with nulls into floats, a piece at a time: what a row looks like would depend on
-            # where pieces begin.
+            # Arrow converts integers with nulls to floats per block, so a row's dtype would depend on the block
+            # boundaries: decode the whole row group instead.
             columns = _to_numpy(file.read_row_group(group))
             yield row, stop, {name: column[row - first : stop - first] for name, column in columns.items()}
             return
@@ -111,7 +111,7 @@ class ParquetLaneIterator(grain.DatasetIterator):
         self._drop_block()
 
     def _drop_block(self) -> None:
-        blocks = getattr(self, "_blocks", None)  # __del__ closes half-made iterators too
+        blocks = getattr(self, "_blocks", None)  # __del__ also closes partly constructed iterators
         if blocks is not None:
             blocks.close()  # which closes the file
         self._blocks, self._columns, self._block_start, self._block_stop = None, {}, 0, 0
@@ -121,11 +121,11 @@ class ParquetLaneIterator(grain.DatasetIterator):
 
 
 def open_parquet(path: str, options: Mapping[str, Any]) -> Any:
-    """A ``pyarrow.parquet.ParquetFile``.
+    """Opens a ``pyarrow.parquet.ParquetFile``.
 
     Raises:
-      CorruptDataError: the file is no Parquet file, or is cut short.
-      OSError: it cannot be read.
+      CorruptDataError: the file is not a Parquet file, or is truncated.
+      OSError: the file cannot be read.
     """
     import pyarrow
     import pyarrow.parquet
@@ -139,7 +139,7 @@ def open_parquet(path: str, options: Mapping[str, Any]) -> Any:
 
 
 class _Lists:
-    """Rows of a list column as views of its values; Arrow would make a Python object of each, at a millisecond a row."""
+    """Rows of a list column as views of its values; Arrow would make one Python object per row, which takes 1 ms."""
 
     def __init__(self, values: np.ndarray, bounds: np.ndarray) -> None:
         self._values = values
@@ -160,7 +160,7 @@ def _to_numpy(rows: Any) -> dict[str, Any]:
 
 
 def _lists(column: Any) -> _Lists | None:
-    """A list column of numbers without nulls; None for others."""
+    """A list column of numbers without nulls; None for other columns."""
     from pyarrow import types
 
     kind = column.type
@@ -188,8 +188,9 @@ def group_rows(file: Any) -> list[int]:
 def _may_hold_nulls(file: Any, group: int) -> bool:
     columns = file.metadata.row_group(group)
     for index in range(columns.num_columns):
-        if file.schema.column(index).max_definition_level == 0:  # a required column
+        if file.schema.column(index).max_definition_level == 0:  # a required column cannot hold nulls
             continue
+        # Without statistics, assume that there are nulls.
         statistics = columns.column(index).statistics
         if statistics is None or not statistics.has_null_count or statistics.null_count:
             return True

@@ -1,7 +1,7 @@
-"""One pool of reading threads for all Grain lanes of a process.
+"""One pool of reader threads for all Grain lanes of a process.
 
-Grain starts 16 threads for every ``to_iter_dataset``, one for every file of an interleave and a few more: with 64 lanes
-a thousand or more. Here lanes share one pool, which is there as long as a lane is open.
+Grain starts 16 threads per ``to_iter_dataset``, one per file of an interleave and a few more: a thousand or more with
+64 lanes. Here all lanes share one pool, which exists as long as any lane is open.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 from meshfeed._src.base.threads import Call, Threads
 
 MAX_THREADS = 16
-"""As many as one Grain iterator takes by default."""
+"""The number of threads that one Grain iterator uses by default."""
 
 
 class GrainReaderPool:
-    """A thread pool that its users keep alive."""
+    """A reference-counted thread pool."""
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
-        self._lock = threading.RLock()  # a lane that is garbage-collected during a call releases the pool too
+        self._lock = threading.RLock()  # reentrant: a lane garbage-collected during a call also calls release()
         self._users = 0
         self._process = os.getpid()
         self._executor: Threads | None = None
 
     def acquire(self) -> None:
-        """Registers a user."""
+        """Adds a user of the pool."""
         with self._lock:
             self._users += 1
 
     def release(self) -> None:
-        """Takes a user back; the threads end with the last one."""
+        """Removes a user of the pool; the threads end when the last user is removed."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._executor is None:

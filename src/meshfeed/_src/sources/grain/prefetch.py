@@ -1,8 +1,8 @@
-"""Taking the prefetching out of a Grain pipeline.
+"""Removes prefetching from a Grain pipeline.
 
-Prefetching changes no record, but starts threads or processes for every lane; lanes share one pool of threads instead,
-and are read by the feed's workers. Wherever it stands it is left out, so that the number of workers never changes the
-stream: below ``mp_prefetch``, Grain would pack or batch the elements of each worker by themselves.
+Prefetching changes no record but starts threads or processes for every lane. Lanes share one thread pool instead, and
+the feed's workers read them. Prefetching is removed at every level, which makes the stream independent of the number of
+workers: below ``mp_prefetch``, Grain would pack or batch the elements of each worker separately.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _WRAPPERS = (
 
 
 def without_prefetch(dataset: Any) -> Any:
-    """A copy of the pipeline, an IterDataset, in which nothing reads ahead but ``to_iter_dataset``.
+    """A copy of the pipeline, as an IterDataset, in which only ``to_iter_dataset`` reads ahead.
 
-    Its data sources read many records at once where they can; lanes share them.
+    Its data sources read many records at once if they support it; lanes share them.
     """
     if isinstance(dataset, grain.MapDataset):
         dataset = dataset.to_iter_dataset()
@@ -56,7 +56,7 @@ def without_prefetch(dataset: Any) -> Any:
 
 
 def _worker_shards(node: Any) -> list[Any]:
-    """The workers of an ``mp_prefetch``, of which Grain makes an interleave; empty for other nodes."""
+    """The workers of an ``mp_prefetch``, which Grain represents as an interleave; empty for other nodes."""
     if not is_named(node, "InterleaveIterDataset"):
         return []
     shards = private(node, "_datasets")
@@ -68,12 +68,12 @@ def _worker_shards(node: Any) -> list[Any]:
 def _report(workers: list[Any]) -> None:
     _logger.info("mp_prefetch(num_workers=%d) is left out of the lanes; give the feed num_workers", len(workers))
     initialize = private(workers[0], "_worker_init_fn")
-    if isinstance(initialize, functools.partial) and len(initialize.args[0]) > 1:  # the first is Grain's own
+    if isinstance(initialize, functools.partial) and len(initialize.args[0]) > 1:  # the first function is Grain's own
         _logger.warning("worker_init_fn of mp_prefetch is not called: lanes have no worker processes of their own")
 
 
 def _own_memory(node: Any, copy: Any) -> Any:
-    """A batch without shared memory, into which ``mp_prefetch`` makes it put its arrays; None for other nodes."""
+    """A batch node without the shared-memory output that ``mp_prefetch`` enables; None for other nodes."""
     make_batch = getattr(node, "_batch_fn", None)
     if not isinstance(make_batch, functools.partial) or "output_to_shared_memory" not in make_batch.keywords:
         return None

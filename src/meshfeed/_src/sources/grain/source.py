@@ -1,4 +1,4 @@
-"""Grain pipelines: which of the sources one becomes."""
+"""Converts a Grain pipeline to the matching kind of source."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
     """A Grain pipeline as a source.
 
-    A ``grain.MapDataset`` is read at random: exact on any number of hosts, shuffled by the feed. One with ``filter`` or
-    ``flat_map``, and every ``grain.IterDataset``, is cut into lanes at its sources: exact on any number of hosts too. A
-    ``grain.DataLoader`` gives batches of this host, resumed exactly on the same number of hosts.
+    A ``grain.MapDataset`` is random access: the feed shuffles it, and it resumes exactly on any number of hosts. A
+    MapDataset with ``filter`` or ``flat_map``, and any ``grain.IterDataset``, is split into lanes at its sources and
+    also resumes exactly on any number of hosts. A ``grain.DataLoader`` yields host batches and resumes exactly on the
+    same number of hosts.
 
     Args:
-      dataset: a ``grain.MapDataset``, ``grain.IterDataset`` or ``grain.DataLoader``.
+      dataset: a ``grain.MapDataset``, ``grain.IterDataset``, ``grain.DataLoader`` or ``grain.DatasetIterator``.
 
     Returns:
       A random-access source, a stream or host batches.
 
     Raises:
-      SourceError: none of these, an empty MapDataset, or a pipeline that cannot be cut into lanes; the message names
-        the node and shows how to write ``Stream(open)``.
+      SourceError: ``dataset`` is none of these, is an empty MapDataset, or cannot be split into lanes; the message then
+        names the node and shows how to write ``Stream(open)``.
     """
     import grain
 

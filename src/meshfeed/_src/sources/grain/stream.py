@@ -17,20 +17,20 @@ from meshfeed._src.sources.grain.prefetch import without_prefetch
 
 
 class GrainStream:
-    """A ``grain.IterDataset``, cut into lanes at its sources.
+    """A ``grain.IterDataset``, split into lanes at its sources.
 
     Args:
-      dataset: the pipeline; it is not changed.
+      dataset: the pipeline; it is not modified.
 
     Raises:
-      SourceError: a pipeline that batches and shards by itself.
+      SourceError: the pipeline batches and shards by itself.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = without_prefetch(dataset)
         grain_tree.warn_batched(self._dataset)
         grain_cut.check(self._dataset, 1)
-        # The state of a rebatch that was saved at the end continues with an empty batch.
+        # Grain's rebatch yields an empty batch when it resumes from a state saved at the end.
         self._exact = not any(
             grain_tree.is_named(node, "RebatchIterDataset") for node in grain_tree.walk(self._dataset)
         )
@@ -39,22 +39,22 @@ class GrainStream:
         return f"Grain({type(self._dataset).__name__})"
 
     def check_lanes(self, num_lanes: int) -> None:
-        """Whether the pipeline can be cut into lanes of equal batches; reads no data.
+        """Checks that the pipeline can be split into lanes whose records have one shape; reads no data.
 
         Raises:
-          SourceError: a node that cannot be cut into ``num_lanes``; the message shows how to write ``Stream(open)``. A
-            ``batch()`` at the end whose last batch is known to be short in some lane.
+          SourceError: a node cannot be split into ``num_lanes`` lanes (the message shows how to write
+            ``Stream(open)``), or the pipeline ends in a ``batch()`` whose last batch is known to be short in some lane.
         """
         grain_cut.check(self._dataset, num_lanes)
         grain_tree.check_batched(self._dataset, num_lanes)
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> GrainLane | StatefulGrainLane:
-        """Lane ``lane_index`` of ``num_lanes`` from its beginning.
+        """Lane ``lane_index`` of ``num_lanes``, from the beginning.
 
-        A later epoch shuffles a MapDataset as Grain's ``repeat`` would, and seeds ``random_map`` anew.
+        A later epoch shuffles a MapDataset as Grain's ``repeat`` does, and reseeds ``random_map``.
 
         Raises:
-          SourceError: a node that cannot be cut into ``num_lanes``; the message shows how to write ``Stream(open)``.
+          SourceError: a node cannot be split into ``num_lanes`` lanes; the message shows how to write ``Stream(open)``.
         """
         place = grain_cut.Place(lane_index, num_lanes, epoch, num_lanes, (lane_index, epoch))
         dataset = grain_cut.cut(self._dataset, place)
@@ -67,7 +67,7 @@ class GrainStream:
         return grain_fingerprint.file_names(self._dataset)
 
     def fingerprint(self) -> JsonValue:
-        """The chain of transforms with their settings, and the identity of the data below; prefetching is left out."""
+        """Identity: the transforms with their settings, except prefetching, and the underlying data."""
         return {"kind": "grain_stream", **grain_fingerprint.describe(self._dataset)}
 
 
@@ -86,7 +86,7 @@ class GrainLane:
         return self
 
     def __next__(self) -> Record:
-        if self._ended:  # some of Grain's iterators would begin again
+        if self._ended:  # some Grain iterators would start over
             raise StopIteration
         while True:
             try:
@@ -94,11 +94,11 @@ class GrainLane:
             except StopIteration:
                 self._ended = True
                 raise
-            if record is not None:  # to_iter_dataset(allow_nones=True)
+            if record is not None:  # to_iter_dataset(allow_nones=True) yields None for missing elements
                 return record
 
     def close(self) -> None:
-        """Drops what was read ahead; the threads end with the last lane."""
+        """Discards data read ahead; the threads end when the last lane is closed."""
         self._iterator.close()
         self._release()
 
@@ -107,18 +107,18 @@ class StatefulGrainLane(GrainLane):
     """One lane of a :class:`GrainStream`; its state is Grain's own."""
 
     def get_state(self) -> JsonValue:
-        """State after the last record that ``__next__`` returned; it may hold tuples."""
+        """State after the last record returned; it may contain tuples."""
         return self._iterator.get_state()
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken.
+        """Resumes after the record at which ``state`` was taken.
 
         Raises:
-          StateMismatchError: the pipeline refuses the state.
+          StateMismatchError: the pipeline rejects the state.
         """
-        iterator = self._dataset.__iter__()  # a used one may keep elements: Grain's flat_map does
+        iterator = self._dataset.__iter__()  # a used iterator may keep elements, as Grain's flat_map does
         try:
-            iterator.set_state(copy.deepcopy(state))  # Grain keeps what it is given, and writes to it
+            iterator.set_state(copy.deepcopy(state))  # Grain keeps a reference to the state and modifies it
         except (MeshfeedError, OSError):
             raise
         except Exception as error:
@@ -135,6 +135,6 @@ class StatefulGrainLane(GrainLane):
 def _has_state(iterator: Any) -> bool:
     try:
         iterator.get_state()
-    except (NotImplementedError, AttributeError):  # a user's iterator below
+    except (NotImplementedError, AttributeError):  # a user's iterator without state
         return False
     return True

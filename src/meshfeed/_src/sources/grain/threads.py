@@ -1,7 +1,7 @@
-"""Daemon threads for the prefetching of a Grain iterator that the user made.
+"""Daemon threads for prefetching in a Grain iterator that the user created.
 
-``to_iter_dataset`` reads in a ``ThreadPoolExecutor``, and Python waits for such threads when it exits: after a read that
-hangs, the process would never end. The number of threads and the order of elements stay as they are.
+``to_iter_dataset`` reads in a ``ThreadPoolExecutor``, whose threads Python joins at exit: if a read hangs, the process
+never ends. The number of threads and the order of elements do not change.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from meshfeed._src.sources.grain.pool import MAX_THREADS
 
 
 def use_daemon_threads(iterator: Any) -> None:
-    """Replaces the executors of a Grain iterator and of what it reads from.
+    """Replaces the executors of a Grain iterator and of the iterators below it.
 
-    The names are private to Grain: in a version that renames them the iterator is left as it is.
+    Uses attributes that are private to Grain. If a version of Grain renames them, the iterator is left unchanged.
     """
     waiting, seen = [iterator], set()
     while waiting:
@@ -27,5 +27,5 @@ def use_daemon_threads(iterator: Any) -> None:
         executor = getattr(node, "_executor", None)
         if isinstance(executor, concurrent.futures.ThreadPoolExecutor):
             node._executor = Threads(getattr(node, "_target_num_threads", MAX_THREADS), "meshfeed-grain-prefetch")
-            executor.shutdown(wait=False)  # finishes what an iterator in use has asked for
+            executor.shutdown(wait=False)  # still completes reads that a running iterator has submitted
         waiting += [*getattr(node, "_parents", ()), *filter(None, [getattr(node, "_iterator", None)])]

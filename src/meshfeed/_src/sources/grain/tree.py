@@ -1,4 +1,4 @@
-"""Trees of Grain datasets: looking into them, and copying them with some nodes replaced."""
+"""Trees of Grain datasets: inspecting them, and copying them with some nodes replaced."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ Write the cut yourself instead, with one pipeline a lane:
 
 
 def is_named(node: Any, *names: str) -> bool:
-    """Whether the node is of a class of one of these names, or of a subclass.
+    """Whether the node is an instance of a class with one of these names, or of a subclass.
 
-    By name, because Grain keeps most of its classes in private modules.
+    Compares names because most of Grain's classes are in private modules.
     """
     return any(base.__name__ in names for base in type(node).__mro__)
 
 
 def is_foreign(node: Any, *known: str) -> bool:
-    """Whether a user wrote the node's class: it is of neither Grain nor the packages ``known``."""
+    """Whether the node's class is the user's: defined in neither Grain, meshfeed nor the packages ``known``."""
     return type(node).__module__.partition(".")[0] not in ("grain", "meshfeed", *known)
 
 
 def private(node: Any, name: str) -> Any:
-    """An attribute that Grain does not promise.
+    """A private attribute of a Grain node.
 
     Raises:
-      SourceError: this version of Grain keeps it elsewhere.
+      SourceError: this version of Grain has no such attribute.
     """
     try:
         return getattr(node, name)
@@ -60,12 +60,12 @@ def private(node: Any, name: str) -> Any:
 
 
 def parents(node: Any) -> Sequence[Any]:
-    """The datasets that a node reads; none where a user's class never set them."""
+    """The datasets that a node reads; empty if a user's class never set them."""
     return getattr(node, "_parents", ())
 
 
 def walk(node: Any) -> list[Any]:
-    """The node and everything below it, sources first, each once."""
+    """The node and all nodes below it, sources first, each once."""
     found: dict[int, Any] = {}
 
     def visit(current: Any) -> None:
@@ -80,17 +80,17 @@ def walk(node: Any) -> list[Any]:
 
 
 def read_many(records: Any, indices: Sequence[int]) -> Sequence[Any]:
-    """Several elements of a MapDataset at once, where this version of Grain can."""
+    """Several elements of a MapDataset, read at once if this version of Grain supports it."""
     batched = getattr(records, "_getitems", None)
     return [records[index] for index in indices] if batched is None else batched(indices)
 
 
 class BatchedSource:
-    """A data source that Grain reads many records of at once: it looks for the private name ``_getitems``.
+    """A data source from which Grain reads many records at once, through the private method ``_getitems``.
 
     Args:
       source: the user's data source.
-      reader: what reads instead of it, record for record the same.
+      reader: reads the same records in its place.
     """
 
     def __init__(self, source: Any, reader: Any) -> None:
@@ -108,7 +108,7 @@ class BatchedSource:
 
 
 class EpochMapDataset(grain.MapDataset):
-    """A later epoch of a MapDataset: Grain's own numbering, in which it shuffles each epoch anew."""
+    """A later epoch of a MapDataset, in Grain's own numbering, in which each epoch is reshuffled."""
 
     _MUTATES_ELEMENT_SPEC = False
 
@@ -133,14 +133,14 @@ class EpochMapDataset(grain.MapDataset):
 
 
 def copy_tree(node: Any, replace: Callable[[Any], Any], copies: dict[int, Any] | None = None) -> Any:
-    """A copy of the tree below ``node`` that shares the data, the files and the user's functions with it.
+    """A copy of the tree below ``node`` that shares its data, files and the user's functions.
 
-    ``copy.deepcopy``, which Grain uses, would copy the data in memory too: once a lane.
+    ``copy.deepcopy``, which Grain uses, would also copy in-memory data, once per lane.
 
     Args:
-      node: the last node.
-      replace: node → what stands in its place, or None to copy it.
-      copies: node's id → its copy, so that a node used twice stays one.
+      node: the root of the tree, the last transform.
+      replace: node → its replacement, or None to copy it.
+      copies: id of a node → its copy, which keeps a node that is used twice a single node.
     """
     copies = {} if copies is None else copies
     if id(node) in copies:
@@ -155,7 +155,7 @@ def copy_tree(node: Any, replace: Callable[[Any], Any], copies: dict[int, Any] |
 
 
 def shallow_copy(node: Any, **changed: Any) -> Any:
-    """A copy of one node with other attributes, without what it had cached."""
+    """A copy of one node with changed attributes and without cached properties."""
     new = copy.copy(node)
     for name in list(vars(new)):
         if isinstance(getattr(type(new), name, None), functools.cached_property):
@@ -186,13 +186,16 @@ def _holds_nodes(items: Any) -> bool:
 
 
 def batched_sources(node: Any) -> Any:
-    """What replaces a source that can read several records at once; None for other nodes."""
+    """The replacement for a source node, without Grain's record metrics and with batched reads if it supports them.
+
+    None for other nodes; see :func:`copy_tree`.
+    """
     if not is_named(node, "SourceMapDataset"):
         return None
     source = private(node, "_source")
     if isinstance(source, NODES) or hasattr(source, "_getitems"):
         return None
-    # The bytes that Grain would measure for its statistics cost more than reading them.
+    # Measuring the records' bytes for Grain's statistics costs more than reading them.
     changed: dict[str, Any] = {"_record_metrics": False}
     if hasattr(source, "__getitems__"):
         changed["_source"] = BatchedSource(source, _array_record(source) or source)
@@ -200,14 +203,17 @@ def batched_sources(node: Any) -> Any:
 
 
 def _array_record(source: Any) -> Any:
-    """Our reader of the same ArrayRecord files, which starts no threads a call and names damaged files; None for others.
+    """A meshfeed reader for the same ArrayRecord files, or None for other sources.
+
+    Unlike ArrayRecord's own reader, it starts no threads per call and names damaged files.
 
     Raises:
-      CorruptDataError: a file is damaged; ArrayRecord's own reader takes it for an empty one.
+      CorruptDataError: a file is damaged; ArrayRecord's own reader would treat it as empty.
     """
     instructions = getattr(source, "_read_instructions", None)
     if not instructions or not is_named(source, "ArrayRecordDataSource") or is_foreign(source, "array_record"):
         return None
+    # Reader options and row ranges are not supported by the replacement.
     if getattr(source, "_reader_options_string", "") or any(instruction.start for instruction in instructions):
         return None
     from meshfeed._src.sources.array_record.source import ArrayRecord
@@ -218,6 +224,7 @@ def _array_record(source: Any) -> Any:
         raise
     except (SourceError, SettingsError):  # a path that only ArrayRecord's own reader can open
         return None
+    # Only if both readers agree on the number of records of every file.
     return (
         reader
         if [file.num_records for file in reader._files] == [instruction.num_records for instruction in instructions]
@@ -226,14 +233,14 @@ def _array_record(source: Any) -> Any:
 
 
 def _last_batch(dataset: Any) -> Any:
-    """The batch node in which a pipeline ends; None if it ends in another."""
+    """The batch node at the end of a pipeline; None if it ends in a different node."""
     while is_named(dataset, "WithOptionsIterDataset"):
         dataset = private(dataset, "_parent")
     return dataset if is_named(dataset, "BatchMapDataset", "BatchIterDataset", "RebatchIterDataset") else None
 
 
 def warn_batched(dataset: Any) -> None:
-    """Logs that a pipeline ends in ``batch``, which most people mean for the feed to do."""
+    """Warns if a pipeline ends in ``batch``: usually the feed is meant to do the batching."""
     node = _last_batch(dataset)
     if node is not None:
         _logger.warning(
@@ -244,15 +251,15 @@ def warn_batched(dataset: Any) -> None:
 
 
 def check_batched(dataset: Any, num_lanes: int = 1) -> None:
-    """Refuses a pipeline that ends in ``batch`` if its last batch is known to be short: records must be alike.
+    """Rejects a pipeline that ends in ``batch`` and whose last batch is known to be short: records must have one shape.
 
     Raises:
-      SourceError: it is short, in one of ``num_lanes`` lanes.
+      SourceError: the last batch is short in one of ``num_lanes`` lanes.
     """
     node = _last_batch(dataset)
     if node is None or is_named(node, "RebatchIterDataset") or getattr(node, "_drop_remainder", True):
         return
-    if getattr(getattr(node, "_batch_fn", None), "__name__", "") != "make_batch":  # one of the user's may pad
+    if getattr(getattr(node, "_batch_fn", None), "__name__", "") != "make_batch":  # a user's batch function may pad
         return
     length, size = _known_length(private(node, "_parent")), private(node, "_batch_size")
     if length is None or not any(part % size for part in (length // num_lanes, -(-length // num_lanes))):
@@ -266,7 +273,7 @@ def check_batched(dataset: Any, num_lanes: int = 1) -> None:
 
 
 def _known_length(node: Any) -> int | None:
-    """Elements of a pipeline over all lanes; None if it may drop or add some, or has no end."""
+    """Number of elements of a pipeline over all lanes; None if a node may drop or add some, or if it is infinite."""
     while is_named(node, *_KEEP_LENGTH):
         node = private(node, "_parent")
     if isinstance(node, grain.MapDataset) and sparse_node(node) is None and len(node) < _ENDLESS:
@@ -275,5 +282,5 @@ def _known_length(node: Any) -> int | None:
 
 
 def sparse_node(records: Any) -> Any:
-    """The node because of which elements of a MapDataset may be missing; None if there is none."""
+    """The first node that may make elements of a MapDataset missing (filter, flat_map); None if there is none."""
     return next((node for node in walk(records) if is_named(node, "FilterMapDataset", "FlatMapMapDataset")), None)

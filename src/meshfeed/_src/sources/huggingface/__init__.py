@@ -1,1 +1,1 @@
-"""Hugging Face datasets, as random access or cut into lanes. Read first: ``source.py``."""
+"""Hugging Face datasets as random-access sources or as lanes. Read first: ``source.py``."""

@@ -1,7 +1,7 @@
 """Arrow columns → numpy arrays of rows, without Python objects.
 
-A row of a fixed-size list, or of lists that are equally long within the batch, becomes a row of an array; a struct
-becomes a dict. Text, nulls and ragged lists are errors that name the column.
+A fixed-size list, or a list that has the same length throughout the batch, becomes a row of an array; a struct becomes
+a dict. Text, nulls and ragged lists raise errors that name the column.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.sources.huggingface.values import leave_out
 
-_MAX_CACHED_CHUNKS = 8192
+_MAX_CACHED_CHUNKS = 8192  # bounds the memory of readers for tables with very many chunks
 _UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def is_text(arrow_type: pa.DataType) -> bool:
-    """Whether a column of this type holds text or bytes, at any depth."""
+    """Whether a column of this type contains text or bytes at any depth."""
     t = arrow_type
     if isinstance(t, pa.ExtensionType):
         return is_text(t.storage_type)
@@ -45,7 +45,7 @@ def is_text(arrow_type: pa.DataType) -> bool:
 
 
 def text_error(column: str, arrow_type: Any, all_columns: Sequence[str]) -> SourceError:
-    """The error for a column of text; ``all_columns`` are those that it may advise to keep."""
+    """The error for a column of text; its fix may suggest keeping the other columns of ``all_columns``."""
     return SourceError(
         f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "
         f"Turn it into token ids with map(){leave_out(column, all_columns)}."
@@ -58,10 +58,11 @@ class ColumnRows:
     Args:
       name: the column's name, for errors.
       chunks: the column's chunks, in order.
-      all_columns: names of the columns that an error may advise to keep.
+      arrow_type: the column's type.
+      all_columns: names of the columns that an error may suggest keeping.
 
     Raises:
-      SourceError: a type that has no array form.
+      SourceError: the type has no array form.
     """
 
     def __init__(self, name: str, chunks: list[pa.Array], arrow_type: pa.DataType, all_columns: Sequence[str]) -> None:
@@ -72,16 +73,17 @@ class ColumnRows:
         self._readers: dict[int, _ChunkRows] = {}
 
     def read(self, row_ids: np.ndarray) -> PyTree:
-        """Rows ``row_ids``.
+        """Reads the rows ``row_ids``.
 
         Args:
           row_ids: int64[n], n at least 1, in any order.
 
         Returns:
-          An array ``[n, ...]`` (a dict of them for structs) that nobody else writes to; it may be a view of a mapped file.
+          An array ``[n, ...]``, or a dict of arrays for a struct. It may be a view of a mapped file, but never of
+          memory that may still be written.
 
         Raises:
-          SourceError: a null, or lists of unequal lengths; with the column and the record.
+          SourceError: a null, or lists of unequal lengths; names the column and the record.
         """
         if len(self._chunks) == 1:
             return self._reader(0).read(row_ids, row_ids)
@@ -92,10 +94,10 @@ class ColumnRows:
         order = np.argsort(which, kind="stable")
         edges = np.flatnonzero(np.diff(which[order])) + 1
         parts = []
-        for places in np.split(order, edges):
-            chunk_index = int(which[places[0]])
-            part = self._reader(chunk_index).read(row_ids[places] - self._starts[chunk_index], row_ids[places])
-            parts.append((places, part))
+        for out_rows in np.split(order, edges):
+            chunk_index = int(which[out_rows[0]])
+            part = self._reader(chunk_index).read(row_ids[out_rows] - self._starts[chunk_index], row_ids[out_rows])
+            parts.append((out_rows, part))
         return _merge(parts, len(row_ids), self._name, row_ids)
 
     def read_range(self, start: int, stop: int) -> PyTree:
@@ -116,7 +118,7 @@ class ColumnRows:
 
 
 def table_rows(table: pa.Table, start: int, stop: int) -> dict[str, PyTree]:
-    """Rows ``[start, stop)`` of a table as arrays ``[stop - start, ...]``, a column each.
+    """Rows ``[start, stop)`` of a table: column name → array ``[stop - start, ...]``, or a dict of arrays for a struct.
 
     Raises:
       SourceError: see :class:`ColumnRows`.
@@ -129,14 +131,14 @@ def table_rows(table: pa.Table, start: int, stop: int) -> dict[str, PyTree]:
 
 
 def _merge(parts: list[tuple[np.ndarray, PyTree]], num_rows: int, name: str, row_ids: np.ndarray) -> PyTree:
-    flat = [(places, *jax.tree.flatten(part)) for places, part in parts]
+    flat = [(out_rows, *jax.tree.flatten(part)) for out_rows, part in parts]
     _, first_leaves, treedef = flat[0]
     outputs = [np.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in first_leaves]
-    for places, leaves, _ in flat:
+    for out_rows, leaves, _ in flat:
         for output, leaf in zip(outputs, leaves, strict=True):
             if leaf.shape[1:] != output.shape[1:]:
-                raise _ragged(name, int(row_ids[places[0]]), list(leaf.shape[1:]), list(output.shape[1:]))
-            output[places] = leaf
+                raise _ragged(name, int(row_ids[out_rows[0]]), list(leaf.shape[1:]), list(output.shape[1:]))
+            output[out_rows] = leaf
     return treedef.unflatten(outputs)
 
 
@@ -148,14 +150,14 @@ def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) ->
     )
 
 
-@functools.lru_cache(maxsize=1024)  # a stream asks for the same columns thousands of times
+@functools.lru_cache(maxsize=1024)  # a stream checks the same columns thousands of times
 def _check_column(name: str, arrow_type: pa.DataType, all_columns: tuple[str, ...]) -> None:
     if is_text(arrow_type):
         raise text_error(name, arrow_type, all_columns)
     _check_type(arrow_type, name)
 
 
-@functools.lru_cache(maxsize=64)  # as above
+@functools.lru_cache(maxsize=64)  # a stream checks the same schema thousands of times
 def usable_columns(schema: pa.Schema) -> tuple[str, ...]:
     """Names of the columns that have an array form."""
 
@@ -201,7 +203,7 @@ class _ChunkRows:
         self._valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
         t = array.type
         if pa.types.is_struct(t):
-            # field() of a sliced array is not sliced with it; flatten() is, and carries the struct's nulls down.
+            # field() ignores the slice of a sliced array; flatten() applies it, and the struct's nulls too.
             parts = array.flatten()
             self._fields = {
                 t.field(i).name: _ChunkRows(part, f"{name}.{t.field(i).name}") for i, part in enumerate(parts)
@@ -222,7 +224,7 @@ class _ChunkRows:
         elif pa.types.is_boolean(t):
             self._values = array.fill_null(False).to_numpy(zero_copy_only=False)
         else:
-            # From the buffer: to_numpy turns integers with nulls into floats.
+            # Read the buffer, since to_numpy converts integers with nulls to floats.
             width = t.bit_width // 8
             dtype = np.dtype(t.to_pandas_dtype())
             data = array.buffers()[1]
@@ -234,7 +236,7 @@ class _ChunkRows:
             self._values = raw.view(dtype)
 
     def read(self, rows: np.ndarray, record_ids: np.ndarray) -> PyTree:
-        """Rows ``rows`` of the chunk; ``record_ids`` are what errors call them."""
+        """Reads the rows ``rows`` of the chunk; errors refer to them by ``record_ids``."""
         if self._valid is not None and not self._valid[rows].all():
             record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
             raise SourceError(
@@ -266,7 +268,7 @@ class _ChunkRows:
         return jax.tree.map(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
 
     def view(self, start: int, stop: int) -> PyTree | None:
-        """Rows ``[start, stop)`` without a copy, or None where :meth:`read` has to look at each row."""
+        """Rows ``[start, stop)`` without a copy, or None if :meth:`read` must check each row."""
         if self._valid is not None or self._fields is not None:
             return None
         if self._values is not None:
@@ -286,9 +288,9 @@ class _ChunkRows:
 
 
 def _take(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Rows of an array: a view if they are consecutive and lie in a mapped file.
+    """Rows of an array: a view if they are consecutive and in read-only memory (a mapped file), otherwise a copy.
 
-    A table in memory may be made of arrays of the user's, as those from pandas are.
+    An in-memory table may share writable arrays with the user, as a table made from pandas does.
     """
     n = len(rows)
     if n and int(rows[-1]) - int(rows[0]) == n - 1 and (n == 1 or bool((np.diff(rows) == 1).all())):

@@ -1,4 +1,4 @@
-"""Rows of the files below a streaming Hugging Face dataset, counted once for all lanes."""
+"""Row counts of a streaming Hugging Face dataset's files, read once for all lanes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface.files import Files
 
-# A lane whose only file is empty ends the stream for all, so empty files are not dealt out. With more files than this
-# every lane gets several, and looking into each would take long.
+# A lane whose only file is empty would end the stream for all lanes, so empty files are not assigned to lanes. With
+# more files than this, every lane gets several, and checking each file would take too long.
 _MAX_LOOKED_INTO = 4096
 
 
 class Counts:
-    """What is known of the rows of some files; asked for once, since for remote files each answer is a round trip."""
+    """Cached row counts of files, since each count of a remote file is a round trip."""
 
     def __init__(self) -> None:
         self._group_rows: dict[int, Sequence[int] | None] = {}
         self._filled: list[int] | None = None
 
     def group_rows(self, files: Files, file_index: int) -> Sequence[int] | None:
-        """Rows of each row group of a file, or None where they cannot be counted without reading."""
+        """Rows of each row group of a file, or None if they cannot be counted without reading the file."""
         if file_index not in self._group_rows:
             self._group_rows[file_index] = files.group_rows(file_index)
         return self._group_rows[file_index]
 
     def filled(self, files: Files) -> list[int]:
-        """Indices of the files that are not known to be empty, in order."""
+        """Indices of the files that are not known to be empty, ascending."""
         if self._filled is None:
             if files.count > _MAX_LOOKED_INTO:
                 self._filled = list(range(files.count))

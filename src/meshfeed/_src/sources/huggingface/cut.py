@@ -1,8 +1,9 @@
-"""Cutting the tree of a streaming Hugging Face dataset into lanes, below ``map``.
+"""Splits the tree of a streaming Hugging Face dataset into lanes, below ``map``.
 
-Every lane gets a copy of the tree in which the leaves are pieces of files (:mod:`_file_stream`). Nodes that depend on
-the position of a row in the whole stream (``skip``, ``take``, ``with_indices``) stay as they are where the rows below
-them can be counted; otherwise the lane runs everything below them and keeps every L-th row, which is reported.
+Every lane gets a copy of the tree in which the leaves are pieces of files (``files/stream.py``). ``skip`` and ``take``
+become ranges of rows if the rows below them can be counted. For any other node that depends on the position of a row in
+the whole stream (such as ``with_indices``), the lane runs everything below the node and keeps every L-th row, which is
+logged as read amplification.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ _BY_PART = (
     "RandomlyCyclingMultiSourcesExamplesIterable",
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 )
-# A range of rows begins and ends inside a row group, so two lanes decode it: not worth a word.
+# Row ranges start and end inside a row group, which two lanes then decode. Do not warn about that much.
 _COSTLY = 1.5
 _RANGES = ("SkipExamplesIterable", "TakeExamplesIterable")
 
 
 @dataclasses.dataclass
 class LaneCut:
-    """Which lane is cut, and what was found on the way.
+    """The lane to build, and what was found while building it.
 
     Attributes:
       lane_index: 0 … num_lanes - 1.
       num_lanes: number of lanes.
-      seed: of the feed.
-      epoch: of the feed.
-      shuffle_files: whether the pieces of each list of files change their order with seed and epoch.
-      columns: the columns that a record is made of, or None for all.
-      units: how each list of files was cut, in the order of the tree.
-      costs: what is read more than once, in words.
-      counts: rows of files by the identity of their leaf; shared by all lanes of a source.
+      seed: the feed's seed.
+      epoch: the feed's epoch.
+      shuffle_files: whether the order of the pieces of each list of files depends on seed and epoch.
+      columns: the columns of a record; None for all.
+      units: how each list of files was split, in the order of the tree.
+      costs: descriptions of what is read more than once.
+      counts: id() of a leaf → row counts of its files; shared by all lanes of a source.
     """
 
     lane_index: int
@@ -66,21 +67,17 @@ class LaneCut:
     _ordinal: int = 0
 
     def counts_of(self, leaf: Any) -> Counts:
-        """What is known of a leaf's files."""
+        """The row counts of a leaf's files."""
         return self.counts.setdefault(id(leaf), Counts())
 
     def next_ordinal(self) -> int:
-        """A number for each node that draws, the same in every lane."""
+        """A number for each node that draws random numbers, the same in every lane."""
         self._ordinal += 1
         return self._ordinal
 
 
 def cut_tree(node: Any, cut: LaneCut) -> Any:
-    """The part of the tree that one lane reads, sharing no iteration state with ``node``.
-
-    Raises:
-      SourceError: a shuffle buffer, whose state is not exact.
-    """
+    """The part of the tree that one lane reads; it shares no iteration state with ``node``."""
     return _cut(node, cut, cut.columns)
 
 
@@ -96,7 +93,11 @@ def walk(node: Any) -> list[Any]:
 
 
 def check_tree(node: Any) -> None:
-    """Raises SourceError for what cannot be continued exactly."""
+    """Checks that a tree can resume exactly.
+
+    Raises:
+      SourceError: the tree has a shuffle buffer, whose state is not exact.
+    """
     for found in walk(node):
         if type(found).__name__ == _SHUFFLED:
             raise SourceError(
@@ -117,14 +118,14 @@ def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
     if kind in ("MappedExamplesIterable", "FilteredExamplesIterable"):
         if node.with_indices:
             return _take_turns(node, cut)
-        columns = None  # the function may read any
+        columns = None  # the function may read any column
         typed = _cut_typed(node, cut)
         if typed is not None:
             return typed
     elif kind == "SelectColumnsIterable":
         columns = [name for name in node.column_names if columns is None or name in columns]
     elif kind == "FormattedExamplesIterable" and node.features is not None:
-        columns = None  # columns that are left out would be filled with nulls
+        columns = None  # the node would fill missing columns with nulls
     elif kind not in (*_ROW_BY_ROW, *_BY_PART):
         return _take_turns(node, cut)
     mine = _copy(node)
@@ -139,7 +140,7 @@ def _cut(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
 
 
 def _cut_typed(node: Any, cut: LaneCut) -> Any:
-    """``map`` or ``filter`` straight over files of known types, with rows made from whole tables; None for others."""
+    """One lane of a ``map`` or ``filter`` directly over typed files, with tables cast at once; None for other nodes."""
     inner, columns = node.ex_iterable, None
     if type(inner).__name__ != "FormattedExamplesIterable" or inner.formatting is not None or not inner.features:
         return None
@@ -192,7 +193,7 @@ def _cut_leaf(
 
 
 def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
-    """``skip`` and ``take`` over files whose rows can be counted, as ranges of rows; None where they cannot."""
+    """One lane of ``skip`` and ``take`` as row ranges of files; None if the rows cannot be counted."""
     chain, ranges, inner = [], [], node
     while type(inner).__name__ not in _LEAVES:
         kind = type(inner).__name__
@@ -224,7 +225,7 @@ def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Any:
 
 
 def _take_turns(node: Any, cut: LaneCut) -> Any:
-    """Every L-th row of what ``node`` gives as a whole: for nodes that depend on positions in the whole stream."""
+    """Every L-th row of the whole output of ``node``, for nodes that depend on positions in the whole stream."""
     if cut.num_lanes == 1:
         return _copy_whole(node, cut)
     whole = LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, counts=cut.counts)
@@ -239,7 +240,7 @@ def _take_turns(node: Any, cut: LaneCut) -> Any:
 
 
 def _copy_whole(node: Any, whole: LaneCut) -> Any:
-    """The node over all rows of the tree, uncut, for a lane of its own."""
+    """A copy of the node over all rows of the tree, for a single lane."""
     if not _children(node):
         return copy.deepcopy(node)
     mine = _copy(node)
@@ -266,7 +267,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _without_threads(node: Any, cut: LaneCut) -> Any:
-    """Our own node for those that interleave; others as they are."""
+    """An :class:`Interleave` in place of a node that interleaves; other nodes unchanged."""
     kind = type(node).__name__
     if kind == "CyclingMultiSourcesExamplesIterable":
         return Interleave(node.ex_iterables, node.stopping_strategy, None, None)
@@ -278,9 +279,10 @@ def _without_threads(node: Any, cut: LaneCut) -> Any:
 def _draws_of(node: Any, cut: LaneCut) -> list[int]:
     """Seed of a node that chooses among sources at random.
 
-    Each lane draws numbers of its own, or all rows of a batch would come from one source. A dataset that was made
-    without a seed draws with the feed's.
+    Each lane draws different numbers; otherwise all rows of a batch would come from the same source. A dataset created
+    without a seed has random entropy, which differs per host: it is ignored, and only the feed's seed counts.
     """
+    # NumPy draws 128 bits of entropy if no seed is given, so an entropy below 2**64 is the user's seed.
     entropy = getattr(node.generator.bit_generator.seed_seq, "entropy", 0)
     given = entropy if isinstance(entropy, int) and entropy < 2**64 else 0
     return [given, cut.seed & (2**64 - 1), cut.epoch, cut.lane_index, cut.next_ordinal()]

@@ -1,4 +1,4 @@
-"""Reading the files below a streaming Hugging Face dataset from any row on."""
+"""Reads the files of a streaming Hugging Face dataset, starting at any row."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface.identity import local_path
 
-# Rows decoded at once: enough to amortise the call, little enough that 64 lanes fit beside 8.
+# Decoded per call: enough to amortize the call, small enough that 64 lanes fit in memory as 8 do.
 _BATCH_BYTES = 1 << 19
-# Without a read buffer a lane would hold all compressed pages of its row group.
+# Without a read buffer, a lane would keep all compressed pages of its row group in memory.
 _READ_BYTES = 1 << 16
 
 
 class Files(Protocol):
-    """The files (or other parts) that a dataset reads one after another.
+    """The files (or other parts) that a dataset reads in sequence.
 
     Attributes:
-      count: how many there are.
-      paths: their paths or URLs, where they are files.
-      is_table: whether they are read as Arrow tables, else as examples.
+      count: number of files.
+      paths: their paths or URLs; None if they are not files.
+      is_table: True if they are read as Arrow tables, False if as examples.
     """
 
     @property
@@ -44,15 +44,15 @@ class Files(Protocol):
     def is_table(self) -> bool: ...
 
     def group_rows(self, file_index: int) -> Sequence[int] | None:
-        """Rows of each row group, or None where they cannot be counted without reading."""
+        """Rows of each row group, or None if they cannot be counted without reading the file."""
         ...
 
     def is_empty(self, file_index: int) -> bool:
-        """Whether it is known to have no rows."""
+        """Whether the file is known to have no rows."""
         ...
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
-        """Tables (or examples) from row ``first_row`` on. Where tables end depends on the file only."""
+        """Tables (or examples) starting at row ``first_row``. Table boundaries depend only on the file."""
         ...
 
 
@@ -61,7 +61,7 @@ def open_files(leaf: Any, columns: Sequence[str] | None) -> Files:
 
     Args:
       leaf: an ArrowExamplesIterable or ExamplesIterable of the library.
-      columns: the only columns that are needed, or None; for files from which columns can be read alone.
+      columns: the columns to read, or None for all; only for files whose columns can be read separately.
     """
     make, kwargs = getattr(leaf, "generate_tables_fn", None), leaf.kwargs
     if make is None:
@@ -70,6 +70,7 @@ def open_files(leaf: Any, columns: Sequence[str] | None) -> Files:
     if make is Dataset._generate_tables_from_shards:
         return _DatasetShards(kwargs["shards"], kwargs["batch_size"], columns)
     config: Any = getattr(builder, "config", None)
+    # Filters and other on_bad_files settings change which rows are read: leave these to datasets' own reader.
     if isinstance(builder, Parquet) and config.filters is None and config.on_bad_files == "error":
         return _ParquetFiles(builder, kwargs["files"], kwargs.get("row_groups_list"), columns)
     if isinstance(builder, Arrow) and all(local_path(str(path)) for path in kwargs["files"]):
@@ -80,7 +81,7 @@ def open_files(leaf: Any, columns: Sequence[str] | None) -> Files:
 
 
 class _ParquetFiles:
-    """Parquet files, local or remote, a row group at a time."""
+    """Local or remote Parquet files, read one row group at a time."""
 
     is_table = True
 
@@ -113,7 +114,7 @@ class _ParquetFiles:
             skip = first_row
             for group in self._groups(file, file_index):
                 meta = file.metadata.row_group(group)
-                if meta.num_rows <= skip:  # row groups of 0 rows too, which the library's reader does not survive
+                if meta.num_rows <= skip:  # also skips empty row groups, on which datasets' own reader fails
                     skip -= meta.num_rows
                     continue
                 rows = self._batch_rows or max(1, _BATCH_BYTES * meta.num_rows // max(meta.total_byte_size, 1))
@@ -138,7 +139,7 @@ class _ParquetFiles:
             known = [name for name in table.column_names if name in self._features]
             if len(known) != table.num_columns:
                 return table
-            # Computed once: the library derives it anew at each call, which costs as much as reading a small table.
+            # Cached, since datasets derives it on every call, which costs as much as reading a small table.
             self._schema = Features({name: self._features[name] for name in known}).arrow_schema
         return table if table.schema == self._schema else table_cast(table, self._schema)
 
@@ -148,7 +149,7 @@ class _ParquetFiles:
         try:
             if local is not None and "::" not in path:
                 return pq.ParquetFile(local, pre_buffer=False, buffer_size=_READ_BYTES)
-            # Reads of a remote file are gathered, or each column of a row group is a round trip of its own.
+            # pre_buffer coalesces remote reads; otherwise each column of a row group is a separate round trip.
             stream = xopen(path, "rb", download_config=self._download)
             return _ClosingParquetFile(stream, pre_buffer=True)
         except pa.ArrowInvalid as error:
@@ -163,7 +164,7 @@ class _ParquetFiles:
 
 
 class _ClosingParquetFile(pq.ParquetFile):
-    """A ParquetFile that closes the stream it was given."""
+    """A ParquetFile that closes the stream passed to it, which pyarrow's own leaves open."""
 
     def __init__(self, stream: Any, **options: Any) -> None:
         self._given_stream = stream
@@ -175,7 +176,7 @@ class _ClosingParquetFile(pq.ParquetFile):
 
 
 class _ArrowFiles:
-    """Local Arrow IPC files, streams included, through a memory map."""
+    """Local Arrow IPC files, in the file or stream format, through a memory map."""
 
     is_table = True
 
@@ -206,7 +207,7 @@ class _ArrowFiles:
             try:
                 try:
                     yield from pa.ipc.open_stream(source)
-                except pa.ArrowInvalid:  # not a stream, or a damaged one
+                except pa.ArrowInvalid:  # not the stream format, or damaged
                     source.seek(0)
                     reader = pa.ipc.open_file(source)
                     for index in range(reader.num_record_batches):
@@ -233,7 +234,7 @@ class _DatasetShards:
         self._batch_rows = batch_rows
 
     def group_rows(self, file_index: int) -> Sequence[int]:
-        # As groups of the size in which tables are read, so that cutting them costs nothing.
+        # Groups of the size in which tables are read, so splitting between groups decodes nothing twice.
         rows, size = len(self.shards[file_index]), self._batch_rows
         return [min(size, rows - start) for start in range(0, rows, size)]
 
@@ -249,7 +250,7 @@ class _DatasetShards:
 
 
 class _Generated:
-    """Whatever the library generates from lists of files: CSV, JSON, text, image folders, generators."""
+    """Anything that datasets generates from lists of files: CSV, JSON, text, image folders, generators."""
 
     def __init__(
         self, generate: Callable[..., Iterator[tuple[Any, Any]]], kwargs: dict[str, Any], is_table: bool
@@ -275,7 +276,7 @@ class _Generated:
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
         if self._is_empty_local_file(file_index):
-            return  # the readers of CSV and JSON fail on them
+            return  # the CSV and JSON readers fail on empty files
         skip = first_row
         for _, item in self._generate(**self._parts[file_index]):
             if not self.is_table:
@@ -295,10 +296,10 @@ class _Generated:
 
 
 def file_sizes(leaf: Any, paths: Sequence[str]) -> list[int]:
-    """Bytes of the files of a leaf of a dataset's tree, local or remote.
+    """Sizes in bytes of the local or remote files of a leaf of a dataset's tree.
 
     Raises:
-      SourceError: a file is missing; it names the file.
+      SourceError: a file is missing; names the file.
     """
     make = getattr(leaf, "generate_tables_fn", None) or leaf.generate_examples_fn
     download = _download_config(getattr(make, "__self__", None))
@@ -313,18 +314,18 @@ def file_sizes(leaf: Any, paths: Sequence[str]) -> list[int]:
                 "it, or make the dataset again from the files that are there."
             ) from None
 
-    return file_paths.in_threads(size_of, paths)  # remote sizes are a round trip each
+    return file_paths.in_threads(size_of, paths)  # each remote size is a round trip
 
 
 def _download_config(builder: Any) -> DownloadConfig:
-    """What the library opens the files of a builder with: the token of a private repository, for one."""
+    """The options with which datasets opens a builder's files, such as the token of a private repository."""
     return DownloadConfig(
         storage_options=getattr(builder, "storage_options", None) or {}, token=getattr(builder, "token", None)
     )
 
 
 def _paths_in(kwargs: dict[str, Any], count: int) -> list[str] | None:
-    """The file names among the arguments of a generator."""
+    """The list of ``count`` file names among a generator's arguments; None if there is none."""
     for name in ("base_files", "files", "original_files", *kwargs):
         value = kwargs.get(name)
         if (

@@ -1,4 +1,4 @@
-"""What makes two Hugging Face datasets the same, so that a saved state can be continued."""
+"""Identity of Hugging Face datasets: a state can resume only if it is equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshfeed._src.reading.identity import probe_digest
 
 
 def function_name(function: Any) -> str:
-    """A name of a function that is the same in every process: its qualified name, that of what it wraps included."""
+    """A function's qualified name, which is the same in every process, including those of functions that it wraps."""
     if function is None:
         return "none"
     if isinstance(function, functools.partial):
@@ -24,10 +24,10 @@ def function_name(function: Any) -> str:
 
 
 def content_digest(dataset: Any, columns: Sequence[str]) -> str:
-    """A digest of 4 records spread over a map-style dataset, as they are stored.
+    """A digest of 4 evenly spaced records of a map-style dataset, as stored.
 
     Args:
-      dataset: ``datasets.Dataset`` of at least one record.
+      dataset: a ``datasets.Dataset`` of at least one record.
       columns: names of stored columns.
     """
 

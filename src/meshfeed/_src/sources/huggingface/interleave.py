@@ -1,7 +1,7 @@
 """``interleave_datasets`` within a lane, without threads.
 
-The library's own nodes fetch ahead with a thread a source, which with 64 lanes is hundreds of threads, and sleep 5 s at the
-end of every pass over Parquet files. This one has their rules and an exact state.
+The nodes of datasets prefetch with one thread per source (hundreds of threads with 64 lanes) and sleep 5 s at the end
+of every pass over Parquet files. This node follows the same rules, without threads and with an exact state.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 import numpy as np
 from datasets.iterable_dataset import _BaseExamplesIterable
 
-_DRAWS = 1000  # choices drawn at once
+_DRAWS = 1000  # random choices per block
 _NOT_READ, _END = object(), object()
 
 
 class Interleave(_BaseExamplesIterable):
-    """Examples of several sources in turns.
+    """Interleaves the examples of several sources.
 
-    The state is {turns taken, the state of each source before its next example, which sources have ended}.
+    The state holds the number of turns taken, the state of each source before its next example, and which sources have
+    ended.
 
     Args:
       ex_iterables: the sources.
-      stopping_strategy: as of ``interleave_datasets``.
-      draws: key of the random choices; None to take the sources in turns.
-      probabilities: of the sources, with ``draws``; None for equal ones.
+      stopping_strategy: as for ``interleave_datasets``.
+      draws: key of the random choices; None for round-robin.
+      probabilities: probability of each source, with ``draws``; None for uniform.
     """
 
-    _sleep_on_threads_shutdown = False
+    _sleep_on_threads_shutdown = False  # otherwise datasets sleeps after each pass, to let threads end
 
     def __init__(
         self,
@@ -70,12 +71,12 @@ class Interleave(_BaseExamplesIterable):
         children, before, ended = self.ex_iterables, state["before"], state["ended"]
         again = self.stopping_strategy != "all_exhausted_without_replacement"
         stop = any if self.stopping_strategy == "first_exhausted" else all
-        for child, place in zip(children, before, strict=True):
+        for child, child_state in zip(children, before, strict=True):
             child._init_state_dict()
-            if place is not None:
-                child.load_state_dict(place)
+            if child_state is not None:
+                child.load_state_dict(child_state)
         iterators = [iter(child) for child in children]
-        # One example of each is read ahead: only so is it known that the one before was the last.
+        # Read one example ahead of each source, to detect that the example before it was the last.
         ahead: list[Any] = [_NOT_READ] * len(children)
 
         def fetch(number: int) -> None:
@@ -104,14 +105,17 @@ class Interleave(_BaseExamplesIterable):
     def _choose(self, turn: int) -> int:
         if self.draws is None:
             return turn % len(self.ex_iterables)
-        block, place = divmod(turn, _DRAWS)
-        return _choices(self.draws, self.probabilities, len(self.ex_iterables), block)[place]
+        # Each block has its own key, so the number of turns alone determines the next choice.
+        block, offset = divmod(turn, _DRAWS)
+        return _choices(self.draws, self.probabilities, len(self.ex_iterables), block)[offset]
 
 
 @functools.lru_cache(maxsize=256)
 def _choices(draws: tuple[int, ...], probabilities: tuple[float, ...] | None, count: int, block: int) -> list[int]:
     raw = np.random.Philox(np.random.SeedSequence([*draws, block])).random_raw(_DRAWS)
+    # The high 53 bits as a float64 in [0, 1). Raw Philox numbers are stable across NumPy versions.
     uniform = (raw >> np.uint64(11)) * 2.0**-53
     weights = np.ones(count) if probabilities is None else np.asarray(probabilities, np.float64)
     edges = np.cumsum(weights) / weights.sum()
+    # Rounding may leave the last edge below 1.
     return np.minimum(np.searchsorted(edges, uniform, side="right"), count - 1).tolist()

@@ -22,7 +22,7 @@ _BLOCK_BYTES = 4 << 20
 
 
 class _Lane:
-    """What both kinds of lanes share: the error that ended it, and the checks of a state."""
+    """Common parts of both kinds of lane: the error that ended the lane, and the checks of a state."""
 
     def __init__(self, lane_index: int, epoch: int, units: Sequence[str]) -> None:
         self._lane_index = lane_index
@@ -43,24 +43,24 @@ class _Lane:
                 )
 
     def _fail(self, error: BaseException) -> BaseException:
-        # The library's iterators skip or end silently when they are called again after an error.
+        # After an error, the iterators of datasets would skip examples or end silently: keep the error.
         self._error = error
         return error
 
 
 class TableLane(_Lane):
-    """A lane whose dataset gives Arrow tables: no row becomes a Python object.
+    """A lane whose dataset yields Arrow tables; no row becomes a Python object.
 
     Args:
       tree: the lane's part of the dataset's tree.
       columns: the columns of a record; None for all.
-      features: features of the dataset, where they are known.
-      lane_index: which lane, for errors.
-      epoch: of the feed.
-      units: how its files were cut, for the state.
+      features: the dataset's features; None if unknown.
+      lane_index: index of the lane, for errors.
+      epoch: the feed's epoch.
+      units: how the files were split, for the state.
     """
 
-    fresh_arrays = True  # views of tables that were read from files, copies of others
+    fresh_arrays = True  # views of tables read from files, copies of other tables
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TableLane(_Lane):
         self._tables: Iterator[tuple[Any, pa.Table]] = iter(tree.iter_arrow())
         self._table: pa.Table | None = None
         self._before: Any = tree.state_dict()  # state of the tree before `_table`
-        self._row = 0  # of `_table`: the next one
+        self._row = 0  # next row of `_table`
         self._block: Any = None  # arrays of rows [_block_start, _block_stop) of the table
         self._block_start = self._block_stop = 0
 
@@ -97,7 +97,7 @@ class TableLane(_Lane):
         """Up to ``num_records`` records as arrays ``[n, ...]``, n at least 1.
 
         Raises:
-          StopIteration: at the end.
+          StopIteration: the lane has ended.
           SourceError: a null, text, or ragged lists.
         """
         parts, size = [], 0
@@ -105,14 +105,14 @@ class TableLane(_Lane):
             try:
                 start = self._ready() - self._block_start
             except (StopIteration, Exception):
-                if parts:  # what was read before an error is given first; the error comes again
+                if parts:  # return the records before the error; the next call raises it again
                     break
                 raise
             count = min(num_records - size, self._block_stop - self._row)
             part = _rows_of(self._block, start, start + count)
             if self._foreign:
                 part = jax.tree.map(own, part)
-            if parts and not _alike(parts[0], part):
+            if parts and not _alike(parts[0], part):  # such as lists of a different length: end the batch here
                 break
             parts.append(part)
             self._row += count
@@ -120,14 +120,14 @@ class TableLane(_Lane):
         return parts[0] if len(parts) == 1 else _concatenate(parts)
 
     def get_state(self) -> JsonValue:
-        """State after the last record given."""
+        """State after the last record returned."""
         return {**self._about, "before": self._before, "row": self._row}
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken.
+        """Resumes after the record at which ``state`` was taken.
 
         Raises:
-          StateMismatchError: it is of another epoch, or the files were cut otherwise.
+          StateMismatchError: the state is of a different epoch, or the files were split differently.
         """
         self._check(state)
         self.close()
@@ -147,7 +147,7 @@ class TableLane(_Lane):
         self._block_start = self._block_stop = 0
 
     def _ready(self) -> int:
-        """The next row of the table, with its block decoded."""
+        """Decodes the block of the next row if necessary, and returns the row's index in the table."""
         if self._block_start <= self._row < self._block_stop:
             return self._row
         if self._error is not None:
@@ -166,7 +166,8 @@ class TableLane(_Lane):
         return self._row
 
     def _next_table(self) -> None:
-        fresh = self._table is None  # the first, or the one that a state points into
+        fresh = self._table is None  # the first table, or the one in which the restored state was taken
+        # Taken before next(), since a restore must read this table again.
         before = self._before if fresh else self._tree.state_dict()
         try:
             _, table = next(self._tables)
@@ -207,7 +208,7 @@ class TableLane(_Lane):
         try:
             block = table_rows(self._table, self._row, stop)
         except SourceError:
-            # The rows before the bad one are good: give them first.
+            # Some row is bad. Decode one row at a time, which delivers the good rows before it first.
             stop = self._row + 1
             block = table_rows(self._table, self._row, stop)
         self._block, self._block_start, self._block_stop = block, self._row, stop
@@ -217,11 +218,11 @@ class ExampleLane(_Lane):
     """A lane whose dataset runs Python functions on rows (``map``, ``filter``), or decodes images and audio.
 
     Args:
-      dataset: the lane's part of the dataset; nobody else iterates it.
+      dataset: the lane's part of the dataset; only this lane iterates it.
       columns: the columns of a record; None for all.
-      lane_index: which lane, for errors.
-      epoch: of the feed.
-      units: how its files were cut, for the state.
+      lane_index: index of the lane, for errors.
+      epoch: the feed's epoch.
+      units: how the files were split, for the state.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class ExampleLane(_Lane):
         self._columns = columns
         self._dtypes = _dtypes_of(dataset.features)
         self._examples: Iterator[dict[str, Any]] = iter(dataset)
-        self._restored: Any = dataset.state_dict()  # until the first record, when the dataset's own is right
+        self._restored: Any = dataset.state_dict()  # used until the first record; then the dataset's own state is right
 
     def __next__(self) -> dict[str, PyTree]:
         if self._error is not None:
@@ -247,14 +248,14 @@ class ExampleLane(_Lane):
             raise self._fail(error) from None
 
     def get_state(self) -> JsonValue:
-        """State after the last record given."""
+        """State after the last record returned."""
         return {**self._about, "dataset": self._restored or self._dataset.state_dict()}
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken.
+        """Resumes after the record at which ``state`` was taken.
 
         Raises:
-          StateMismatchError: it is of another epoch, or the files were cut otherwise.
+          StateMismatchError: the state is of a different epoch, or the files were split differently.
         """
         self._check(state)
         self.close()
@@ -272,7 +273,7 @@ class ExampleLane(_Lane):
 
 
 class ReplayedLane:
-    """A lane without a state, for nodes of the library whose state is not exact; it is resumed by reading again."""
+    """A lane without a state, for nodes of datasets whose state is not exact; it resumes by reading again."""
 
     def __init__(self, lane: TableLane | ExampleLane) -> None:
         self._lane = lane
@@ -289,13 +290,13 @@ class ReplayedLane:
 
 
 def _makes_tables(node: Any) -> bool:
-    """Whether a node gives tables in memory that the user may have: those of a function, or of a dataset in memory."""
+    """Whether a node yields in-memory tables that the user may also hold: from a function or an in-memory dataset."""
     files = getattr(node, "files", None)
     return getattr(node, "function", None) is not None or (files is not None and files.paths is None)
 
 
 def _rows_of(block: dict[str, PyTree], start: int, stop: int) -> dict[str, PyTree]:
-    # Almost all columns are arrays, and walking a tree costs more than slicing one.
+    # Almost all columns are plain arrays, and jax.tree.map costs more than slicing one.
     return {
         name: value[start:stop] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[start:stop], value)
         for name, value in block.items()
@@ -319,7 +320,7 @@ def _alike(first: PyTree, second: PyTree) -> bool:
 
 
 def _dtypes_of(features: Features | None) -> dict[str, np.dtype]:
-    """Numpy dtypes of the columns of numbers and of lists of numbers."""
+    """Numpy dtypes of the columns that hold numbers or lists of numbers."""
     found = {}
     for name, feature in (features or {}).items():
         inner = feature

@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 
 @public("meshfeed.sources")
 @hides_own_frames
-def HuggingFace(  # reads as the class of a source, and is one of two
+def HuggingFace(  # named like a class, but returns one of several
     dataset: Any, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
 ) -> HuggingFaceTable | HuggingFaceRows | HuggingFaceStream:
     """A Hugging Face dataset as a source.
 
-    A map-style ``datasets.Dataset`` is read at random: exact on any number of hosts, shuffled by the feed. A streaming
-    ``datasets.IterableDataset`` is cut into lanes below ``map``, by files, then row groups, then row ranges.
+    A map-style ``datasets.Dataset`` is random access: the feed shuffles it, and it resumes exactly on any number of
+    hosts. A streaming ``datasets.IterableDataset`` is split into lanes below ``map``, by files, then row groups, then
+    row ranges.
 
     Args:
       dataset: a ``datasets.Dataset`` or ``datasets.IterableDataset`` of one split.
-      columns: names of the columns that make a record; all of them if None.
-      shuffle_buffer: streams only: records, over all lanes, among which records are shuffled with the feed's seed. Each
-        lane shuffles windows of ``shuffle_buffer // num_lanes`` records (of 2 at least), and the order of its files. 0:
-        as stored.
+      columns: names of the columns of a record; None for all.
+      shuffle_buffer: for streams only: size of the shuffle buffer in records, over all lanes. With the feed's seed,
+        each lane shuffles its files and windows of ``shuffle_buffer // num_lanes`` records (at least 2). 0 keeps the
+        stored order.
 
     Returns:
       A random-access source for a map-style dataset, a stream for a streaming one.
 
     Raises:
-      SettingsError: a wrong ``columns`` or ``shuffle_buffer``.
-      SourceError: no dataset, an empty one, text among its columns, or a stream that cannot be continued exactly.
+      SettingsError: ``columns`` or ``shuffle_buffer`` is invalid.
+      SourceError: ``dataset`` is not a dataset, is empty, has columns of text, or is a stream that cannot resume
+        exactly.
     """
     import datasets
 

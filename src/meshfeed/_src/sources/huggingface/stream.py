@@ -29,16 +29,16 @@ _SETTINGS = (
 
 
 class HuggingFaceStream:
-    """A ``datasets.IterableDataset`` as lanes, each continued exactly.
+    """A ``datasets.IterableDataset`` as lanes that resume exactly.
 
     Args:
-      dataset: a streaming dataset of one split; it is not changed, and may be used elsewhere.
+      dataset: a streaming dataset of one split; it is not modified and may be used elsewhere.
       columns: the columns of a record; None for all.
-      shuffle_buffer: records over all lanes that are shuffled with each other; 0 for none.
+      shuffle_buffer: size of the shuffle buffer in records, over all lanes; 0 for none.
 
     Raises:
-      SourceError: a dataset that was split by node already, or that has a shuffle buffer of its own.
-      SettingsError: ``columns`` names what the dataset has not.
+      SourceError: the dataset is already split by node, or has its own shuffle buffer.
+      SettingsError: ``columns`` has a name that the dataset does not have.
     """
 
     def __init__(self, dataset: IterableDataset, columns: Sequence[str] | None, shuffle_buffer: int) -> None:
@@ -67,21 +67,22 @@ class HuggingFaceStream:
         self._counts: dict[int, Counts] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_counts": {}}  # its keys are identities of objects of this process
+        return {**self.__dict__, "_counts": {}}  # keyed by id(), which is only valid in this process
 
     def open(
         self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
     ) -> TableLane | ExampleLane | ReplayedLane | WindowShuffle:
-        """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
+        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
 
         Args:
           lane_index: 0 … num_lanes - 1.
           num_lanes: number of lanes.
-          epoch: with ``shuffle_buffer``, each epoch has an order of its own.
-          seed: of the feed.
+          epoch: the feed's epoch; with ``shuffle_buffer``, each epoch has a different order.
+          seed: the feed's seed.
 
         Returns:
-          An iterator of dicts of numpy values with ``get_state`` and ``set_state``.
+          An iterator of dicts of numpy values. It has ``get_state`` and ``set_state`` unless a node's state is not
+          exact.
         """
         shuffles = self._shuffle_buffer > 0
         cut = LaneCut(lane_index, num_lanes, seed, epoch, shuffles, self._columns, counts=self._counts)
@@ -90,7 +91,7 @@ class HuggingFaceStream:
         lane = self._lane(tree, cut)
         if not self._shuffle_buffer:
             return lane
-        window = max(min(2, self._shuffle_buffer), self._shuffle_buffer // num_lanes)  # one record is no shuffle
+        window = max(min(2, self._shuffle_buffer), self._shuffle_buffer // num_lanes)  # a window of 1 does not shuffle
         if self._shuffle_buffer < 2 * num_lanes and lane_index == 0:
             _log.warning(
                 "shuffle_buffer=%d over %d lanes is less than two records a lane: each shuffles windows of %d, and the "
@@ -111,7 +112,7 @@ class HuggingFaceStream:
         return [path for leaf in leaves for path in open_files(leaf, None).paths or ()]
 
     def fingerprint(self) -> JsonValue:
-        """Identity: files by base name and size, columns, and the names of the dataset's steps and functions."""
+        """Identity: files by base name and size, columns, and the dataset's steps with their function names."""
         paths: list[str] = []
         sizes: list[int] = []
         rows = 0
@@ -143,14 +144,14 @@ class HuggingFaceStream:
         else:
             part = IterableDataset(tree, info=dataset._info.copy(), token_per_repo_id=dataset._token_per_repo_id)
             lane = ExampleLane(part, self._columns, cut.lane_index, cut.epoch, cut.units)
-        # batch(by_column=) keeps the rows of the group it is in, and its state does not.
+        # batch(by_column=) buffers the rows of the current group, which its state does not include.
         exact = not any(getattr(node, "is_batch_accumulate_arrow_table_function", False) for node in walk(tree))
         return lane if exact else ReplayedLane(lane)
 
     def _warn(self, cut: LaneCut) -> None:
         if not cut.costs or cut.num_lanes in self._warned:
             return
-        self._warned.add(cut.num_lanes)  # once, not once a lane
+        self._warned.add(cut.num_lanes)  # warn once, not once per lane
         listed = "; ".join(cut.costs[:_MAX_LISTED])
         more = f"; and {len(cut.costs) - _MAX_LISTED} more" if len(cut.costs) > _MAX_LISTED else ""
         _log.warning(
@@ -163,7 +164,7 @@ class HuggingFaceStream:
 
 
 def _describe(node: Any) -> list[Any]:
-    """A node of the tree: its class, functions by name, and settings."""
+    """A description of a node: its class, its function's name and its settings."""
     settings = {}
     for name in _SETTINGS:
         value = getattr(node, name, None)

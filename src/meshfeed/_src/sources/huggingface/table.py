@@ -19,19 +19,19 @@ from meshfeed._src.sources.huggingface.values import record_to_numpy, value_to_n
 
 
 class HuggingFaceTable:
-    """Records of a ``datasets.Dataset``, read from its Arrow table a batch at a time.
+    """Records of a ``datasets.Dataset``, read from its Arrow table in batches.
 
-    Integers, floats and booleans keep the dtype of the column, also under ``with_format``; a ``dtype`` given to
-    ``with_format`` is applied. Image and audio columns are decoded by the library, row by row.
+    Integers, floats and booleans keep the column's dtype, even with ``with_format``, unless it was given a ``dtype``.
+    datasets decodes image and audio columns, row by row.
 
     Args:
       dataset: a map-style dataset without a transform.
-      columns: names of the columns that make a record.
+      columns: names of the columns of a record.
     """
 
     decode = None
     decode_batch = None
-    fresh_arrays = True  # or views of mapped files, which the library does not write again
+    fresh_arrays = True  # or views of mapped files, which datasets does not rewrite
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
@@ -51,7 +51,7 @@ class HuggingFaceTable:
             for name in self._columns
             if name not in self._decoded
         }
-        # shuffle() and select() leave the table as it is and keep the chosen rows in a table of their own.
+        # shuffle() and select() leave the table unchanged and keep the row indices in a separate table.
         indices = dataset._indices
         self._rows = None if indices is None else _RowMap(indices.table.column(0).chunks)
         self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
@@ -61,7 +61,7 @@ class HuggingFaceTable:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._prepare()  # views of buffers do not travel
+        self._prepare()  # views of buffers are not pickled but rebuilt
 
     def __repr__(self) -> str:
         return f"HuggingFace({len(self):,} records)"
@@ -76,23 +76,23 @@ class HuggingFaceTable:
         return jax.tree.map(lambda leaf: leaf[0], batch)
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
-        """Several records, in the order asked for."""
+        """Several records, in the order of ``record_ids``."""
         batch = self.read_batch(np.asarray(record_ids, np.int64))
         return [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(len(record_ids))]
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
-        """Reads records already stacked.
+        """Reads records as stacked arrays.
 
         Args:
           record_ids: int64[n], in any order, repeats allowed.
 
         Returns:
-          Column name → array ``[n, ...]``; a dict of arrays for struct columns. Rows that are neighbours in a mapped file are
-          views of it.
+          Column name → array ``[n, ...]``; a dict of arrays for struct columns. Consecutive rows of a mapped file are
+          returned as views of it.
 
         Raises:
           IndexError: an id is not in [0, len).
-          SourceError: a null, ragged lists, or images of unequal shapes; with the column and the record.
+          SourceError: a null, ragged lists, or images of unequal shapes; names the column and the record.
         """
         ids = np.ascontiguousarray(record_ids, np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
@@ -116,7 +116,7 @@ class HuggingFaceTable:
         return batch
 
     def fingerprint(self) -> JsonValue:
-        """Identity: number of records, columns and their types, and a digest of 4 records spread over the dataset."""
+        """Identity: number of records, columns and their types, and a digest of 4 evenly spaced records."""
         return {
             "kind": "huggingface",
             "records": len(self),
@@ -134,11 +134,11 @@ class HuggingFaceTable:
 
 
 class HuggingFaceRows:
-    """Records of a ``datasets.Dataset`` that has a transform (``with_transform``): read through the transform.
+    """Records of a ``datasets.Dataset`` with a transform (``with_transform``), read through the transform.
 
     Args:
       dataset: a map-style dataset.
-      columns: names of the keys of the transform's output that make a record; None for all.
+      columns: keys of the transform's output that form a record; None for all.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None) -> None:
@@ -152,17 +152,22 @@ class HuggingFaceRows:
         return len(self._dataset)
 
     def __getitem__(self, record_id: Any) -> dict[str, PyTree]:
-        """Record ``record_id``: a dict of numpy values."""
+        """Record ``record_id``: a dict of numpy values.
+
+        Raises:
+          IndexError: ``record_id`` is not in [0, len).
+          SourceError: see :meth:`__getitems__`.
+        """
         row = operator.index(record_id)
         if not 0 <= row < len(self):
             raise IndexError(f"record id {row} is out of range: the dataset has {len(self):,} records")
         return self.__getitems__([row])[0]
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
-        """Several records, in the order asked for.
+        """Several records, in the order of ``record_ids``.
 
         Raises:
-          SourceError: text, a null or ragged lists in a column.
+          SourceError: a column is missing, or has text, a null or ragged lists.
         """
         ids = [int(record_id) for record_id in record_ids]
         records = self._dataset.__getitems__(ids)
@@ -172,7 +177,7 @@ class HuggingFaceRows:
         ]
 
     def fingerprint(self) -> JsonValue:
-        """Identity: as of a dataset without a transform, and the transform's name."""
+        """Identity: as for a dataset without a transform, plus the transform's name."""
         transform = (self._dataset._format_kwargs or {}).get("transform")
         stored = list(self._dataset.column_names)
         return {
@@ -186,7 +191,7 @@ class HuggingFaceRows:
 
 
 class _RowMap:
-    """Record id → row of the table, for datasets that were shuffled, sorted or selected from."""
+    """Record id → row of the table, for datasets after ``shuffle``, ``sort`` or ``select``."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self._parts = [chunk.to_numpy(zero_copy_only=True) for chunk in chunks]  # views of a memory map
@@ -204,7 +209,7 @@ class _RowMap:
 
 
 def _in_ids_of_the_dataset(error: SourceError, rows: np.ndarray, ids: np.ndarray) -> SourceError:
-    """The error with the dataset's record id where it names a row of the underlying table."""
+    """The error with the dataset's record id in place of the row of the underlying table."""
     if error.record_id is None or rows is ids:
         return error
     record_id = int(ids[np.flatnonzero(rows == error.record_id)[0]])

@@ -12,11 +12,11 @@ from meshfeed._src.base.types import PyTree
 
 
 def leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
-    """How to read a dataset without a column, as the end of a sentence; nothing if no other column is left.
+    """The end of an error's fix: how to read a dataset without a column. Empty if no other column remains.
 
     Args:
-      name: the column.
-      all_columns: the columns that may be kept, or a record, of which text and nulls are left out.
+      name: the column to leave out.
+      all_columns: the columns that may be kept, or a record, whose text and nulls are left out.
     """
     others = [column for column in all_columns if column != name]
     if isinstance(all_columns, Mapping):
@@ -32,17 +32,17 @@ def record_to_numpy(
     record_id: int | None = None,
     lane_index: int | None = None,
 ) -> dict[str, PyTree]:
-    """A record with numpy leaves.
+    """Converts a record's values to numpy.
 
     Args:
       record: column name → value.
       columns: the columns to keep; None for all.
-      dtypes: dtype of the columns for which it is known.
-      record_id: its id, for errors.
-      lane_index: its lane, for errors.
+      dtypes: column name → dtype, if known.
+      record_id: id of the record, for errors.
+      lane_index: index of the lane, for errors.
 
     Raises:
-      SourceError: a column that is missing, text, null or ragged.
+      SourceError: a column is missing, or has text, a null or ragged lists.
     """
     names = list(record) if columns is None else columns
     advised = record if columns is None else columns
@@ -73,10 +73,18 @@ def value_to_numpy(
     record_id: int | None = None,
     lane_index: int | None = None,
 ) -> PyTree:
-    """A column's value as an array, or a dict of arrays.
+    """Converts a column's value to an array or a dict of arrays.
 
-    Images become uint8 arrays as Pillow gives them; audio becomes ``{"array": [samples] or [channels, samples],
-    "sampling_rate": …}``.
+    An image becomes a uint8 array as converted by Pillow; audio becomes ``{"array": [samples] or [channels, samples],
+    "sampling_rate": int64}``.
+
+    Args:
+      value: the value.
+      name: the column, for errors.
+      all_columns: see :func:`leave_out`.
+      dtype: dtype of the array, if known.
+      record_id: id of the record, for errors.
+      lane_index: index of the lane, for errors.
 
     Raises:
       SourceError: text, a null, ragged lists, or an object without an array form.
@@ -116,10 +124,11 @@ def value_to_numpy(
             "rectangular lists. Pad or cut them with map().",
             **where,
         ) from None
+    # The bfloat16 of ml_dtypes has kind "V".
     if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__} of dtype {array.dtype}{place}, which no device holds. "
             f"Expected numbers, booleans, or lists of them. Convert it with map(){without}.",
             **where,
         )
-    return array[()]  # a scalar of numpy where it has no dimensions
+    return array[()]  # a numpy scalar if it has no dimensions

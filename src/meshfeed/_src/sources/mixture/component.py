@@ -1,4 +1,4 @@
-"""One component of one lane of a mixture: its records over its own epochs, stacked, resumable."""
+"""One component of one mixture lane: its records over its own epochs, stacked and resumable."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
 from meshfeed._src.reading.records import accepts_keyword, read_records, wants_rng
 
-_COMPONENT_SEED = 104  # what a derived key is for; apart from those of _mixture_order
+_COMPONENT_SEED = 104  # purpose of a derived key; differs from those in order/mixture.py
 
 
 class RecordsLane:
-    """Every ``num_lanes``-th record of a random-access source in the order of one epoch, as a lane.
+    """Every ``num_lanes``-th record of a random-access source, in the order of one epoch, as a lane.
 
     Args:
       source: a random-access source.
-      lane_index: which lane.
-      num_lanes: of how many.
-      epoch: which epoch.
+      lane_index: 0 … num_lanes - 1.
+      num_lanes: number of lanes.
+      epoch: the component's epoch.
       shuffle: see :class:`meshfeed._src.order.epochs.EpochOrder`.
-      seed: of the order.
-      rng_seed: of the random numbers that decoders take.
+      seed: seed of the order.
+      rng_seed: seed of the decoders' random numbers.
     """
 
     fresh_arrays = True
@@ -50,7 +50,11 @@ class RecordsLane:
         self._taken = 0
 
     def next_batch(self, num_records: int) -> PyTree:
-        """Up to ``num_records`` records, stacked."""
+        """Up to ``num_records`` records, stacked.
+
+        Raises:
+          StopIteration: the epoch has ended.
+        """
         size = self._order.num_records
         offsets = self._lane_index + self._num_lanes * np.arange(self._taken, self._taken + num_records)
         offsets = offsets[offsets < size]
@@ -65,25 +69,25 @@ class RecordsLane:
         return batch
 
     def get_state(self) -> int:
-        """Records taken."""
+        """Number of records read."""
         return self._taken
 
     def set_state(self, state: int) -> None:
-        """Goes on after that many."""
+        """Resumes after ``state`` records."""
         self._taken = state
 
 
 class ComponentLane:
-    """Reads one component for one lane of a mixture. Nothing is opened before the first record is wanted.
+    """Reads one component for one mixture lane. Opens the source on the first read.
 
     Args:
-      name: of the component.
-      number: its place among the components.
+      name: the component's name.
+      number: the component's index in the mixture.
       source: a stream source or a random-access source.
-      lane_index: which lane.
-      num_lanes: of how many.
-      seed: of the feed.
-      shuffle: order of a random-access source.
+      lane_index: 0 … num_lanes - 1.
+      num_lanes: number of lanes.
+      seed: the feed's seed.
+      shuffle: order of a random-access source; see :class:`meshfeed._src.order.epochs.EpochOrder`.
     """
 
     def __init__(
@@ -105,14 +109,18 @@ class ComponentLane:
 
     @property
     def state_cost(self) -> str:
-        """As the open iterator has it."""
+        """``state_cost`` of the open iterator; "cheap" if it has none."""
         return getattr(self._iterator, "state_cost", "cheap")
 
     def read(self, num_records: int) -> list[tuple[PyTree, int]]:
-        """Batches of together ``num_records`` records, fewer if the epoch ends before.
+        """Reads ``num_records`` records, or fewer if the epoch ends first.
+
+        Returns:
+          ``[(batch, number of records in it), ...]``.
 
         Raises:
-          What the component raises, with a note that names it; this object is then not to be used again.
+          SourceError: the component raised StopIteration while it was being opened or decoded.
+          Any error that the component raises, with a note naming it. Do not use this object after an error.
         """
         try:
             if self._iterator is None:
@@ -137,10 +145,10 @@ class ComponentLane:
             raise
 
     def next_epoch(self) -> None:
-        """Begins the component's next epoch.
+        """Starts the component's next epoch.
 
         Raises:
-          SourceError: this one had no record, so that the mixture would wait for ever.
+          SourceError: the current epoch had no records, so repeating it would loop forever.
         """
         if not self._taken:
             raise SourceError(
@@ -156,14 +164,14 @@ class ComponentLane:
     def get_state(self) -> JsonValue:
         """``[epoch, records taken, [the source's state] or None, records to skip from it]``."""
         iterator = self._iterator
-        if iterator is None:  # as it was restored
+        if iterator is None:  # not opened since set_state: return the restored state
             return [self.epoch, self._taken, self._state, self._skip]
         if self._taken and hasattr(iterator, "get_state"):
             return [self.epoch, self._taken, [iterator.get_state()], 0]
         return [self.epoch, self._taken, None, self._taken]
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on where :meth:`get_state` was."""
+        """Resumes after the record at which ``state`` was taken; opens nothing yet."""
         self.close()
         self.epoch, self._taken, self._state, self._skip = state
 
@@ -216,7 +224,7 @@ class ComponentLane:
             left -= count
 
     def _next(self, num_records: int, *, decode: bool = True) -> tuple[PyTree, int]:
-        """Some records, and how many; None and 0 at the end of the epoch."""
+        """A batch of up to ``num_records`` records and its size; None and 0 at the end of the epoch."""
         iterator = self._iterator
         if self._decode is None and hasattr(iterator, "next_batch"):
             try:
@@ -235,7 +243,7 @@ class ComponentLane:
             count += 1
         if not count:
             return None, 0
-        if not decode:
+        if not decode:  # skipped to resume: only their number counts
             return (), count
         batch, self._spec = stack.take()
         return batch, count
@@ -245,6 +253,7 @@ class ComponentLane:
             return record
         if not self._decode_rng:
             return self._decode(record)
+        # Unique across components, like the record ids of a random-access mixture.
         record_id = (self._number << 48) | (self._taken + ahead)
         return self._decode(
             record, rng=philox(epoch_order.derive_key(self._seed, self._lane_index), self.epoch, record_id)

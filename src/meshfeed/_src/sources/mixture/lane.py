@@ -1,4 +1,4 @@
-"""One lane of a mixture: components in the order of the blocks, each read on where it stands."""
+"""One lane of a mixture: draws from the components in the order of the blocks, each from its own cursor."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from meshfeed._src.sources.mixture.parts import Joiner, Part
 
 
 class MixtureLane:
-    """Records of one lane, a :class:`meshfeed._src.base.types.LaneIterator`.
+    """Records of one lane; a :class:`meshfeed._src.base.types.LaneIterator`.
 
-    The lane ends where the mixture does: with ``on_end="stop"`` before the first record that a component would have to
-    repeat after ``num_epochs``; with ``"repeat"`` where the last of the last stage's components has been read
-    ``num_epochs`` times and is asked again.
+    With ``on_end="stop"``, the lane ends before the first record that a component would have to repeat after
+    ``num_epochs``. With ``"repeat"``, it ends when every component of the last stage has completed ``num_epochs`` and
+    the last of them is drawn again.
 
     Args:
-      components: in the order of their numbers.
-      blocks: which component feeds which record.
+      components: the components, ordered by number.
+      blocks: which component supplies which record.
       last_stage: names of the last stage's components.
-      num_epochs: None for ever.
+      num_epochs: number of epochs of each component; None to repeat forever.
       on_end: "repeat" or "stop".
     """
 
-    fresh_arrays = True  # components are read into memory of their own
+    fresh_arrays = True  # components read into their own memory
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class MixtureLane:
 
     @property
     def state_cost(self) -> str:
-        """Expensive if a component's is."""
+        """``"expensive"`` if any component's state is, otherwise ``"cheap"``."""
         return "expensive" if any(c.state_cost == "expensive" for c in self._components) else "cheap"
 
     def next_batch(self, num_records: int) -> PyTree:
@@ -65,7 +65,7 @@ class MixtureLane:
 
         Raises:
           StopIteration: the lane has ended.
-          SourceError: a component without records, or components whose records differ.
+          SourceError: a component has no records, or the components' records differ in structure, shape or dtype.
         """
         if self._ended:
             raise StopIteration
@@ -89,7 +89,11 @@ class MixtureLane:
         return batch
 
     def _take(self, component: ComponentLane, rows: RecordIds, parts: list[Part]) -> int | None:
-        """Reads records for ``rows`` into ``parts``; the row at which ``num_epochs`` had been read, if it was here."""
+        """Reads records for ``rows`` and appends them to ``parts``.
+
+        Returns:
+          The row at which the component had completed ``num_epochs``, if that happened in this call, otherwise None.
+        """
         end, done = None, 0
         while True:
             for batch, count in component.read(len(rows) - done):
@@ -107,7 +111,7 @@ class MixtureLane:
         return all(component.epoch >= (self._num_epochs or 0) for component in self._deciding)
 
     def get_state(self) -> JsonValue:
-        """Position, and where each component stands that has been read."""
+        """Position in the lane, and the state of each component that has been read."""
         return {
             "position": self._position,
             "ended": self._ended,
@@ -119,7 +123,7 @@ class MixtureLane:
         }
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken; nothing is opened yet."""
+        """Resumes after the record at which ``state`` was taken; opens nothing yet."""
         for component in self._components:
             component.set_state(state["components"].get(component.name, [0, 0, None, 0]))
         self._position, self._ended = state["position"], state["ended"]

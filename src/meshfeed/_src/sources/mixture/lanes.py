@@ -1,7 +1,7 @@
-"""A mixture with a stream among its components: every lane mixes the components' lanes by itself.
+"""A mixture with at least one stream component: each lane mixes the components' lanes independently.
 
-Lane i draws from lane i of each component, in blocks laid out as those of a random-access mixture, with a key of its
-own. What a lane delivered is known from its position and, for each component, its epoch and its place in it.
+Lane i draws from lane i of each component, in blocks laid out as in a random-access mixture but with its own key. Its
+state is its position and, for each component, the epoch and the cursor within it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshfeed._src.sources.mixture.component import ComponentLane
 from meshfeed._src.sources.mixture.lane import MixtureLane
 from meshfeed._src.sources.mixture.parts import compact_identity
 
-_LANE_LAYOUT = 103  # what a derived key is for; apart from those of _mixture_order
+_LANE_LAYOUT = 103  # purpose of a derived key; differs from those in order/mixture.py
 
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """What a feed's settings add to a mixture: first position of each stage, seed, epochs."""
+    """The feed's settings for a mixture: first position of each stage, seed, number of epochs."""
 
     first_positions: tuple[int, ...]
     seed: int = 0
@@ -32,10 +32,10 @@ class _Bound:
 
 
 class StreamMixture:
-    """A :func:`meshfeed.sources.Mixture` in which some component is a stream; made by that function."""
+    """A :func:`meshfeed.sources.Mixture` with at least one stream component; made by that function."""
 
     kind = "mixture"
-    owns_epochs = True  # each component has its own: a lane goes on over all of them and is opened once
+    owns_epochs = True  # components have their own epochs, so the feed opens a lane once for all epochs
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StreamMixture:
         self.stages, self.block, self.on_end, self.shuffle = stages, block, on_end, shuffle
         for source in components.values():
             if hasattr(source, "__getitem__"):
-                EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # raises what shuffle cannot be
+                EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
         self._bound = bound
         self._identities: dict[str, JsonValue] = {}
 
@@ -58,7 +58,11 @@ class StreamMixture:
         return f"Mixture({', '.join(self.components)}, read as lanes)"
 
     def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StreamMixture:
-        """This mixture under a feed's settings."""
+        """A copy of this mixture with a feed's settings.
+
+        Raises:
+          SettingsError: ``on_end="stop"`` without ``num_epochs``.
+        """
         if self.on_end == "stop" and num_epochs is None:
             raise SettingsError(
                 "on_end='stop' with num_epochs=None: a component without an end never stops the mixture. "
@@ -67,14 +71,14 @@ class StreamMixture:
             )
         bound = _Bound(tuple(position_of_step(step) for step, _ in self.stages), seed, num_epochs)
         clone = StreamMixture(self.components, self.stages, self.block, self.on_end, self.shuffle, bound)
-        clone._identities = self._identities
+        clone._identities = self._identities  # shared, since computing an identity may read records
         return clone
 
     def open(self, lane_index: int, num_lanes: int) -> MixtureLane:
         """Lane ``lane_index`` of ``num_lanes``, mixed from that lane of every component.
 
         Raises:
-          SettingsError: stages, and no feed that says at which record their steps begin.
+          SettingsError: the mixture has stages but is not bound to a feed, which maps their steps to positions.
         """
         bound = self._bound
         if bound is None:
@@ -83,6 +87,7 @@ class StreamMixture:
                     "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
                 )
             bound = _Bound((0,))
+        # Stages start at positions of the global stream; each lane has 1 / num_lanes of these positions.
         stages = [
             Stage(first // num_lanes, weights, step)
             for first, (step, weights) in zip(bound.first_positions, self.stages, strict=True)
@@ -100,11 +105,11 @@ class StreamMixture:
         )
 
     def fingerprint(self) -> JsonValue:
-        """Identity without the components, which may be added to: they are compared with the stages that use them."""
+        """Identity without the components, since a later stage may add some; ``check_saved`` compares them."""
         return {"kind": "mixture"}
 
     def mixture_config(self) -> JsonValue:
-        """Stages and components, as ``check_saved`` compares them."""
+        """Stages and components, for ``check_saved``."""
         for name, source in self.components.items():
             if name not in self._identities:
                 self._identities[name] = compact_identity(source)
@@ -126,7 +131,7 @@ class StreamMixture:
         check_stages(saved_mixture, self.mixture_config(), position, step=step)
 
     def close(self) -> None:
-        """Closes the components that can be closed."""
+        """Closes the components that have a ``close``."""
         for source in self.components.values():
             close = getattr(source, "close", None)
             if callable(close):

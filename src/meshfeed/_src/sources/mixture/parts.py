@@ -1,4 +1,4 @@
-"""Records of several components in one batch: the same structure everywhere, each in its row."""
+"""Joins records of several components into one batch; all components must have the same structure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.state.state import digest_of
 
 Part = tuple[str, np.ndarray[Any, Any], PyTree]
-"""Component, the rows of the batch that are its own (int64[k], rising), and its records, pytree of ``[k, ...]``."""
+"""Component name, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
 
 
 def compact_identity(source: Any) -> JsonValue:
-    """A source's identity with everything long as a digest: a state holds one for each component."""
+    """A source's identity with long values replaced by digests, since a state holds one per component."""
 
     def short(value: Any) -> Any:
         small = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= 16)
@@ -30,17 +30,17 @@ def compact_identity(source: Any) -> JsonValue:
 
 
 def check_shapes(shapes: Mapping[str, PyTree]) -> None:
-    """Compares components before anything is read.
+    """Checks that components have the same record structure, without reading records.
 
     Args:
       shapes: component → pytree of ``jax.ShapeDtypeStruct`` of one record.
 
     Raises:
-      SourceError: components whose records differ in structure, shape or dtype; names both and the leaf.
+      SourceError: records of two components differ in structure, shape or dtype; names the components and the leaf.
     """
     (first, wanted), *others = shapes.items()
     for name, found in others:
-        if jax.tree.flatten(found) != jax.tree.flatten(wanted):  # nodes of the user's own may not compare
+        if jax.tree.flatten(found) != jax.tree.flatten(wanted):  # treedefs of custom nodes may not compare
             raise SourceError(_difference(name, _no_rows(found), first, _no_rows(wanted)))
 
 
@@ -49,39 +49,40 @@ def _no_rows(shapes: PyTree) -> PyTree:
 
 
 class Joiner:
-    """Joins parts of components into batches; remembers the first component's structure, which all must have."""
+    """Joins the components' parts into batches; all parts must match the structure of the first one seen."""
 
     def __init__(self) -> None:
         self._wanted: Any = None
         self._first: tuple[str, PyTree] | None = None
 
     def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
-        """One batch ``[num_rows, ...]`` of parts that together hold each row once.
+        """Joins parts that together cover each row once into one batch ``[num_rows, ...]``.
 
         Args:
-          parts: at least one.
-          num_rows: rows of the batch.
-          whole: leaves hold all columns; parts of columns are compared with each other only.
+          parts: at least one part.
+          num_rows: rows in the batch.
+          whole: whether the leaves hold all columns. If not, the parts are compared only with each other.
 
         Raises:
-          SourceError: components whose records differ in structure, shape or dtype; names both and the leaf.
+          SourceError: records of two components differ in structure, shape or dtype; names the components and the leaf.
         """
         wanted, first = (self._wanted, self._first) if whole else (None, None)
         flat = []
         for name, rows, tree in parts:
             leaves, treedef = jax.tree.flatten(tree)
             leaves = [np.asarray(leaf) for leaf in leaves]
-            # compared without paths, which take longer to find than small parts to read
+            # Compared without leaf paths: finding them takes longer than reading a small part.
             structure = treedef, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves]
             if structure != wanted or any(leaf.shape[:1] != (len(rows),) for leaf in leaves):
-                spec_of_batch(tree, len(rows), what=f"component {name!r}")  # raises where it is no batch of these rows
+                spec_of_batch(tree, len(rows), what=f"component {name!r}")  # raises if it is not such a batch
                 if first is not None:
                     raise SourceError(_difference(name, tree, *first))
+                # Keep 0 rows: errors need the shapes and dtypes, not the data.
                 wanted, first = structure, (name, jax.tree.map(lambda leaf: np.array(leaf[:0]), tree))
             flat.append((rows, leaves, treedef))
         if whole:
             self._wanted, self._first = wanted, first
-        if len(parts) == 1 and len(parts[0][1]) == num_rows:
+        if len(parts) == 1 and len(parts[0][1]) == num_rows:  # one component fills the batch: no copy
             return parts[0][2]
         outputs = [memory.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in flat[0][1]]
         for rows, leaves, _ in flat:

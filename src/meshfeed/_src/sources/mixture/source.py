@@ -1,4 +1,4 @@
-"""Several sources as one, in shares that hold exactly in every block."""
+"""Mixes several sources into one, with shares that are exact in every block."""
 
 from __future__ import annotations
 
@@ -32,33 +32,38 @@ def Mixture(
     on_end: str = "repeat",
     shuffle: bool | int = False,
 ) -> RandomMixture | StreamMixture:
-    """Several sources as one stream, by weight.
+    """Mixes several sources into one, by weight.
 
-    Every block of ``block`` records holds the same number of records of each component (the weights' shares by largest
-    remainder), in an order of its own. Each component keeps its own order and its own epochs: one that is drawn from
-    twice as fast begins its second epoch when another ends its first. What is read at step k follows from k alone.
+    Every block of ``block`` records holds the same number of records of each component (the weights' shares, rounded by
+    largest remainder), in an order specific to the block. Each component keeps its own order and its own epochs: one
+    that is drawn from twice as fast as another of the same length starts its second epoch when the other is halfway
+    through its first. The records of step k depend only on k.
 
-    Weights may change at steps that are written down: ``[(0, {"web": 3, "code": 1}), (5000, {"web": 1})]``. A state can
-    be continued as long as the stages that have begun are the same; later ones may be changed, and components added at
-    the end of the dict.
+    Weights may change at given steps: ``[(0, {"web": 3, "code": 1}), (5000, {"web": 1})]``. A state can resume as long
+    as the stages that have begun are unchanged. Later stages may change, and components may be added at the end of the
+    dict.
 
-    If every component is read at random, so is the mixture: a record's id is ``component << 48 | id``, components
-    numbered in the order of the dict. If one is a stream, all are read as lanes, each lane mixed by itself.
+    If every component is random access, so is the mixture: a record id is ``component << 48 | id``, with components
+    numbered in the order of the dict. If any component is a stream, all are read as lanes and each lane is mixed
+    independently.
 
     Args:
-      components: name → source (or what the feed takes as one). All give records of one structure.
-      weights: name → weight, relative; or stages ``[(first_step, {name: weight}), ...]``. Every component is named, in
-        some stage; one that has weight 0 in a stage, or is not named there, is not read in it.
-      block: records in which the weights hold exactly; a weight smaller than ``1 / block`` of all is refused.
-      on_end: what a component does that has been read ``num_epochs`` times. ``"repeat"``: it is read again until every
-        component of the last stage has been read ``num_epochs`` times in full, which ends the mixture. ``"stop"``: it
-        ends the mixture.
-      shuffle: order of random-access components that are read as lanes, as the feed's own ``shuffle`` (which a stream
-        refuses). Not for mixtures that are read at random, which follow the feed's.
+      components: name → source, or any object that the feed accepts as one. All records must have the same structure.
+      weights: name → relative weight; or stages ``[(first_step, {name: weight}), ...]``. Every component must be named
+        in at least one stage. A component with weight 0 in a stage, or not named in it, is not read in that stage.
+      block: number of records in which the shares are exact; a weight below ``1 / block`` of the total is an error.
+      on_end: what happens when a component has been read ``num_epochs`` times. ``"repeat"``: it repeats until every
+        component of the last stage has been read ``num_epochs`` times in full, which ends the mixture. ``"stop"``: the
+        mixture ends.
+      shuffle: order of random-access components that are read as lanes, like the feed's ``shuffle`` (which streams do
+        not support). Not for random-access mixtures, which use the feed's.
+
+    Returns:
+      A random-access source if every component is one, otherwise a stream source.
 
     Raises:
-      SettingsError: weights, block, on_end or shuffle that cannot be.
-      SourceError: no component, or one that is no source of records.
+      SettingsError: ``weights``, ``block``, ``on_end`` or ``shuffle`` is invalid.
+      SourceError: no component, or a component that is not a source of records.
     """
     if not isinstance(components, Mapping) or not components:
         raise SourceError(
@@ -80,7 +85,7 @@ def Mixture(
     if isinstance(block, bool) or not isinstance(block, int | np.integer) or block < 1:
         raise SettingsError(f"block={block!r}; it takes a number of records of at least 1.", setting="block")
     for _, stage_weights in stages:
-        block_counts(stage_weights, names, int(block))  # raises where a weight is too small for the block
+        block_counts(stage_weights, names, int(block))  # raises if a weight is too small for the block
     check_all_named(weights, names)
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
@@ -102,12 +107,12 @@ def _is_stream(source: Any) -> bool:
 class RandomMixture:
     """A :func:`Mixture` of random-access sources; made by that function.
 
-    Reads group the ids by component; each component is read once a batch, in the caller's thread, so that 35 components
-    need no more threads or readers than one.
+    A read groups the ids by component and reads each component once per batch, in the caller's thread. 35 components
+    therefore need no more threads or readers than one.
     """
 
     kind = "mixture"
-    fresh_arrays = True  # read_records copies what a component may write to again
+    fresh_arrays = True  # read_records copies memory that a component may reuse
 
     def __init__(self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str) -> None:
         self.components = dict(components)
@@ -117,7 +122,7 @@ class RandomMixture:
         self._rng_components = [wants_rng(source) for source in self._sources]
         self.wants_rng = any(self._rng_components)
         self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
-        if self.reads_columns:  # the columns to read are worked out from the first component: a wider one would be cut
+        if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
             check_shapes({name: source.element_shapes() for name, source in components.items()})
         self._joiner = Joiner()
         self._identities: dict[str, JsonValue] | None = None
@@ -126,23 +131,23 @@ class RandomMixture:
         return f"Mixture({', '.join(f'{name}: {len(source):,} records' for name, source in self.components.items())})"
 
     def __len__(self) -> int:
-        """Records of all components together."""
+        """Total number of records of all components."""
         return sum(len(source) for source in self._sources)
 
     def __getitem__(self, record_id: Any) -> Record:
-        """The record with the mixture's id ``component << 48 | id``, as views of a batch of one."""
+        """The record with the id ``component << 48 | id``, as views of a batch of one."""
         batch = self.read_batch(np.array([record_id], np.int64))
         return jax.tree.map(lambda leaf: leaf[0], batch)
 
     @property
     def first_record_id(self) -> int:
-        """A record id to learn the records' structure from: the first record of the first component in use."""
+        """Id of the record from which to infer the structure: the first of the first stage's first component."""
         return int(join_ids(self._names.index(next(iter(self._stages[0][1]))), 0))
 
     def make_order(
         self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
     ) -> MixtureOrder:
-        """The order of the mixture under a feed's settings."""
+        """The order of the mixture for a feed's settings."""
         if self._identities is None:
             self._identities = {name: compact_identity(source) for name, source in self.components.items()}
         return MixtureOrder(
@@ -157,7 +162,11 @@ class RandomMixture:
         )
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
-        """Raises SourceError for an id that names no component, or no record of it."""
+        """Checks that ids exist.
+
+        Raises:
+          SourceError: an id refers to a component that does not exist, or to a record past its end.
+        """
         numbers, ids = split_ids(np.asarray(record_ids, np.int64))
         for mixture_id, number, record_id in zip(record_ids, numbers.tolist(), ids.tolist(), strict=True):
             if not 0 <= number < len(self._sources):
@@ -174,7 +183,7 @@ class RandomMixture:
                 )
 
     def element_shapes(self) -> PyTree:
-        """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first component; for mixtures of columns."""
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first component; only if ``reads_columns``."""
         return self._sources[0].element_shapes()
 
     def read_batch(
@@ -187,15 +196,15 @@ class RandomMixture:
 
         Args:
           record_ids: int64[n], ``component << 48 | id``, in any order, repeats allowed.
-          columns: part of each leaf; only where every component reads columns.
-          rngs: a generator a record, for decoders that take ``rng=``.
+          columns: leaf path → slices of the dimensions after the first; only if every component reads columns.
+          rngs: one generator per record, for decoders that take ``rng=``.
 
         Returns:
-          Pytree of arrays ``[n, ...]``, row i the record ``record_ids[i]``.
+          Pytree of arrays ``[n, ...]``; row i is the record ``record_ids[i]``.
 
         Raises:
-          SourceError: an id without a record, or components whose records differ; names them and the leaf.
-          What a component raises.
+          SourceError: an id has no record, or records of two components differ; names the components and the leaf.
+          Any error that a component raises, with a note naming it.
         """
         record_ids = np.asarray(record_ids, np.int64)
         numbers, ids = split_ids(record_ids)
@@ -213,27 +222,27 @@ class RandomMixture:
         return self._joiner.join(parts, len(record_ids), whole=columns is None)
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
-        """The record that takes the place of a bad one: another of the same component."""
+        """Id of the record that replaces a bad one: a different record of the same component."""
         number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)
         replacement = epoch_order.replacement_id(seed, epoch, own_id, attempt, len(self._sources[number]))
         return int(join_ids(number, replacement))
 
     def file_of(self, record_id: int) -> str | None:
-        """Component and file that hold a record."""
+        """The component that holds a record, and the file if known."""
         number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)
         path = file_of(self._sources[number], own_id)
         return f"component {self._names[number]!r}" + (f", {path}" if path else "")
 
     def fingerprint(self) -> JsonValue:
-        """Identity without the components, which may be added to: they are compared with the stages that use them."""
+        """Identity without the components, since a later stage may add some; the order's stages compare them."""
         return {"kind": "mixture", "records": "by component"}
 
     def close(self) -> None:
-        """Closes the components that can be closed."""
+        """Closes the components that have a ``close``."""
         for source in self._sources:
             close = getattr(source, "close", None)
             if callable(close):
                 close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joiner": Joiner()}
+        return {**self.__dict__, "_joiner": Joiner()}  # a copy takes the structure from its own first batch

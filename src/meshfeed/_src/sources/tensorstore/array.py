@@ -1,4 +1,4 @@
-"""One stored array: opened when first read, its rows or windows read straight into a buffer."""
+"""One stored array: opened on the first read, its rows or windows read directly into a buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.sources.files.formats import reader_hint
 
 _STRICT_DRIVERS = ("zarr", "zarr2", "zarr3", "n5")
-# Status codes of storage that cannot be reached just now; the others say that what was read is not what was written.
+# Status codes of storage that is unreachable, which a retry may fix; any other code means damaged data.
 _UNREACHABLE = (
     "ABORTED",
     "CANCELLED",
@@ -32,10 +32,10 @@ class Array:
     """One stored array as records.
 
     Attributes:
-      num_records: rows, or whole windows.
-      shape: of a record.
-      dtype: of its elements, in native byte order.
-      stored_shape: of the array.
+      num_records: number of rows, or of whole windows.
+      shape: shape of one record.
+      dtype: dtype of the elements, in native byte order.
+      stored_shape: shape of the stored array.
       where: URL or path.
     """
 
@@ -53,14 +53,14 @@ class Array:
             self.num_records, self.shape = self.stored_shape[0] // window, (window, *self.stored_shape[1:])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None}
+        return {**self.__dict__, "_store": None}  # a copy opens the array itself
 
     def identity(self) -> JsonValue:
-        """``[base name, shape]``: the same for a moved folder."""
+        """``[base name, shape]``, which does not change if the folder is moved."""
         return [self.where.rpartition("/")[2], list(self.stored_shape)]
 
     def close(self) -> None:
-        """Lets the open array go."""
+        """Releases the open array."""
         self._store = None
 
     def _open(self) -> Any:
@@ -70,12 +70,15 @@ class Array:
         return store
 
     def start(self, ids: RecordIds, part: tuple[slice, ...], output: np.ndarray[Any, Any]) -> Callable[[], None]:
-        """Starts reading records into ``output``; the returned function waits.
+        """Starts reading records into ``output``.
 
         Args:
           ids: int64[n], n at least 1.
           part: slices of the first dimensions of a record.
           output: C-contiguous ``[n, ...]``.
+
+        Returns:
+          A function that waits until ``output`` is filled.
         """
         import tensorstore as ts
 
@@ -92,7 +95,7 @@ class Array:
             low, high, step = part[0].indices(self._window) if part else (0, self._window, 1)
             starts = (ids * self._window).tolist()
             rest = part[1:]
-            # One virtual array of all windows, so that windows in one chunk share its decoding.
+            # One virtual array of all windows: windows in the same chunk decode it only once.
             layers = [store[(slice(start + low, start + high, step), *rest)].translate_to[0] for start in starts]
             source = ts.stack(layers)
         target = ts.array(output)
@@ -103,12 +106,14 @@ def inspect_array(spec: Any, leaf: str, window: int | None, *, fill_missing: boo
     """Opens an array and checks that its rows can be records.
 
     Raises:
-      SourceError: no array there, or one that no device holds; names it and the leaf.
+      SourceError: there is no array, or its dtype or shape is not supported; names the array and the leaf.
+      OSError: storage is unreachable.
     """
     given = _as_spec(spec, leaf)
     where = _where(given)
     try:
         store = _open(given, cache_bytes)
+        # Open again with the detected driver, and with missing chunks as errors unless the user asked otherwise.
         resolved = {**_without_context(store.spec(minimal_spec=True).to_json())}
         strict = not fill_missing and resolved["driver"] in _STRICT_DRIVERS
         if isinstance(given, Mapping) and "fill_missing_data_reads" in given:
@@ -138,7 +143,7 @@ def inspect_array(spec: Any, leaf: str, window: int | None, *, fill_missing: boo
 
 
 def read_error(error: Exception, array: Array, leaf: str, record_id: int | None) -> Exception:
-    """A failed read as an OSError (worth trying again) or a CorruptDataError."""
+    """Converts the error of a failed read to an OSError (can be retried) or a CorruptDataError."""
     record = "" if record_id is None else f"record {record_id} of "
     if not isinstance(error, ValueError):
         return error
@@ -160,7 +165,7 @@ def read_error(error: Exception, array: Array, leaf: str, record_id: int | None)
 
 @functools.lru_cache
 def _context(cache_bytes: int) -> Any:
-    """Shared, because what it bounds, memory, is the process's."""
+    """A context shared by all arrays, since its limit bounds the memory of the process."""
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
@@ -170,9 +175,10 @@ def _open(spec: Any, cache_bytes: int) -> Any:
     import tensorstore as ts
 
     own = isinstance(spec, Mapping) and "context" in spec
-    # Data that is read does not change, so chunks in memory are not compared with storage again.
+    # The data must not change while it is read, so cached chunks need no revalidation against storage.
     extra = {} if own else {"context": _context(cache_bytes)}
     store = ts.open(spec, open=True, read=True, recheck_cached_data="open", **extra).result()
+    # Record ids start at 0 even if the stored domain does not.
     return store if not any(store.domain.origin) else store[ts.d[:].translate_to[0]]
 
 
@@ -210,4 +216,4 @@ def _code(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    return str(error).partition(" [")[0].strip().rstrip(".")  # what follows is TensorStore's own spec and source lines
+    return str(error).partition(" [")[0].strip().rstrip(".")  # drops the spec and source lines that TensorStore appends

@@ -1,4 +1,4 @@
-"""Rows of zarr, zarr3 and N5 arrays, or windows of one long array, by id: only the rows and columns asked for."""
+"""Rows of zarr, zarr3 and N5 arrays, or windows of one long array, by id; reads only the requested rows and columns."""
 
 from __future__ import annotations
 
@@ -22,28 +22,31 @@ _CACHE_BYTES = 1 << 28
 
 @public("meshfeed.sources")
 class TensorStore:
-    """Records that are rows of stored arrays: record i is row i of every leaf.
+    """Rows of stored arrays as records: record i is row i of every leaf.
 
-    A read touches only the stored chunks that hold the rows and columns asked for, all of them at once. So with the
-    sequence sharded over hosts, and chunks that divide it, nobody reads whole examples. Where records are shuffled,
-    chunks of few rows, or ``shuffle=<rows a chunk>``, spare reading a whole chunk for a row.
+    A read fetches only the stored chunks that hold the requested rows and columns, all concurrently. If the sequence is
+    sharded over hosts and the chunk boundaries divide it, no host reads whole examples. With a shuffled feed, store few
+    rows per chunk or pass ``shuffle=<rows per chunk>``; otherwise each row costs a whole chunk.
 
-    The source can be pickled; open arrays do not travel. Safe to read from several threads. The arrays must not change
-    while they are read.
+    The source can be pickled; the copy opens its own arrays. Safe to read from several threads. The arrays must not
+    change while they are read.
 
     Args:
-      spec_or_specs: an array: a path (its format is detected), a URL that TensorStore knows (``gs://…``, ``s3://…``) or
-        a TensorStore spec. A list of them: rows of the first, then of the second, and so on. A dict of any of these:
-        a record is a dict with a leaf for each name.
-      window: record i is elements ``[i * window, (i + 1) * window)`` of the first dimension instead of row i, such as
-        2048 tokens of one long array. A rest shorter than a window is left out (at the end of each array of a list).
-      fill_missing: chunks that were not stored are read as the fill value. That is how TensorStore and zarr store chunks
-        of fill values only, but also what a lost file looks like, so it is an error unless asked for.
-      cache_bytes: decoded chunks kept in memory, by all TensorStore sources of this process with this setting together.
+      spec_or_specs: an array: a path (the format is detected), a URL that TensorStore supports (``gs://…``, ``s3://…``)
+        or a TensorStore spec. A list of arrays: the rows of the first, then of the second, and so on. A dict of any of
+        these: a record is a dict with one leaf per name.
+      window: if given, record i is elements ``[i * window, (i + 1) * window)`` of the first dimension instead of row i,
+        such as 2048 tokens of one long array. A remainder shorter than a window is dropped (in each array of a list).
+      fill_missing: whether missing chunks are read as the fill value. TensorStore and zarr do not store chunks that
+        hold only the fill value, but a lost file looks the same, so a missing chunk is an error by default.
+      cache_bytes: bytes of decoded chunks kept in memory, shared by all TensorStore sources of this process with the
+        same setting.
 
     Raises:
-      SourceError: no array there, none that can be rows of records, or leaves of unequal length; names path and leaf.
-      SettingsError: ``window`` or ``cache_bytes`` out of range.
+      SourceError: there is no array, it cannot be read as records, or leaves differ in length; names the path and the
+        leaf.
+      OSError: storage is unreachable.
+      SettingsError: ``window`` or ``cache_bytes`` is out of range.
     """
 
     kind = "tensorstore"
@@ -92,7 +95,11 @@ class TensorStore:
         return len(self._leaves[0])
 
     def __getitem__(self, record_id: Any) -> Record:
-        """Record ``record_id``: each leaf without its first dimension."""
+        """Record ``record_id``: each leaf without its first dimension.
+
+        Raises:
+          IndexError, CorruptDataError, OSError: see :meth:`read_batch`.
+        """
         batch = self.read_batch([operator.index(record_id)])
         return jax.tree.map(lambda leaf: leaf[0], batch)
 
@@ -101,26 +108,26 @@ class TensorStore:
         return self._treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves])
 
     def read_batch(self, record_ids: RecordIds | Sequence[int], columns: ColumnSlices | None = None) -> PyTree:
-        """Reads records already stacked, all leaves at once.
+        """Reads records as stacked arrays, all leaves concurrently.
 
         Args:
           record_ids: int64[n], in any order, repeats allowed.
-          columns: slices of the dimensions after the first for some leaves, by leaf path; others are read whole.
+          columns: leaf path → slices of the dimensions after the first; other leaves are read whole.
 
         Returns:
-          Pytree of arrays ``[n, ...]`` in fresh 64-byte-aligned buffers.
+          Pytree of arrays ``[n, ...]`` in new 64-byte-aligned buffers.
 
         Raises:
           IndexError: an id is not in [0, len).
-          CorruptDataError: a stored chunk is damaged or missing; names the array and the first such record.
-          OSError: storage cannot be reached.
+          CorruptDataError: a stored chunk is damaged or missing; names the array and the first affected record.
+          OSError: storage is unreachable.
         """
         ids = np.ascontiguousarray(record_ids, np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise IndexError(f"record id {worst} is out of range: the source has {len(self):,} records")
         slices = [(columns or {}).get(path, ()) for path in self._paths]
-        # every read is under way before the first is waited for
+        # Start every read before waiting for the first, so that they overlap.
         started = [leaf.start(ids, part) for leaf, part in zip(self._leaves, slices, strict=True)]
         outputs = []
         for leaf, part, (output, reads) in zip(self._leaves, slices, started, strict=True):
@@ -135,11 +142,11 @@ class TensorStore:
         return self._treedef.unflatten(outputs)
 
     def file_of(self, record_id: int) -> str:
-        """URL or path of the array that holds a record, of the first leaf."""
+        """URL or path of the first leaf's array that holds a record."""
         return self._leaves[0].array_of(int(record_id)).where
 
     def fingerprint(self) -> JsonValue:
-        """Identity: number of records, leaves, base names of the arrays, and a digest of 4 records."""
+        """Identity: number of records, leaves, base names and shapes of the arrays, and a digest of 4 records."""
         return {
             "kind": "tensorstore",
             "records": len(self),
@@ -150,14 +157,14 @@ class TensorStore:
         }
 
     def close(self) -> None:
-        """Closes the arrays. The source can still be read from: they open again."""
+        """Closes the arrays. A later read reopens them."""
         for leaf in self._leaves:
             for array in leaf.arrays:
                 array.close()
 
 
 class _Leaf:
-    """One leaf: one array, or several whose rows follow one another."""
+    """One leaf: one array, or several concatenated along the first dimension."""
 
     def __init__(self, path: str, specs: Any, window: int | None, fill_missing: bool, cache_bytes: int) -> None:
         self.path = path or "the record"
@@ -193,7 +200,7 @@ class _Leaf:
         return self.arrays[int(np.searchsorted(self._ends, record_id, side="right"))]
 
     def start(self, ids: RecordIds, part: tuple[slice, ...]) -> tuple[np.ndarray[Any, Any], list[Any]]:
-        """Starts the reads of records; the output is filled once every returned function was called."""
+        """Starts reading records; calling every returned function waits until the output is filled."""
         inner = tuple(range(*s.indices(size)) for s, size in zip(part, self.shape, strict=False))
         shape = tuple(len(r) for r in inner) + self.shape[len(inner) :]
         output = memory.empty((ids.size, *shape), self.dtype)
@@ -207,14 +214,15 @@ class _Leaf:
             rows = np.flatnonzero(which == index)
             array = self.arrays[index]
             own = ids[rows] - (self._ends[index] - array.num_records)
-            if int(rows[-1]) - int(rows[0]) == rows.size - 1:  # together in the batch: straight into their place
+            if int(rows[-1]) - int(rows[0]) == rows.size - 1:  # adjacent in the batch: no scatter needed
                 reads.append(array.start(own, part, output[rows[0] : rows[-1] + 1]))
             else:
                 reads.append(_scattered(array, own, part, output, rows))
         return output, reads
 
     def explain(self, error: Exception, ids: RecordIds, part: tuple[slice, ...]) -> Exception:
-        """The error to raise for a batch that failed: of the first record that fails alone, if one does."""
+        """The error to raise for a failed batch: that of the first record that fails when read alone, if any does."""
+        # While storage is unreachable, reading the records one by one would only repeat the failure.
         unreachable = isinstance(read_error(error, self.arrays[0], self.path, None), OSError)
         for record_id in () if unreachable else dict.fromkeys(ids.tolist()):
             _, reads = self.start(np.array([record_id], np.int64), part)

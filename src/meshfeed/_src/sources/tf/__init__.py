@@ -1,1 +1,1 @@
-"""tf.data and TFDS. Read first: ``tf_data.py`` and ``tfds.py``."""
+"""tf.data and TFDS as sources. Read first: ``tf_data.py`` and ``tfds.py``."""

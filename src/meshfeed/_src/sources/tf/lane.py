@@ -1,4 +1,4 @@
-"""One lane of records from a tf.data iterator, resumed from a checkpoint of it."""
+"""One lane of records from a tf.data iterator, which resumes from an iterator checkpoint."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class TFDataLane:
     """Records of a ``tf.data.Dataset`` as numpy, with an exact state.
 
     Args:
-      make: makes the lane's pipeline, a new one at each call: a ``shuffle`` orders its records otherwise each time that
-        one and the same pipeline is iterated. Its order is made deterministic.
-      lane_index: which lane, for errors.
+      make: returns the lane's pipeline, a new one on each call, since a ``shuffle`` reorders its records each time the
+        same pipeline object is iterated. The lane makes its order deterministic.
+      lane_index: index of the lane, for errors.
 
     Raises:
-      SourceError: it is no tf.data.Dataset, or shuffles without a seed.
+      SourceError: ``make`` does not return a tf.data.Dataset, or its pipeline has randomness without a seed.
     """
 
-    state_cost = "expensive"  # 10 ms and more, so the feed takes it now and then and counts the records since
+    state_cost = "expensive"  # at least 10 ms, so the feed takes it occasionally and counts the records since
 
     def __init__(self, make: Callable[[], Any], lane_index: int) -> None:
         import tensorflow as tf
@@ -39,7 +39,7 @@ class TFDataLane:
         self._lane_index = lane_index
         self._pipeline: list[str] = []
         self._iterator: Iterator[Any] = self._start()
-        self._records = 0  # given since the start
+        self._records = 0  # records returned since the start
         self._can_checkpoint = True
         self._error: BaseException | None = None
 
@@ -54,7 +54,7 @@ class TFDataLane:
         self._pipeline = _describe(dataset, lane_index)
         options = tf.data.Options()
         options.deterministic = True
-        # Anything with state outside the pipeline then refuses to be checkpointed, rather than being left out.
+        # With FAIL, checkpointing raises if the pipeline has external state; the default omits that state.
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
         return iter(dataset.with_options(options))
 
@@ -66,18 +66,18 @@ class TFDataLane:
         return self._tf.nest.map_structure(self._to_numpy, element)
 
     def get_state(self) -> JsonValue:
-        """State after the last record given: a checkpoint of the iterator, and how many records came before it.
+        """State after the last record returned: an iterator checkpoint and the number of records before it.
 
-        Where tf.data cannot checkpoint the pipeline there is only the number, and the records are read again.
+        If tf.data cannot checkpoint the pipeline, the state has only the number, and a restore reads the records again.
         """
         checkpoint = self._take_checkpoint() if self._can_checkpoint and self._records else None
         return {"pipeline": self._pipeline, "records": self._records, "checkpoint": checkpoint}
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken.
+        """Resumes after the record at which ``state`` was taken.
 
         Raises:
-          StateMismatchError: the pipeline has other steps, or TensorFlow cannot restore the checkpoint.
+          StateMismatchError: the pipeline has different steps, or TensorFlow cannot restore the checkpoint.
           SourceError: the pipeline ends before that record.
         """
         if state["pipeline"] != self._pipeline:
@@ -87,7 +87,7 @@ class TFDataLane:
                 self._pipeline,
                 "Return the pipeline that the state was saved with from open(lane_index, num_lanes).",
             )
-        if self._records or self._error is not None:
+        if self._records or self._error is not None:  # a used iterator cannot be rewound
             self._error = None
             self._records = 0
             self._iterator = self._start()
@@ -105,12 +105,12 @@ class TFDataLane:
                 ) from None
 
     def close(self) -> None:
-        """Releases the iterator and what it prefetched."""
+        """Releases the iterator and the records it prefetched."""
         self._iterator = iter(())
 
     def _next_element(self) -> Any:
         if self._error is not None:
-            raise self._error.with_traceback(None)  # tf.data may skip or end silently when it is asked again
+            raise self._error.with_traceback(None)  # after an error, tf.data may skip records or end silently
         try:
             element = next(self._iterator)
         except StopIteration:
@@ -122,7 +122,7 @@ class TFDataLane:
         return element
 
     def _translate(self, error: Any) -> Exception:
-        """The error in the terms of retries (OSError) and damaged data, where it is one of these."""
+        """Maps an error to OSError (can be retried) or CorruptDataError; returns other errors unchanged."""
         errors = self._tf.errors
         if isinstance(error, errors.DataLossError):
             return CorruptDataError(
@@ -144,7 +144,7 @@ class TFDataLane:
         )
 
     def _take_checkpoint(self) -> dict[str, str] | None:
-        """The files of a checkpoint, by suffix, as base64 of zlib; None where tf.data refuses."""
+        """The files of a checkpoint: suffix → base64 of zlib data. None if tf.data cannot checkpoint the pipeline."""
         errors = self._tf.errors
         with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
             try:
@@ -184,7 +184,7 @@ def _read(path: str) -> bytes:
 
 
 def steps_of(dataset: Any) -> list[Any]:
-    """The steps of a pipeline, from its end to its sources."""
+    """The steps of a pipeline, from the last to the sources."""
     steps, pending = [], [dataset]
     while pending:
         steps.append(pending.pop())
@@ -193,15 +193,15 @@ def steps_of(dataset: Any) -> list[Any]:
 
 
 def is_shuffle(step: Any) -> bool:
-    """Whether a step is a shuffle of tf.data."""
+    """Whether a step is a tf.data ``shuffle``."""
     return type(step).__name__ == "_ShuffleDataset"
 
 
 def _describe(dataset: Any, lane_index: int) -> list[str]:
-    """The kinds of a pipeline's steps, from its end to its sources, and the type of its records.
+    """The class names of a pipeline's steps, from the last to the sources, and the type of its records.
 
     Raises:
-      SourceError: randomness without a seed.
+      SourceError: a step has randomness without a seed.
     """
     names = []
     for step in steps_of(dataset):

@@ -1,4 +1,4 @@
-"""Randomness in a tf.data pipeline that would be other numbers on another host, or after a resume."""
+"""Detects randomness in a tf.data pipeline that would differ on a different host or after a resume."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 
 def loose_randomness(step: Any) -> str | None:
-    """What a step draws that does not follow from the pipeline alone, in words; None where all of it does.
+    """Describes randomness of a step that the pipeline does not determine; None if there is none.
 
-    That is a step without a seed, also inside the function of a ``map`` or ``interleave``, and a ``tf.random`` in a
-    function that runs in parallel: its numbers go to the records in the order in which threads come to ask.
+    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, and a
+    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number.
 
     Args:
-      step: a ``tf.data.Dataset``, without those before it.
+      step: a ``tf.data.Dataset``; the steps before it are not examined.
     """
     seeds = [getattr(step, name, None) for name in ("_seed", "_seed2")]
     if all(seed is not None and int(seed) == 0 for seed in seeds):
@@ -33,7 +33,7 @@ def loose_randomness(step: Any) -> str | None:
 
 
 def _draws(nodes: Any) -> Iterator[tuple[str, bool, bool]]:
-    """Nodes of a graph that draw: in words, whether they have a seed, and whether they are a ``tf.random``."""
+    """The random nodes of a graph: description, whether it has a seed, and whether it is a ``tf.random`` op."""
     constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
     for node in nodes:
         if "seed" in node.attr and "seed2" in node.attr:

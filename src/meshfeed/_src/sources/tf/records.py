@@ -14,24 +14,24 @@ from meshfeed._src.sources.array_record.source import ArrayRecord
 
 
 def record_decoder(builder: Any, decode: Any) -> Callable[..., Record]:
-    """Turns the bytes of a serialised example into a record.
+    """A function that decodes the bytes of a serialized example into a record.
 
     Args:
       builder: the dataset's builder.
-      decode: a function of the bytes, decoders as tfds takes them, or None.
+      decode: a function of the bytes, decoders as tfds takes them, or None for the dataset's features.
     """
     if decode is not None and callable(decode):
         return decode
     features = builder.info.features
     if decode is not None and hasattr(
         decode, "extract_features"
-    ):  # tfds.decode.PartialDecoding: some of the features, and decoders for these
+    ):  # tfds.decode.PartialDecoding: a subset of the features and their decoders
         features, decode = decode.extract_features(features), decode.decoders
     return functools.partial(_decode_features, features, decode)
 
 
 def _decode_features(features: Any, decoders: Any, record: bytes) -> Record:
-    # The numpy reader of tfds: without TensorFlow, and the same for both file formats.
+    # The numpy parser of tfds needs no TensorFlow and works for both file formats.
     return features.deserialize_example_np(record, decoders=decoders)
 
 
@@ -41,12 +41,12 @@ def files_of(instructions: Sequence[Any]) -> list[str]:
 
 
 class TFDSRecords:
-    """A split of a dataset that is prepared as ArrayRecord: record i is example i of the split.
+    """A split of a dataset prepared as ArrayRecord: record i is example i of the split.
 
     Args:
-      builder: of the prepared dataset.
-      split: which split, or slice of one.
-      instructions: the files that it reads, with the rows of each (tfds FileInstruction).
+      builder: builder of the prepared dataset.
+      split: name of the split, or a slice of one.
+      instructions: the files of the split, with the rows of each (tfds FileInstruction).
       decode: see :func:`record_decoder`.
     """
 
@@ -57,13 +57,14 @@ class TFDSRecords:
         self._split = split
         self._records = ArrayRecord(files_of(instructions))
         self.decode = record_decoder(builder, decode)
+        # In tfds, take == -1 means all rows after the skipped ones.
         takes = [
             instruction.examples_in_shard if instruction.take == -1 else instruction.take
             for instruction in instructions
         ]
         shards = np.cumsum([0, *(instruction.examples_in_shard for instruction in instructions)])
         self._starts = np.cumsum([0, *takes])
-        # What to add to an id of the split to have the id in the files.
+        # Per file: id in the concatenated files minus id in the split.
         self._shift = shards[:-1] + np.asarray([instruction.skip for instruction in instructions]) - self._starts[:-1]
 
     def __repr__(self) -> str:
@@ -77,11 +78,11 @@ class TFDSRecords:
         return self.__getitems__([operator.index(record_id)])[0]
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
-        """Several records, decoded, in the order asked for."""
+        """Several records, decoded, in the order of ``record_ids``."""
         return [self.decode(record) for record in self.read_raw(np.asarray(record_ids, np.int64))]
 
     def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
-        """Serialised examples, in the order asked for.
+        """Serialized examples, in the order of ``record_ids``.
 
         Args:
           record_ids: int64[n], in any order, repeats allowed.
@@ -97,7 +98,7 @@ class TFDSRecords:
         return self._records.file_of(int(self._in_files(np.asarray([record_id]))[0]))
 
     def fingerprint(self) -> JsonValue:
-        """Identity: dataset, version and split, files, number of records, and a digest of some of them."""
+        """Identity: dataset, version, split, files, number of records, and a digest of some records."""
         return {
             **self._records.fingerprint(),
             "kind": "tfds",

@@ -15,16 +15,16 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
 from meshfeed._src.sources.tf.records import files_of, record_decoder
 
-_RECORDS_AT_ONCE = 32
+_RECORDS_AT_ONCE = 32  # records per call of the tf.data iterator
 
 
 class TFDSShards:
-    """A split of a dataset that is prepared as TFRecord.
+    """A split of a dataset prepared as TFRecord, read as lanes.
 
     Args:
-      builder: of the prepared dataset.
-      split: which split, or slice of one.
-      instructions: the files that it reads, with the rows of each (tfds FileInstruction).
+      builder: builder of the prepared dataset.
+      split: name of the split, or a slice of one.
+      instructions: the files of the split, with the rows of each (tfds FileInstruction).
       decode: see :func:`record_decoder`.
     """
 
@@ -45,7 +45,10 @@ class TFDSShards:
         return f"TFDS({self._name!r}, {self._split!r}, {int(self._first_ids[-1]):,} records)"
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDSLane:
-        """The records of lane ``lane_index`` of ``num_lanes`` from the beginning, the same in every epoch."""
+        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning, in the same order in every epoch.
+
+        ``epoch`` and ``seed`` only seed the ``rng`` of ``decode``.
+        """
         cut = cut_files(self._parts, lane_index, num_lanes, lambda index: [self._rows[index]])
         first_ids = [int(self._first_ids[piece.file_index]) for piece in cut.pieces]
         starts = [self._parts[piece.file_index].start for piece in cut.pieces]
@@ -53,7 +56,7 @@ class TFDSShards:
         return TFDSLane(self._paths, cut, offsets, self._decode, lane_index, epoch, seed)
 
     def fingerprint(self) -> JsonValue:
-        """Identity: dataset, version and split, files and number of records."""
+        """Identity: dataset, version, split, files and number of records."""
         return {
             "kind": "tfds",
             "dataset": self._name,
@@ -64,16 +67,16 @@ class TFDSShards:
 
 
 class TFDSLane:
-    """One lane: ranges of TFRecord files, whose lengths are known, so that its state is two numbers.
+    """One lane: ranges of TFRecord files with known lengths, so its state is just the piece and the row.
 
     Args:
-      paths: of the files.
-      cut: the pieces of them that the lane reads.
-      offsets: what to add to the row of a file to have its id in the split, for each piece.
-      decode: turns bytes into a record.
-      lane_index: which lane, for errors.
-      epoch: of the feed, for ``rng=``.
-      seed: of the feed, for ``rng=``.
+      paths: paths of the files.
+      cut: the pieces of the files that the lane reads.
+      offsets: per piece, the id in the split minus the row in the file.
+      decode: decodes bytes into a record.
+      lane_index: index of the lane, for errors.
+      epoch: the feed's epoch, for ``rng=``.
+      seed: the feed's seed, for ``rng=``.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class TFDSLane:
         self._epoch = epoch
         self._seed = seed
         self._piece = 0
-        self._row = 0  # rows of the piece given
+        self._row = 0  # rows of the piece already returned
         self._raw: Iterator[bytes] | None = None
         self._error: BaseException | None = None
 
@@ -123,14 +126,14 @@ class TFDSLane:
         raise StopIteration
 
     def get_state(self) -> JsonValue:
-        """State after the last record given."""
+        """State after the last record returned."""
         return {"cut": self._cut.unit, "piece": self._piece, "row": self._row}
 
     def set_state(self, state: JsonValue) -> None:
-        """Goes on after the record at which ``state`` was taken.
+        """Resumes after the record at which ``state`` was taken.
 
         Raises:
-          StateMismatchError: the files were cut otherwise.
+          StateMismatchError: the files were split differently.
         """
         if state["cut"] != self._cut.unit or state["piece"] > len(self._cut.pieces):
             raise StateMismatchError(
@@ -151,7 +154,7 @@ class TFDSLane:
         assert piece.stop is not None
         first = piece.file_row(done)
         records = tf.data.TFRecordDataset(self._paths[piece.file_index]).skip(first).take(piece.stop - first)
-        for batch in records.batch(_RECORDS_AT_ONCE):  # a call of the iterator costs more than a record
+        for batch in records.batch(_RECORDS_AT_ONCE):  # one iterator call costs more than one record
             yield from batch.numpy().tolist()
 
     def _next_raw(self, raw: Iterator[bytes], piece: Piece) -> bytes:

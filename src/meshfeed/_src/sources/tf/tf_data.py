@@ -15,7 +15,7 @@ from meshfeed._src.sources.tf.lane import TFDataLane, is_shuffle, steps_of
 
 @public("meshfeed.sources")
 class TFData:
-    """Any tf.data pipeline of single records, cut into lanes by the user's own function.
+    """A tf.data pipeline of single records, split into lanes by the user's own function.
 
     ::
 
@@ -25,18 +25,18 @@ class TFData:
 
         source = meshfeed.sources.TFData(open)
 
-    A lane is resumed from a checkpoint of its iterator, which the feed takes now and then (how often follows from what
-    it costs), and by reading over the records since. Pipelines that tf.data cannot checkpoint (``from_generator``,
-    ``py_function``) are resumed by reading them again from the start.
+    A lane resumes from a checkpoint of its iterator, which the feed takes periodically (at an interval that depends on
+    its cost), and then skips the records read since. A pipeline that tf.data cannot checkpoint (``from_generator``,
+    ``py_function``) resumes by reading it again from the start.
 
     Args:
-      open: ``open(lane_index, num_lanes)`` gives a ``tf.data.Dataset`` of single records (not of batches): the same
-        records whichever host asks, and over all lanes each record once. It gets ``epoch=`` and ``seed=`` if it has
-        these parameters; without ``epoch`` all epochs are alike.
-      fingerprint: JSON value that must be equal for a saved state to be continued, such as the names of the files.
+      open: ``open(lane_index, num_lanes)`` returns a ``tf.data.Dataset`` of single records, not batches. It must return
+        the same records on every host, and the lanes together must hold each record once. It is called with ``epoch=``
+        and ``seed=`` if it has these parameters; without ``epoch``, all epochs are the same.
+      fingerprint: JSON value that identifies the data, such as the file names. A state can resume only if it is equal.
 
     Raises:
-      SourceError: ``open`` is no function.
+      SourceError: ``open`` is not callable.
     """
 
     @hides_own_frames
@@ -55,31 +55,34 @@ class TFData:
         return f"TFData({getattr(self._open, '__qualname__', type(self._open).__name__)})"
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDataLane:
-        """The records of lane ``lane_index`` of ``num_lanes`` from the beginning.
+        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
 
         Raises:
-          SourceError: the function returned no tf.data.Dataset, or one that shuffles without a seed, or with a shuffle
-            that it had returned before.
+          SourceError: the function did not return a tf.data.Dataset, or the dataset has randomness without a seed, or a
+            ``shuffle`` that an earlier call had already returned.
         """
         more = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(self._open, name)}
 
         def make() -> Any:
             return self._open(lane_index, num_lanes, **more)
 
-        if not self._checked:
+        if not self._checked:  # only once, since the check builds two pipelines
             _refuse_shared_shuffle(make(), make())
             self._checked = True
         return TFDataLane(make, lane_index)
 
     def fingerprint(self) -> JsonValue:
-        """What must be equal for a saved state to be continued; each lane's state has its pipeline's steps too."""
+        """Identity: the kind, and the user's ``fingerprint`` if given; lane states also hold the pipeline's steps."""
         return {"kind": "tf.data"} if self._fingerprint is None else {"kind": "tf.data", "given": self._fingerprint}
 
 
 def _refuse_shared_shuffle(first: Any, second: Any) -> None:
-    """Raises SourceError where two calls of ``open`` return one and the same reshuffling ``shuffle``.
+    """Checks that two calls of ``open`` do not return the same reshuffling ``shuffle`` object.
 
-    It gives another order to each of its iterators, so lanes above it would lose and repeat records.
+    Such a shuffle gives each of its iterators a different order, so lanes that share it would lose and repeat records.
+
+    Raises:
+      SourceError: they return the same one.
     """
     shuffles = [step for step in steps_of(first) if is_shuffle(step)]
     again = steps_of(second)

@@ -1,4 +1,4 @@
-"""TensorFlow Datasets: ArrayRecord at random and without TensorFlow, TFRecord as lanes through tf.data."""
+"""TensorFlow Datasets: ArrayRecord as random access without TensorFlow, TFRecord as lanes through tf.data."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from meshfeed._src.sources.tf.shards import TFDSShards
 
 @public("meshfeed.sources")
 @hides_own_frames
-def TFDS(  # reads as the class of a source, and is one of two
+def TFDS(  # named like a class, but returns one of two
     name_or_builder: Any, split: str, data_dir: str | os.PathLike[str] | None = None, decode: Any = None
 ) -> TFDSRecords | TFDSShards:
     """A prepared dataset of TensorFlow Datasets as a source.
 
-    One prepared as ArrayRecord is read at random, without TensorFlow. One prepared as TFRecord is read as lanes: lane i
-    reads shards i, i + L, …, and shards that remain are cut by rows. Records are the same either way.
+    A dataset prepared as ArrayRecord is random access and needs no TensorFlow. A dataset prepared as TFRecord is read
+    as lanes: lane i of L reads shards i, i + L, …, and the remaining shards are split by rows. Both yield the same
+    records.
 
     Args:
       name_or_builder: a ``tfds.core.DatasetBuilder``, the name of a dataset (``"mnist"``, ``"c4/en:3.0.1"``), or the
-        folder of a prepared one (which holds ``dataset_info.json``).
+        folder of a prepared dataset, which contains ``dataset_info.json``.
       split: name of a split, or a slice of one such as ``"train[:90%]"``.
-      data_dir: where prepared datasets lie, for a name; that of tfds if None.
-      decode: ``decode(record: bytes) -> pytree`` for the serialised examples, may take ``rng=``; or decoders as tfds
-        takes them (``tfds.decode.PartialDecoding``, a dict). None: as the dataset's features say.
+      data_dir: folder of prepared datasets, if a name is given; None for the default of tfds.
+      decode: ``decode(record: bytes) -> pytree`` for the serialized examples, which may take ``rng=``; or decoders as
+        tfds takes them (``tfds.decode.PartialDecoding``, a dict). None decodes with the dataset's features.
 
     Returns:
-      A random-access source, or a stream.
+      A random-access source for ArrayRecord, a stream for TFRecord.
 
     Raises:
-      SourceError: the dataset is not prepared, has no such split, or is in another format.
-      SettingsError: ``split`` is no string.
+      SourceError: tensorflow_datasets is missing, or the dataset is not prepared, has no such split, or is in a
+        different format.
+      SettingsError: ``split`` is not a string.
     """
     if not isinstance(split, str):
         raise SettingsError(
@@ -98,7 +100,7 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
             f"no dataset {name!r} is prepared in {where}, and tfds knows none of that name. Expected a name, or a "
             "folder that holds dataset_info.json."
         ) from None
-    except ValueError as error:  # what tfds says of a path
+    except ValueError as error:  # raised by tfds for a path
         raise SourceError(
             f"{name!r} is neither the name of a dataset nor the folder of a prepared one, which holds "
             f"dataset_info.json (beside its shards: <data_dir>/<name>/<version>).{reader_hint(name)}"
@@ -106,7 +108,7 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
 
 
 def _prefer_array_record(builder: Any) -> Any:
-    """The builder for the ArrayRecord files, where the dataset is prepared in several formats."""
+    """The builder for the ArrayRecord files if the dataset is also prepared in that format, otherwise ``builder``."""
     import tensorflow_datasets as tfds
 
     wanted = tfds.core.file_adapters.FileFormat.ARRAY_RECORD  # pyright: ignore[reportAttributeAccessIssue] # loaded late
