@@ -317,8 +317,8 @@ def test_the_error_of_one_host_is_raised_whatever_the_others_last_answered(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that has nothing to answer has an empty answer, or still that of an earlier call."""
-    error = encode_answer(meshfeed.SourceError("the disk of host 2 is gone"))
-    held = [b"", encode_answer(meshfeed.SourceError("an error of an earlier call")), error]
+    error = encode_error(meshfeed.SourceError("the disk of host 2 is gone"))
+    held = [b"", encode_error(meshfeed.SourceError("an error of an earlier call")), error]
 
     class Hosts:
         def fetch(self, buffer: jax.Array) -> jax.Array:

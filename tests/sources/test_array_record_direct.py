@@ -334,6 +334,8 @@ def test_arguments_that_would_touch_other_memory_are_refused(folder: pathlib.Pat
         riegeli.read([3], fds, None, rows, places, out, 0)
     with pytest.raises(TypeError, match="int64"):
         riegeli.read(index, fds, None, rows.astype(np.int32), places, out, 0)
+    with pytest.raises(TypeError, match="int64"):
+        riegeli.read(index, fds, None, rows, places.astype(np.float64), out, 0)
     out.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         riegeli.read(index, fds, None, rows, places, out, 0)

@@ -133,7 +133,7 @@ def _is_a(obj: Any, package: str, *names: str) -> bool:
 
 def _is_ours(obj: Any) -> bool:
     # @public sets __module__ to the module that exports the class.
-    return f"{type(obj).__module__}.".startswith("meshfeed.sources.")
+    return f"{type(obj).__module__}.".startswith(("meshfeed.sources.", "meshfeed._src.sources."))
 
 
 def _is_stream(obj: Any) -> bool:

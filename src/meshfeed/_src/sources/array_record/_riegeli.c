@@ -458,10 +458,10 @@ static void read_batch(batch *b) {
 
 static PyObject *index_type;
 
-/* Gets a C-contiguous buffer of 8-byte items, read as int64; `count` receives their number. */
+/* Gets a C-contiguous buffer of int64; `count` receives the number of items. */
 static bool get_integers(PyObject *object, Py_buffer *view, int64_t *count, int flags) {
-  if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | flags)) return false;
-  if (view->itemsize != 8) {
+  if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags)) return false;
+  if (view->itemsize != 8 || !view->format || !strchr("lq", view->format[0]) || view->format[1]) {
     PyBuffer_Release(view);
     PyErr_SetString(PyExc_TypeError, "expected an array of int64");
     return false;
