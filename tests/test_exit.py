@@ -14,15 +14,15 @@ from meshfeed._src.reading.workers import pool as worker_pool
 
 CHILD = pathlib.Path(__file__).with_name("exit_child.py")
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "meshfeed"
-NEEDS = {"grain": "grain", "hugging_face": "datasets", "shards": "array_record"}
+NEEDS = {"grain": "grain", "hugging_face": "datasets", "shards": "array_record", "maxtext": "grain"}
 ALL = [
     "plain", "threads", "grain", "grain_dataset", "grain_iterator", "grain_thread", "grain_loader", "hugging_face",
-    "shards",
+    "shards", "maxtext",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("how", "kinds"), [("close", ALL), ("leave", ["plain", "grain_iterator", "grain_thread", "shards"])]
+    ("how", "kinds"), [("close", ALL), ("leave", ["plain", "grain_iterator", "grain_thread", "shards", "maxtext"])]
 )
 def test_a_process_whose_reads_hang_exits(how: str, kinds: list[str]) -> None:
     for kind in kinds:

@@ -6,6 +6,7 @@ import collections
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from meshfeed._src.agreement.stragglers import Lateness
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.streams.protocol import HostBatch
 
@@ -504,3 +506,114 @@ def test_what_the_last_host_said_at_the_very_end_of_the_wait_is_heard(monkeypatc
     stop = agreement.wait_for(0)
     assert stop is not None
     assert stop.errors == {0: "it left"}
+
+
+# ---------------------------------------------------------------------- hosts that drop records
+
+
+class Resuming(MemoryStore):
+    """One host is late, and each look at it finds more records dropped, ``looks`` times; then ``arrive`` is called."""
+
+    def __init__(self, host: int, looks: int) -> None:
+        super().__init__()
+        self.key, self.looks, self.seen = f"meshfeed/resuming/{host}", looks, 0
+        self.arrive: Callable[[], None] | None = None
+
+    def try_get(self, key: str) -> str | None:
+        if key != self.key:
+            return super().try_get(key)
+        self.seen += 1
+        if self.seen == self.looks and self.arrive is not None:
+            self.arrive()
+        return f"resuming lane 3: dropped {min(self.seen, self.looks)} of 400,000 records"
+
+
+def wait_for_late_host(store: Any, waiting: str, here: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """What host ``here`` of 2 waits for with a time-out of 0.05 s; ``store.arrive`` makes the other one come."""
+    monkeypatch.setattr(coordination, "key_value_store", lambda: store)
+    monkeypatch.setattr(coordination, "process_index", lambda: here)
+    window = {"upto": 1, "stop": None, "window": 1, "info": {}}
+    prefix, part, result = {
+        "settings": ("feed/train/settings/0", {"settings": {"seed": 0}, "refused": False}, {"differences": []}),
+        "exchange": ("restore/0", {}, None),
+        "window": ("test", {}, window),
+    }[waiting]
+    part_key, result_key = (f"w/0/{1 - here}", "a/0") if waiting == "window" else (f"in/{1 - here}", "out")
+
+    def arrive() -> None:
+        if here == 0 and waiting != "window":
+            store.set(f"meshfeed/{prefix}/{part_key}", json.dumps(part))
+        else:
+            store.set(f"meshfeed/{prefix}/{result_key}", json.dumps(result))
+
+    store.arrive = arrive
+    if waiting == "settings":
+        return lambda: Handshake("feed/train", range(2)).agree({"seed": 0}, 0.05)
+    if waiting == "window":
+        return lambda: agreement(store, here, 2, timeout_seconds=0.05).wait_for(0)
+    options: dict[str, Any] = {"participants": range(2), "timeout_seconds": 0.05, "doing": "restoring"}
+    return lambda: coordination.reduce_json("restore", 0, {}, lambda values: None, **options)
+
+
+WAITS = [("settings", 0), ("settings", 1), ("exchange", 0), ("exchange", 1), ("window", 1)]
+
+
+@pytest.mark.parametrize(("waiting", "here"), WAITS)
+def test_a_host_that_drops_records_for_longer_than_the_time_out_is_waited_for(
+    waiting: str, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Resuming(1 - here, looks=5)
+    wait_for_late_host(store, waiting, here, monkeypatch)()
+    assert store.seen == 5
+
+
+@pytest.mark.parametrize(("waiting", "here"), WAITS)
+def test_a_host_that_no_longer_drops_records_is_a_stall(
+    waiting: str, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Resuming(1 - here, looks=3)
+    wait = wait_for_late_host(store, waiting, here, monkeypatch)
+    store.arrive = None
+    if waiting == "window":  # this is what a host publishes of any work in a window
+        store.set(f"meshfeed/test/doing/{1 - here}", "step 0: resuming lane 3: dropped 3 of 400,000 records")
+    with pytest.raises(
+        StalledError, match=rf"host {1 - here} .*resuming lane 3: dropped 3 of 400,000 records"
+    ) as caught:
+        wait()
+    assert caught.value.hosts == (1 - here,)
+    assert store.seen == 4
+
+
+@pytest.mark.parametrize(("waiting", "here"), [("settings", 0), ("settings", 1), ("exchange", 0), ("exchange", 1)])
+def test_nobody_looks_for_hosts_that_drop_records_before_the_time_out(
+    waiting: str, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Resuming(1 - here, looks=5)
+    wait = wait_for_late_host(store, waiting, here, monkeypatch)
+    assert store.arrive is not None
+    store.arrive()
+    wait()
+    assert store.seen == 0
+
+
+def test_progress_is_published_where_there_is_some_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CountingStore()
+    monkeypatch.setattr(coordination, "process_index", lambda: 1)
+    report = coordination.ProgressReport(store, timeout_seconds=1e-9)  # type: ignore[arg-type]
+    report.update()
+    report.end()
+    assert not store.calls
+    with Dropping("lane 3", 400_000) as dropping:
+        for count in (0, 120_000, 0):
+            dropping.add(count)
+            report.update()
+        assert store.directory("meshfeed/resuming") == {"1": "resuming lane 3: dropped 120,000 of 400,000 records"}
+        assert store.calls["set"] == 2
+        seldom = coordination.ProgressReport(store, timeout_seconds=300)  # type: ignore[arg-type]
+        for _ in range(10):
+            dropping.add()
+            seldom.update()
+        assert store.calls["set"] == 3
+    report.update()
+    report.end()
+    assert not store.directory("meshfeed/resuming")

@@ -135,3 +135,47 @@ def test_a_feed_whose_read_hangs_can_be_closed(kind: str, monkeypatch: pytest.Mo
         assert all(thread.daemon for thread in ours), "the interpreter would wait for them at its exit"
     finally:
         go_on.set()
+
+
+def test_dropping_records_may_take_longer_than_the_time_out_and_hanging_there_may_not() -> None:
+    go_on = threading.Event()
+    delay, hangs_at, failed = 0.0, -1, False
+
+    def open_lane(lane_index: int, num_lanes: int) -> Iterator[Any]:
+        nonlocal failed, delay
+        for number in range(240):
+            if number == hangs_at:
+                go_on.wait(20)
+            if number == 200 and not failed:
+                failed, delay = True, 0.02  # the lane is opened again, and 200 records are dropped in 4 seconds
+                raise OSError("a blip")
+            if number < 200:
+                time.sleep(delay)
+            yield {"x": np.float32(number)}
+
+    def make_feed() -> meshfeed.MultiHostDataLoadIterator:
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        options: dict[str, Any] = {"global_batch_size": 8, "num_lanes": 1, "timeout_seconds": 1.5}
+        retry = meshfeed.Retry(initial_seconds=0)
+        return meshfeed.MultiHostDataLoadIterator(meshfeed.sources.Stream(open_lane), mesh, retry=retry, **options)
+
+    with make_feed() as feed:
+        rows = [np.asarray(next(feed)["x"]) for _ in range(25)]
+        state = feed.get_state()
+        rows += [np.asarray(batch["x"]) for batch in feed]
+        assert np.concatenate(rows).tolist() == list(range(240))
+    with make_feed() as feed:
+        feed.set_state(state)
+        assert np.asarray(next(feed)["x"]).tolist() == list(range(200, 208))
+    delay, hangs_at = 0.0, 100
+    with make_feed() as feed:
+        try:
+            with pytest.raises(
+                meshfeed.StalledError, match="it is resuming lane 0: dropped 100 of 200 records"
+            ) as caught:
+                feed.set_state(state)
+        finally:
+            go_on.set()
+        assert caught.value.hosts == (0,)
+        assert feed.step == 0
+        assert np.asarray(next(feed)["x"]).tolist() == list(range(8))

@@ -127,3 +127,20 @@ def test_the_wrapper_keeps_name_and_signature() -> None:
     assert str(inspect.signature(function)) == "(first: 'int', *, second: 'str' = 'x') -> 'None'"
     assert (function.__name__, function.__doc__) == ("function", "What it does.")
     assert "global_batch_size" in inspect.signature(meshfeed.Feed).parameters
+
+
+def test_an_error_of_maxtexts_loader_shows_the_loader_and_the_caller() -> None:
+    def batches() -> Any:
+        yield {"x": np.zeros((8, 2), np.float32)}
+        raise RuntimeError("the disk is on fire")
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    with meshfeed.maxtext.MultiHostDataLoadIterator(batches(), mesh) as loader:
+        next(loader)
+        before = loader.stats()
+        for _ in range(2):
+            frames = frames_of(lambda: next(loader), RuntimeError)
+            assert own(frames) == []
+            assert {pathlib.Path(frame.filename).name for frame in frames} == {pathlib.Path(__file__).name}
+        assert frames[-1].name == "batches"
+        assert (before.batches, loader.stats(since=before).batches) == (1, 0)

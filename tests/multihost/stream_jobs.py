@@ -342,3 +342,42 @@ def empty(end: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         feed.close()
+
+
+def slow_resume(hangs: bool) -> str:
+    """A stream without states: host 1 takes several time-outs to drop what was delivered, or hangs in it, host 0 no time."""
+    import time
+
+    timeout, dropped = 3.0, 400
+
+    class Records:
+        slow = False
+
+        def open(self, lane_index: int, num_lanes: int) -> Any:
+            for number in range(2 * dropped):
+                if self.slow and lane_index == 1 and number < dropped:
+                    time.sleep(6 * timeout if hangs and number == dropped // 2 else 0.025)
+                yield {"x": np.float32(lane_index * 1000 + number)}
+
+        def fingerprint(self) -> str:
+            return "slow to resume"
+
+    options: dict[str, Any] = {"global_batch_size": 80, "num_lanes": 2, "timeout_seconds": timeout}
+    records = Records()
+    with meshfeed.MultiHostDataLoadIterator(records, sharding_of("rows"), **options) as feed:
+        for _ in range(10):
+            next(feed)
+        state = feed.get_state()
+    records.slow = True
+    with meshfeed.MultiHostDataLoadIterator(records, sharding_of("rows"), **options) as feed:
+        start = time.monotonic()
+        try:
+            feed.set_state(state)
+            seconds = time.monotonic() - start
+            batch = next(feed)
+        except (meshfeed.StalledError, meshfeed.PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+        assert seconds > 3 * timeout or jax.process_index() == 0
+        local = [int(x) for shard in batch["x"].addressable_shards for x in np.asarray(shard.data)]
+        assert local == [1000 * jax.process_index() + dropped + row for row in range(40)], local
+        return f"step {feed.step}"

@@ -165,3 +165,10 @@ def test_a_stream_that_is_empty_everywhere_is_an_error_on_every_host(pools: Any,
     for topology in ((1, 8), (2, 4)):
         for result in pools[topology].run(stream_jobs.empty, end):
             assert result.value.startswith("SourceError: the stream is empty: none of its lanes has a record."), result
+
+
+def test_a_host_that_resumes_by_dropping_records_is_waited_for_unless_it_hangs(pools: Any) -> None:
+    assert [result.value for result in pools[(2, 4)].run(stream_jobs.slow_resume, False)] == ["step 11", "step 11"]
+    for result in pools[(2, 4)].run(stream_jobs.slow_resume, True):
+        assert "resuming lane 1: dropped 200 of 400 records" in result.value
+        assert "host 1" in result.value

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.reading.workers import wire as worker_wire
 from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
 
@@ -469,3 +470,24 @@ def test_what_cannot_travel_is_a_settings_error() -> None:
 def test_a_result_without_a_request_is_refused(echo) -> None:
     with pytest.raises(MeshfeedError, match="without a request"):
         echo.result(1, 0.1)
+
+
+def test_a_worker_that_drops_records_may_take_longer_than_the_time_out(echo) -> None:
+    def drop(count: int, then_seconds: float = 0.0):
+        from meshfeed._src.base import progress
+
+        progress._TELL_SECONDS = 0.1
+        with progress.Dropping("lane 0", 30) as dropping:
+            for _ in range(count):
+                time.sleep(0.1)
+                dropping.add()
+            time.sleep(then_seconds)
+        return "done"
+
+    echo.submit(0, pickle_task(lambda: drop(30)))
+    assert echo.result(0, 1.5) == "done"
+    echo.submit(0, pickle_task(lambda: drop(10, then_seconds=4)))
+    with pytest.raises(StalledError, match=r"it is resuming lane 0: dropped \d+ of 30 records"):
+        echo.result(0, 1.5)
+    assert echo.result(0, SECONDS) == "done"
+    assert not str(PROGRESS)

@@ -114,7 +114,7 @@ class Handshake:
 
         Args:
           settings: field → JSON value, flat.
-          timeout_seconds: how long to wait for the slowest host.
+          timeout_seconds: how long to wait for the slowest host; longer while it drops records and makes progress.
 
         Raises:
           AgreementError: on every participant, naming the first fields that differ and the hosts.
@@ -153,36 +153,44 @@ class Handshake:
         message = {"settings": dict(settings), "refused": self._refused}
         here, reducer = coordination.process_index(), self.participants[0]
         start = time.monotonic()
-        deadline = start + timeout_seconds
         if here == reducer:
             early = store.try_get(self._key("out"))  # left by hosts that gave this one up
             if early is not None:
                 return json.loads(early)
-            store.set(self._key("in", here), json.dumps(message), overwrite=True)
-            values = self._collect(store, deadline)
-            if len(values) == len(self.participants) or any("failed" in value for value in values.values()):
-                result = _compare(values)
-                store.set(self._key("out"), json.dumps(result), overwrite=True)
-                if self.round:  # everybody has come to this round, so everybody has read the last one's result
-                    store.delete(f"{self._base}/{self.round - 1}")
-                return json.loads(json.dumps(result))
-            missing = [host for host in self.participants if host not in values]
-            count = len(missing)
-        else:
-            store.set(self._key("in", here), json.dumps(message), overwrite=True)
-            text = self._wait(store, deadline)
-            if text is not None:
-                return json.loads(text)
-            missing, count = coordination.missing_hosts(store, self._key("in"), self._key("late"), reducer)
-            missing, count = (missing, count) if missing else ([reducer], 1)
+        store.set(self._key("in", here), json.dumps(message), overwrite=True)
+        patience = coordination.Patience(store, timeout_seconds)
+        missing: Sequence[int] = ()
+        count, waiting = 0, True
+        while waiting:
+            if here == reducer:
+                values = self._collect(store, patience.deadline)
+                if len(values) == len(self.participants) or any("failed" in value for value in values.values()):
+                    return self._announce(store, values)
+                missing = [host for host in self.participants if host not in values]
+                count = len(missing)
+            else:
+                text = self._wait(store, patience.deadline)
+                if text is not None:
+                    return json.loads(text)
+                missing, count = coordination.missing_hosts(store, self._key("in"), self._key("late"), reducer)
+                missing, count = (missing, count) if missing else ([reducer], 1)
+            waiting = patience.renew(missing)
         waited = time.monotonic() - start
         raise StalledError(
             f"{self._doing}: {coordination.format_missing(missing, count)} did not arrive within {waited:.0f} s (host {here} "
-            f"of {len(self.participants)} is waiting). Look at that host's log: it has stopped, is still starting, or runs "
-            "other code than the rest (a feed without name= is known by its place in the order of creation).",
+            f"of {len(self.participants)} is waiting){patience.notes()}. Look at that host's log: it has stopped, is still "
+            "starting, or runs other code than the rest (a feed without name= is known by its place in the order of "
+            "creation).",
             hosts=tuple(missing),
             waited_seconds=waited,
         )
+
+    def _announce(self, store: coordination.KeyValueStore, values: dict[int, Any]) -> dict[str, Any]:
+        text = json.dumps(_compare(values))
+        store.set(self._key("out"), text, overwrite=True)
+        if self.round:  # everybody has come to this round, so everybody has read the last one's result
+            store.delete(f"{self._base}/{self.round - 1}")
+        return json.loads(text)
 
     def _collect(self, store: coordination.KeyValueStore, deadline: float) -> dict[int, Any]:
         """What all hosts published; with failures in it once these have lasted."""

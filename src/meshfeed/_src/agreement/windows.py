@@ -100,6 +100,8 @@ class WindowAgreement:
         self._last_published = False  # after an error or the end of the data, no report follows
         self._ends = window_ends(first_step, self._window_size)
         self._window_end: int | None = None
+        self.extra_seconds = 0.0
+        """By which the wait under way may exceed ``timeout_seconds``, since a late host drops records and comes further."""
         self._closed = False
         self._leave_notice: str | None = None
         self._lock = threading.Lock()
@@ -188,33 +190,33 @@ class WindowAgreement:
         self._start_reducer()
         start = time.monotonic()
         warn_at = min(30.0, self._timeout_seconds / 4)
-        hosts: tuple[int, ...] = ()
-        who = ""
+        patience = coordination.Patience(self._store, self._timeout_seconds)
+        report = coordination.ProgressReport(self._store, self._timeout_seconds)
 
-        def tick(waited: float) -> None:
+        def tick(_: float) -> None:
             nonlocal warn_at
+            waited = time.monotonic() - start
             if self._closed:
                 raise StalledError("the feed was closed while it waited for other hosts")
             if self._announced != number:  # seen by this host's other thread, and perhaps deleted since
                 raise _AlreadySeen
+            own = self._published <= number
+            if own:
+                report.update()
             if waited < warn_at:
                 return
             warn_at *= 2
-            if self._published <= number:
+            if own:
                 self._late.say()
             _log.warning("waited %.0f s for step %d: %s", waited, step, self._late.who(number)[1])
 
-        deadline = start + self._timeout_seconds
         try:
-            text = coordination.wait_for_key(
-                self._store, f"{self._prefix}/a/{number}", deadline, tick, num_waiting=len(self._participants)
-            )
+            text, hosts, who = self._announcement(number, patience, tick)
         except _AlreadySeen:
             return
-        if text is None:
-            hosts, who = self._late.who(number)
-            if not hosts:  # the last one has come, or left, at this very moment: what it said is under way
-                text = self._store.get(f"{self._prefix}/a/{number}", _ANNOUNCING_SECONDS)
+        finally:
+            self.extra_seconds = 0.0
+            report.end()
         with self._lock:
             if self._announced != number:  # the other thread of this host was faster
                 return
@@ -233,6 +235,25 @@ class WindowAgreement:
                 self._stop = Stop(message["upto"], {int(host): error for host, error in message["stop"].items()})
             self._upto = message["upto"]
             self._announced = number + 1
+
+    def _announcement(
+        self, number: int, patience: coordination.Patience, tick: Callable[[float], None]
+    ) -> tuple[str | None, tuple[int, ...], str]:
+        """The announcement; None with the hosts that are late, and the words for it, if it did not come."""
+        key = f"{self._prefix}/a/{number}"
+        start = patience.deadline
+        while True:
+            text = coordination.wait_for_key(
+                self._store, key, patience.deadline, tick, num_waiting=len(self._participants)
+            )
+            if text is not None:
+                return text, (), ""
+            hosts, who = self._late.who(number)
+            if not hosts:  # the last one has come, or left, at this very moment: what it said is under way
+                return self._store.get(key, _ANNOUNCING_SECONDS), hosts, who
+            if not patience.renew(hosts):
+                return None, hosts, who
+            self.extra_seconds = patience.deadline - start
 
     # ------------------------------------------------------------------ the reducer
 

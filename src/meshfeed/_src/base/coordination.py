@@ -9,6 +9,7 @@ collective.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 
 from meshfeed._src.base.errors import MeshfeedError, StalledError
+from meshfeed._src.base.progress import PROGRESS
 
 # A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the
 # number of hosts: thousands of hosts in a long wait must not flood the coordinator.
@@ -34,6 +36,7 @@ _FIRST_NOTE_SECONDS = 0.2
 _NOTE_SECONDS = 1.0
 _NAMED_HOSTS = 8  # messages and notes stay short in jobs with thousands of hosts
 _BRIEFLY_SECONDS = 2.0
+_REPORT_SECONDS = 5.0
 _log = logging.getLogger("meshfeed.process")
 
 
@@ -293,6 +296,81 @@ def wait_for_hosts(
             time.sleep(pause)
 
 
+class Patience:
+    """How long to wait for other hosts: as long as one that is late resumes by reading and dropping and comes further.
+
+    Costs no request before the time-out.
+
+    Args:
+      store: where to look.
+      seconds: longest wait without progress.
+
+    Attributes:
+      deadline: on the clock of ``time.monotonic()``.
+      resuming: hosts found to be resuming when last looked, and how far they had come.
+    """
+
+    def __init__(self, store: KeyValueStore, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self.deadline = time.monotonic() + seconds
+        self.resuming: dict[int, str] = {}
+
+    def renew(self, late: Sequence[int]) -> bool:
+        """Whether there was progress since the last look, here or by arriving; then the deadline is a new one.
+
+        Args:
+          late: hosts that are waited for, of which the first 8 are looked at.
+        """
+        before = self.resuming
+        found = {host: self._store.try_get(_resuming_key(host)) for host in late[:_NAMED_HOSTS]}
+        self.resuming = {host: text for host, text in found.items() if text is not None}
+        moved = any(before.get(host) != text for host, text in self.resuming.items()) or not before.keys() <= set(late)
+        if moved:
+            self.deadline = time.monotonic() + self._seconds
+        return moved
+
+    def notes(self) -> str:
+        """What the late hosts were doing, in brackets, for messages; empty if that is not known."""
+        return (
+            f" ({'; '.join(f'host {host} is {text}' for host, text in self.resuming.items())})" if self.resuming else ""
+        )
+
+
+class ProgressReport:
+    """Publishes how far this host has come with resuming by reading and dropping, for the :class:`Patience` of others.
+
+    Nothing is published where nothing is dropped.
+
+    Args:
+      store: where to; None if nobody waits.
+      timeout_seconds: of those that wait.
+    """
+
+    def __init__(self, store: KeyValueStore | None, timeout_seconds: float) -> None:
+        self._store = store
+        self._pause = min(_REPORT_SECONDS, timeout_seconds / 4)
+        self._said, self._next = "", 0.0
+
+    def update(self) -> None:
+        """Publishes what has changed, at most every few seconds."""
+        text, now = str(PROGRESS), time.monotonic()
+        if self._store is not None and text not in ("", self._said) and now >= self._next:
+            self._said, self._next = text, now + self._pause
+            self._store.set(_resuming_key(process_index()), text, overwrite=True)
+
+    def end(self) -> None:
+        """Takes it away."""
+        if self._store is not None and self._said:
+            self._said = ""
+            with contextlib.suppress(Exception):  # the coordinator is gone; what ends the wait is the error to report
+                self._store.delete(_resuming_key(process_index()))
+
+
+def _resuming_key(host: int) -> str:
+    """One key a host for all its feeds: what waits for the host does not know which of them keeps it busy."""
+    return f"meshfeed/resuming/{host}"
+
+
 def missing_hosts(store: KeyValueStore, prefix: str, note: str, reducer: int) -> tuple[tuple[int, ...], int]:
     """Finds the hosts that :func:`wait_for_hosts` on the host ``reducer`` still waits for, in a few requests.
 
@@ -400,31 +478,35 @@ def reduce_json(
     store = require_store()
     prefix = f"meshfeed/{scope}/{round_number}"
     start = time.monotonic()
-    deadline = start + timeout_seconds
+    patience = Patience(store, timeout_seconds)
     store.set(f"{prefix}/in/{here}", json.dumps(value), overwrite=True)
-    if here == participants[0]:
-        values = wait_for_hosts(store, f"{prefix}/in", participants, deadline, note=f"{prefix}/late")
-        if len(values) == len(participants):
-            result = reduce({host: json.loads(text) for host, text in sorted(values.items())})
-            text = json.dumps(result)
-            store.set(f"{prefix}/out", text, overwrite=True)
-            leave(store, prefix, len(participants))
-            return json.loads(text)
-        missing = [host for host in participants if host not in values]
-        count = len(missing)
-    else:
-        text = wait_for_key(store, f"{prefix}/out", deadline, num_waiting=len(participants))
-        if text is not None:
-            leave(store, prefix, len(participants))
-            return json.loads(text)
-        missing, count = missing_hosts(store, f"{prefix}/in", f"{prefix}/late", participants[0])
-        # If every host has arrived, the result is missing, so the reducer is late.
-        missing, count = (missing, count) if missing else ([participants[0]], 1)
+    missing: Sequence[int] = ()
+    count, waiting = 0, True
+    while waiting:
+        if here == participants[0]:
+            values = wait_for_hosts(store, f"{prefix}/in", participants, patience.deadline, note=f"{prefix}/late")
+            if len(values) == len(participants):
+                result = reduce({host: json.loads(text) for host, text in sorted(values.items())})
+                text = json.dumps(result)
+                store.set(f"{prefix}/out", text, overwrite=True)
+                leave(store, prefix, len(participants))
+                return json.loads(text)
+            missing = [host for host in participants if host not in values]
+            count = len(missing)
+        else:
+            text = wait_for_key(store, f"{prefix}/out", patience.deadline, num_waiting=len(participants))
+            if text is not None:
+                leave(store, prefix, len(participants))
+                return json.loads(text)
+            missing, count = missing_hosts(store, f"{prefix}/in", f"{prefix}/late", participants[0])
+            # If every host has arrived, the result is missing, so the reducer is late.
+            missing, count = (missing, count) if missing else ([participants[0]], 1)
+        waiting = patience.renew(missing)
     waited = time.monotonic() - start
     raise StalledError(
         f"{doing}: {format_missing(missing, count)} did not arrive within {waited:.0f} s (host {here} of "
-        f"{len(participants)} is waiting). Look at that host's log: it has stopped, is still starting, or runs other code "
-        "than the rest.",
+        f"{len(participants)} is waiting){patience.notes()}. Look at that host's log: it has stopped, is still starting, "
+        "or runs other code than the rest.",
         hosts=tuple(missing),
         waited_seconds=waited,
     )

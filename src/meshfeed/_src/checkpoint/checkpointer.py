@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
@@ -199,7 +200,7 @@ class Checkpointer:
         # Forced, because save() has checked the interval, and the last step of a run need not be on it.
         try:
             return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
-        except ocp.checkpoint_manager.StepAlreadyExistsError as error:
+        except StepAlreadyExistsError as error:
             raise CheckpointError(
                 f"step {step} is in {self._directory} already. Save under another number, or remove it first.",
                 step=step,

@@ -23,7 +23,7 @@ from meshfeed._src.checkpoint.gather import gather_group, host_bits_of, place
 from meshfeed._src.checkpoint.grid import Box
 from meshfeed._src.checkpoint.load_plan import GOOD_READS, LoadPlan, best_plan, read_cost, replica_plan
 from meshfeed._src.checkpoint.options import RestoreOptions
-from meshfeed._src.checkpoint.progress import Progress
+from meshfeed._src.checkpoint.progress import RestoreProgress
 from meshfeed._src.checkpoint.read import Target, UnitReader
 from meshfeed._src.checkpoint.save_layout import free_axes
 from meshfeed._src.checkpoint.stored import StoredArrays
@@ -135,7 +135,7 @@ def restore_leaves(
     results: list[Any] = [None] * len(requests)
     works, packed, loads = agreement.attempt(lambda: _plan_all(requests, options))
     limit = _limit_bytes(requests, options, agreement)
-    with Progress(stored.directory, sum(request.nbytes for request in requests)) as progress:
+    with RestoreProgress(stored.directory, sum(request.nbytes for request in requests)) as progress:
         in_flight = None if limit is None else limit // 2
         reader = UnitReader(
             stored,

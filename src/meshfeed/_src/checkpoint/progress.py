@@ -25,7 +25,7 @@ def storage_type(directory: Any) -> str:
     return {"gs": "gcs", "s3": "s3"}.get(text.split("://", 1)[0], "local") if "://" in text else "local"
 
 
-class Progress:
+class RestoreProgress:
     """Counts the bytes of one restore on this host.
 
     Args:

@@ -94,8 +94,7 @@ def bench(
                     time.sleep(step_seconds)
             jax.block_until_ready(batch)
             rates.append(steps * size / (time.perf_counter() - start))
-            stats = _difference(feed.stats(), before)
-            stats["stall_fraction"] = stats["wait_seconds"] / (steps * size / rates[-1])
+            stats = feed.stats(since=before)
             record_ids = [feed.record_ids(step) for step in range(first, first + steps)]
             start = time.perf_counter()
             for ids in record_ids:
@@ -115,16 +114,11 @@ def bench(
         "share_of_bare": None if step_seconds else rate / bare_rate,
         "step_seconds": step_seconds or None,
         "paced_records_per_second": size / step_seconds if step_seconds else None,
-        "stall_fraction": stats["stall_fraction"],
+        "stall_fraction": stats.stall_fraction,
         "seconds_per_batch": {
-            stage: stats[f"{stage}_seconds"] / steps for stage in ("read", "decode", "transfer", "wait")
+            stage: getattr(stats, f"{stage}_seconds") / steps for stage in ("read", "decode", "transfer", "wait")
         },
     }
-
-
-def _difference(after: Any, before: Any) -> dict[str, float]:
-    old = dataclasses.asdict(before)
-    return {name: value - old[name] for name, value in dataclasses.asdict(after).items()}
 
 
 def report(result: dict[str, Any]) -> list[str]:

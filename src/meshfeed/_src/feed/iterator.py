@@ -15,10 +15,11 @@ from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.window_report import spec_with_mask
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
 from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.launcher import warn_if_forgotten
 from meshfeed._src.base.names import public
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.second_pass import SecondPass
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._src.base.stats import FeedStats, StatsRecorder, stats_since
@@ -79,7 +80,8 @@ class Feed:
       retry: how to retry failed reads.
       bad_records: None to raise; a :class:`SkipBad` to replace, count and record bad records.
       check_replicas: whether to compare digests of replicated rows between hosts on the first batches.
-      timeout_seconds: longest wait for another host or for the source.
+      timeout_seconds: longest wait for another host or for the source. A resume that reads and drops records may take
+        longer, as long as it makes progress.
       name: identifies the feed across hosts and in logs. Default: ``feed-<n>``, in order of creation.
 
     Raises:
@@ -283,7 +285,7 @@ class Feed:
         try:
             if self._opening is None:
                 self._opening = self._open(cursor)
-            reader = self._opening.result()
+            reader = self._opened(self._opening)
             fingerprint = self._stream.fingerprint(cursor) if self._hosts_agree else {}
         except Exception as error:
             self._handshake.fail(error)
@@ -325,16 +327,19 @@ class Feed:
             cursor = self._stream.restore(parsed)
             if self._stream.opens_at_restore:
                 opening = self._open(cursor)
-                opening.result()
+                self._opened(opening)
             self._begin(cursor, opening, "set a state in its feed")
         except BaseException as error:
             if self._cursor is cursor:  # interrupted after the switch: the new state holds
                 raise
+            stalled = isinstance(error, StalledError)  # as after an interrupt, opening the data may be under way
+            if opening is not None and stalled:
+                opening.discard(lambda reader: reader.close())
+            moved = opening is not None and getattr(self._stream, "moved_by_opening", False)
+            if moved and (stalled or not isinstance(error, Exception)):
+                self._begin(self._cursor, None, "was interrupted in set_state of its feed")
             if isinstance(error, Exception):
                 self._handshake.fail(error, refused=True)
-            elif opening is not None and getattr(self._stream, "moved_by_opening", False):
-                # The pipeline reads from the iterator that the opening moved: reopen it at the old cursor.
-                self._begin(self._cursor, None, "was interrupted in set_state of its feed")
             raise
 
     def _open(self, cursor: Cursor) -> SingleCall[HostReader]:
@@ -349,6 +354,31 @@ class Feed:
 
         self._last_opening = opening = SingleCall(open_reader, f"meshfeed-open-{self.name}")
         return opening
+
+    def _opened(self, opening: SingleCall[HostReader]) -> HostReader:
+        """Waits for the data to be opened; that may take any time while records are dropped on the way.
+
+        Raises:
+          StalledError: nothing has moved for ``timeout_seconds``.
+        """
+        seconds = self._settings.timeout_seconds
+        report = coordination.ProgressReport(coordination.key_value_store() if self._hosts_agree else None, seconds)
+
+        def tick(waited: float) -> None:
+            report.update()
+            if waited >= seconds <= PROGRESS.idle_seconds():
+                raise StalledError(
+                    f"host {self._host} itself is late: it is {str(PROGRESS) or 'opening the data'}, without progress for "
+                    f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={seconds:g}). Look at its storage; "
+                    "raise timeout_seconds if that may take longer.",
+                    hosts=(self._host,),
+                    waited_seconds=waited,
+                )
+
+        try:
+            return opening.result(tick)
+        finally:
+            report.end()
 
     @hides_own_frames
     def reset(self) -> None:

@@ -24,6 +24,7 @@ from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.coordination import format_hosts
 from meshfeed._src.base.errors import PeerError, StalledError
 from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.base.stats import StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.feed.prefetch import ReadAhead
@@ -161,7 +162,7 @@ class Pipeline:
         return self._held
 
     def _tick(self, waited: float) -> None:
-        if waited >= self._timeout_seconds:
+        if waited >= self._timeout_seconds <= PROGRESS.idle_seconds():
             raise StalledError(
                 f"step {self._step}: host {self._host} itself is late: it is {self._reader.describe()} "
                 f"(waited {waited:.0f} s, timeout_seconds={self._timeout_seconds:g}). Raise timeout_seconds if its "
@@ -259,7 +260,7 @@ class Pipeline:
 
     def _late_tick(self, waited: float) -> None:
         # With other hosts, let the read-ahead thread time out first: its error names the late host.
-        slack = 0.0 if self._agreement is None else 15.0
+        slack = 0.0 if self._agreement is None else 15.0 + self._agreement.extra_seconds
         self._tick(waited - slack)
 
     def pop(self, ready: Ready) -> None:

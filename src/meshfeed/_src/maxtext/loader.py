@@ -16,6 +16,7 @@ from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.names import public
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats
+from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames
 from meshfeed._src.base.tree_json import tree_from_json, tree_to_json
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
@@ -103,11 +104,15 @@ class MultiHostDataLoadIterator:
             tuples and None.
           LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
         """
-        self._settle()
-        if self._held is None and not self._ended:
-            self._hold_next()
-        if self._ended:
-            return self._padding()
+        try:
+            self._settle()
+            if self._held is None and not self._ended:
+                self._hold_next()
+            if self._ended:
+                return self._padding()
+        except Exception as error:  # no decorator: an interrupt in its frame would lose the batch
+            hide_own_frames(error)
+            raise
         if self.generate_padding_batch:
             self._like = jax.tree.map(_spec_of, self._held)
         batch, self._held = self._held, None
@@ -276,9 +281,17 @@ class MultiHostDataLoadIterator:
         """Rows in those batches, across all hosts."""
         return self._feed.position
 
-    def stats(self) -> FeedStats:
-        """What this host has done so far."""
-        return self._feed.stats()
+    @hides_own_frames
+    def stats(self, *, since: FeedStats | None = None) -> FeedStats:
+        """Counters and times of this host so far.
+
+        Args:
+          since: what an earlier call returned; the figures then cover the time between the two calls.
+
+        Raises:
+          SettingsError: ``since`` belongs to a different iterator, or is not earlier.
+        """
+        return self._feed.stats(since=since)
 
     def local_state(self) -> dict[str, Any]:
         """Returns the loaders' state after the last delivered batch."""

@@ -15,6 +15,7 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import MeshfeedError, StalledError, StateMismatchError
 from meshfeed._src.base.ownership import own, seal
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import close_within
@@ -131,12 +132,14 @@ class OpenLoaders:
         Raises:
           StateMismatchError: if the data ends before that.
         """
-        while self.taken < batches:
-            try:
-                self.take()
-            except StopIteration:
-                remedy = "The loader ends earlier; pass the data that the state was saved with."
-                raise StateMismatchError("batches", batches, self.taken, remedy) from None
+        with Dropping("the loader", batches - self.taken, "batches") as dropping:
+            while self.taken < batches:
+                try:
+                    self.take()
+                except StopIteration:
+                    remedy = "The loader ends earlier; pass the data that the state was saved with."
+                    raise StateMismatchError("batches", batches, self.taken, remedy) from None
+                dropping.add()
 
     def close(self) -> None:
         """Closes iterators that have ``close``: now, or once the thread that is calling one of them returns."""

@@ -16,6 +16,7 @@ from meshfeed._src.base import exact_json
 from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError
 from meshfeed._src.base.names import public
 from meshfeed._src.base.ownership import own
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree
@@ -335,13 +336,18 @@ class HostBatchIterator:
             self._iterator, self._delivered = iterator, wanted
 
     def _drop(self, iterator: Any, start: int, stop: int) -> None:
-        for position in range(start, stop):
-            try:
-                next(iterator)
-            except StopIteration:
-                raise StateMismatchError(
-                    f"{_FIELD}.batches", stop, position, "The iterable ends earlier; pass the data it was saved with."
-                ) from None
+        with Dropping("the host batches", stop - start, "batches") as dropping:
+            for position in range(start, stop):
+                try:
+                    next(iterator)
+                except StopIteration:
+                    raise StateMismatchError(
+                        f"{_FIELD}.batches",
+                        stop,
+                        position,
+                        "The iterable ends earlier; pass the data it was saved with.",
+                    ) from None
+                dropping.add()
 
 
 def _has_state(iterator: Any) -> bool:

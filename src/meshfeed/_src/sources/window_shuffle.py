@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record
 
 
@@ -72,8 +73,11 @@ class WindowShuffle:
         if self._stateful:
             self._lane.set_state(state["start"])
         else:
-            for _ in range(state["window"] * self._window_records):
-                next(self._lane)
+            count = state["window"] * self._window_records
+            with Dropping("the windows of a shuffled lane", count) as dropping:
+                for _ in range(count):
+                    next(self._lane)
+                    dropping.add()
         self._start = state["start"]
         self._window, self._done = state["window"], state["done"]
         self._records, self._order = None, np.empty(0, np.int64)

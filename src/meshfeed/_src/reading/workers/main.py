@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -19,9 +20,10 @@ import time
 import traceback
 from typing import Any
 
+from meshfeed._src.base.progress import PROGRESS
 from meshfeed._src.reading.workers.wire import Inbox, send_value
 
-READY, RESULT, ERROR = 1, 2, 3
+READY, RESULT, ERROR, PROGRESS_TEXT = 1, 2, 3, 6
 SETUP, REQUEST = 4, 5
 
 _EXIT_GRACE_SECONDS = 0.5
@@ -35,6 +37,7 @@ def main() -> None:
     faulthandler.enable()
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_exit_with_parent, args=(descriptor, parent), name="meshfeed-parent", daemon=True).start()
+    PROGRESS.tell = functools.partial(send_value, connection, PROGRESS_TEXT)
     code = 0
     try:
         _serve(connection)

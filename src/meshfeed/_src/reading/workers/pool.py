@@ -22,7 +22,8 @@ from typing import Any
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.fork import finalize
-from meshfeed._src.reading.workers.main import ERROR, READY, REQUEST, SETUP
+from meshfeed._src.base.progress import PROGRESS
+from meshfeed._src.reading.workers.main import ERROR, PROGRESS_TEXT, READY, REQUEST, SETUP
 from meshfeed._src.reading.workers.wire import Inbox, pack_request
 
 _log = logging.getLogger("meshfeed.workers")
@@ -167,6 +168,7 @@ class _Worker:
         self._pending: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()  # guards the outbox
         self._ready = False
+        self._resuming = ""
         self._open = True
         self._death: SourceError | None = None
         self._send(SETUP, (make_task, gc_every))
@@ -197,9 +199,20 @@ class _Worker:
     def result(self, timeout: float | None) -> Any:
         if not self._pending:
             raise MeshfeedError(f"{self._label} was asked for a result without a request")
+        try:
+            return self._next_answer(timeout)
+        finally:
+            PROGRESS.ended(self._resuming)
+            self._resuming = ""
+
+    def _next_answer(self, timeout: float | None) -> Any:
         start = time.monotonic()
         while True:
             frame = self._inbox.take()
+            if frame is not None and frame.kind == PROGRESS_TEXT:
+                start, self._resuming = time.monotonic(), frame.value
+                PROGRESS.moved(self._resuming)
+                continue
             if frame is not None and frame.kind == READY:
                 self._ready = True
                 continue
@@ -250,7 +263,7 @@ class _Worker:
     def _doing(self) -> str:
         if not self._ready:
             return "being set up (importing, opening the source)"
-        return f"working on {self._summary(self._pending[0])}"
+        return self._resuming or f"working on {self._summary(self._pending[0])}"
 
     def _stalled(self, waited: float) -> StalledError:
         return StalledError(

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.order import epochs as epoch_order
@@ -213,15 +214,17 @@ class ComponentLane:
             iterator.set_state(self._state[0])
         self._iterator = iterator
         left = self._skip
-        while left:
-            batch, count = self._next(left, decode=False)
-            if batch is None:
-                raise SourceError(
-                    f"component {self.name!r} ended {left} records before the place where lane {self._lane_index} is "
-                    "to be continued; the data has become shorter.",
-                    lane_index=self._lane_index,
-                )
-            left -= count
+        with Dropping(f"component {self.name!r} of lane {self._lane_index}", left) as dropping:
+            while left:
+                batch, count = self._next(left, decode=False)
+                if batch is None:
+                    raise SourceError(
+                        f"component {self.name!r} ended {left} records before the place where lane {self._lane_index} is "
+                        "to be continued; the data has become shorter.",
+                        lane_index=self._lane_index,
+                    )
+                left -= count
+                dropping.add(count)
 
     def _next(self, num_records: int, *, decode: bool = True) -> tuple[PyTree, int]:
         """A batch of up to ``num_records`` records and its size; None and 0 at the end of the epoch."""

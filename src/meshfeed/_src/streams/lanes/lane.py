@@ -10,6 +10,7 @@ from typing import Any
 from meshfeed._src.base import exact_json
 from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
@@ -126,6 +127,7 @@ class Lane:
         self._bad_in_a_row = 0
         self._most = _ALL  # most records to request per next_batch call
         self._iterator: Any = None
+        self._dropping: Dropping | None = None
         self.spec: RecordSpec | None = None
         if not self._ended:
             call_with_retry(self._reopen, settings.retry, doing=f"opening lane {lane_index}")
@@ -164,24 +166,31 @@ class Lane:
                 self.lane_index,
                 self._since,
             )
-        self._drop(iterator, self._since)
+        try:
+            self._drop(iterator, self._since)
+        finally:
+            self._dropping = None
         self._iterator = iterator
 
     def _drop(self, iterator: Any, count: int) -> None:
         left = count
-        while left:
-            try:
-                if hasattr(iterator, "next_batch"):
-                    left -= num_rows(iterator.next_batch(left))
-                else:
-                    next(iterator)
-                    left -= 1
-            except StopIteration:
-                raise SourceError(
-                    f"lane {self.lane_index} ended {left} records before the cursor where it is to be continued "
-                    f"(epoch {self._epoch}, record {self._taken}); the data has become shorter.",
-                    lane_index=self.lane_index,
-                ) from None
+        with Dropping(f"lane {self.lane_index}", count) as dropping:
+            self._dropping = dropping
+            while left:
+                try:
+                    if hasattr(iterator, "next_batch"):
+                        dropped = num_rows(iterator.next_batch(left))
+                    else:
+                        next(iterator)
+                        dropped = 1
+                except StopIteration:
+                    raise SourceError(
+                        f"lane {self.lane_index} ended {left} records before the cursor where it is to be continued "
+                        f"(epoch {self._epoch}, record {self._taken}); the data has become shorter.",
+                        lane_index=self.lane_index,
+                    ) from None
+                left -= dropped
+                dropping.add(dropped)
 
     def _close_iterator(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -361,7 +370,8 @@ class Lane:
 
     def describe(self) -> str:
         """Returns what the lane is doing, for logs."""
-        return f"reading lane {self.lane_index} (epoch {self._epoch}, after record {self._taken})"
+        reading = f"reading lane {self.lane_index} (epoch {self._epoch}, after record {self._taken})"
+        return str(self._dropping or reading)
 
     def close(self) -> None:
         """Closes the iterator; errors (such as that of a generator in which a read hangs) are only logged."""
