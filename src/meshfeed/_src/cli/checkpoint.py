@@ -17,7 +17,7 @@ _SHOWN = 100
 @_step
 @_as_json
 def inspect(directory: str, step: int | None, as_json: bool) -> None:
-    """Show the steps of a checkpoint folder, or every leaf of one step.
+    """Show the steps of a checkpoint, or the leaves of one.
 
     DIRECTORY is the folder passed to Checkpointer, or one of its steps. Reads no array values.
     """
