@@ -78,3 +78,14 @@ def test_an_error_while_leaving_is_logged_and_not_raised(caplog: pytest.LogCaptu
     with caplog.at_level(logging.DEBUG, "meshfeed.process"):
         coordination.leave(Gone(), "test", 2)  # type: ignore[arg-type]
     assert [record.getMessage() for record in caplog.records] == ["meshfeed-leave: UNAVAILABLE"]
+
+
+def test_a_resume_that_ended_between_two_looks_is_progress() -> None:
+    store = MemoryStore()
+    patience = coordination.Patience(store, 1.0)  # type: ignore[arg-type]
+    key = coordination._resuming_key(1)
+    store.set(key, "resuming lane 3: dropped 5 of 10 records")
+    assert patience.renew([1])
+    store.delete(key)  # it has come to its end, and the host is not here yet
+    assert patience.renew([1])
+    assert not patience.renew([1])

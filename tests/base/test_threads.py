@@ -179,3 +179,16 @@ def test_dropping_records_may_take_longer_than_the_time_out_and_hanging_there_ma
         assert caught.value.hosts == (0,)
         assert feed.step == 0
         assert np.asarray(next(feed)["x"]).tolist() == list(range(8))
+
+
+def test_a_function_runs_although_no_further_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done = threading.Event()
+    thread = base_threads.Background(done.set, "last")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", cannot_start)
+        thread.start()
+        assert done.wait(30)
+    assert thread.join(30)

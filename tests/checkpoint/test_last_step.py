@@ -157,3 +157,12 @@ def test_a_save_that_fails_at_the_end_is_raised(tmp_path):
         ckpt.close()
     assert ckpt.steps() == [1]
     ckpt.close()
+
+
+def test_a_restore_forgets_the_step_that_was_skipped_before_it(tmp_path):
+    """Otherwise the state from before the restore would be saved as the newest step."""
+    with Checkpointer(tmp_path, save_interval_steps=10) as ckpt:
+        ckpt.save(1, state_at(1))
+        assert not ckpt.save(5, state_at(5))
+        ckpt.restore(state_at(0), step=1)
+    assert ckpt.steps() == [1]

@@ -478,6 +478,17 @@ def test_an_interrupt_in_next_loses_no_batch(mesh: Mesh, padding: bool) -> None:
     assert line > 10
 
 
+def test_a_refused_state_of_the_loader_leaves_saved_states_right(mesh: Mesh) -> None:
+    loader = MultiHostDataLoadIterator(WithState(64), mesh)
+    for number in range(5):
+        assert numbers([next(loader)]) == [number]
+    with pytest.raises((KeyError, TypeError, meshfeed.StateMismatchError)):
+        loader.local_iterator.set_state({"wrong": 1})
+    for number in range(5, 9):
+        assert numbers([next(loader)]) == [number]
+        assert loader.local_iterator.get_state()["at"] == number + 1
+
+
 # ---------------------------------------------------------------------- loaders that hang
 
 

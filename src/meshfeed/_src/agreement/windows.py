@@ -100,7 +100,7 @@ class WindowAgreement:
         self._last_published = False  # after an error or the end of the data, no report follows
         self._ends = window_ends(first_step, self._window_size)
         self._window_end: int | None = None
-        self.extra_seconds = 0.0
+        self.patient_until = 0.0  # on the clock of time.monotonic(); never earlier again
         """By which the wait under way may exceed ``timeout_seconds``, since a late host drops records and comes further."""
         self._closed = False
         self._leave_notice: str | None = None
@@ -215,7 +215,6 @@ class WindowAgreement:
         except _AlreadySeen:
             return
         finally:
-            self.extra_seconds = 0.0
             report.end()
         with self._lock:
             if self._announced != number:  # the other thread of this host was faster
@@ -241,7 +240,6 @@ class WindowAgreement:
     ) -> tuple[str | None, tuple[int, ...], str]:
         """The announcement; None with the hosts that are late, and the words for it, if it did not come."""
         key = f"{self._prefix}/a/{number}"
-        start = patience.deadline
         while True:
             text = coordination.wait_for_key(
                 self._store, key, patience.deadline, tick, num_waiting=len(self._participants)
@@ -253,7 +251,7 @@ class WindowAgreement:
                 return self._store.get(key, _ANNOUNCING_SECONDS), hosts, who
             if not patience.renew(hosts):
                 return None, hosts, who
-            self.extra_seconds = patience.deadline - start
+            self.patient_until = max(self.patient_until, patience.deadline)
 
     # ------------------------------------------------------------------ the reducer
 

@@ -324,7 +324,9 @@ class Patience:
         before = self.resuming
         found = {host: self._store.try_get(_resuming_key(host)) for host in late[:_NAMED_HOSTS]}
         self.resuming = {host: text for host, text in found.items() if text is not None}
-        moved = any(before.get(host) != text for host, text in self.resuming.items()) or not before.keys() <= set(late)
+        moved = any(before.get(host) != text for host, text in self.resuming.items()) or not (
+            before.keys() <= self.resuming.keys()  # one that no longer resumes has come to its end, or arrived
+        )
         if moved:
             self.deadline = time.monotonic() + self._seconds
         return moved

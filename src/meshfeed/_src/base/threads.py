@@ -102,7 +102,11 @@ class Background:
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the process may start no further thread: this one, which nobody joins, does the work
+            self._threads.remove(thread)
+            self._run()
 
     def _claim(self) -> bool:
         try:

@@ -298,6 +298,7 @@ class Checkpointer:
         state = restore_tree(stored, wanted, self._options, agreement)
         if document is not None:
             _continue(feed, document["state"], agreement, step)
+        self._last = None  # a skipped step of the run before the restore is not the last one any more
         return state
 
     @hides_own_frames

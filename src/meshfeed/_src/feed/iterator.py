@@ -333,7 +333,7 @@ class Feed:
             if self._cursor is cursor:  # interrupted after the switch: the new state holds
                 raise
             stalled = isinstance(error, StalledError)  # as after an interrupt, opening the data may be under way
-            if opening is not None and stalled:
+            if opening is not None and (stalled or not isinstance(error, Exception)):
                 opening.discard(lambda reader: reader.close())
             moved = opening is not None and getattr(self._stream, "moved_by_opening", False)
             if moved and (stalled or not isinstance(error, Exception)):

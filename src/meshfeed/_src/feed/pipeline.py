@@ -30,6 +30,7 @@ from meshfeed._src.base.types import PyTree
 from meshfeed._src.feed.prefetch import ReadAhead
 from meshfeed._src.streams.protocol import HostBatch, HostReader
 
+_SLACK_SECONDS = 15.0
 HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
 
 
@@ -260,8 +261,10 @@ class Pipeline:
 
     def _late_tick(self, waited: float) -> None:
         # With other hosts, let the read-ahead thread time out first: its error names the late host.
-        slack = 0.0 if self._agreement is None else 15.0 + self._agreement.extra_seconds
-        self._tick(waited - slack)
+        if self._agreement is None:
+            self._tick(waited)
+        elif time.monotonic() >= self._agreement.patient_until + _SLACK_SECONDS:
+            self._tick(waited - _SLACK_SECONDS)
 
     def pop(self, ready: Ready) -> None:
         """Takes off the batch that :meth:`peek` returned. An interrupted call can be repeated."""

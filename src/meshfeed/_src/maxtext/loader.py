@@ -142,8 +142,10 @@ class MultiHostDataLoadIterator:
         """Restarts from the beginning; a one-shot iterator resumes after the last delivered batch."""
         self._settle()
         self._feed.reset()
-        self._local.reset()
-        self._begin_anew()
+        try:
+            self._local.reset()
+        finally:
+            self._begin_anew()  # also after an interrupt: batches are numbered from the feed's first one
 
     def _begin_anew(self) -> None:
         self._held, self._ended, self._no_data = None, False, False
@@ -258,8 +260,10 @@ class MultiHostDataLoadIterator:
         self._settle()
         if _is_of_the_beginning(state):  # contains no loader states to restore: rewind the loaders instead
             self._feed.reset()
-            self._local.rewind()
-            self._begin_anew()
+            try:
+                self._local.rewind()
+            finally:
+                self._begin_anew()
         self._feed.set_state(state)
         self._begin_anew()
 
@@ -302,8 +306,10 @@ class MultiHostDataLoadIterator:
         """Discards the read-ahead and restores the loaders to a state of ``local_iterator``."""
         self._settle()
         self._feed.reset()
-        self._local.replay_buffer.restore(local_state)
-        self._begin_anew()
+        try:
+            self._local.replay_buffer.restore(local_state)
+        finally:
+            self._begin_anew()
 
     def close(self) -> None:
         """Stops threads and closes the loader; no-op in a forked child."""

@@ -36,6 +36,7 @@ class LocalBatches:
     """
 
     rows_may_vary = True
+    readers_share_a_position = True
     ends_may_differ = True  # MaxText creates its endless placeholder loaders without padding
 
     def __init__(self, dataloader: Any, factor: float, local_devices: int) -> None:

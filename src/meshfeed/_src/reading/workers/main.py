@@ -37,7 +37,7 @@ def main() -> None:
     faulthandler.enable()
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_exit_with_parent, args=(descriptor, parent), name="meshfeed-parent", daemon=True).start()
-    PROGRESS.tell = functools.partial(send_value, connection, PROGRESS_TEXT)
+    PROGRESS.tell = functools.partial(_tell, connection)
     code = 0
     try:
         _serve(connection)
@@ -61,6 +61,12 @@ def _exit_with_parent(descriptor: int, parent: int) -> None:
         pass
     time.sleep(_EXIT_GRACE_SECONDS)  # an idle main thread uses this time to close the task
     os._exit(0)
+
+
+def _tell(connection: socket.socket, text: str) -> None:
+    """Sends progress to the parent, unless it has not read for so long that the socket is full: that would block."""
+    if select.select([], [connection], [], 0)[1]:
+        send_value(connection, PROGRESS_TEXT, text)
 
 
 def _serve(connection: socket.socket) -> None:

@@ -73,7 +73,8 @@ class LocalBatchStream:
     @property
     def moved_by_opening(self) -> bool:
         """Whether opening the batches at a different cursor moves the iterator of the current reader."""
-        return self.source.resumable and not self.source.restartable
+        shared = getattr(self.source.iterable, "readers_share_a_position", False)
+        return self.source.resumable and (shared or not self.source.restartable)
 
     # ------------------------------------------------------------------ sizes
 
