@@ -144,3 +144,28 @@ class TestOlderVersions:
         restored = ocp.Checkpointer(ArraysHandler()).restore(arrays, args=ArraysRestore(abstract(state)))
         assert_same(state, restored)
         assert all(finding.intact for finding in verify(data / "checkpointer"))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3", "float6_e2m3fn", "float8_e5m2", "uint4", "int4"])
+def test_scalars_are_saved_too(tmp_path: pathlib.Path, name: str) -> None:
+    value = every_value(name)[5]
+    tree = {"scalar": value, "array": np.array(value)}
+    with Checkpointer(tmp_path, save_interval_steps=1) as ckpt:
+        ckpt.save(1, tree)
+        _, back = ckpt.restore(tree)
+    assert_same(tree, back)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"), [("uint4", np.int32), ("float8_e4m3", np.float16), ("float8_e4m3", np.float32)]
+)
+def test_a_cast_of_the_caller_decides_how_values_are_stored(tmp_path, mesh, name: str, stored) -> None:
+    values = every_value(name, 64).reshape(8, 8)
+    if name.startswith("float"):
+        values = np.where(np.isfinite(values.astype(np.float32)), values, values.dtype.type(1)).astype(values.dtype)
+    tree = {"w": place(values, mesh, "data")}
+    args = {"w": ocp.SaveArgs(dtype=np.dtype(stored))}
+    with registered():
+        ocp.PyTreeCheckpointer().save(tmp_path / "c", args=ocp.args.PyTreeSave(tree, save_args=args))
+    back = restore_once(tmp_path / "c", {"w": jax.ShapeDtypeStruct((8, 8), stored, sharding=tree["w"].sharding)})
+    assert np.asarray(back["w"]).tolist() == values.astype(stored).tolist()

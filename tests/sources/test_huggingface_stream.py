@@ -488,12 +488,15 @@ def test_functions_may_write_to_the_same_arrays_again(tmp_path, change, buffer):
         assert rows[:, 0].tolist() == list(range(64))
 
 
+@pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("as_stream", [False, True])
-def test_a_table_in_memory_may_be_made_of_arrays_that_are_written_later(as_stream):
+def test_a_table_in_memory_may_be_made_of_arrays_that_are_written_later(as_stream, read_only):
     raw = np.empty(64 * 16 * 4 + 64, np.uint8)
     array = raw[-raw.ctypes.data % 64 :][: 64 * 16 * 4].view(np.int32).reshape(64, 16)
     array[:] = np.arange(64)[:, None]
-    table = pa.table({"rows": pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), 16)})
+    values = array.reshape(-1).view()
+    values.flags.writeable = not read_only  # as pandas gives its columns; the array below can still be written
+    table = pa.table({"rows": pa.FixedSizeListArray.from_arrays(pa.array(values), 16)})
     dataset = datasets.Dataset(table)
     assert np.shares_memory(np.asarray(dataset.data.table["rows"].chunk(0).values), array)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

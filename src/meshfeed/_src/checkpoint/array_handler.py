@@ -20,7 +20,7 @@ from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.base.names import public
 from meshfeed._src.checkpoint import manifest
 from meshfeed._src.checkpoint.digests import ShardDigests
-from meshfeed._src.checkpoint.leaves import describe_array, is_key
+from meshfeed._src.checkpoint.leaves import describe_array, is_key, stored_as
 from meshfeed._src.checkpoint.options import options_of
 from meshfeed._src.checkpoint.save_layout import MIN_SLICE_BYTES, lay_out
 
@@ -149,7 +149,9 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
                     share=self._share and early,
                     min_slice_bytes=self._min_slice_bytes,
                 )
-                entry["dtype"] = np.dtype(args[number].dtype or value.dtype).name
+                dtype = np.dtype(args[number].dtype or value.dtype)  # the values are cast to it before they are stored
+                entry.pop("stored", None)
+                entry |= {"dtype": dtype.name, **stored_as(dtype)}
                 entry["cell"] = list(laid.cell)
                 asked = args[number].chunk_byte_size or laid.chunk_byte_size
                 # No dtype: lay_out has already cast.

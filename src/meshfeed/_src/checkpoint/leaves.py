@@ -75,7 +75,7 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _stored_as(dtype: Any) -> dict[str, str]:
+def stored_as(dtype: Any) -> dict[str, str]:
     """Returns the manifest fields that describe the storage dtype; empty for most dtypes."""
     carrier = carrier_of(dtype)
     return {} if carrier == dtype else {"stored": next(name for name, held in CARRIERS.items() if held == carrier)}
@@ -105,7 +105,7 @@ def numpy_to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if carrier == array.dtype:
         return array
     if carrier == np.float16:
-        return half_bits(array.dtype)[array.view(np.uint8)].view(np.float16)
+        return half_bits(array.dtype)[array.view(np.uint8), ...].view(np.float16)  # `...`: a 0-d array stays one
     return array.astype(carrier)
 
 
@@ -127,7 +127,7 @@ def describe_array(leaf: Any) -> dict[str, Any]:
         entry |= {"dtype": data.dtype.name, "impl": str(jax.random.key_impl(leaf)), "data_shape": list(data.shape)}
     else:
         entry["dtype"] = np.dtype(leaf.dtype).name
-        entry |= _stored_as(leaf.dtype)
+        entry |= stored_as(leaf.dtype)
     if leaf.size == 0:
         entry["stored"] = "nothing"
     sharding = describe_sharding(leaf.sharding)
@@ -263,7 +263,7 @@ def _encode_numpy(array: np.ndarray[Any, Any], where: str) -> tuple[dict[str, An
         return {**entry, "stored": "nothing"}, np.zeros((1,) * array.ndim, np.uint8)
     if _is_extension(dtype):
         array = np.array(array)
-        return entry | _stored_as(dtype), numpy_to_stored(array)
+        return entry | stored_as(dtype), numpy_to_stored(array)
     if dtype.kind in "biufc" and dtype.name not in ("longdouble", "clongdouble", "float128", "complex256"):
         return entry, np.array(array, dtype=dtype.newbyteorder("="))
     # Orbax cannot store these dtypes (text, dates, structured, long double), so store their bytes.

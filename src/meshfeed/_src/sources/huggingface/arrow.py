@@ -288,9 +288,9 @@ class _ChunkRows:
 
 
 def _take(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Rows of an array: a view if they are consecutive and in read-only memory (a mapped file), otherwise a copy.
+    """Rows of an array: a read-only view if they are consecutive and Arrow marks the memory as immutable, else a copy.
 
-    An in-memory table may share writable arrays with the user, as a table made from pandas does.
+    Arrow takes that mark from numpy, whose read-only views of writable arrays have it too, as columns of pandas do.
     """
     n = len(rows)
     if n and int(rows[-1]) - int(rows[0]) == n - 1 and (n == 1 or bool((np.diff(rows) == 1).all())):

@@ -10,7 +10,9 @@ import jax
 import numpy as np
 from datasets import Dataset
 from datasets.features.features import require_decoding
+from datasets.table import MemoryMappedTable
 
+from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.huggingface.arrow import ColumnRows, usable_columns
@@ -44,6 +46,7 @@ class HuggingFaceTable:
         features = dataset.features
         self._decoded = [name for name in self._columns if require_decoding(features[name])]
         table = dataset.data.table
+        self._mapped = _is_mapped(dataset.data)
         usable = [*usable_columns(table.schema), *self._decoded]
         advised = [name for name in self._columns if name in usable]
         self._readers = {
@@ -113,7 +116,8 @@ class HuggingFaceTable:
             except SourceError as error:
                 raise _in_ids_of_the_dataset(error, rows, ids) from None
             batch[name] = part if self._dtype is None else jax.tree.map(lambda leaf: leaf.astype(self._dtype), part)
-        return batch
+        # Only views are read-only. Arrow marks memory as immutable that pandas or a bytearray may still write.
+        return batch if self._mapped else jax.tree.map(_copied_if_read_only, batch)
 
     def fingerprint(self) -> JsonValue:
         """Identity: number of records, columns and their types, and a digest of 4 evenly spaced records."""
@@ -131,6 +135,17 @@ class HuggingFaceTable:
             name: _stack(name, [value_to_numpy(record[name], name, self._columns) for record in records], ids)
             for name in self._decoded
         }
+
+
+def _is_mapped(table: Any) -> bool:
+    blocks = getattr(table, "blocks", None)
+    if blocks is None:
+        return isinstance(table, MemoryMappedTable)
+    return all(isinstance(block, MemoryMappedTable) for row in blocks for block in row)
+
+
+def _copied_if_read_only(leaf: np.ndarray) -> np.ndarray:
+    return leaf if leaf.flags.writeable else memory.copy(leaf)
 
 
 class HuggingFaceRows:
