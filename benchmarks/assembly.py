@@ -47,7 +47,7 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from meshfeed._src.arrays.assemble import Assembler
-    from meshfeed._src.arrays.device_put import Putter
+    from meshfeed._src.arrays.device_put import DevicePut
     from meshfeed._src.base import memory
     from meshfeed._src.plan.plan import plan_host
 
@@ -59,7 +59,7 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     for i, leaf in enumerate(batch.values()):
         leaf[:] = i
     plan = plan_host(sharding, num_rows, 0)
-    ours, public = Assembler(sharding), Assembler(sharding, putter=Putter(None, False))
+    ours, public = Assembler(sharding), Assembler(sharding, device_put=DevicePut(None, False))
     aval = jax.device_put(batch["leaf_0"], sharding).aval
     size = num_rows // num_devices
     slices = [slice(i * size, (i + 1) * size) for i in range(num_devices)]
