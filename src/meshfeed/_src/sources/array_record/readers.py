@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,8 @@ _COUNTING = _READING + ",footer_prefetch_bytes:0,index_storage_option:offloaded"
 _BUFFER_BYTES = 8192
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: one per chunk in the library, and one or two per record for direct reads
 _LEAST_ENTRIES = 256  # charged per known file, which bounds the number of files too
+# Over all sources: several that are built at once would open more files than the process may have.
+_inspecting = threading.Semaphore(16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +100,13 @@ def inspect_file(path: str) -> ShardFile:
         status = os.stat(path)
     except FileNotFoundError as error:
         raise SourceError(f"there is no ArrayRecord file {path}. Check the path.") from error
-    reader = _open(path, _COUNTING)
-    try:
-        num_records = reader.num_records()
-        options = reader.writer_options_string() or ""
-    finally:
-        reader.close()
+    with _inspecting:
+        reader = _open(path, _COUNTING)
+        try:
+            num_records = reader.num_records()
+            options = reader.writer_options_string() or ""
+        finally:
+            reader.close()
     group_size = re.search(r"group_size:(\d+)", options)
     return ShardFile(
         path,
@@ -120,7 +125,10 @@ def _open(path: str, options: str) -> Any:
         pass
     reader = array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER_BYTES)
     if not reader.ok():
-        raise CorruptDataError(_describe_unreadable(path, reader), path=path)
+        message = _describe_unreadable(path, reader)
+        if os.strerror(errno.EMFILE) in message:  # the file may be whole: the pool makes room and retries
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        raise CorruptDataError(message, path=path)
     return reader
 
 

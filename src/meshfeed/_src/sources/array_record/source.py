@@ -20,11 +20,13 @@ from meshfeed._src.sources.array_record.readers import OpenFile, ReaderPool, Sha
 from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, steps
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.open_files import max_open_files
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
-_FILES_PER_CALL = 32  # held open by one call; several threads may read at once
+_MAX_FILES_PER_CALL = 32
+_CALLS_AT_ONCE = 16  # threads whose calls may hold files open, beside those that the pool keeps
 
 
 @public("meshfeed.sources")
@@ -225,12 +227,13 @@ class ArrayRecord:
             yield [int(which[0])], None, rows, None
             return
         touched, index = np.unique(which, return_inverse=True)
-        if len(touched) <= _FILES_PER_CALL:
+        limit = max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
+        if len(touched) <= limit:
             yield touched.tolist(), index, rows, None
             return
-        for first in range(0, len(touched), _FILES_PER_CALL):
-            slots = np.flatnonzero((index >= first) & (index < first + _FILES_PER_CALL))
-            yield touched[first : first + _FILES_PER_CALL].tolist(), index[slots] - first, rows[slots], slots
+        for first in range(0, len(touched), limit):
+            slots = np.flatnonzero((index >= first) & (index < first + limit))
+            yield touched[first : first + limit].tolist(), index[slots] - first, rows[slots], slots
 
     def _open(self, files: list[int]) -> list[OpenFile]:
         if self._cache is not None and len(files) > 1:  # fetch files that are not open yet in parallel
