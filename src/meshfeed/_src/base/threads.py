@@ -70,6 +70,15 @@ def _nothing() -> None:
     pass
 
 
+def _claim(unclaimed: list[None]) -> bool:
+    """Returns True to the first caller only. ``list.pop`` is atomic and takes no lock that an interrupt could leave held."""
+    try:
+        unclaimed.pop()
+    except IndexError:
+        return False
+    return True
+
+
 class Background:
     """A daemon thread that runs a function once.
 
@@ -108,15 +117,8 @@ class Background:
             self._threads.remove(thread)
             self._run()
 
-    def _claim(self) -> bool:
-        try:
-            self._unclaimed.pop()
-        except IndexError:
-            return False
-        return True
-
     def _run(self) -> None:
-        if self._claim():
+        if _claim(self._unclaimed):
             function, self._function = self._function, _nothing  # the thread must not keep its owner alive
             try:
                 function()
@@ -133,7 +135,7 @@ class Background:
         Returns:
           True if the function has returned, will never run, or called this itself.
         """
-        if threading.current_thread() in self._threads or (not self._started and self._claim()):
+        if threading.current_thread() in self._threads or (not self._started and _claim(self._unclaimed)):
             return True
         deadline = time.monotonic() + seconds
         while not self._ended and self._asked and time.monotonic() < deadline:
@@ -153,7 +155,7 @@ class Call(Generic[R]):
 
     def __init__(self, function: Callable[[], R]) -> None:
         self._function: Callable[[], R] | None = function
-        self._unclaimed = [None]  # popped by the thread that runs or cancels the call; list.pop is atomic
+        self._unclaimed = [None]  # popped by the thread that runs or cancels the call
         self._cancelled = False
         self._value: Any = None
         self._error: BaseException | None = None
@@ -169,7 +171,7 @@ class Call(Generic[R]):
     def run(self) -> None:
         """Runs the call; :meth:`result` raises its exception."""
         function = self._function
-        if not self._claim() or function is None:
+        if not _claim(self._unclaimed) or function is None:
             return
         try:
             self._value = function()
@@ -179,7 +181,7 @@ class Call(Generic[R]):
 
     def cancel(self) -> None:
         """Cancels a call that has not started; its :meth:`result` then raises MeshfeedError."""
-        if self._claim():
+        if _claim(self._unclaimed):
             self._cancelled = True
             self._error = MeshfeedError("the feed was closed")
             self._finish()
@@ -191,13 +193,6 @@ class Call(Generic[R]):
     def cancelled(self) -> bool:
         """Whether the call was cancelled before it started."""
         return self._cancelled
-
-    def _claim(self) -> bool:
-        try:
-            self._unclaimed.pop()
-        except IndexError:
-            return False
-        return True
 
     def _finish(self) -> None:
         self._function = None
