@@ -15,7 +15,7 @@ import numpy as np
 
 import meshfeed
 from meshfeed._src.base import threads
-from meshfeed._src.feed import prefetch
+from meshfeed._src.feed import pipeline
 
 FOREVER = threading.Event()
 
@@ -193,7 +193,7 @@ def stall(kind: str, *, close: bool) -> Any:
 
 
 def main() -> None:
-    prefetch._JOIN_SECONDS = threads._CLOSE_SECONDS = 0.2
+    pipeline._JOIN_SECONDS = threads._CLOSE_SECONDS = 0.2
     close, kinds = sys.argv[1] == "close", sys.argv[2:]
     feeds = [stall(kind, close=close) for kind in kinds]
     waited_for = [thread.name for thread in threading.enumerate() if not thread.daemon]

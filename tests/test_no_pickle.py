@@ -17,7 +17,7 @@ import pytest
 from small_pipeline import new_window_reports
 
 from meshfeed import SourceError
-from meshfeed._src.agreement.rules import Part
+from meshfeed._src.agreement.window_report import Part
 from meshfeed._src.remote import wire
 from meshfeed._src.streams.protocol import HostBatch
 

@@ -75,7 +75,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: pathlib.Path) -> None:
 @pytest.mark.skipif(not shutil.which(sysconfig.get_config_var("CC").split()[0]), reason="no C compiler")
 def test_it_holds_the_extension(wheel: pathlib.Path, installed: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert "-cp311-abi3-" in wheel.name
-    script = "from meshfeed._src.sources.array_record.direct import riegeli; print(riegeli.hash(b''))"
+    script = "from meshfeed._src.sources.array_record.readers import riegeli; print(riegeli.hash(b''))"
     ended = _run([str(installed / "bin" / "python"), "-c", script], tmp_path, JAX_PLATFORMS="cpu")
     assert int(ended.stdout) == int.from_bytes(bytes.fromhex("e19f13c0e9b1c372"), "little")
 

@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from meshfeed._src.checkpoint.array_handler import ArrayHandler
     from meshfeed._src.checkpoint.arrays import ArraysHandler, ArraysRestore, ArraysSave, restore_once
     from meshfeed._src.checkpoint.checkpointer import Checkpointer
-    from meshfeed._src.checkpoint.errors import DamagedCheckpointError
     from meshfeed._src.checkpoint.foreign import convert_state
-    from meshfeed._src.checkpoint.grain_face import as_grain_iterator
-    from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorRestore, IteratorSave
-    from meshfeed._src.checkpoint.metadata import StepMetadata
+    from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorRestore, IteratorSave, as_grain_iterator
+    from meshfeed._src.checkpoint.manifest import DamagedCheckpointError
+    from meshfeed._src.checkpoint.step import StepMetadata
     from meshfeed._src.checkpoint.verify import verify
 
 _HOMES = {
@@ -25,12 +24,12 @@ _HOMES = {
     "ArraysRestore": "arrays",
     "ArraysSave": "arrays",
     "Checkpointer": "checkpointer",
-    "DamagedCheckpointError": "errors",
+    "DamagedCheckpointError": "manifest",
     "IteratorHandler": "iterator",
     "IteratorRestore": "iterator",
     "IteratorSave": "iterator",
-    "StepMetadata": "metadata",
-    "as_grain_iterator": "grain_face",
+    "StepMetadata": "step",
+    "as_grain_iterator": "iterator",
     "convert_state": "foreign",
     "restore_once": "arrays",
     "verify": "verify",

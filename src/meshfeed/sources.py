@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.mixture.source import Mixture
     from meshfeed._src.sources.recognize import as_source
     from meshfeed._src.sources.stream import Stream
-    from meshfeed._src.sources.tensorstore.source import TensorStore
+    from meshfeed._src.sources.tensorstore import TensorStore
     from meshfeed._src.sources.tf.tf_data import TFData
     from meshfeed._src.sources.tf.tfds import TFDS
 
@@ -30,7 +30,7 @@ _HOME = {
     "Stream": "stream",
     "TFDS": "tf.tfds",
     "TFData": "tf.tf_data",
-    "TensorStore": "tensorstore.source",
+    "TensorStore": "tensorstore",
     "as_source": "recognize",
 }
 

@@ -21,12 +21,13 @@ from memory_store import MemoryStore
 from small_pipeline import new_window_reports, numbers_pipeline
 
 from meshfeed import PeerError, SkipBad, SourceError, StalledError
-from meshfeed._src.agreement.bad_records import BadRecords
 from meshfeed._src.agreement.handshake import Handshake
-from meshfeed._src.agreement.rules import (
+from meshfeed._src.agreement.window_report import (
+    BadRecords,
     Part,
     Stop,
     Verdict,
+    WindowReports,
     closed_error,
     closed_message,
     decide,
@@ -34,11 +35,9 @@ from meshfeed._src.agreement.rules import (
     overrule,
     window_ends,
 )
-from meshfeed._src.agreement.stragglers import Lateness
-from meshfeed._src.agreement.window_report import WindowReports
-from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.agreement.windows import Lateness, WindowAgreement
 from meshfeed._src.base import coordination
-from meshfeed._src.base.progress import Dropping
+from meshfeed._src.base.stats import Dropping
 from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.streams.protocol import HostBatch
 

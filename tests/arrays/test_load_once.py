@@ -12,8 +12,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays import load_once
-from meshfeed._src.arrays.load_once import Deal, Loader, RowAssignment, load_participants
-from meshfeed._src.arrays.move_rows import carrier_of, make_mover, to_carrier
+from meshfeed._src.arrays.load_once import (
+    Deal,
+    Loader,
+    RowAssignment,
+    carrier_of,
+    load_participants,
+    make_mover,
+    to_carrier,
+)
 from meshfeed._src.arrays.reshard import without_ambient_mesh
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
 from meshfeed._src.plan.topology import fake_devices, fake_mesh

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed._src.base import threads as base_threads
-from meshfeed._src.feed import prefetch
+from meshfeed._src.feed import pipeline
 
 
 def test_map_keeps_the_order_and_raises_what_was_raised() -> None:
@@ -88,7 +88,7 @@ def test_a_close_that_hangs_is_not_waited_for(caplog) -> None:
 
 @pytest.mark.parametrize("kind", ["threads", "lane", "lanes", "batches"])
 def test_a_feed_whose_read_hangs_can_be_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(pipeline, "_JOIN_SECONDS", 0.2)
     monkeypatch.setattr(base_threads, "_CLOSE_SECONDS", 0.2)
     go_on = threading.Event()
 

@@ -12,7 +12,7 @@ from orbax.checkpoint._src.multihost import dispatchers
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError
 from meshfeed._src.checkpoint import engine
-from meshfeed._src.checkpoint.options import RestoreOptions
+from meshfeed._src.checkpoint.arguments import RestoreOptions
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import (
     ArrayHandler,

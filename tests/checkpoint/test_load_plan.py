@@ -10,10 +10,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base import memory
 from meshfeed._src.checkpoint import load_plan
-from meshfeed._src.checkpoint.blocks import BlockGather, cut_block, rows_in_flight
-from meshfeed._src.checkpoint.gather import gather_group, host_bits_of, piece_shape
-from meshfeed._src.checkpoint.grid import Grid, box_shape, joint_cell, slices
-from meshfeed._src.checkpoint.packed import assign_units
+from meshfeed._src.checkpoint.engine import assign_units
+from meshfeed._src.checkpoint.gather import (
+    BlockGather,
+    cut_block,
+    gather_group,
+    host_bits_of,
+    piece_shape,
+    rows_in_flight,
+)
+from meshfeed._src.checkpoint.load_plan import Grid, box_shape, joint_cell, slices
 from meshfeed._src.checkpoint.save_layout import ReplicaCut, choose_cut, chunk_shape
 from meshfeed._src.checkpoint.stored import StoredLeaf
 from meshfeed._src.plan.topology import fake_mesh

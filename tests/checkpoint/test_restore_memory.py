@@ -20,8 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshfeed._src.arrays.reshard import bits_dtype
 from meshfeed._src.base import memory as base_memory
 from meshfeed._src.checkpoint import engine
-from meshfeed._src.checkpoint.blocks import BlockGather, _block_updater
-from meshfeed._src.checkpoint.gather import piece_sharding
+from meshfeed._src.checkpoint.gather import BlockGather, _block_updater, piece_sharding
 from meshfeed._src.checkpoint.load_plan import LoadPlan, replica_plan
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once

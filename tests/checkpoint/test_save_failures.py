@@ -12,7 +12,7 @@ from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import manifest, progress
+from meshfeed._src.checkpoint import engine, manifest
 from meshfeed.checkpoint import Checkpointer, restore_once
 
 
@@ -64,7 +64,7 @@ def test_a_bar_on_terminals(tmp_path, monkeypatch):
     state = {"w": place(np.ones((64, 8), np.float32), make_mesh(4, 2), "data")}
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         ckpt.save(1, state)
-    monkeypatch.setattr(progress, "_BAR_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr(engine, "_BAR_AFTER_SECONDS", -1.0)
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     restore_once(tmp_path / "c/1", abstract(state))

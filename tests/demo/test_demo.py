@@ -137,7 +137,7 @@ def test_hosts_end_when_the_demo_is_killed(tmp_path: pathlib.Path) -> None:
     script.write_text("import time, sys\nprint('started', flush=True)\ntime.sleep(100)\n")
     parent = (
         "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'meshfeed._src.demo.child', {str(script)!r}], "
+        f"child = subprocess.Popen([sys.executable, '-m', 'meshfeed._src.demo.job', {str(script)!r}], "
         "stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._src.state.file_sets import missing_shards
+from meshfeed._src.state.state import missing_shards
 
 pq = pytest.importorskip("pyarrow.parquet")
 datasets = pytest.importorskip("datasets")

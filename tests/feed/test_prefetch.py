@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshfeed._src.base import threads
-from meshfeed._src.feed.prefetch import Closed, ReadAhead
+from meshfeed._src.feed.pipeline import Closed, ReadAhead
 
 
 @pytest.fixture

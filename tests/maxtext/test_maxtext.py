@@ -517,7 +517,7 @@ class Hanging(WithState):
 
 @pytest.fixture
 def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr("meshfeed._src.feed.prefetch._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("meshfeed._src.feed.pipeline._JOIN_SECONDS", 0.1)
     made = Hanging(read_once=getattr(request, "param", False))
     yield made
     made.released.set()
@@ -572,7 +572,7 @@ def test_a_loader_that_starts_again_is_set_and_reset_while_it_hangs(mesh: Mesh, 
 def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
     mesh: Mesh, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed._src.maxtext.open_loaders._TURN_SECONDS", 0.2)
+    monkeypatch.setattr("meshfeed._src.maxtext.local._TURN_SECONDS", 0.2)
     loader = MultiHostDataLoadIterator(hanging, mesh)
     start = loader.local_iterator.get_state()
     assert numbers([promptly(next, loader)]) == [0]
@@ -580,7 +580,7 @@ def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
     with pytest.raises(meshfeed.StalledError, match="another thread has been in next"):
         promptly(loader.local_iterator.set_state, start)
     hanging.released.set()
-    monkeypatch.setattr("meshfeed._src.maxtext.open_loaders._TURN_SECONDS", 60)
+    monkeypatch.setattr("meshfeed._src.maxtext.local._TURN_SECONDS", 60)
     assert numbers([promptly(next, loader)]) == [1]  # refused, so nothing has changed
     loader.local_iterator.set_state(start)
     assert numbers([promptly(next, loader) for _ in range(6)]) == [0, 1, 2, 3, 4, 5]

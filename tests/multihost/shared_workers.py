@@ -11,8 +11,8 @@ from typing import Any
 from unittest import mock
 
 from meshfeed._src.reading.workers import pool as worker_pool
-from meshfeed._src.reading.workers import reader as worker_reader
-from meshfeed._src.streams.lanes import group as lane_group
+from meshfeed._src.reading.workers import pool as worker_reader
+from meshfeed._src.streams.lanes import stream as lane_group
 
 
 def _make_task() -> Any:

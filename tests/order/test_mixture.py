@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.order.epochs import EpochOrder
-from meshfeed._src.order.mixture import MixtureOrder, StagedBlocks, join_ids, split_ids
-from meshfeed._src.order.stages import Stage, block_counts, check_stages, parse_weights, write_stages
+from meshfeed._src.order.mixture import (
+    MixtureOrder,
+    Stage,
+    StagedBlocks,
+    block_counts,
+    check_stages,
+    join_ids,
+    parse_weights,
+    split_ids,
+    write_stages,
+)
 
 SIZES = {"web": 1000, "code": 300, "books": 50}
 WEIGHTS = {"web": 5, "code": 3, "books": 1}

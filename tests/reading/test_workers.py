@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, StalledError
-from meshfeed._src.base.progress import PROGRESS
+from meshfeed._src.base.stats import PROGRESS
 from meshfeed._src.reading.workers import wire as worker_wire
 from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
 
@@ -474,10 +474,10 @@ def test_a_result_without_a_request_is_refused(echo) -> None:
 
 def test_a_worker_that_drops_records_may_take_longer_than_the_time_out(echo) -> None:
     def drop(count: int, then_seconds: float = 0.0):
-        from meshfeed._src.base import progress
+        from meshfeed._src.base import stats
 
-        progress._TELL_SECONDS = 0.1
-        with progress.Dropping("lane 0", 30) as dropping:
+        stats._TELL_SECONDS = 0.1
+        with stats.Dropping("lane 0", 30) as dropping:
             for _ in range(count):
                 time.sleep(0.1)
                 dropping.add()

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshfeed
 from meshfeed._src.plan.shardings import normalize_sharding
-from meshfeed._src.remote.client import RemoteClient
-from meshfeed._src.remote.endpoint import Endpoint
-from meshfeed._src.remote.target import make_feed_payload
+from meshfeed._src.remote.client import Endpoint, RemoteClient
+from meshfeed._src.remote.feed import make_feed_payload
 from meshfeed._src.remote.wire import (
     END,
     ERROR,

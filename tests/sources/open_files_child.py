@@ -32,7 +32,7 @@ def rows(paths: list[str]) -> None:
 
 def library(paths: list[str]) -> None:
     """One after the other, through the library: what cannot be read directly."""
-    from meshfeed._src.sources.array_record import direct
+    from meshfeed._src.sources.array_record import readers as direct
 
     riegeli, direct.riegeli = direct.riegeli, None
     try:
@@ -85,7 +85,7 @@ def mixture(paths: list[str]) -> None:
 def grain(paths: list[str]) -> None:
     import grain as library
 
-    from meshfeed._src.sources.grain.map import GrainRecords
+    from meshfeed._src.sources.grain.datasets import GrainRecords
 
     dataset = library.MapDataset.source(library.sources.ArrayRecordDataSource(paths))
     records = GrainRecords(dataset)

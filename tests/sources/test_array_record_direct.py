@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from meshfeed import CorruptDataError, SourceError
 from meshfeed._src.base.memory import is_aligned
 from meshfeed._src.reading.records import read_records
-from meshfeed._src.sources.array_record import direct
+from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.readers import ReaderPool
 from meshfeed._src.sources.files import open_files as files_open_files
 from meshfeed._src.sources.files.open_files import Descriptor
@@ -41,12 +41,12 @@ def random_bytes(sizes: list[int], seed: int = 0, *, values: int = 256) -> list[
     return [rng.integers(0, values, size, np.uint8).tobytes() for size in sizes]
 
 
-def direct_file(path: str, num_records: int) -> direct.DirectFile | None:
+def direct_file(path: str, num_records: int) -> readers.DirectFile | None:
     file = Descriptor(path)
-    return direct.open_direct(lambda: file, num_records)
+    return readers.open_direct(lambda: file, num_records)
 
 
-def some_file(path: str, num_records: int) -> direct.DirectFile:
+def some_file(path: str, num_records: int) -> readers.DirectFile:
     file = direct_file(path, num_records)
     assert file is not None
     return file
@@ -59,7 +59,7 @@ def read_directly(path: str, number: int, rows: list[int] | np.ndarray) -> list[
     ends = np.cumsum(sizes)
     guard = 7  # bytes on both sides that must not be written
     out = np.full(int(ends[-1]) + 2 * guard, 0xA5, np.uint8)
-    done = direct.read([file], None, rows, ends - sizes + guard, out)
+    done = readers.read([file], None, rows, ends - sizes + guard, out)
     assert (out[:guard] == 0xA5).all()
     assert (out[len(out) - guard :] == 0xA5).all()
     return [out[e - s + guard : e + guard].tobytes() for s, e in zip(sizes, ends, strict=True)] if done else None
@@ -109,7 +109,7 @@ def test_the_hash_of_known_bytes() -> None:
 
 def offsets_of(path: str, number: int) -> np.ndarray:
     with open(path, "rb") as file:
-        footer = direct._read_footer(file.fileno(), os.path.getsize(path), number)
+        footer = readers._read_footer(file.fileno(), os.path.getsize(path), number)
     assert footer is not None
     return footer[0]
 
@@ -141,7 +141,7 @@ def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) ->
             for row in range(4):
                 size = int(file.sizes(np.array([row]))[0])
                 out = np.zeros(size, np.uint8)
-                if direct.read([file], None, np.array([row]), np.array([0]), out):
+                if readers.read([file], None, np.array([row]), np.array([0]), out):
                     assert out[:size].tobytes() == records[row]
                 else:
                     refused += 1
@@ -173,14 +173,14 @@ def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.
             sizes = rng.integers(0, 5000, 40)
             opened = Descriptor(path)
             index = riegeli.Index(offsets, sizes, options == ZSTD)
-            file = direct.DirectFile(index, lambda opened=opened: opened)
+            file = readers.DirectFile(index, lambda opened=opened: opened)
             for row in range(40):
                 out = np.full(int(sizes[row]) + 64, 0xA5, np.uint8)
-                sound += direct.read([file], None, np.array([row]), np.array([32]), out)
+                sound += readers.read([file], None, np.array([row]), np.array([32]), out)
                 assert (out[:32] == 0xA5).all()
                 assert (out[len(out) - 32 :] == 0xA5).all()
             out = np.full(int(sizes.sum()) + 64, 0xA5, np.uint8)
-            sound += direct.read([file], None, np.arange(40), np.cumsum(sizes) - sizes + 32, out)
+            sound += readers.read([file], None, np.arange(40), np.cumsum(sizes) - sizes + 32, out)
             assert (out[:32] == 0xA5).all()
             assert (out[len(out) - 32 :] == 0xA5).all()
     assert sound < 100
@@ -252,7 +252,7 @@ def test_padded_files_are_read_right(folder: pathlib.Path, options: str) -> None
 
 
 def test_without_the_extension_everything_is_as_before(folder: pathlib.Path, monkeypatch) -> None:
-    monkeypatch.setattr(direct, "riegeli", None)
+    monkeypatch.setattr(readers, "riegeli", None)
     records = random_bytes([8] * 30)
     source = ArrayRecord(write(folder / "without", records, PLAIN), decode_batch=DecodeRaw(np.int64))
     source._readers = ReaderPool()
@@ -265,7 +265,7 @@ def test_a_failed_import_of_the_extension_is_logged_at_debug_level() -> None:
 import logging, sys
 logging.basicConfig(level="DEBUG")
 sys.modules["meshfeed._src.sources.array_record._riegeli"] = None
-import meshfeed._src.sources.array_record.direct as direct
+import meshfeed._src.sources.array_record.readers as direct
 print(direct.riegeli)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
@@ -282,7 +282,7 @@ def test_without_libzstd_compressed_files_are_left_to_the_library(folder: pathli
 
     records = random_bytes([8] * 30)
     path = write(folder / "no-libzstd", records, ZSTD)
-    monkeypatch.setattr(direct, "riegeli", WithoutZstd())
+    monkeypatch.setattr(readers, "riegeli", WithoutZstd())
     assert direct_file(path, 30) is None
     assert ArrayRecord(path).read_raw(np.arange(30)) == records
 
@@ -309,7 +309,7 @@ def test_records_of_many_files_by_one_call(folder: pathlib.Path) -> None:
     assert source.read_raw(np.arange(600)) == records
     opened = [some_file(path, 5) for path in paths]
     out, places = np.empty(sum(sizes), np.uint8), np.cumsum([0, *sizes[:-1]])
-    assert direct.read(opened, np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120), places, out)
+    assert readers.read(opened, np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120), places, out)
     assert out.tobytes() == b"".join(records)
 
 
@@ -398,10 +398,10 @@ def test_rows_that_the_file_has_not_are_refused(folder: pathlib.Path) -> None:
     path = write(folder / "few", random_bytes([24] * 10), PLAIN)
     file, out = some_file(path, 10), np.zeros(240, np.uint8)
     places = np.arange(10) * 24
-    assert direct.read([file], None, np.arange(10), places, out)
+    assert readers.read([file], None, np.arange(10), places, out)
     for rows in ([10], [9, 10], [0, 1, 2, 1 << 40], [-1], [3, 1 << 62]):
         rows = np.array(rows, np.int64)
-        assert not direct.read([file], None, rows, places[: len(rows)], out)
+        assert not readers.read([file], None, rows, places[: len(rows)], out)
     few = write(folder / "same-name", random_bytes([24] * 10), PLAIN)
     os.utime(few, ns=(0, 0))
     small = ArrayRecord(few)

@@ -17,9 +17,8 @@ import pytest
 
 import meshfeed
 from meshfeed._src.base import errors
-from meshfeed._src.sources.grain.map import GrainRecords
+from meshfeed._src.sources.grain.datasets import GrainRecords, GrainStream
 from meshfeed._src.sources.grain.source import Grain
-from meshfeed._src.sources.grain.stream import GrainStream
 from meshfeed._src.sources.host_batches import HostBatches
 
 grain = pytest.importorskip("grain")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from array_record_files import write
 
-from meshfeed._src.sources.array_record import direct
+from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.files.open_files import Descriptor
 
 riegeli = pytest.importorskip(
@@ -121,14 +121,14 @@ def varint_at(postscript: bytes, tag: bytes) -> bytes:
 def read_everything(path: pathlib.Path, num_records: int, rng: np.random.Generator) -> list[bytes | None] | None:
     """Each record, or None where it is refused, by single reads; then all of them by one call."""
     opened = Descriptor(str(path))
-    file = direct.open_direct(lambda: opened, num_records)
+    file = readers.open_direct(lambda: opened, num_records)
     if file is None:
         return None
     sizes = file.sizes(np.arange(num_records))
     found: list[bytes | None] = []
     for row, size in enumerate(sizes.tolist()):
         out = np.full(size + 2 * GUARD, 0xA5, np.uint8)
-        sound = direct.read([file], None, np.array([row]), np.array([GUARD]), out)
+        sound = readers.read([file], None, np.array([row]), np.array([GUARD]), out)
         assert (out[:GUARD] == 0xA5).all()
         assert (out[size + GUARD :] == 0xA5).all()
         found.append(out[GUARD : GUARD + size].tobytes() if sound else None)
@@ -136,7 +136,7 @@ def read_everything(path: pathlib.Path, num_records: int, rng: np.random.Generat
         out = np.full(int(sizes.sum()) + GUARD, 0xA5, np.uint8)
         order = rng.permutation(num_records)
         ends = np.cumsum(sizes[order])
-        sound = direct.read([file], None, order, ends - sizes[order], out)
+        sound = readers.read([file], None, order, ends - sizes[order], out)
         assert (out[len(out) - GUARD :] == 0xA5).all()
         assert sound == all(record is not None for record in found)
     return found

@@ -21,7 +21,7 @@ import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.sources.files import file_lock, shard_cache
+from meshfeed._src.sources.files import shard_cache
 from meshfeed._src.sources.files.shard_cache import ShardCache
 
 fsspec = pytest.importorskip("fsspec")
@@ -513,7 +513,7 @@ def test_copies_of_a_version_without_the_prefix_are_used(store: Store, tmp_path)
 
 HOLDER = """
     import sys, time, pathlib
-    from meshfeed._src.sources.files.file_lock import locked
+    from meshfeed._src.sources.files.shard_cache import locked
     with locked(pathlib.Path(sys.argv[1]), 10):
         print("held", flush=True)
         time.sleep(1000)
@@ -573,7 +573,7 @@ def test_a_lock_file_that_its_holder_removes_has_one_holder(tmp_path) -> None:
     def work() -> None:
         try:
             for _ in range(200):
-                with file_lock.locked(path, 60):
+                with shard_cache.locked(path, 60):
                     with guard:
                         inside[0] += 1
                         most[0] = max(most[0], inside[0])
@@ -592,21 +592,21 @@ def test_a_lock_file_that_its_holder_removes_has_one_holder(tmp_path) -> None:
 
 def test_a_stale_descriptor_of_a_lock_file_is_no_lock(tmp_path, monkeypatch) -> None:
     path, opened = tmp_path / "lock", os.open
-    first = file_lock.try_lock(path)
+    first = shard_cache.try_lock(path)
     assert first is not None
 
     def open_and_lose(*args):
         handle = opened(*args)
         monkeypatch.setattr(os, "open", opened)
-        file_lock.unlock(path, first)  # between the second one's open and its flock
+        shard_cache.unlock(path, first)  # between the second one's open and its flock
         return handle
 
     monkeypatch.setattr(os, "open", open_and_lose)
-    second = file_lock.try_lock(path)
+    second = shard_cache.try_lock(path)
     assert second is not None
     assert os.path.samestat(os.fstat(second), path.stat())
-    assert file_lock.try_lock(path) is None
-    file_lock.unlock(path, second)
+    assert shard_cache.try_lock(path) is None
+    shard_cache.unlock(path, second)
 
 
 def patch_get_file(monkeypatch: pytest.MonkeyPatch, get_file) -> None:

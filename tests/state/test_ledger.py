@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._src.state import ledger
-from meshfeed._src.state.ledger import Ledgers
+from meshfeed._src.state import state as ledger
+from meshfeed._src.state.state import Ledgers
 
 
 class HalfBad(meshfeed.sources.Memory):

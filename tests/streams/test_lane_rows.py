@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshfeed
-from meshfeed._src.streams.lanes.lane import Taken
-from meshfeed._src.streams.lanes.rows import lane_runs, needed_lanes, place_rows
+from meshfeed._src.streams.lanes.lane import Taken, lane_runs, needed_lanes, place_rows
 
 
 def taken(lane: int, count: int) -> Taken:

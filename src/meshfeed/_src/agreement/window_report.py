@@ -2,28 +2,293 @@
 
 A report carries batch sizes in bytes (which set the window's length), the structure of the records, ended lanes, bad
 records, and digests of replicated rows. :mod:`meshfeed._src.agreement.windows` transports it.
+
+The rules of the agreement between hosts: window lengths, window reports, and the step at which all must stop.
+
+Pure functions; :mod:`meshfeed._src.agreement.windows` applies them over the coordination service.
+
+Counts bad records over all hosts and finds the step at which there are too many.
+
+The count is a property of the stream, not of the hosts: records that several hosts read count once, the count resumes
+from a state, and the step at which it exceeds the limit depends only on the source and the settings.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import xxhash
 
-from meshfeed._src.agreement.bad_records import BadRecords, RecordsAfter
-from meshfeed._src.agreement.rules import Part, Verdict
 from meshfeed._src.base.coordination import format_hosts
 from meshfeed._src.base.errors import AgreementError, MeshfeedError, SourceError
+from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
 from meshfeed._src.base.settings import SkipBad
-from meshfeed._src.base.tree_json import tree_from_json, tree_to_json
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
+
+_MIN_WINDOW = 8
+# 2 requests per host and window make at most 4,000 requests per second from 320 hosts on, at 20 ms per step. The rest
+# of the 5,000 per second that one coordinator should bear is left for repeated polls and for the rest of the job.
+_HOSTS_PER_STEP = 40
+_FIRST_WINDOWS = 4
+ALL_HOSTS = -1  # in place of the host, for an error of all hosts
+_CLOSED = "closed|"
+
+
+def full_window(num_participants: int, batch_bytes: int, byte_limit: int) -> int:
+    """Returns the steps of a full window, at least 1.
+
+    Long enough to limit the request rate on many hosts, and short enough for two windows to fit in ``byte_limit``.
+
+    Args:
+      num_participants: number of hosts.
+      batch_bytes: bytes of one host's part of a batch, the largest over all hosts.
+      byte_limit: host memory in bytes for the read-ahead.
+    """
+    wanted = max(_MIN_WINDOW, -(-num_participants // _HOSTS_PER_STEP))
+    return max(1, min(wanted, byte_limit // (2 * max(1, batch_bytes))))
+
+
+def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
+    """Yields the exclusive ends of windows 0, 1, 2, …: one step, then 1/4, 1/2 and finally all of ``size()`` steps."""
+    end = first_step + 1
+    yield end  # before size(), which is known only after the first window: batch bytes come with its reports
+    length = max(1, size() // _FIRST_WINDOWS)
+    while True:
+        end += min(length, size())
+        length *= 2
+        yield end
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One host's report on a window.
+
+    Attributes:
+      count: steps that the host has read, counted from step 0 of the feed.
+      final: the first step that the host cannot read or has no data for, or None.
+      error: message of the exception that caused ``final``, or None at the end of the data.
+      info: further JSON for the reducer: bytes per batch, lengths of ended lanes, bad records, digests.
+      pads: whether the host continues with padding after ``final``, until the data of all hosts has ended.
+    """
+
+    count: int
+    final: int | None = None
+    error: str | None = None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pads: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """The step before which all hosts stop, and the reason.
+
+    Attributes:
+      step: the first step that is not delivered.
+      errors: host (or ALL_HOSTS) → message; empty at the end of the data.
+    """
+
+    step: int
+    errors: Mapping[int, str]
+
+
+def decide(parts: Mapping[int, Part], participants: Sequence[int], first: int, end: int) -> tuple[int, Stop | None]:
+    """The reducer's rule: how far all hosts can deliver in the window ``[first, end)``.
+
+    Args:
+      parts: host → its window report; hosts may be missing only if some host has failed.
+      participants: all hosts.
+      first: first step of the window; no host has delivered it.
+      end: one past the window's last step.
+
+    Returns:
+      The step up to which all hosts may deliver (exclusive), and the stop at that step, or None.
+    """
+    errors = {host: part for host, part in parts.items() if part.error is not None}
+    if len(parts) < len(participants):  # a host failed, and another was too late to be waited for
+        return first, Stop(first, {host: str(part.error) for host, part in errors.items()})
+    failed = min((part.final for part in errors.values() if part.final is not None), default=None)
+    ends = [(part.final, part.pads) for part in parts.values() if part.final is not None and part.error is None]
+    ended = min((final for final, pads in ends if not pads), default=None)
+    # Padding hosts continue until the host with the most data has ended, so their end is known only from all hosts.
+    if ended is None and len(ends) == len(participants):
+        ended = max(final for final, _ in ends)
+    if failed is not None and (ended is None or failed <= ended) and failed <= end:
+        step = max(first, failed)  # steps before ``first`` may already be delivered
+        return step, Stop(step, {host: str(part.error) for host, part in errors.items() if part.final == failed})
+    if ended is not None and ended <= end:
+        step = max(first, ended)
+        return step, Stop(step, {})
+    return end, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A failure that the reducer finds in the window reports; an error of all hosts.
+
+    Attributes:
+      message: error message.
+      step: the first step that is not delivered, or None for the window's first step.
+    """
+
+    message: str
+    step: int | None = None
+
+
+def overrule(upto: int, stop: Stop | None, verdict: Verdict | None, first: int) -> tuple[int, Stop | None]:
+    """Merges a failure into the result of :func:`decide`.
+
+    A failure with a step wins if it stops the hosts earlier. One without a step wins unless a host has failed; in
+    particular it replaces a stop at the end of the data.
+    """
+    if verdict is None:
+        return upto, stop
+    step = first if verdict.step is None else max(first, verdict.step)
+    if verdict.step is None:
+        wins = stop is None or not stop.errors
+    else:
+        wins = step < upto
+    return (step, Stop(step, {ALL_HOSTS: verdict.message})) if wins else (upto, stop)
+
+
+Judge = Callable[[Mapping[int, Part], int, int], "tuple[dict[str, Any], Verdict | None]"]
+"""Reducer's hook: window reports, first step and end of the window → (JSON for the announcement, failure or None)."""
+
+
+def no_judge(parts: Mapping[int, Part], first: int, end: int) -> tuple[dict[str, Any], Verdict | None]:
+    """The default hook: finds no failure."""
+    del parts, first, end
+    return {}, None
+
+
+def closed_error(message: str) -> str:
+    """Formats the error of a leave notice: the host leaves while others may continue."""
+    return _CLOSED + message
+
+
+def closed_message(error: str) -> str | None:
+    """Returns the message of a leave notice (:func:`closed_error`), or None for a different error."""
+    return error.removeprefix(_CLOSED) if error.startswith(_CLOSED) else None
+
+
+RecordsAfter = Callable[[int, Mapping[int, int]], int]
+"""(step, ended lanes) → records of the stream up to and including the step."""
+
+
+class BadRecords:
+    """This host's and the reducer's side of the bad-record count.
+
+    Args:
+      setting: the feed's ``bad_records``.
+      num_skipped: bad records in the batches delivered so far.
+      records_after: see :data:`RecordsAfter`.
+    """
+
+    def __init__(self, setting: SkipBad | None, num_skipped: int, records_after: RecordsAfter) -> None:
+        self._limit = None if setting is None else setting.max_fraction
+        self._records_after = records_after
+        self._own = num_skipped  # from this host's reads alone: a lower bound of the stream's count
+        self._judged = num_skipped
+        self._judged_step = -1
+        self._known = num_skipped
+        self._later: collections.deque[tuple[int, int]] = collections.deque()  # (undelivered step, count up to it)
+
+    # ------------------------------------------------------------------ every host
+
+    def part(self, batches: Iterable[HostBatch], ended: Mapping[int, int]) -> dict[str, Any]:
+        """Returns this host's share of a window report, as JSON.
+
+        Lists the bad records instead of counting them, because other hosts may have read the same rows. The list ends
+        at the step at which this host's bad records alone are too many, which bounds it to about ``max_fraction`` of
+        the records.
+        """
+        if self._limit is None:
+            return {}
+        bad: dict[str, list[tuple[int, int]]] = {}
+        last = ""
+        for batch in batches:
+            if batch.bad:
+                bad[str(batch.step)] = sorted({(record_id, epoch) for record_id, epoch, _ in batch.bad})
+                self._own += len(bad[str(batch.step)])
+                last = f"record {batch.bad[-1][0]}: {batch.bad[-1][2]}"
+            if self._too_many(self._own, self._records_after(batch.step, ended)):
+                break
+        return {"bad": bad, "last_bad": last} if bad else {}
+
+    def _too_many(self, bad: int, records: int) -> bool:
+        # Below 1 / limit records, a single bad record would exceed the limit.
+        return self._limit is not None and records >= 1 / self._limit and bad > self._limit * records
+
+    # ------------------------------------------------------------------ the reducer
+
+    def judge(
+        self, parts: Mapping[int, Part], first: int, end: int, ended: Mapping[int, int]
+    ) -> tuple[dict[str, Any], Verdict | None]:
+        """On the reducer: counts for the announcement of a window, and a failure at the first step over the limit."""
+        if self._limit is None:
+            return {}, None
+        found: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
+        last = ""
+        for host, part in sorted(parts.items()):
+            for step, entries in part.info.get("bad", {}).items():
+                found[int(step)].update((record_id, epoch) for record_id, epoch in entries)
+            if part.info.get("last_bad"):
+                last = f"host {host}, {part.info['last_bad']}"
+        counts: dict[str, int] = {}
+        for step in range(first, end):
+            if step in found:
+                self._judged += len(found[step])
+                counts[str(step)] = self._judged
+            records = self._records_after(step, ended)
+            if self._too_many(self._judged, records):
+                return {"bad": counts} if counts else {}, Verdict(self._message(step, records, last), step)
+        return {"bad": counts} if counts else {}, None
+
+    @property
+    def none_so_far(self) -> bool:
+        """Whether no record of this stream has been bad so far."""
+        return not self._judged
+
+    def judge_alone(self, batch: HostBatch, ended: Mapping[int, int]) -> str | None:
+        """The rule for a single process. A step read twice because of an interrupt counts once."""
+        last = f"record {batch.bad[-1][0]}: {batch.bad[-1][2]}" if batch.bad else ""
+        if batch.bad and batch.step > self._judged_step:
+            judged = self._judged + len({(record_id, epoch) for record_id, epoch, _ in batch.bad})
+            self._later.append((batch.step, judged))
+            self._judged, self._judged_step = judged, batch.step
+        records = self._records_after(batch.step, ended) if self._limit is not None else 0
+        return self._message(batch.step, records, last) if self._too_many(self._judged, records) else None
+
+    def _message(self, step: int, records: int, last: str) -> str:
+        assert self._limit is not None
+        return (
+            f"source|{self._judged:,} of the {records:,} records up to step {step} are bad, {self._judged / records:.2g} of "
+            f"them, and bad_records=SkipBad(max_fraction={self._limit:g}) allows {self._limit:g}"
+            + (f" (last: {last})" if last else "")
+            + ". Look at the data; raise max_fraction only if so many bad records are expected."
+        )
+
+    # ------------------------------------------------------------------ announcements
+
+    def learn(self, info: Mapping[str, Any]) -> None:
+        """Adds the counts of an announcement."""
+        self._later.extend((int(step), count) for step, count in info.get("bad", {}).items())
+
+    def up_to(self, step: int) -> int:
+        """Returns the bad records up to and including ``step``. Call with ascending steps."""
+        while self._later and self._later[0][0] <= step:
+            self._known = self._later[0][1]
+            self._later.popleft()
+        return self._known
+
 
 _log = logging.getLogger("meshfeed.exchange")
 _CHECKED_STEPS = 4  # first steps of a generation whose replicas are compared
@@ -135,7 +400,7 @@ class WindowReports:
     # ------------------------------------------------------------------ the reducer
 
     def judge(self, parts: Mapping[int, Part], first: int, end: int) -> tuple[dict[str, Any], Verdict | None]:
-        """Merges the reports on a window; see :data:`meshfeed._src.agreement.rules.Judge`."""
+        """Merges the reports on a window; see :data:`meshfeed._src.agreement.window_report.Judge`."""
         info: dict[str, Any] = {}
         ended: dict[int, int] = {}
         for part in parts.values():

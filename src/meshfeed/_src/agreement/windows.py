@@ -12,6 +12,11 @@ first windows are short, to deliver the first batches early, and double up to th
 A host that leaves before the end publishes a leave notice as its next window report, and the reducer announces it; a
 reducer that leaves announces its own. If all hosts leave at the same step, none waits for the notice, and it has no
 effect.
+
+Finds the late hosts and what they are doing, at a cost that is not quadratic in the number of hosts.
+
+The reducer, which lists the published keys anyway, writes a note naming the missing hosts. The others only check
+whether those are still missing: a few requests per host.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshfeed._src.agreement.rules import (
+from meshfeed._src.agreement.window_report import (
     Judge,
     Part,
     Stop,
@@ -35,10 +40,58 @@ from meshfeed._src.agreement.rules import (
     overrule,
     window_ends,
 )
-from meshfeed._src.agreement.stragglers import Lateness
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import StalledError
 from meshfeed._src.base.threads import Background
+
+
+class Lateness:
+    """One host's view of the late hosts.
+
+    Args:
+      store: the key-value store.
+      prefix: key prefix of the agreement.
+      participants: process indices, ascending; the first is the reducer.
+      host: this process.
+      describe: returns what this host's reader is doing.
+    """
+
+    def __init__(
+        self,
+        store: coordination.KeyValueStore,
+        prefix: str,
+        participants: Sequence[int],
+        host: int,
+        describe: Callable[[], str],
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._reducer = participants[0]
+        self._host = host
+        self._describe = describe
+
+    def say(self) -> None:
+        """Publishes what this host is doing. Called if this host is late itself."""
+        self._store.set(f"{self._prefix}/doing/{self._host}", self._describe(), overwrite=True)
+
+    def who(self, window: int) -> tuple[tuple[int, ...], str]:
+        """Returns the hosts that have not published a window, at most 8, and a message naming them.
+
+        Empty if all have published: then the reducer is about to announce the window, or is itself late.
+        """
+        prefix, note = f"{self._prefix}/w/{window}", f"{self._prefix}/late/{window}"
+        late, count = coordination.missing_hosts(self._store, prefix, note, self._reducer)
+        if not late:
+            return (), f"host {self._reducer}, which announces, is silent"
+        doing = {}
+        for host in late:
+            what = self._describe() if host == self._host else self._store.try_get(f"{self._prefix}/doing/{host}")
+            if what:
+                doing[host] = what
+        notes = "; ".join(f"host {host} is {what}" for host, what in doing.items())
+        who = coordination.format_missing(late, count)
+        return late, f"{who} {'has' if count == 1 else 'have'} not read it yet" + (f" ({notes})" if notes else "")
+
 
 _log = logging.getLogger("meshfeed.agree")
 _ANNOUNCING_SECONDS = 2.0  # a reducer that has all reports announces within one poll interval

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshfeed._src.arrays.device_put import DevicePut, LeafDevicePut, probe_fast_call
-from meshfeed._src.arrays.dtypes import narrow, narrowed_dtype
+from meshfeed._src.arrays.device_put import DevicePut, LeafDevicePut, narrow, narrowed_dtype, probe_fast_call
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.plan.plan import HostPlan, LeafPlan, broadcast_shardings, cut_spec

@@ -1,9 +1,12 @@
-"""Places host batches on the mesh: each host its own rows (``load="sharded"``), or each row by one host, resharded."""
+"""Places host batches on the mesh: each host its own rows (``load="sharded"``), or each row by one host, resharded.
+
+Labels the blocks of a host batch by their index in the global batch, to compare replicas between hosts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -16,7 +19,15 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
-from meshfeed._src.plan.plan import HostPlan, HostRows, cut_spec, normalize_sharding, participants, plan_host
+from meshfeed._src.plan.plan import (
+    HostPlan,
+    HostRows,
+    broadcast_shardings,
+    cut_spec,
+    normalize_sharding,
+    participants,
+    plan_host,
+)
 from meshfeed._src.plan.shardings import axes_of, sharding_leaves
 from meshfeed._src.reading.host_batch import RecordSpec
 
@@ -232,3 +243,25 @@ def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | Loa
         for size in settings.schedule.sizes:
             check.plan(size)  # raises if the mesh does not divide this size
     return placer
+
+
+def blocks_of(placer: Any) -> Callable[[PyTree, int], dict[str, np.ndarray]] | None:
+    """Returns a function from a host batch to its labelled blocks, or None if each row is read by only one host."""
+    if not isinstance(placer, ShardedPlacer):
+        return None
+
+    def cut(tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
+        plan = placer.plan(global_batch_size)
+        blocks: dict[str, np.ndarray] = {}
+        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+        for (path, leaf), sharding in zip(paths, broadcast_shardings(placer.prefix, tree), strict=True):
+            name = jax.tree_util.keystr(path) or "(the record)"
+            leaf_plan = plan.leaf(sharding, (global_batch_size, *placer.record_shape(path, leaf)), name)
+            whole = leaf.shape[1:] == leaf_plan.global_shape[1:]
+            for block in leaf_plan.blocks:
+                where = ", ".join(f"{part.start or 0}:{part.stop}" for part in block.index)
+                index = (block.local[0], *block.index[1:]) if whole else block.local
+                blocks[f"leaf {name}[{where}]"] = leaf[index]
+        return blocks
+
+    return cut

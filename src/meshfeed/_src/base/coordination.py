@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from meshfeed._src.base.errors import MeshfeedError, StalledError
-from meshfeed._src.base.progress import PROGRESS
+from meshfeed._src.base.stats import PROGRESS
 
 # A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the
 # number of hosts: thousands of hosts in a long wait must not flood the coordinator.

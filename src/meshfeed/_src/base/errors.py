@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 
 
 @public("meshfeed")

@@ -4,6 +4,8 @@ JSON has no tuples, bytes or arrays, and only string keys. Such values become a 
 ``__tuple__``, ``__bytes__``, ``__array__``, ``__pairs__`` (a dict as a list of pairs), or ``__meshfeed__`` with a kind
 and its arguments. A dict that itself contains a reserved key is written as pairs, so user data is never mistaken for
 an encoding.
+
+The structure, shapes and dtypes of a pytree as JSON, for exchange between hosts without pickle.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.types import PyTree
 
 _TUPLE = "__tuple__"
 _BYTES = "__bytes__"
@@ -172,3 +178,35 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "bytes_": lambda text: np.bytes_(bytes.fromhex(text)),
     "scalar": lambda name, data: _decode_array((name, (), data))[()],
 }
+
+
+def tree_to_json(tree: PyTree) -> dict[str, Any]:
+    """Describes a pytree whose leaves have a shape and a dtype.
+
+    Supports dicts, lists, tuples and None. For any other node (a namedtuple, a registered class) the result holds an
+    error message, which :func:`tree_from_json` raises; most hosts never need the description.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    numbered = jax.tree.unflatten(structure, range(len(leaves)))
+    try:
+        containers = encode_value(numbered)
+    except TypeError:
+        containers = None
+    if jax.tree.structure(decode_value(containers)) != structure:  # a namedtuple would become a tuple
+        return {
+            "unsupported": f"records of the structure {structure} cannot be described to other hosts: only dicts, lists, "
+            "tuples and None can. Convert them to dicts, in decode= or in the source."
+        }
+    return {"tree": containers, "leaves": [[list(leaf.shape), np.dtype(leaf.dtype).name] for leaf in leaves]}
+
+
+def tree_from_json(value: Any) -> PyTree:
+    """Returns a pytree of ``jax.ShapeDtypeStruct`` from the result of :func:`tree_to_json`.
+
+    Raises:
+      SourceError: the structure is not supported.
+    """
+    if "unsupported" in value:
+        raise SourceError(value["unsupported"])
+    specs = [jax.ShapeDtypeStruct(tuple(shape), np.dtype(name)) for shape, name in value["leaves"]]
+    return jax.tree.map(lambda number: specs[number], decode_value(value["tree"]))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 
 
 def _integer(setting: str, value: Any, minimum: int, what: str) -> int:

@@ -1,14 +1,33 @@
 """Protocols and type aliases shared by all packages.
 
 These are not base classes: any object with the methods of a source is a source.
+
+Public module names for classes and functions that are defined in private modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def public(module: str) -> Callable[[T], T]:
+    """Returns a decorator that sets ``__module__``: reprs, tracebacks and pickles then show ``meshfeed.PeerError``.
+
+    Args:
+      module: the public module that exports the class or function, such as ``"meshfeed"``.
+    """
+
+    def rename(value: T) -> T:
+        value.__module__ = module
+        return value
+
+    return rename
+
 
 PyTree: TypeAlias = Any
 """Nested dicts, lists, tuples and registered nodes with arrays as leaves."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshfeed._src.base.coordination import next_use, process_count, process_index, reduce_json, require_store
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
-from meshfeed._src.checkpoint.errors import DamagedCheckpointError, as_checkpoint_error
+from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, as_checkpoint_error
 
 
 def _first_error(reports: dict[int, Any]) -> Any:

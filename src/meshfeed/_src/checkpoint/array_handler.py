@@ -1,4 +1,7 @@
-"""An Orbax TypeHandler for ``jax.Array`` that saves digests and reads each stored byte once on restore."""
+"""An Orbax TypeHandler for ``jax.Array`` that saves digests and reads each stored byte once on restore.
+
+Restores for the TypeHandler: converts Orbax's parameter infos and restore arguments to our requests.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,77 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.arrays.reshard import without_ambient_mesh
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, SettingsError
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint import manifest
+from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.arguments import RestoreOptions, options_of
 from meshfeed._src.checkpoint.digests import ShardDigests
+from meshfeed._src.checkpoint.engine import restore_leaves
 from meshfeed._src.checkpoint.leaves import describe_array, is_key, stored_as
-from meshfeed._src.checkpoint.options import options_of
 from meshfeed._src.checkpoint.save_layout import MIN_SLICE_BYTES, lay_out
+from meshfeed._src.checkpoint.stored import StoredArrays
+from meshfeed._src.checkpoint.tree_restore import array_wanted, saved_sharding
 
 if TYPE_CHECKING:
+    from meshfeed._src.checkpoint.engine import LeafRequest
     from meshfeed._src.checkpoint.stored import StoredArrays
-    from meshfeed._src.checkpoint.work import LeafRequest
+
+
+def restore_for_handler(
+    infos: Sequence[Any], args: Sequence[Any], saved: Sequence[Any] | None, options: RestoreOptions
+) -> list[Any]:
+    """Restores the parameters of ``infos`` according to ``args``.
+
+    Args:
+      infos: Orbax's parameter infos, all from one folder.
+      args: ``ArrayRestoreArgs``, or plain ``RestoreArgs`` to use the saved sharding.
+      saved: Orbax's metadata of the same parameters; needed if any sharding is not given.
+      options: how to restore them.
+    """
+    agreement = Agreement(f"restoring {infos[0].parent_dir}", options.timeout_seconds)
+
+    def plan() -> tuple[StoredArrays, list[Any]]:
+        stored = StoredArrays(infos[0].parent_dir, options.memory_limit_bytes, options.metadata_key)
+        wanted = []
+        for number, (info, arg) in enumerate(zip(infos, args, strict=True)):
+            shape = getattr(arg, "global_shape", None)
+            shape = getattr(arg, "shape", None) if shape is None else shape
+            metadata = None if saved is None else saved[number]
+            wanted.append(
+                array_wanted(
+                    stored,
+                    info.name,
+                    shape=shape,
+                    dtype=arg.dtype,
+                    sharding=_sharding(stored, info.name, arg, metadata),
+                    strict=getattr(arg, "strict", True),
+                    any_cast=True,  # Orbax's restore arguments request a dtype explicitly, not through a template tree
+                )
+            )
+        return stored, wanted
+
+    with without_ambient_mesh():  # parameters may be on devices outside the caller's jax.set_mesh
+        stored, wanted = agreement.attempt(plan)
+        requests = [request for request, _ in wanted if request is not None]
+        results = iter(restore_leaves(stored, requests, options, agreement))
+        return [finish(None if request is None else next(results)) for request, finish in wanted]
+
+
+def _sharding(stored: StoredArrays, name: str, arg: Any, metadata: Any) -> Any:
+    mesh, axes = getattr(arg, "mesh", None), getattr(arg, "mesh_axes", None)
+    if mesh is not None and axes is not None:
+        return jax.sharding.NamedSharding(mesh, axes)
+    sharding = getattr(arg, "sharding", None)
+    if sharding is None and metadata is not None:
+        sharding = getattr(metadata, "sharding", None)
+    if sharding is not None and hasattr(sharding, "to_jax_sharding"):
+        try:
+            sharding = sharding.to_jax_sharding()
+        except Exception as error:  # devices of a different topology
+            raise CheckpointError(
+                f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Give one."
+            ) from error
+    return saved_sharding(stored, name) if sharding is None else sharding
 
 
 @public("meshfeed.checkpoint._array_handler")  # Orbax writes this name into checkpoints, so it must not change
@@ -182,7 +246,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
           DamagedCheckpointError: on every host, if any host read bytes that differ from those written.
           ValueError: ``args`` is None.
         """
-        from meshfeed._src.checkpoint.handler_restore import restore_for_handler
+        from meshfeed._src.checkpoint.array_handler import restore_for_handler
 
         if args is None:
             raise ValueError("ArrayRestoreArgs are needed to restore a jax.Array; none were given.")

@@ -13,13 +13,13 @@ from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import process_index
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint import manifest
 from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.arguments import RestoreOptions
 from meshfeed._src.checkpoint.array_handler import ArrayHandler, check_metadata_key
 from meshfeed._src.checkpoint.digests import digest
 from meshfeed._src.checkpoint.leaves import EncodedTree, encode_tree
-from meshfeed._src.checkpoint.options import RestoreOptions
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed._src.checkpoint.tree_restore import abstract_tree_of, restore_tree, type_handlers
 from meshfeed._src.state import files as state_files

@@ -1,4 +1,7 @@
-"""Saves and restores arrays and data position together."""
+"""Saves and restores arrays and data position together.
+
+Keeps the last step that the interval skipped, by reference, to save it at the end if it is still unchanged.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ import logging
 import secrets
 from typing import Any, Self
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
-from meshfeed._src.base.fork import Owner
-from meshfeed._src.base.launcher import forgotten_processes
-from meshfeed._src.base.names import public
+from meshfeed._src.base.process import Owner, forgotten_processes
 from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
+from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.arguments import (
     RESTORE_ORDER,
@@ -30,15 +34,67 @@ from meshfeed._src.checkpoint.arguments import (
     opening,
 )
 from meshfeed._src.checkpoint.arrays import ArraysHandler, ArraysSave
-from meshfeed._src.checkpoint.errors import DamagedCheckpointError
+from meshfeed._src.checkpoint.digests import digest
 from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorSave
-from meshfeed._src.checkpoint.last_step import SkippedStep, number_of
 from meshfeed._src.checkpoint.leaves import encode_tree
-from meshfeed._src.checkpoint.metadata import StepMetadata, describe_step
-from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, find_steps, read_step
+from meshfeed._src.checkpoint.manifest import DamagedCheckpointError
+from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, StepMetadata, describe_step, find_steps, read_step
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed._src.checkpoint.tree_restore import restore_tree
 from meshfeed._src.state import files as state_files
+
+
+def number_of(feed: Any, name: str) -> int | None:
+    """Returns an attribute of a feed as an int, or None if the feed is None or has no such number."""
+    value = getattr(feed, name, None)
+    return None if value is None else int(value)
+
+
+def _feed_marker(feed: Any) -> Any:
+    """Returns a value that changes when a feed delivers a batch: its counters, which are cheap, otherwise its state."""
+    if feed is None:
+        return None
+    numbers = (number_of(feed, "step"), number_of(feed, "position"))
+    return feed.get_state() if numbers == (None, None) else numbers
+
+
+class SkippedStep:
+    """A training state and a feed at one step. Nothing is copied, so :meth:`problem` checks for later changes.
+
+    Args:
+      step: the caller's step number.
+      train_state: pytree; its leaves are kept by reference, its containers may change.
+      feed: the feed, or None.
+    """
+
+    def __init__(self, step: int, train_state: Any, feed: Any) -> None:
+        self.step = step
+        self.feed = feed
+        self._leaves, self._structure = jax.tree_util.tree_flatten(train_state)
+        self._host_digests = self._digests()
+        self._feed_marker = _feed_marker(feed)
+
+    @property
+    def train_state(self) -> Any:
+        """The tree as it was given."""
+        return jax.tree_util.tree_unflatten(self._structure, self._leaves)
+
+    def _digests(self) -> list[str]:
+        # numpy arrays are often written in place; a digest costs less than a copy
+        arrays = [leaf for leaf in self._leaves if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject]
+        return [digest(array) for array in arrays]
+
+    def problem(self) -> str | None:
+        """Returns why the step can no longer be saved, or None if it can."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.train_state):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                return f"leaf {jax.tree_util.keystr(path)} was donated or deleted since"
+        if self._digests() != self._host_digests:
+            return "a numpy leaf was changed since"
+        if _feed_marker(self.feed) != self._feed_marker:
+            return "the feed has moved on since"
+        return None
+
 
 _log = logging.getLogger("meshfeed.checkpoint")
 _UNFINISHED = ".orbax-checkpoint-tmp"

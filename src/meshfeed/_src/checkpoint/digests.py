@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import xxhash
 
-from meshfeed._src.checkpoint.grid import Box, Grid, box_of_index, slices
+from meshfeed._src.checkpoint.load_plan import Box, Grid, box_of_index, slices
 
 
 def digest(values: np.ndarray[Any, Any]) -> str:

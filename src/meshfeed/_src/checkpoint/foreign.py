@@ -25,7 +25,7 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.exact_json import decode_value, encode_value
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 from meshfeed._src.state.state import parse_state, seal
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")

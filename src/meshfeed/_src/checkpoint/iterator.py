@@ -1,9 +1,13 @@
-"""An Orbax v0 handler for the state of a feed, for users with their own CheckpointManager or Composite."""
+"""An Orbax v0 handler for the state of a feed, for users with their own CheckpointManager or Composite.
+
+Adapts a feed to Grain's iterator interface, for checkpoint managers that accept only Grain iterators.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -11,7 +15,7 @@ from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import process_index
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint.arguments import check_feed
 from meshfeed._src.state import files as state_files
 
@@ -113,3 +117,39 @@ class IteratorRestore(ocp.args.CheckpointArgs):
     """
 
     feed: Any = None
+
+
+class GrainIteratorFace:
+    """The interface that Orbax's peer-to-peer manager and Grain's own handlers expect: a state as bytes."""
+
+    def __init__(self, feed: Any) -> None:
+        self._feed = feed
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._feed)
+
+    def get_state(self) -> bytes:
+        """Returns the feed's state as JSON bytes."""
+        return json.dumps(self._feed.get_state()).encode()
+
+    def set_state(self, state: bytes) -> None:
+        """Sets the feed's state in place, from JSON bytes."""
+        self._feed.set_state(json.loads(state))
+
+
+@public("meshfeed.checkpoint")
+def as_grain_iterator(feed: Any) -> GrainIteratorFace:
+    """Wraps ``feed`` as an iterator with Grain's interface, including its state.
+
+    ::
+
+        manager.save(step, args=p2p.args.Composite(
+            state=…, data_iter=grain.checkpoint.CheckpointSave(as_grain_iterator(feed))))
+
+    Such managers keep one state per process, so a stream can resume only on as many hosts as it was saved on. If a
+    manager accepts any Orbax handler, use :class:`IteratorHandler`.
+    """
+    return GrainIteratorFace(feed)

@@ -4,6 +4,8 @@ It is stored in the folder ``meshfeed`` inside the arrays' item, so it is copied
 While saving, every host writes a part with its digests (``arrays-<process>.json``), and process 0 writes the tree
 (``tree.json``). Once all have written, the primary host merges the parts into ``manifest.json`` and removes them. Parts
 that were never merged, because a manager other than Orbax's does not finalize, are merged on reading.
+
+The error for damaged checkpoints, which is both a checkpoint error and a data error.
 """
 
 from __future__ import annotations
@@ -17,9 +19,25 @@ import xxhash
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint.errors import DamagedCheckpointError
-from meshfeed._src.state.files import write_json
+from meshfeed._src.base.types import public
+from meshfeed._src.state.files import DamagedStateError, write_json
 from meshfeed._src.state.state import digest_of
+
+
+@public("meshfeed.checkpoint")
+class DamagedCheckpointError(DamagedStateError):
+    """The stored bytes of a checkpoint differ from those written.
+
+    It is both a :class:`~meshfeed.CheckpointError` and a :class:`~meshfeed.CorruptDataError`.
+    """
+
+
+def as_checkpoint_error(kind: str, message: str, *, step: int | None = None) -> CheckpointError:
+    """Returns the error that all hosts raise for a failure reported by one of them."""
+    if kind == "damaged":
+        return DamagedCheckpointError(message, step=step)
+    return CheckpointError(message, step=step)
+
 
 FOLDER = "meshfeed"
 _MANIFEST = "manifest.json"

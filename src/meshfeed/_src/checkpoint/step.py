@@ -1,4 +1,7 @@
-"""Reads one step of a checkpoint folder, and checks that its parts are complete and belong together."""
+"""Reads one step of a checkpoint folder, and checks that its parts are complete and belong together.
+
+Describes a step, for inspection and for restoring it without an abstract tree.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint.errors import DamagedCheckpointError
-from meshfeed._src.checkpoint.manifest import Manifest, read_manifest
+from meshfeed._src.base.types import public
+from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
+from meshfeed._src.checkpoint.stored import StoredArrays
+from meshfeed._src.checkpoint.tree_restore import abstract_tree_of
 from meshfeed._src.state import files as state_files
 
 ARRAYS = "arrays"
@@ -113,3 +118,43 @@ def _short(identity: Any) -> str:
     if not isinstance(identity, dict):
         return "unknown"
     return f"{identity.get('id')} (step {identity.get('step')}, position {identity.get('position')})"
+
+
+@public("meshfeed.checkpoint")
+@dataclasses.dataclass(frozen=True)
+class StepMetadata:
+    """A step without its array values.
+
+    Attributes:
+      step: the caller's step number.
+      feed_step: number of batches that the feed had delivered, or None without a feed.
+      position: number of records that the feed had delivered, or None.
+      id: id of the save.
+      train_state: the saved tree. Arrays are ``jax.ShapeDtypeStruct``, with the saved sharding if this job has as many
+        devices; numpy values are placeholders with the saved shape and dtype; numbers and text are themselves.
+        ``restore`` accepts it unchanged.
+      iterator_state: the feed's state, or None.
+      stored_bytes: total size in bytes of the arrays' files.
+    """
+
+    step: int
+    feed_step: int | None
+    position: int | None
+    id: str
+    train_state: Any
+    iterator_state: dict[str, Any] | None
+    stored_bytes: int
+
+
+def describe_step(parts: StepParts) -> StepMetadata:
+    """Returns the metadata of a step whose parts have been checked."""
+    stored = StoredArrays(parts.directory / ARRAYS)
+    return StepMetadata(
+        step=parts.step,
+        feed_step=parts.identity.get("feed_step"),
+        position=parts.identity.get("position"),
+        id=str(parts.identity.get("id")),
+        train_state=abstract_tree_of(stored),
+        iterator_state=None if parts.document is None else parts.document["state"],
+        stored_bytes=sum(size for size, _ in parts.manifest.files.values()),
+    )

@@ -17,10 +17,9 @@ import tensorstore as ts
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint.errors import DamagedCheckpointError
-from meshfeed._src.checkpoint.grid import Box, Grid, box_shape, joint_cell, slices
 from meshfeed._src.checkpoint.leaves import CARRIERS, dtype_of, numpy_from_stored
-from meshfeed._src.checkpoint.manifest import Manifest, read_manifest
+from meshfeed._src.checkpoint.load_plan import Box, Grid, box_shape, joint_cell, slices
+from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
 
 _TREE_METADATA = "_METADATA"
 _JAX_ARRAY = "jax.Array"

@@ -10,7 +10,7 @@ from typing import Any
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint.iterator import PLAIN_FILE
 from meshfeed._src.checkpoint.manifest import file_digest
 from meshfeed._src.checkpoint.read import UnitReader, Wanted

@@ -206,9 +206,9 @@ def demo(quick: bool, steps: int | None, directory: str | None, how: str | None)
     Everything runs on this machine: hosts are processes, devices are CPU devices. Takes a few minutes. The exit status
     is 1 if any check fails.
     """
-    from meshfeed._src.demo import command
+    from meshfeed._src.demo import demo
 
-    if not command.run_demo(steps, directory, how, quick=quick):
+    if not demo.run_demo(steps, directory, how, quick=quick):
         raise SystemExit(1)
 
 

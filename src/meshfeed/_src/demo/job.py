@@ -1,4 +1,10 @@
-"""A training job of the demo: one process per host, each writing one line of JSON per step."""
+"""A training job of the demo: one process per host, each writing one line of JSON per step.
+
+Runs a script like ``python script arguments``, and kills it when the parent process ends.
+
+``python -m meshfeed._src.demo.job script arguments``: standard input is a pipe held open by the parent. End of input
+means that the parent has exited for any reason, and the script would otherwise run on as an orphan.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,11 @@ import dataclasses
 import json
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -82,7 +90,7 @@ class Job:
         self._read_to = 0
         try:
             for host in range(topology.hosts):
-                command = [sys.executable, "-m", "meshfeed._src.demo.child", str(example_script()), *arguments]
+                command = [sys.executable, "-m", "meshfeed._src.demo.job", str(example_script()), *arguments]
                 command += ["--model-axis", str(topology.model_axis), "--log", str(self.log_path(host))]
                 if topology.hosts > 1:
                     command += ["--coordinator", address, "--num-hosts", str(topology.hosts), "--host", str(host)]
@@ -162,3 +170,16 @@ class Job:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _end_with_the_parent() -> None:
+    while os.read(0, 1 << 10):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")

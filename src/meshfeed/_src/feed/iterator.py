@@ -1,4 +1,11 @@
-"""The feed, which combines source, order, plan, reading, agreement and assembly."""
+"""The feed, which combines source, order, plan, reading, agreement and assembly.
+
+Reads a step of a stream again on one host, for example to inspect the batch behind a loss spike.
+
+Chooses the stream for the ``source`` that the user passes.
+
+Warns about loops over an exhausted feed, which yield nothing because ``iter(feed)`` does not reset it.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +20,113 @@ import numpy as np
 
 from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.window_report import spec_with_mask
-from meshfeed._src.arrays.placer import make_placer
+from meshfeed._src.arrays.placer import Placer, make_placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
-from meshfeed._src.base.fork import Owner, finalize
-from meshfeed._src.base.launcher import warn_if_forgotten
-from meshfeed._src.base.names import public
-from meshfeed._src.base.progress import PROGRESS
-from meshfeed._src.base.second_pass import SecondPass
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.process import Owner, finalize, warn_if_forgotten
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
-from meshfeed._src.base.stats import FeedStats, StatsRecorder, stats_since
+from meshfeed._src.base.stats import PROGRESS, FeedStats, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
-from meshfeed._src.base.types import PyTree, RecordIds
-from meshfeed._src.feed.open_stream import make_stream
-from meshfeed._src.feed.pipeline import Pipeline, Ready
-from meshfeed._src.feed.replay import replay_step
-from meshfeed._src.feed.start_pipeline import make_pipeline
-from meshfeed._src.feed.step_log import log_step, logs_steps
+from meshfeed._src.base.types import PyTree, RecordIds, public
+from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
+from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.plan.shardings import normalize_sharding, participants
 from meshfeed._src.reading.records import reads_columns
-from meshfeed._src.sources.recognize import describe_source
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source, describe_source
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
+from meshfeed._src.streams.lanes.stream import LaneStream
+from meshfeed._src.streams.local_batches import LocalBatchStream
 from meshfeed._src.streams.protocol import Cursor, HostReader
+from meshfeed._src.streams.random_access import RandomAccessStream
+
+
+def replay_step(stream: Any, cursor: Cursor, step: int) -> PyTree:
+    """Returns all rows of one global batch as host-local numpy.
+
+    Random access reads only that step. A stream reads from the lane states in ``cursor``, which must include all
+    lanes, up to the step; a cursor close to the step is cheap.
+
+    Args:
+      stream: the feed's stream.
+      cursor: a cursor at or before the step.
+      step: index of the batch.
+
+    Returns:
+      A pytree of arrays ``[global_batch_size, ...]``, including padding and mask.
+
+    Raises:
+      SettingsError: ``cursor`` is after the step.
+      SourceError: host batches cannot be replayed.
+      IndexError: the data ends before the step.
+      StateMismatchError: ``cursor`` lacks lanes.
+    """
+    if stream.kind == "host_batches":
+        raise SourceError("host batches cannot be read again by the feed; pass a source of records.")
+    if cursor.step > step:
+        raise SettingsError(
+            f"replay of step {step} from a state taken at step {cursor.step}; it takes a state taken at or before the step.",
+            setting="state",
+        )
+    if stream.kind == "random_access":
+        position, _ = cursor.step_schedule.at(step)
+        cursor = dataclasses.replace(cursor, step=step, position=position)
+    every_row = HostRows(lambda size: np.arange(size, dtype=np.int64), lambda size: None)
+    reader = stream.open_reader(cursor, every_row, hosts_agree=False)
+    try:
+        while True:
+            try:
+                batch = reader.next()
+            except StopIteration:
+                raise IndexError(f"step {step} is not in this stream, which ends before it.") from None
+            if batch.step == step:
+                return batch.tree
+    finally:
+        reader.close()
+
+
+def make_stream(
+    source: Any, settings: FeedSettings, placer: Placer
+) -> RandomAccessStream | LaneStream | LocalBatchStream:
+    """Recognizes the kind of ``source`` and returns its stream.
+
+    Raises:
+      SourceError: the source is of an unsupported type; the message lists the supported ones.
+      SettingsError: a setting does not apply to this kind of source.
+    """
+    recognized = as_source(source)
+    if isinstance(recognized, HostBatches):
+        return LocalBatchStream(recognized, settings, placer)
+    if hasattr(recognized, "open") and not hasattr(recognized, "__getitem__"):
+        return LaneStream(recognized, settings)
+    return RandomAccessStream(recognized, settings)
+
 
 _log = logging.getLogger("meshfeed.feed")
+
+
+class SecondPass:
+    """Warns once, at the first ``iter(feed)`` after the end.
+
+    Args:
+      name: name of the feed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._warned = False
+
+    def begins(self) -> None:
+        """Records that ``iter(feed)`` was called on an exhausted feed."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: iterating again after the end of the stream gives no batches, because iter(feed) does not reset "
+                "the feed. For several epochs pass num_epochs=; to start from the first batch call reset().",
+                self._name,
+            )
 
 
 class _Generation(NamedTuple):

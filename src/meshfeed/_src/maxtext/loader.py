@@ -9,22 +9,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._src.arrays.dtypes import narrowed_dtype
+from meshfeed._src.arrays.device_put import narrowed_dtype
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError, SourceError, StateMismatchError
-from meshfeed._src.base.fork import Owner
-from meshfeed._src.base.names import public
+from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
+from meshfeed._src.base.process import Owner
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames
-from meshfeed._src.base.tree_json import tree_from_json, tree_to_json
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._src.maxtext.local import LocalBatches
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.local_batches.stream import LocalBatchStream
+from meshfeed._src.streams.local_batches import LocalBatchStream
 from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
 _PREFETCH = 2

@@ -15,8 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import CheckpointError, StateMismatchError
 from meshfeed._src.base.exact_json import decode_value, encode_value
-from meshfeed._src.base.names import public
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
 from meshfeed._src.remote.client import RemoteClient
 from meshfeed._src.remote.wire import make_payload
@@ -281,7 +280,7 @@ class _Recipe:
 
 
 class _IteratorTarget:
-    """Implements :class:`meshfeed._src.remote.endpoint.EndpointTarget`."""
+    """Implements :class:`meshfeed._src.remote.client.EndpointTarget`."""
 
     def __init__(self, remote: RemoteIterator, mesh: Mesh) -> None:
         self._remote = remote

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 
 _ID_STRIDE = 2048  # real CPU device ids of process p start at 2048 * p; ids with gaps reveal more bugs
 

@@ -23,8 +23,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
-from meshfeed._src.base.exact_json import decode_value, encode_value
-from meshfeed._src.base.tree_json import tree_from_json, tree_to_json
+from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.types import PyTree
 
 OK, END, ERROR = 0, 1, 2

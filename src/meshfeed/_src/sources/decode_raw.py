@@ -13,8 +13,8 @@ import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import public
 
 _NOT_FOR_ONE = "decodes a list of records and was given one. Pass it as decode_batch=, not as decode=."
 

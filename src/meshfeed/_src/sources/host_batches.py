@@ -14,12 +14,11 @@ import jax
 
 from meshfeed._src.base import exact_json
 from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.ownership import own
-from meshfeed._src.base.progress import Dropping
+from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.sources.files.formats import reader_hint
 
 _logger = logging.getLogger("meshfeed.sources")

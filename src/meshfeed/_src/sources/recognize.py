@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.formats import reader_hint
 
 _TAKES = """\

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.ownership import own_batch
-from meshfeed._src.base.progress import Dropping
+from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record
 
 

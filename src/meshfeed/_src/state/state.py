@@ -13,19 +13,65 @@ detects manual edits.
 ``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
 ``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`). States without them are still written as version 1, which
 an older meshfeed can read after a rollback.
+
+Describes missing files of a source, for errors about a state whose source had a different set of files.
+
+Ledgers of replaced records: ids, reasons and steps, per host and bounded in size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.exact_json import OTHER
-from meshfeed._src.base.names import public
-from meshfeed._src.state.file_sets import about_files
+from meshfeed._src.base.types import public
+
+_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<after>.*)")
+
+
+def about_files(saved: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Describes a change in the number of files, and missing files, as sentences with a trailing space.
+
+    Args:
+      saved: flat fingerprint of the saved source.
+      current: flat fingerprint of the current source.
+      names: files of the current source.
+
+    Returns:
+      The sentences, or ``""`` if the number of files is unchanged or unknown.
+    """
+    counts = [
+        f"The saved source had {saved[name]} files, the current one has {count}. "
+        for name, count in current.items()
+        if name.endswith(".count") and name in saved and saved[name] != count
+    ]
+    missing = missing_shards(names) if counts else []
+    listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return "".join(counts[:1]) + (f"Missing: {listed}. " if missing else "")
+
+
+def missing_shards(names: Iterable[str]) -> list[str]:
+    """Files missing from numbered sets: ``a-00001-of-00002`` if ``names`` contains only ``a-00000-of-00002``."""
+    sets: dict[tuple[str, str, str], set[str]] = {}
+    for name in names:
+        found = _SHARD.fullmatch(os.path.basename(name))
+        if found:
+            sets.setdefault((found["before"], found["total"], found["after"]), set()).add(found["number"])
+    missing = []
+    for (before, total, after), numbers in sets.items():
+        # Sets are numbered from 0 or from 1; a file with the number ``total`` implies 1.
+        width, first = len(next(iter(numbers))), int(str(int(total)).zfill(len(total)) in numbers)
+        wanted = [str(number).zfill(width) for number in range(first, int(total) + first)]
+        missing += [f"{before}{number}-of-{total}{after}" for number in wanted if number not in numbers]
+    return missing
+
 
 VERSION = 2
 _OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
@@ -290,3 +336,62 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for part, entries in joined.items()
     }
     return dataclasses.replace(first, **merged).to_json()
+
+
+MAX_LISTED = 16_384  # over all hosts; keeps a state with all ledgers below 1 MB
+MAX_REASONS = 256  # entries with a reason, over all hosts; reasons take most of the space
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledgers:
+    """Replaced records in delivered batches.
+
+    A host appends only to its own ledger. Beyond its share of the limit, it counts records instead of listing them.
+
+    Attributes:
+      listed: process index → list of ``[record id, epoch, reason, step]``; reasons beyond :data:`MAX_REASONS` are
+        empty.
+      num_unlisted: process index → number of further records that the host replaced.
+    """
+
+    listed: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    num_unlisted: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_state(cls, state: FeedState) -> Self:
+        """Returns the ledgers of a state."""
+        return cls(state.skipped or {}, state.num_unlisted or {})
+
+    def state_fields(self) -> dict[str, Any]:
+        """Returns the ledgers as fields of :class:`~meshfeed._src.state.state.FeedState`."""
+        listed = {host: list(entries) for host, entries in self.listed.items()}
+        return {"skipped": listed or None, "num_unlisted": dict(self.num_unlisted) or None}
+
+    def after(self, bad: Sequence[tuple[int, int, str]], step: int) -> Ledgers:
+        """Returns the ledgers after a batch.
+
+        Args:
+          bad: ``(record id, epoch, reason)`` of each record that this host replaced in the batch.
+          step: step of the batch.
+        """
+        if not bad:
+            return self
+        host, num_hosts = str(coordination.process_index()), coordination.process_count()
+        mine = self.listed.get(host, ())
+        room = max(1, MAX_LISTED // num_hosts) - len(mine)  # equal shares need no communication
+        reasons = max(1, MAX_REASONS // num_hosts) - len(mine)
+        new = [
+            [record_id, epoch, reason if number < reasons else "", step]
+            for number, (record_id, epoch, reason) in enumerate(bad[: max(0, room)])
+        ]
+        left_out = len(bad) - len(new)
+        unlisted = {host: self.num_unlisted.get(host, 0) + left_out} if left_out else {}
+        return Ledgers({**self.listed, host: [*mine, *new]} if new else self.listed, {**self.num_unlisted, **unlisted})
+
+
+def count_skipped(state: FeedState) -> int:
+    """Number of records replaced on all hosts up to a state; counted from the ledgers if the state has no count."""
+    if state.num_skipped is not None:
+        return state.num_skipped
+    # Hosts that hold the same rows list the same records, so entries are compared without the host and the reason.
+    return len({tuple(entry[i] for i in (0, 1, 3)) for entries in (state.skipped or {}).values() for entry in entries})

@@ -1,4 +1,7 @@
-"""Interface between streams and the feed: host batches, host readers, and cursors."""
+"""Interface between streams and the feed: host batches, host readers, and cursors.
+
+Adapts a feed to the local iterator that checkpoint code written for Grain or MaxText expects.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,34 @@ from meshfeed._src.base.types import PyTree, RecordIds
 from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec
-from meshfeed._src.state.ledger import Ledgers
-from meshfeed._src.state.state import FeedState
+from meshfeed._src.state.state import FeedState, Ledgers
+
+
+class LocalIterator:
+    """``next``, ``get_state`` and ``set_state`` of a feed; the state is that of the last delivered batch.
+
+    Args:
+      feed: the feed.
+    """
+
+    def __init__(self, feed: Any) -> None:
+        self._feed = feed
+
+    def __iter__(self) -> LocalIterator:
+        iter(self._feed)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._feed)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the feed's state."""
+        return self._feed.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Sets the feed's state; discards its read-ahead."""
+        self._feed.set_state(state)
+
 
 EMPTY_STREAM = "the stream is empty: none of its lanes has a record. Look at the files, and at filters before the feed."
 EMPTY_BATCHES = "the host batches are empty: no host has a single one. Look at the data, and at what makes the batches."

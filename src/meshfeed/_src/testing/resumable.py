@@ -14,7 +14,7 @@ import xxhash
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.exact_json import decode_value, encode_value
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 
 _SHORT = 3  # batches to compare if another check already covers the rest
 

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.fork import Owner, finalize
-from meshfeed._src.base.names import public
+from meshfeed._src.base.process import Owner, finalize
+from meshfeed._src.base.types import public
 from meshfeed._src.testing.spawn_host import LOG_TAIL_BYTES, Host, HostResult, HostRunError, dump_task, free_port
 
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.base.names import public
+from meshfeed._src.base.types import public
 from meshfeed._src.testing.spawn_child import take_message, write_message
 
 LOG_TAIL_BYTES = 6_000

@@ -20,7 +20,7 @@ import time
 import traceback
 from typing import Any
 
-from meshfeed._src.base.progress import PROGRESS
+from meshfeed._src.base.stats import PROGRESS
 from meshfeed._src.reading.workers.wire import Inbox, send_value
 
 READY, RESULT, ERROR, PROGRESS_TEXT = 1, 2, 3, 6

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
-from meshfeed._src.sources.array_record import direct
-from meshfeed._src.sources.array_record.direct import DirectFile
-from meshfeed._src.sources.array_record.readers import OpenFile, ShardFile
+from meshfeed._src.sources.array_record import readers
+from meshfeed._src.sources.array_record.readers import DirectFile, OpenFile, ShardFile
 from meshfeed._src.sources.decode_raw import packer
 
 _FEW = 1 << 14  # rows; results for batches of up to this many are cached
@@ -37,7 +36,7 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
     width, count = common_width(files), len(rows)
     bounds = steps(count + 1, width) if width else _bounds(files, file_index, rows)
     out = np.empty(int(bounds[-1]), np.uint8)
-    if not direct.read(files, file_index, rows, bounds[:-1], out):
+    if not readers.read(files, file_index, rows, bounds[:-1], out):
         return None
     content = out.data
     if width and count <= _FEW:  # one call creates all bytes objects

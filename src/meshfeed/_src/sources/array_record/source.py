@@ -11,11 +11,10 @@ import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record
+from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
-from meshfeed._src.sources.array_record import direct
+from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.readers import OpenFile, ReaderPool, ShardFile, inspect_file, shared_readers
 from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, steps
 from meshfeed._src.sources.decode_raw import refuse_as_decode
@@ -175,7 +174,7 @@ class ArrayRecord:
         Raises:
           IndexError, SourceError: as for :meth:`read_raw`.
         """
-        if self._rows_differ or not self._one_record_a_chunk or direct.riegeli is None:  # avoid a futile attempt
+        if self._rows_differ or not self._one_record_a_chunk or readers.riegeli is None:  # avoid a futile attempt
             return None
         ids = self._checked(record_ids)
         out: np.ndarray | None = None
@@ -194,7 +193,7 @@ class ArrayRecord:
             if out is None:
                 out = memory.empty((len(ids), width), np.uint8)
             at = steps(len(ids), width) if slots is None else slots * width
-            if not direct.read(files, file_index, rows, at, out.reshape(-1), width=width):
+            if not readers.read(files, file_index, rows, at, out.reshape(-1), width=width):
                 return None
         return out
 
@@ -260,7 +259,7 @@ class ArrayRecord:
     def _inspect(self, name: str) -> ShardFile:
         if self._cache is None or not file_paths.is_url(name):
             return inspect_file(name)
-        from meshfeed._src.sources.array_record.remote import inspect_url
+        from meshfeed._src.sources.array_record.readers import inspect_url
 
         return inspect_url(name, self._cache)
 

@@ -10,8 +10,14 @@ process dies, and by atomic renames. It may contain other files: only the follow
   name: concurrent fetches by several processes then stay within the limit together.
 * ``meshfeed_room.lock``: held while the folder is scanned and files are renamed or removed.
 
-Holders remove their lock files; see :mod:`meshfeed._src.sources.files.file_lock`. Complete files of earlier versions,
+Holders remove their lock files; see :mod:`meshfeed._src.sources.files.shard_cache`. Complete files of earlier versions,
 which had no prefix, are renamed on first use.
+
+Locks between processes of one host with ``flock``; the kernel releases them when the holder dies.
+
+The holder of a lock removes the lock file. A process that opened the file before its removal and locks it afterwards has
+locked an unlinked file, while a third process may create and lock a new one. A lock is therefore valid only if the path
+still refers to the locked file.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import os
 import pathlib
 import re
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,19 +40,126 @@ from typing import Any
 import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.sources.files.file_lock import (
-    holder_of,
-    lock_within,
-    locked,
-    remove_unlocked,
-    still_there,
-    try_lock,
-    unlock,
-)
+from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.paths import open_file_system, remote_errors
+
+_LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
+_LOCK_MAX_POLL_SECONDS = 0.05
+
+
+def try_lock(path: pathlib.Path) -> int | None:
+    """Tries to lock a lock file exclusively, creating it if needed; returns a handle for :func:`unlock`, or None."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if not _flock(handle, fcntl.LOCK_EX):
+                os.close(handle)
+                return None
+            if still_there(handle, path):
+                with contextlib.suppress(OSError):  # on a full disk, only the name of the holder is lost
+                    os.truncate(handle, 0)
+                    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def unlock(path: pathlib.Path | None, handle: int) -> None:
+    """Removes the lock file ``path``, if given, and releases the lock."""
+    try:
+        if path is not None:
+            with contextlib.suppress(OSError):  # a leftover lock file is harmless
+                path.unlink(missing_ok=True)
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone keeps the lock if a forked child inherited the handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path, seconds: float) -> Iterator[None]:
+    """Holds the lock of a lock file within the ``with`` block.
+
+    Raises:
+      StalledError: if the lock is not free within ``seconds``; names the holder.
+    """
+    deadline, pause = time.monotonic() + seconds, _LOCK_POLL_SECONDS
+    while (handle := try_lock(path)) is None:
+        if time.monotonic() > deadline:
+            raise _stalled(path, holder_of(path), seconds)
+        time.sleep(pause)
+        pause = min(2 * pause, _LOCK_MAX_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        unlock(path, handle)
+
+
+def lock_within(handle: int, mode: int, path: pathlib.Path, seconds: float) -> None:
+    """Locks an open file with ``mode``, ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+
+    Raises:
+      StalledError: if the lock is not free within ``seconds``.
+    """
+    deadline, pause = time.monotonic() + seconds, _LOCK_POLL_SECONDS
+    while not _flock(handle, mode):
+        if time.monotonic() > deadline:
+            raise _stalled(path, "another process", seconds)
+        time.sleep(pause)
+        pause = min(2 * pause, _LOCK_MAX_POLL_SECONDS)
+
+
+def holder_of(path: pathlib.Path) -> str:
+    """Returns a description of the process that holds the lock of a lock file."""
+    try:
+        return path.read_text(errors="replace")[:300] or "another process"
+    except OSError:
+        return "another process"
+
+
+def remove_unlocked(path: pathlib.Path) -> bool:
+    """Removes a file unless it is locked; returns whether the lock was free.
+
+    Raises:
+      FileNotFoundError: if the file does not exist.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if not _flock(handle, fcntl.LOCK_EX):
+            return False
+        if still_there(handle, path):
+            path.unlink(missing_ok=True)
+        return True
+    finally:
+        unlock(None, handle)
+
+
+def still_there(handle: int, path: pathlib.Path) -> bool:
+    """Whether ``path`` still refers to the open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _flock(handle: int, mode: int) -> bool:
+    try:
+        fcntl.flock(handle, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _stalled(path: pathlib.Path, holder: str, seconds: float) -> StalledError:
+    return StalledError(
+        f"ShardCache: {holder} has held the lock of {path} for more than {seconds:.0f} s. It is stopped, or hangs in that "
+        "folder's disk. Continue or end that process, which releases the lock; or use another directory=.",
+        waited_seconds=seconds,
+    )
+
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
 

@@ -24,10 +24,9 @@ import numpy as np
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.sources.files import stream as file_stream
 from meshfeed._src.sources.grain import leaves as grain_leaves
-from meshfeed._src.sources.grain import parquet as grain_parquet
+from meshfeed._src.sources.grain import leaves as grain_parquet
 from meshfeed._src.sources.grain import tree as grain_tree
-from meshfeed._src.sources.grain.prefetch import without_prefetch
-from meshfeed._src.sources.grain.tree import HOW_TO_OPEN, is_named, private
+from meshfeed._src.sources.grain.tree import HOW_TO_OPEN, is_named, private, without_prefetch
 
 _logger = logging.getLogger("meshfeed.sources")
 

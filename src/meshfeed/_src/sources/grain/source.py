@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.host_batches import HostBatches
 
 if TYPE_CHECKING:
-    from meshfeed._src.sources.grain.map import GrainRecords
-    from meshfeed._src.sources.grain.stream import GrainStream
+    from meshfeed._src.sources.grain.datasets import GrainRecords, GrainStream
 
 
 @public("meshfeed.sources")
@@ -41,13 +40,13 @@ def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
         return HostBatches(dataset)
     if isinstance(dataset, grain.MapDataset):
         from meshfeed._src.sources.grain import tree as grain_tree
-        from meshfeed._src.sources.grain.map import GrainRecords
+        from meshfeed._src.sources.grain.datasets import GrainRecords
 
         if grain_tree.sparse_node(dataset) is None:
             return GrainRecords(dataset)
         dataset = dataset.to_iter_dataset()
     if isinstance(dataset, grain.IterDataset):
-        from meshfeed._src.sources.grain.stream import GrainStream
+        from meshfeed._src.sources.grain.datasets import GrainStream
 
         return GrainStream(dataset)
     raise SourceError(

@@ -1,11 +1,19 @@
-"""Reads the files of a streaming Hugging Face dataset, starting at any row."""
+"""Reads the files of a streaming Hugging Face dataset, starting at any row.
+
+Identity of Hugging Face datasets: a state can resume only if it is equal.
+
+Row counts of a streaming Hugging Face dataset's files, read once for all lanes.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DownloadConfig, Features
@@ -16,8 +24,42 @@ from datasets.utils.file_utils import xgetsize, xopen
 from datasets.utils.sharding import _number_of_shards_in_gen_kwargs, _split_gen_kwargs
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.huggingface.identity import local_path
+
+
+def function_name(function: Any) -> str:
+    """A function's qualified name, which is the same in every process, including those of functions that it wraps."""
+    if function is None:
+        return "none"
+    if isinstance(function, functools.partial):
+        inner = [function.func, *(arg for arg in function.args if callable(arg))]
+        return "partial(" + ", ".join(function_name(part) for part in inner) + ")"
+    name = getattr(function, "__qualname__", None)
+    return name if name is not None else type(function).__qualname__
+
+
+def content_digest(dataset: Any, columns: Sequence[str]) -> str:
+    """A digest of 4 evenly spaced records of a map-style dataset, as stored.
+
+    Args:
+      dataset: a ``datasets.Dataset`` of at least one record.
+      columns: names of stored columns.
+    """
+
+    def digest(ids: np.ndarray) -> str:
+        table = dataset.with_format("arrow")[ids.tolist()].select(list(columns))
+        return hashlib.sha256(repr(table.to_pylist()).encode()).hexdigest()[:16]
+
+    return probe_digest(len(dataset), digest)
+
+
+def local_path(path: str) -> str | None:
+    """The path on this machine, or None for a URL."""
+    if path.startswith("file://"):
+        return path[len("file://") :]
+    return None if "://" in path else path
+
 
 # Decoded per call: enough to amortize the call, small enough that 64 lanes fit in memory as 8 do.
 _BATCH_BYTES = 1 << 19
@@ -335,3 +377,32 @@ def _paths_in(kwargs: dict[str, Any], count: int) -> list[str] | None:
         ):
             return [str(item) for item in value]
     return None
+
+
+# A lane whose only file is empty would end the stream for all lanes, so empty files are not assigned to lanes. With
+# more files than this, every lane gets several, and checking each file would take too long.
+_MAX_LOOKED_INTO = 4096
+
+
+class Counts:
+    """Cached row counts of files, since each count of a remote file is a round trip."""
+
+    def __init__(self) -> None:
+        self._group_rows: dict[int, Sequence[int] | None] = {}
+        self._filled: list[int] | None = None
+
+    def group_rows(self, files: Files, file_index: int) -> Sequence[int] | None:
+        """Rows of each row group of a file, or None if they cannot be counted without reading the file."""
+        if file_index not in self._group_rows:
+            self._group_rows[file_index] = files.group_rows(file_index)
+        return self._group_rows[file_index]
+
+    def filled(self, files: Files) -> list[int]:
+        """Indices of the files that are not known to be empty, ascending."""
+        if self._filled is None:
+            if files.count > _MAX_LOOKED_INTO:
+                self._filled = list(range(files.count))
+            else:
+                empty = file_paths.in_threads(files.is_empty, range(files.count))
+                self._filled = [index for index, is_empty in enumerate(empty) if not is_empty]
+        return self._filled

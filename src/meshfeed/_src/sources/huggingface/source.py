@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.formats import reader_hint
 
 if TYPE_CHECKING:
-    from meshfeed._src.sources.huggingface.stream import HuggingFaceStream
+    from meshfeed._src.sources.huggingface.lanes import HuggingFaceStream
     from meshfeed._src.sources.huggingface.table import HuggingFaceRows, HuggingFaceTable
 
 
@@ -68,7 +68,7 @@ def HuggingFace(  # named like a class, but returns one of several
             )
         return _open_table(dataset, columns)
     if isinstance(dataset, datasets.IterableDataset):
-        from meshfeed._src.sources.huggingface.stream import HuggingFaceStream
+        from meshfeed._src.sources.huggingface.lanes import HuggingFaceStream
 
         return HuggingFaceStream(dataset, columns, shuffle_buffer)
     raise SourceError(

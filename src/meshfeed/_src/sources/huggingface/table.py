@@ -15,9 +15,8 @@ from datasets.table import MemoryMappedTable
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
-from meshfeed._src.sources.huggingface.arrow import ColumnRows, usable_columns
-from meshfeed._src.sources.huggingface.identity import content_digest, function_name
-from meshfeed._src.sources.huggingface.values import record_to_numpy, value_to_numpy
+from meshfeed._src.sources.huggingface.arrow import ColumnRows, record_to_numpy, usable_columns, value_to_numpy
+from meshfeed._src.sources.huggingface.files import content_digest, function_name
 
 
 class HuggingFaceTable:

@@ -9,12 +9,20 @@ import jax
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.names import public
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs
+from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order import epochs as epoch_order
-from meshfeed._src.order.mixture import MixtureOrder, group_by, join_ids, split_ids
-from meshfeed._src.order.stages import Stage, StagedWeights, block_counts, check_all_named, parse_weights
+from meshfeed._src.order.mixture import (
+    MixtureOrder,
+    Stage,
+    StagedWeights,
+    block_counts,
+    check_all_named,
+    group_by,
+    join_ids,
+    parse_weights,
+    split_ids,
+)
 from meshfeed._src.reading.records import file_of, read_records, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.mixture.lanes import StreamMixture

@@ -1,16 +1,278 @@
-"""tf.data pipelines as lanes."""
+"""tf.data pipelines as lanes.
+
+Detects randomness in a tf.data pipeline that would differ on a different host or after a resume.
+
+One lane of records from a tf.data iterator, which resumes from an iterator checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.names import public
+import numpy as np
+
+from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.reading.records import accepts_keyword
-from meshfeed._src.sources.tf.lane import TFDataLane, is_shuffle, steps_of
+
+
+def loose_randomness(step: Any) -> str | None:
+    """Describes randomness of a step that the pipeline does not determine; None if there is none.
+
+    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, and a
+    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number.
+
+    Args:
+      step: a ``tf.data.Dataset``; the steps before it are not examined.
+    """
+    seeds = [getattr(step, name, None) for name in ("_seed", "_seed2")]
+    if all(seed is not None and int(seed) == 0 for seed in seeds):
+        return f"{_words(type(step).__name__)} without a seed"
+    parallel = getattr(step, "_num_parallel_calls", None) is not None
+    for wrapper in getattr(step, "_functions", list)():
+        graph = wrapper.function.graph.as_graph_def()
+        for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+            for name, is_seeded, draws in _draws(nodes):
+                if not is_seeded:
+                    return f"{name} without a seed in the function of {_words(type(step).__name__)}"
+                if draws and parallel:
+                    return f"{name} in the function of {_words(type(step).__name__)} with num_parallel_calls"
+    return None
+
+
+def _draws(nodes: Any) -> Iterator[tuple[str, bool, bool]]:
+    """The random nodes of a graph: description, whether it has a seed, and whether it is a ``tf.random`` op."""
+    constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+    for node in nodes:
+        if "seed" in node.attr and "seed2" in node.attr:
+            yield f"tf.random ({node.op})", bool(node.attr["seed"].i or node.attr["seed2"].i), True
+        elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
+            first = 0 if node.op.startswith("RandomDataset") else 2
+            inputs = [name.split(":")[0] for name in node.input[first : first + 2]]
+            known = [_integer(constants[name]) for name in inputs if name in constants]
+            yield _words(node.op), len(known) < 2 or any(known), False
+
+
+def _integer(tensor: Any) -> int:
+    if tensor.tensor_content:
+        return int(np.frombuffer(tensor.tensor_content, np.int64)[0])
+    return int(tensor.int64_val[0]) if tensor.int64_val else 0
+
+
+def _words(kind: str) -> str:
+    """``_ShuffleDataset``, ``ShuffleDatasetV3`` → ``shuffle()``."""
+    name = kind.strip("_").split("Dataset")[0].removeprefix("Parallel").lower()
+    return {"random": "sample_from_datasets() or Dataset.random()"}.get(name, f"{name}()")
+
+
+_log = logging.getLogger("meshfeed.sources.tfdata")
+
+
+class TFDataLane:
+    """Records of a ``tf.data.Dataset`` as numpy, with an exact state.
+
+    Args:
+      make: returns the lane's pipeline, a new one on each call, since a ``shuffle`` reorders its records each time the
+        same pipeline object is iterated. The lane makes its order deterministic.
+      lane_index: index of the lane, for errors.
+
+    Raises:
+      SourceError: ``make`` does not return a tf.data.Dataset, or its pipeline has randomness without a seed.
+    """
+
+    state_cost = "expensive"  # at least 10 ms, so the feed takes it occasionally and counts the records since
+
+    def __init__(self, make: Callable[[], Any], lane_index: int) -> None:
+        import tensorflow as tf
+
+        self._tf = tf
+        self._make = make
+        self._lane_index = lane_index
+        self._pipeline: list[str] = []
+        self._iterator: Iterator[Any] = self._start()
+        self._records = 0  # records returned since the start
+        self._can_checkpoint = True
+        self._error: BaseException | None = None
+
+    def _start(self) -> Iterator[Any]:
+        tf, lane_index, dataset = self._tf, self._lane_index, self._make()
+        if not isinstance(dataset, tf.data.Dataset):
+            raise SourceError(
+                f"open returned a {type(dataset).__name__} for lane {lane_index}. Expected a tf.data.Dataset of "
+                "records. Return the dataset, not its iterator; for other iterators use meshfeed.sources.Stream.",
+                lane_index=lane_index,
+            )
+        self._pipeline = _describe(dataset, lane_index)
+        options = tf.data.Options()
+        options.deterministic = True
+        # With FAIL, checkpointing raises if the pipeline has external state; the default omits that state.
+        options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
+        return iter(dataset.with_options(options))
+
+    def __iter__(self) -> TFDataLane:
+        return self
+
+    def __next__(self) -> Record:
+        element = self._next_element()
+        return self._tf.nest.map_structure(self._to_numpy, element)
+
+    def get_state(self) -> JsonValue:
+        """State after the last record returned: an iterator checkpoint and the number of records before it.
+
+        If tf.data cannot checkpoint the pipeline, the state has only the number, and a restore reads the records again.
+        """
+        checkpoint = self._take_checkpoint() if self._can_checkpoint and self._records else None
+        return {"pipeline": self._pipeline, "records": self._records, "checkpoint": checkpoint}
+
+    def set_state(self, state: JsonValue) -> None:
+        """Resumes after the record at which ``state`` was taken.
+
+        Raises:
+          StateMismatchError: the pipeline has different steps, or TensorFlow cannot restore the checkpoint.
+          SourceError: the pipeline ends before that record.
+        """
+        if state["pipeline"] != self._pipeline:
+            raise StateMismatchError(
+                f"lanes.{self._lane_index}.pipeline",
+                state["pipeline"],
+                self._pipeline,
+                "Return the pipeline that the state was saved with from open(lane_index, num_lanes).",
+            )
+        if self._records or self._error is not None:  # a used iterator cannot be rewound
+            self._error = None
+            self._records = 0
+            self._iterator = self._start()
+        if state["checkpoint"] is not None:
+            self._restore_checkpoint(state["checkpoint"])
+            self._records = state["records"]
+        while self._records < state["records"]:
+            try:
+                self._next_element()
+            except StopIteration:
+                raise SourceError(
+                    f"lane {self._lane_index} ended after {self._records:,} of the {state['records']:,} records that "
+                    "were delivered of it. Expected the pipeline that the state was saved with. Restore its files.",
+                    lane_index=self._lane_index,
+                ) from None
+
+    def close(self) -> None:
+        """Releases the iterator and the records it prefetched."""
+        self._iterator = iter(())
+
+    def _next_element(self) -> Any:
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # after an error, tf.data may skip records or end silently
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = self._translate(error)
+            raise self._error from error
+        self._records += 1
+        return element
+
+    def _translate(self, error: Any) -> Exception:
+        """Maps an error to OSError (can be retried) or CorruptDataError; returns other errors unchanged."""
+        errors = self._tf.errors
+        if isinstance(error, errors.DataLossError):
+            return CorruptDataError(
+                f"lane {self._lane_index} of tf.data read damaged data: {error.message}. Expected what the writer "
+                "wrote. Write or download the file again.",
+                lane_index=self._lane_index,
+            )
+        if isinstance(error, errors.UnavailableError | errors.DeadlineExceededError | errors.AbortedError):
+            return OSError(f"lane {self._lane_index} of tf.data: {error.message}")
+        return error
+
+    def _to_numpy(self, tensor: Any) -> Any:
+        if isinstance(tensor, self._tf.Tensor):
+            return tensor.numpy()
+        raise SourceError(
+            f"a record of lane {self._lane_index} holds a {type(tensor).__name__}. Expected dense tensors. Convert it "
+            "in the pipeline: to_tensor() for ragged ones, tf.sparse.to_dense for sparse ones.",
+            lane_index=self._lane_index,
+        )
+
+    def _take_checkpoint(self) -> dict[str, str] | None:
+        """The files of a checkpoint: suffix → base64 of zlib data. None if tf.data cannot checkpoint the pipeline."""
+        errors = self._tf.errors
+        with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
+            try:
+                self._tf.train.Checkpoint(iterator=self._iterator).write(os.path.join(folder, "state"))
+            except (errors.FailedPreconditionError, errors.UnimplementedError, errors.InvalidArgumentError) as error:
+                self._can_checkpoint = False
+                _log.info(
+                    "lane %d cannot be checkpointed by tf.data (%s); it is resumed by reading it again from where it "
+                    "began",
+                    self._lane_index,
+                    error.message,
+                )
+                return None
+            files = {name.removeprefix("state"): _read(os.path.join(folder, name)) for name in os.listdir(folder)}
+        return {name: base64.b64encode(zlib.compress(data, 1)).decode() for name, data in files.items()}
+
+    def _restore_checkpoint(self, checkpoint: dict[str, str]) -> None:
+        with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
+            for name, text in checkpoint.items():
+                with open(os.path.join(folder, "state" + name), "wb") as file:
+                    file.write(zlib.decompress(base64.b64decode(text)))
+            try:
+                restored = self._tf.train.Checkpoint(iterator=self._iterator).read(os.path.join(folder, "state"))
+                restored.assert_existing_objects_matched()
+            except (self._tf.errors.OpError, AssertionError) as error:
+                raise StateMismatchError(
+                    f"lanes.{self._lane_index}.checkpoint",
+                    f"a checkpoint of {sum(map(len, checkpoint.values())):,} characters",
+                    f"a pipeline into which TensorFlow {self._tf.__version__} cannot restore it ({error})",
+                    "Return the pipeline that the state was saved with, under the same version of TensorFlow.",
+                ) from error
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def steps_of(dataset: Any) -> list[Any]:
+    """The steps of a pipeline, from the last to the sources."""
+    steps, pending = [], [dataset]
+    while pending:
+        steps.append(pending.pop())
+        pending.extend(getattr(steps[-1], "_inputs", list)())
+    return steps
+
+
+def is_shuffle(step: Any) -> bool:
+    """Whether a step is a tf.data ``shuffle``."""
+    return type(step).__name__ == "_ShuffleDataset"
+
+
+def _describe(dataset: Any, lane_index: int) -> list[str]:
+    """The class names of a pipeline's steps, from the last to the sources, and the type of its records.
+
+    Raises:
+      SourceError: a step has randomness without a seed.
+    """
+    names = []
+    for step in steps_of(dataset):
+        names.append(type(step).__name__.strip("_"))
+        loose = loose_randomness(step)
+        if loose is not None:
+            raise SourceError(
+                f"the pipeline of lane {lane_index} has a {loose}, so no two hosts and no two runs would read the same "
+                "records. Expected randomness that follows from the pipeline. Write shuffle(buffer_size, seed=…), or "
+                "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number.",
+                lane_index=lane_index,
+            )
+    return [*names, str(dataset.element_spec)]
 
 
 @public("meshfeed.sources")

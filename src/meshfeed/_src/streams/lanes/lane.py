@@ -1,21 +1,28 @@
-"""One lane of a stream: reads its records in order over all epochs, and resumes exactly."""
+"""One lane of a stream: reads its records in order over all epochs, and resumes exactly.
+
+Maps rows of lanes to rows of a host's part of a batch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from meshfeed._src.base import exact_json
 from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own_batch
-from meshfeed._src.base.progress import Dropping
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
+from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, join_batches, num_rows
+from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, check_spec, join_batches, num_rows, spec_of_batch
 from meshfeed._src.reading.records import accepts_keyword
 from meshfeed._src.state import state as feed_state
 
@@ -376,3 +383,93 @@ class Lane:
     def close(self) -> None:
         """Closes the iterator; errors (such as that of a generator in which a read hangs) are only logged."""
         self._close_broken()
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneRun:
+    """A run of rows that are consecutive both in one lane and in the host's batch.
+
+    Attributes:
+      lane_index: index of the lane.
+      target: first row in the host's batch.
+      offset: first row in the lane's rows for this batch.
+      count: number of rows, at least 1.
+    """
+
+    lane_index: int
+    target: int
+    offset: int
+    count: int
+
+
+def lane_runs(rows: np.ndarray, rows_per_lane: int) -> tuple[LaneRun, ...]:
+    """Splits a host's rows into runs. The result depends only on the batch size and can be cached.
+
+    Args:
+      rows: this host's rows of the global batch, int64, ascending.
+      rows_per_lane: rows of the global batch per lane.
+    """
+    if not len(rows):
+        return ()
+    new_run = (np.diff(rows) != 1) | (rows[1:] // rows_per_lane != rows[:-1] // rows_per_lane)
+    starts = np.concatenate(([0], np.flatnonzero(new_run) + 1))
+    counts = np.diff(np.append(starts, len(rows)))
+    lanes, offsets = np.divmod(rows[starts], rows_per_lane)
+    columns = (lanes, starts, offsets, counts)
+    return tuple(LaneRun(*values) for values in zip(*(column.tolist() for column in columns), strict=True))
+
+
+def place_rows(
+    lanes: Mapping[int, Taken], runs: Sequence[LaneRun], num_rows: int, spec: RecordSpec | None
+) -> tuple[PyTree | None, np.ndarray, RecordSpec | None]:
+    """Arranges rows of lanes as this host's part of a batch.
+
+    Args:
+      lanes: lane → rows taken; must include the lanes of ``runs``.
+      runs: see :func:`lane_runs`.
+      num_rows: rows of this host.
+      spec: required structure of the records, if known.
+
+    Returns:
+      A tuple of the tree ``[num_rows, ...]``, with zeros in rows that no lane filled (None if none did and ``spec`` is
+      None); a bool array ``[num_rows]``, True for real rows; and the structure of the records.
+
+    Raises:
+      SourceError: records of different lanes differ in structure.
+    """
+    pieces: list[tuple[int, int, int, list[np.ndarray]]] = []
+    real = np.zeros(num_rows, bool)
+    checked: dict[int, list[np.ndarray]] = {}
+    for run in runs:
+        taken = lanes[run.lane_index]
+        if taken.tree is None:
+            continue
+        leaves = checked.get(run.lane_index)
+        if leaves is None:
+            if spec is None or not spec.fits(taken.tree, taken.count):
+                found = spec_of_batch(taken.tree, taken.count, what=f"lane {run.lane_index}")
+                spec = spec or found
+                check_spec(spec, found, what=f"lane {run.lane_index}", lane_index=run.lane_index)
+            leaves = checked[run.lane_index] = [np.asarray(leaf) for leaf in jax.tree.leaves(taken.tree)]
+        count = min(run.count, taken.count - run.offset)
+        if count <= 0:
+            continue
+        real[run.target : run.target + count] = True
+        pieces.append((run.target, run.offset, count, leaves))
+    if spec is None:
+        return None, real, None
+    if len(pieces) == 1 and pieces[0][2] == num_rows:
+        _, offset, count, leaves = pieces[0]
+        return spec.treedef.unflatten([leaf[offset : offset + count] for leaf in leaves]), real, spec
+    filled = sum(count for _, _, count, _ in pieces) == num_rows
+    output = spec.empty(num_rows) if filled else spec.zeros(num_rows)
+    outputs = jax.tree.leaves(output)
+    for target, offset, count, leaves in pieces:
+        for leaf, source_leaf in zip(outputs, leaves, strict=True):
+            leaf[target : target + count] = source_leaf[offset : offset + count]
+    return output, real, spec
+
+
+def needed_lanes(rows: Sequence[int] | np.ndarray, rows_per_lane: int) -> list[int]:
+    """Returns the lanes that feed ``rows``, ascending."""
+    return np.unique(np.asarray(rows, np.int64) // rows_per_lane).tolist()

@@ -4,6 +4,12 @@ Without that call, each process acts as the whole job: it reads all of the data,
 checkpoint folder. Detection uses the launcher's environment variables, and only those set per task: in a Slurm batch
 script or an interactive ``salloc`` shell, ``SLURM_NTASKS`` is the size of the allocation, and a single process is
 correct there.
+
+Guards for objects that are copied into a forked child.
+
+A fork copies every object but no threads, and shares sockets and child processes with the parent. A child that ran its
+parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources
+therefore records the process that created it, and its copies in forked children release nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +17,53 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
 from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import MeshfeedError
+
+
+class Owner:
+    """The process that created an object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that created the object; False in a forked child."""
+        return os.getpid() == self._pid
+
+    def check(self, what: str) -> None:
+        """Raises an error in a forked child.
+
+        Args:
+          what: name of the object, for the message.
+
+        Raises:
+          MeshfeedError: this is a forked child.
+        """
+        if not self.is_here:
+            raise MeshfeedError(
+                f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
+                "none of its threads and connections. Make a new one in the child, or start the child with "
+                'multiprocessing\'s "spawn" method.'
+            )
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls ``function`` unless this is a forked child."""
+        if self.is_here:
+            function(*args)
+
+
+def finalize(target: Any, function: Callable[..., Any], *args: Any) -> weakref.finalize[..., Any]:
+    """``weakref.finalize`` that does nothing in a forked child."""
+    return weakref.finalize(target, Owner().call, function, *args)
+
 
 INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
 _COUNTS = (

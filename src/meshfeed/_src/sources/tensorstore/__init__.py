@@ -1,1 +1,0 @@
-"""TensorStore arrays as records. Read first: ``source.py``."""

@@ -1,1 +1,0 @@
-"""Streams of batches that each host makes itself. Start with ``stream.py``."""
