@@ -66,6 +66,8 @@ class RandomAccessSource(Protocol):
     * ``fingerprint() -> JsonValue``: a value that must be equal for a saved state to be usable; replaces the default
       probe of four records.
     * ``file_of(record_id: int) -> str | None``: the file that holds a record, for error messages and logs.
+    * ``concatenate(others) -> source | None``: one source over the records of this one and of ``others``, or None if
+      they do not read and decode alike; a mixture then reads them with one call.
     * ``close() -> None``: releases files and threads.
     """
 

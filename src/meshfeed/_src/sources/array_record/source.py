@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,17 +93,36 @@ class ArrayRecord:
                 "do slowly: pass cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
                 setting="cache",
             )
-        self._files: list[ShardFile] = file_paths.in_threads(self._inspect, names)
-        self._ends = np.cumsum([file.num_records for file in self._files], dtype=np.int64)
-        self._starts = self._ends - np.array([file.num_records for file in self._files], np.int64)
+        self._set_files(file_paths.in_threads(self._inspect, names))
         if not len(self):
             raise SourceError(
                 f"ArrayRecord got {len(names):,} file(s) with 0 records in all, the first {names[0]}. Expected at "
                 "least one record. Check what wrote them."
             )
+
+    def _set_files(self, files: list[ShardFile]) -> None:
+        self._files = files
+        self._ends = np.cumsum([file.num_records for file in self._files], dtype=np.int64)
+        self._starts = self._ends - np.array([file.num_records for file in self._files], np.int64)
         self._one_record_a_chunk = all(file.group_size == 1 for file in self._files)
         self._rows_differ = False  # known once read_rows finds records of different sizes
         self._readers: ReaderPool = shared_readers
+
+    def concatenate(self, others: Sequence[object]) -> ArrayRecord | None:
+        """Returns one source over the records of this source followed by those of ``others``.
+
+        A read of the result costs one call for all of them. None if they do not read and decode alike.
+        """
+        sources = [self]
+        for other in others:
+            if type(other) is not type(self) or other.__dict__.keys() != self.__dict__.keys():
+                return None  # a subclass, or a method replaced on the instance, may read differently
+            if (other.decode, other.decode_batch, other._cache) != (self.decode, self.decode_batch, self._cache):
+                return None
+            sources.append(other)
+        joined = copy.copy(self)
+        joined._set_files([file for source in sources for file in source._files])
+        return joined
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
