@@ -189,7 +189,7 @@ def test_damaged_files_are_named(tmp_path):
             list(lane)
         assert error.value.path == path
         pytest.importorskip("pyarrow")
-        with pytest.raises(errors.CorruptDataError, match="is no Parquet file"):
+        with pytest.raises(errors.CorruptDataError, match="is no intact Parquet file"):
             list(Grain(experimental.ParquetIterDataset(path)).open(0, 1))
 
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.sources.files import stream as file_stream
+from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.grain import leaves as grain_leaves
-from meshfeed._src.sources.grain import leaves as grain_parquet
 from meshfeed._src.sources.grain import tree as grain_tree
 from meshfeed._src.sources.grain.tree import HOW_TO_OPEN, is_named, private, without_prefetch
 
@@ -220,8 +220,8 @@ def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     paths, options = private(node, "_paths"), private(node, "_read_kwargs")
 
     def rows_of(file_index: int) -> list[int]:
-        with grain_parquet.open_parquet(paths[file_index], options) as file:
-            return grain_parquet.group_rows(file)
+        with ParquetFile(paths[file_index], **options) as file:
+            return file.group_rows
 
     files = [file_stream.Piece(index) for index in range(len(paths))]
     mine = file_stream.cut_files(files, place.lane_index, place.num_lanes, rows_of)
@@ -234,7 +234,7 @@ def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     # The memory of all open files of all lanes together stays constant.
     block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
     pieces = [
-        grain_parquet.ParquetLane(paths[piece.file_index], piece.start, piece.stop, block_rows, options)
+        grain_leaves.ParquetLane(paths[piece.file_index], piece.start, piece.stop, block_rows, options)
         for piece in mine.pieces
     ]
     return grain_leaves.InterleaveLane(pieces.__getitem__, len(pieces), cycle, mine.unit)

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.base.threads import Call
+from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.grain import tree as grain_tree
 from meshfeed._src.sources.grain.threads import POOL
 
@@ -393,28 +394,25 @@ class ParquetLaneIterator(grain.DatasetIterator):
 
     def _read_from(self, row: int) -> Generator[_Block, None, None]:
         """Blocks of rows, starting at ``row``."""
-        with open_parquet(self._path, self._options) as file:
+        with ParquetFile(self._path, **self._options) as file:
             first = 0
-            for group, count in enumerate(group_rows(file)):
+            for group, count in enumerate(file.group_rows):
                 stop = first + count if self._stop is None else min(first + count, self._stop)
                 if max(row, first) < stop:
                     yield from self._read_group(file, group, first, max(row, first), stop)
                 first += count
 
-    def _read_group(self, file: Any, group: int, first: int, row: int, stop: int) -> Generator[_Block, None, None]:
-        if _may_hold_nulls(file, group):
-            # Arrow converts integers with nulls to floats per block, so a row's dtype would depend on the block
-            # boundaries: decode the whole row group instead.
-            columns = _to_numpy(file.read_row_group(group))
-            yield row, stop, {name: column[row - first : stop - first] for name, column in columns.items()}
+    def _read_group(
+        self, file: ParquetFile, group: int, first: int, row: int, stop: int
+    ) -> Generator[_Block, None, None]:
+        if not _may_hold_nulls(file, group):
+            for start, batch in file.batches(row, stop, batch_rows=self._block_rows):
+                yield start, start + batch.num_rows, _to_numpy(batch)
             return
-        for batch in file.iter_batches(batch_size=self._block_rows, row_groups=[group]):
-            low, high = max(row - first, 0), min(batch.num_rows, stop - first)
-            if low < high:
-                yield first + low, first + high, _to_numpy(batch.slice(low, high - low))
-            first += batch.num_rows
-            if first >= stop:
-                return
+        # Arrow converts integers with nulls to floats per block, so a row's dtype would depend on the block boundaries:
+        # decode the whole row group instead.
+        columns = _to_numpy(file.read_group(group))
+        yield row, stop, {name: column[row - first : stop - first] for name, column in columns.items()}
 
     def get_state(self) -> dict[str, Any]:
         return {"row": self._row}
@@ -436,24 +434,6 @@ class ParquetLaneIterator(grain.DatasetIterator):
 
     def __str__(self) -> str:
         return f"ParquetLaneIterator({os.path.basename(self._path)})"
-
-
-def open_parquet(path: str, options: Mapping[str, Any]) -> Any:
-    """Opens a ``pyarrow.parquet.ParquetFile``.
-
-    Raises:
-      CorruptDataError: the file is not a Parquet file, or is truncated.
-      OSError: the file cannot be read.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path, **options)
-    except pyarrow.ArrowInvalid as error:
-        raise CorruptDataError(
-            f"{path} is no Parquet file: {error}. Expected a whole one; copy it again.", path=str(path)
-        ) from error
 
 
 class _Lists:
@@ -497,16 +477,10 @@ def _lists(column: Any) -> _Lists | None:
     return _Lists(values.to_numpy(), bounds)
 
 
-def group_rows(file: Any) -> list[int]:
-    """Rows of each row group of an open file."""
-    metadata = file.metadata
-    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-
-
-def _may_hold_nulls(file: Any, group: int) -> bool:
+def _may_hold_nulls(file: ParquetFile, group: int) -> bool:
     columns = file.metadata.row_group(group)
     for index in range(columns.num_columns):
-        if file.schema.column(index).max_definition_level == 0:  # a required column cannot hold nulls
+        if file.metadata.schema.column(index).max_definition_level == 0:  # a required column cannot hold nulls
             continue
         # Without statistics, assume that there are nulls.
         statistics = columns.column(index).statistics

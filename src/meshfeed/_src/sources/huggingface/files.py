@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from datasets import Dataset, DownloadConfig, Features
 from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -26,6 +25,7 @@ from datasets.utils.sharding import _number_of_shards_in_gen_kwargs, _split_gen_
 from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.parquet import ParquetFile
 
 
 def function_name(function: Any) -> str:
@@ -59,12 +59,6 @@ def local_path(path: str) -> str | None:
     if path.startswith("file://"):
         return path[len("file://") :]
     return None if "://" in path else path
-
-
-# Decoded per call: enough to amortize the call, small enough that 64 lanes fit in memory as 8 do.
-_BATCH_BYTES = 1 << 19
-# Without a read buffer, a lane would keep all compressed pages of its row group in memory.
-_READ_BYTES = 1 << 16
 
 
 class Files(Protocol):
@@ -146,33 +140,15 @@ class _ParquetFiles:
 
     def group_rows(self, file_index: int) -> Sequence[int]:
         with self._open(file_index) as file:
-            return [file.metadata.row_group(group).num_rows for group in self._groups(file, file_index)]
+            return file.group_rows
 
     def is_empty(self, file_index: int) -> bool:
         return not sum(self.group_rows(file_index))
 
     def read(self, file_index: int, first_row: int) -> Iterator[pa.Table]:
         with self._open(file_index) as file:
-            skip = first_row
-            for group in self._groups(file, file_index):
-                meta = file.metadata.row_group(group)
-                if meta.num_rows <= skip:  # also skips empty row groups, on which datasets' own reader fails
-                    skip -= meta.num_rows
-                    continue
-                rows = self._batch_rows or max(1, _BATCH_BYTES * meta.num_rows // max(meta.total_byte_size, 1))
-                try:
-                    for batch in file.iter_batches(rows, row_groups=[group], columns=self._columns, use_threads=False):
-                        if len(batch) <= skip:
-                            skip -= len(batch)
-                            continue
-                        yield self._cast(pa.Table.from_batches([batch.slice(skip)]))
-                        skip = 0
-                except pa.ArrowInvalid as error:
-                    raise self._corrupt(file_index, error) from error
-
-    def _groups(self, file: pq.ParquetFile, file_index: int) -> Sequence[int]:
-        groups = self._row_groups[file_index]
-        return range(file.metadata.num_row_groups) if groups is None else groups
+            for _, batch in file.batches(first_row, columns=self._columns, batch_rows=self._batch_rows):
+                yield self._cast(pa.Table.from_batches([batch]))
 
     def _cast(self, table: pa.Table) -> pa.Table:
         if self._features is None:
@@ -185,36 +161,12 @@ class _ParquetFiles:
             self._schema = Features({name: self._features[name] for name in known}).arrow_schema
         return table if table.schema == self._schema else table_cast(table, self._schema)
 
-    def _open(self, file_index: int) -> pq.ParquetFile:
-        path = self.paths[file_index]
+    def _open(self, file_index: int) -> ParquetFile:
+        path, groups = self.paths[file_index], self._row_groups[file_index]
         local = local_path(path)
-        try:
-            if local is not None and "::" not in path:
-                return pq.ParquetFile(local, pre_buffer=False, buffer_size=_READ_BYTES)
-            # pre_buffer coalesces remote reads; otherwise each column of a row group is a separate round trip.
-            stream = xopen(path, "rb", download_config=self._download)
-            return _ClosingParquetFile(stream, pre_buffer=True)
-        except pa.ArrowInvalid as error:
-            raise self._corrupt(file_index, error) from error
-
-    def _corrupt(self, file_index: int, error: Exception) -> CorruptDataError:
-        path = self.paths[file_index]
-        return CorruptDataError(
-            f"{path} is no intact Parquet file ({error}). Expected what the writer wrote. Write or download it again.",
-            path=path,
-        )
-
-
-class _ClosingParquetFile(pq.ParquetFile):
-    """A ParquetFile that closes the stream passed to it, which pyarrow's own leaves open."""
-
-    def __init__(self, stream: Any, **options: Any) -> None:
-        self._given_stream = stream
-        super().__init__(stream, **options)
-
-    def __exit__(self, *unused: Any) -> None:
-        super().__exit__(*unused)
-        self._given_stream.close()
+        if local is not None and "::" not in path:
+            return ParquetFile(local, row_groups=groups)
+        return ParquetFile(path, stream=xopen(path, "rb", download_config=self._download), row_groups=groups)
 
 
 class _ArrowFiles:

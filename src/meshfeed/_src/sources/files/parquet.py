@@ -1,0 +1,166 @@
+"""Reads ranges of rows of a Parquet file in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from meshfeed._src.base.errors import CorruptDataError, SourceError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+# Decoded at a time: enough to amortize the call, small enough that 64 lanes fit in memory as 8 do.
+_BATCH_BYTES = 1 << 19
+# Without a read buffer, Arrow keeps all compressed pages of a row group in memory.
+_READ_BYTES = 1 << 16
+
+
+class ParquetFile:
+    """An open Parquet file. Not thread-safe.
+
+    Args:
+      path: path of a local file; for a ``stream``, its name in errors.
+      stream: an open binary file to read in place of ``path``; :meth:`close` closes it.
+      row_groups: indices of the row groups whose rows count; None for all.
+      options: keyword arguments of ``pyarrow.parquet.ParquetFile``.
+
+    Attributes:
+      path: ``path``.
+      metadata: the footer, as pyarrow returns it.
+      schema: the Arrow schema of the columns.
+      row_groups: indices of the row groups.
+      group_rows: number of rows of each of them.
+
+    Raises:
+      CorruptDataError: the file is truncated, or is not a Parquet file.
+      OSError: the file cannot be read.
+      SourceError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        stream: BinaryIO | None = None,
+        row_groups: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        self.path = path
+        self._stream = stream
+        self._file = self._open(options)
+        self.metadata: pq.FileMetaData = self._file.metadata
+        self.schema: pa.Schema = self._file.schema_arrow
+        self.row_groups = range(self.metadata.num_row_groups) if row_groups is None else row_groups
+        self.group_rows = [self.metadata.row_group(group).num_rows for group in self.row_groups]
+
+    def _open(self, options: dict[str, Any]) -> pq.ParquetFile:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise SourceError(
+                f"reading {self.path} needs pyarrow, which cannot be imported: {error}. Install it: pip install pyarrow."
+            ) from error
+        if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
+            # pre_buffer coalesces remote reads; otherwise each column of a row group is a separate round trip.
+            more = {"pre_buffer": True} if self._stream else {"pre_buffer": False, "buffer_size": _READ_BYTES}
+            options = {**options, **more}
+        try:
+            return pq.ParquetFile(self._stream or self.path, **options)
+        except pa.ArrowInvalid as error:
+            if self._stream is not None:
+                self._stream.close()
+            raise self._corrupt(error) from error
+
+    def batches(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        columns: Sequence[str] | None = None,
+        batch_rows: int | None = None,
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Reads rows ``[start, stop)``, counted over the row groups of this reader.
+
+        Row groups outside the range are not read. Batches end where a row group ends, and at every multiple of the
+        number of rows per batch, counted from the first row of the row group.
+
+        Args:
+          start: first row.
+          stop: row after the last one; None for the end.
+          columns: names of the columns to read; None for all.
+          batch_rows: rows decoded at a time; None for about 512 KiB of a row group.
+
+        Yields:
+          Row number of the first row of a batch, and the batch, which is not empty.
+
+        Raises:
+          CorruptDataError: stored bytes are damaged.
+        """
+        first = 0
+        for group, rows in zip(self.row_groups, self.group_rows, strict=True):
+            low, high = max(start - first, 0), rows if stop is None else min(stop - first, rows)
+            if low < high:
+                size = batch_rows or max(
+                    1, _BATCH_BYTES * rows // max(self.metadata.row_group(group).total_byte_size, 1)
+                )
+                for row, batch in self._group(group, low, high, columns, size):
+                    yield first + row, batch
+            first += rows
+
+    def read_group(self, group: int) -> pa.Table:
+        """Reads a whole row group at once, however large; ``group`` is an index into ``group_rows``.
+
+        Raises:
+          CorruptDataError: stored bytes are damaged.
+        """
+        import pyarrow as pa
+
+        first = sum(self.group_rows[:group])
+        rows = self.group_rows[group]
+        parts = [batch for _, batch in self.batches(first, first + rows, batch_rows=rows)]
+        return pa.Table.from_batches(parts, self.schema)
+
+    def _group(
+        self, group: int, low: int, high: int, columns: Sequence[str] | None, batch_rows: int
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Rows ``[low, high)`` of one row group."""
+        import pyarrow as pa
+
+        row = 0
+        batches = self._file.iter_batches(batch_rows, row_groups=[group], columns=columns, use_threads=False)
+        while row < high:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise self._corrupt(f"row group {group} ended after {row:,} rows") from None
+            except pa.ArrowInvalid as error:
+                raise self._corrupt(error) from error
+            except OSError as error:
+                # Arrow raises a bare OSError for damaged pages; an error of the file system has a number.
+                if self._stream is None and error.errno is None:
+                    raise self._corrupt(error) from error
+                raise
+            first, row = row, row + batch.num_rows
+            kept = range(max(first, low), min(row, high))
+            if kept:
+                yield kept.start, batch.slice(kept.start - first, len(kept))
+
+    def _corrupt(self, error: object) -> CorruptDataError:
+        return CorruptDataError(
+            f"{self.path} is no intact Parquet file ({error}). Expected what the writer wrote. Write or copy it again.",
+            path=self.path,
+        )
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+        if self._stream is not None:
+            self._stream.close()
+
+    def __enter__(self) -> ParquetFile:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
