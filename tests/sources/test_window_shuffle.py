@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lane_checks import check_lanes, read_batches, read_ids
 
-from meshfeed._src.base.errors import StateMismatchError
+from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.sources.window_shuffle import permutation, shuffle_windows
 
 
@@ -102,6 +102,27 @@ def test_the_lane_is_not_read_again_after_an_error():
     other = shuffle_windows(Stateful(50), 16, (0,))
     other.set_state(shuffled.get_state())
     assert sorted(read_ids(other)) == list(range(16, 50))
+
+
+def test_a_restore_forgets_the_error():
+    lane = Stateful(50)
+    shuffled = shuffle_windows(lane, 16, (0,))
+    expected = [record["id"] for record in shuffle_windows(Stateful(50), 16, (0,))]
+    start = shuffled.get_state()
+    lane.fails_at = 20
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(shuffled)
+    lane.fails_at = None
+    shuffled.set_state(start)
+    assert [record["id"] for record in shuffled] == expected
+
+
+def test_a_lane_without_a_state_is_restored_only_before_its_first_record():
+    shuffled = shuffle_windows(Plain(50), 16, (0,))
+    state = shuffled.get_state()
+    next(shuffled)
+    with pytest.raises(SourceError, match="shuffled Plain has no state"):
+        shuffled.set_state(state)
 
 
 def test_permutation_is_one_and_stays_the_same():

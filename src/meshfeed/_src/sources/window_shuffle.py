@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed._src.base.errors import StateMismatchError
+from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record
@@ -62,6 +62,7 @@ class WindowShuffle:
 
         Raises:
           StateMismatchError: the state was saved with a different window size.
+          SourceError: the lane has no ``get_state`` and has been read.
         """
         if state["records"] != self._window_records:
             raise StateMismatchError(
@@ -72,6 +73,11 @@ class WindowShuffle:
             )
         if self._stateful:
             self._lane.set_state(state["start"])
+        elif self._records is not None or self._error is not None:
+            raise SourceError(
+                f"a shuffled {type(self._lane).__name__} has no state, so it cannot return to a record after it was "
+                "read. Restore the state before the first record."
+            )
         else:
             count = state["window"] * self._window_records
             with Dropping("the windows of a shuffled lane", count) as dropping:
@@ -80,7 +86,7 @@ class WindowShuffle:
                     dropping.add()
         self._start = state["start"]
         self._window, self._done = state["window"], state["done"]
-        self._records, self._order = None, np.empty(0, np.int64)
+        self._records, self._order, self._error = None, np.empty(0, np.int64), None
 
     def close(self) -> None:
         """Closes the underlying lane."""
