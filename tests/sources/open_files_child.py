@@ -37,7 +37,7 @@ def library(paths: list[str]) -> None:
     riegeli, direct.riegeli = direct.riegeli, None
     try:
         source = ArrayRecord(paths)
-        source._readers = type(source._readers)()
+        source._pool = type(source._pool)()
         assert source.read_raw(np.arange(len(source))) == [np.int64(i).tobytes() for i in range(len(source))]
         source.close()
     finally:

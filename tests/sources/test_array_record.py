@@ -22,6 +22,7 @@ from meshfeed._src.sources.array_record import rows as rows_module
 from meshfeed._src.sources.array_record import source as array_record
 from meshfeed._src.sources.array_record.rows import expected_microseconds
 from meshfeed._src.sources.array_record.source import ArrayRecord
+from meshfeed._src.sources.files import shards
 
 
 @pytest.fixture(scope="module")
@@ -278,14 +279,14 @@ def test_fingerprint(three_files, tmp_path) -> None:
 def test_open_readers_are_bounded(tmp_path) -> None:
     paths = [write(tmp_path / f"{i}", some_records(2, i)) for i in range(9)]
     source = ArrayRecord(paths)
-    source._readers = pool = readers.ReaderPool(max_files=3)
+    source._pool = pool = shards.ShardPool(max_files=3)
     assert source.read_raw(np.arange(18)[::-1])[-1] == some_records(1)[0]
     assert len(pool) == 3
     source.close()
     assert len(pool) == 0
     assert source[17] == some_records(1, 9)[0]
-    few_chunks = readers.ReaderPool(max_entries=2 * readers._LEAST_ENTRIES)
-    source._readers = few_chunks
+    few_chunks = shards.ShardPool(max_entries=2 * shards._LEAST_ENTRIES)
+    source._pool = few_chunks
     source.read_raw(np.arange(18))
     assert len(few_chunks._known) == 2
 
@@ -294,7 +295,7 @@ def test_threads_read_right_while_readers_are_dropped(tmp_path) -> None:
     paths = [write(tmp_path / f"{i}", some_records(50, 50 * i)) for i in range(6)]
     records = some_records(300)
     source = ArrayRecord(paths)
-    source._readers = readers.ReaderPool(max_files=2)
+    source._pool = shards.ShardPool(max_files=2)
     wrong: list[object] = []
 
     def read(seed: int) -> None:

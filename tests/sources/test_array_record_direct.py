@@ -20,9 +20,9 @@ from meshfeed import CorruptDataError, SourceError
 from meshfeed._src.base.memory import is_aligned
 from meshfeed._src.reading.records import read_records
 from meshfeed._src.sources.array_record import readers
-from meshfeed._src.sources.array_record.readers import ReaderPool
 from meshfeed._src.sources.files import open_files as files_open_files
 from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.shards import ShardPool
 from meshfeed.sources import ArrayRecord, DecodeRaw
 
 riegeli = pytest.importorskip(
@@ -255,7 +255,7 @@ def test_without_the_extension_everything_is_as_before(folder: pathlib.Path, mon
     monkeypatch.setattr(readers, "riegeli", None)
     records = random_bytes([8] * 30)
     source = ArrayRecord(write(folder / "without", records, PLAIN), decode_batch=DecodeRaw(np.int64))
-    source._readers = ReaderPool()
+    source._pool = ShardPool()
     assert source.read_rows(np.arange(30)) is None
     assert read_records(source, np.arange(30)).tobytes() == b"".join(records)
 
@@ -465,7 +465,7 @@ def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:
 
     paths = [write(folder / f"closing-{i}", some_records(5), PLAIN) for i in range(6)]
     source = ArrayRecord(paths)
-    source._readers = pool = ReaderPool(max_files=4)
+    source._pool = pool = ShardPool(max_files=4)
     source.read_raw(np.arange(30))
     gc.collect()
     assert (len(pool), open_files()) == (4, 4)

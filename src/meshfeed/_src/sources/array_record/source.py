@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.array_record import readers
-from meshfeed._src.sources.array_record.readers import OpenFile, ReaderPool, ShardFile, inspect_file, shared_readers
+from meshfeed._src.sources.array_record.readers import OpenFile, ShardFile, inspect_file, open_ahead, readers_of
 from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, steps
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.open_files import max_open_files
+from meshfeed._src.sources.files.shards import (
+    Shards,
+    fetch_together,
+    find_files,
+    read_again_if_damaged,
+    shared_pool,
+)
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
-
-_MAX_FILES_PER_CALL = 32
-_CALLS_AT_ONCE = 16  # threads whose calls may hold files open, beside those that the pool keeps
 
 
 @public("meshfeed.sources")
@@ -79,34 +82,15 @@ class ArrayRecord:
                 )
         self.decode = decode
         self.decode_batch = decode_batch
-        if cache is not None and not callable(getattr(cache, "identify", None)):
-            raise SettingsError(
-                f"ArrayRecord got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).",
-                setting="cache",
-            )
         self._cache = cache
-        names = file_paths.expand_paths(paths, source="ArrayRecord")
-        remote = [name for name in names if file_paths.is_url(name)]
-        if remote and cache is None:
-            raise SettingsError(
-                f"ArrayRecord got the URL {remote[0]!r} and no cache. Records are read at random, which object stores "
-                "do slowly: pass cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
-                setting="cache",
-            )
-        self._set_files(file_paths.in_threads(self._inspect, names))
-        if not len(self):
-            raise SourceError(
-                f"ArrayRecord got {len(names):,} file(s) with 0 records in all, the first {names[0]}. Expected at "
-                "least one record. Check what wrote them."
-            )
+        names = find_files(paths, cache, source="ArrayRecord")
+        self._set_shards(Shards(file_paths.in_threads(self._inspect, names), "ArrayRecord"))
 
-    def _set_files(self, files: list[ShardFile]) -> None:
-        self._files = files
-        self._ends = np.cumsum([file.num_records for file in self._files], dtype=np.int64)
-        self._starts = self._ends - np.array([file.num_records for file in self._files], np.int64)
-        self._one_record_a_chunk = all(file.group_size == 1 for file in self._files)
+    def _set_shards(self, shards: Shards[ShardFile]) -> None:
+        self._shards = shards
+        self._one_record_a_chunk = all(file.group_size == 1 for file in shards.files)
         self._rows_differ = False  # known once read_rows finds records of different sizes
-        self._readers: ReaderPool = shared_readers
+        self._pool = shared_pool
 
     def concatenate(self, others: Sequence[object]) -> ArrayRecord | None:
         """Returns one source over the records of this source followed by those of ``others``.
@@ -121,23 +105,23 @@ class ArrayRecord:
                 return None
             sources.append(other)
         joined = copy.copy(self)
-        joined._set_files([file for source in sources for file in source._files])
+        joined._set_shards(Shards([file for source in sources for file in source._shards.files], "ArrayRecord"))
         return joined
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        del state["_readers"]  # open files and locks belong to the process
+        del state["_pool"]  # open files and locks belong to the process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._readers = shared_readers
+        self._pool = shared_pool
 
     def __repr__(self) -> str:
-        return f"ArrayRecord({len(self._files):,} file{'s' * (len(self._files) != 1)}, {len(self):,} records)"
+        return f"ArrayRecord({self._shards!r})"
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._shards)
 
     def __getitem__(self, record_id: Any) -> Record:
         """Returns record ``record_id``, decoded; its bytes if the source has no decoder."""
@@ -168,9 +152,9 @@ class ArrayRecord:
           SourceError: if a file has been removed or changed since the source was created.
           OSError: if a file cannot be read.
         """
-        ids = self._checked(record_ids)
+        ids = self._shards.checked(record_ids)
         records = [b""] * len(ids)
-        for files, file_index, rows, slots in self._parts(ids):
+        for files, file_index, rows, slots in self._shards.parts(ids):
             found = self._read_part(files, file_index, rows)
             if slots is None:
                 return found
@@ -196,9 +180,9 @@ class ArrayRecord:
         """
         if self._rows_differ or not self._one_record_a_chunk or readers.riegeli is None:  # avoid a futile attempt
             return None
-        ids = self._checked(record_ids)
+        ids = self._shards.checked(record_ids)
         out: np.ndarray | None = None
-        for numbers, file_index, rows, slots in self._parts(ids):
+        for numbers, file_index, rows, slots in self._shards.parts(ids):
             try:
                 opened = self._open(numbers)
             except CorruptDataError:  # perhaps only the cached copy: read_raw fetches it again
@@ -217,48 +201,10 @@ class ArrayRecord:
                 return None
         return out
 
-    def _checked(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray:
-        ids = np.asarray(record_ids, np.int64)
-        if ids.size:
-            # reduce() avoids the call overhead of min() and max().
-            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-            if low < 0 or high >= self._ends[-1]:
-                raise IndexError(
-                    f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
-                )
-        return ids
-
-    def _parts(self, ids: np.ndarray) -> Iterator[tuple[list[int], np.ndarray | None, np.ndarray, np.ndarray | None]]:
-        """Splits a batch into parts that each read a bounded number of files.
-
-        Yields:
-          The files of the part and, for each of its records: the index of its file among them (None for one file), its
-          row in that file, and its index in ``ids`` (None if the part is the whole batch).
-        """
-        if not ids.size:
-            return
-        if len(self._files) == 1:
-            yield [0], None, ids, None
-            return
-        which = np.searchsorted(self._ends, ids, side="right")
-        rows = ids - self._starts[which]
-        if bool((which == which[0]).all()):
-            yield [int(which[0])], None, rows, None
-            return
-        touched, index = np.unique(which, return_inverse=True)
-        limit = max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
-        if len(touched) <= limit:
-            yield touched.tolist(), index, rows, None
-            return
-        for first in range(0, len(touched), limit):
-            slots = np.flatnonzero((index >= first) & (index < first + limit))
-            yield touched[first : first + limit].tolist(), index[slots] - first, rows[slots], slots
-
-    def _open(self, files: list[int]) -> list[OpenFile]:
-        if self._cache is not None and len(files) > 1:  # fetch files that are not open yet in parallel
-            closed = [self._files[number] for number in files if not self._readers.has(self._files[number])]
-            file_paths.in_threads(lambda file: self._readers.open(file, self._cache), closed)
-        return [self._readers.get(self._files[number], self._cache) for number in files]
+    def _open(self, numbers: list[int]) -> list[OpenFile]:
+        files = [self._shards.files[number] for number in numbers]
+        fetch_together(files, self._cache, self._pool, lambda file: open_ahead(file, self._cache, self._pool))
+        return [readers_of(file, self._cache, self._pool) for file in files]
 
     def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
         try:
@@ -284,31 +230,25 @@ class ArrayRecord:
         return inspect_url(name, self._cache)
 
     def _read_file(self, number: int, rows: np.ndarray) -> list[bytes]:
-        file, first_record_id = self._files[number], int(self._starts[number])
-        try:
-            return self._read_open(file, rows, first_record_id)
-        except CorruptDataError:
-            if self._cache is None or not file_paths.is_url(file.path):
-                raise
-        self._readers.drop([file])  # the cached copy may be damaged: retry once from the original
-        self._cache.discard(file.path)
-        return self._read_open(file, rows, first_record_id)
+        file, first_record_id = self._shards.files[number], int(self._shards.starts[number])
 
-    def _read_open(self, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
-        opened = self._readers.get(file, self._cache)
-        return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
+        def read() -> list[bytes]:
+            opened = readers_of(file, self._cache, self._pool)
+            return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
+
+        return read_again_if_damaged(read, file, self._cache, self._pool)
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""
-        return self._files[int(np.searchsorted(self._ends, record_id, side="right"))].path
+        return self._shards.file_of(record_id)
 
     def file_names(self) -> list[str]:
         """Returns the paths and URLs of the files, in record id order."""
-        return [file.path for file in self._files]
+        return self._shards.names()
 
     def fingerprint_files(self) -> JsonValue:
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
-        return file_paths.identify_files(self.file_names(), [file.num_bytes for file in self._files])
+        return self._shards.identity()
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
@@ -321,4 +261,4 @@ class ArrayRecord:
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
-        self._readers.drop(self._files)
+        self._pool.drop(self._shards.files)

@@ -249,7 +249,8 @@ def _array_record(source: Any) -> Any:
     # Only if both readers agree on the number of records of every file.
     return (
         reader
-        if [file.num_records for file in reader._files] == [instruction.num_records for instruction in instructions]
+        if [file.num_records for file in reader._shards.files]
+        == [instruction.num_records for instruction in instructions]
         else None
     )
 

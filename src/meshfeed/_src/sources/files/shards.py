@@ -1,0 +1,427 @@
+"""Files of a source as one sequence of records: record id → file and row, checked local copies, open files.
+
+A source over files keeps :class:`Shards`, which describe the files as they were when the source was created, and reads
+them through :class:`ShardPool`, which all sources of the process share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.types import JsonValue
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.open_files import Descriptor, Lru, is_out_of_files, max_open_files
+from meshfeed._src.sources.files.paths import is_url
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+
+_MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
+_LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
+_MAX_FILES_PER_CALL = 32
+_CALLS_AT_ONCE = 16  # threads whose calls may hold files open, beside those that the pool keeps
+_GAP_BYTES = 4096  # bytes between two records that cost less to read than a second call
+_SPAN_BYTES = 8 << 20
+
+T = TypeVar("T")
+Opened = TypeVar("Opened", covariant=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file as it was when the source was created.
+
+    Attributes:
+      path: local path, or the URL of a file that is read through a cache.
+      num_bytes: file size in bytes.
+      version: modification time in nanoseconds; for a file of a cache, its version key.
+      num_records: number of records.
+      key: identifies this file and version; a string, because strings cache their hash.
+    """
+
+    source: ClassVar[str] = "source"
+    path: str
+    num_bytes: int
+    version: str
+    num_records: int
+    key: str = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        key = f"{self.source}\n{self.path}\n{self.version}\n{self.num_bytes}\n{self.num_records}"
+        object.__setattr__(self, "key", key)
+
+    def describe_change(self, path: str) -> str:
+        """Returns what the file was and what it is now, for an error."""
+        return f"{self.num_records:,} records in {self.num_bytes:,} bytes then, {os.path.getsize(path):,} now"
+
+
+S = TypeVar("S", bound=Shard)
+Part = tuple[list[int], "np.ndarray | None", np.ndarray, "np.ndarray | None"]
+
+
+def find_files(paths: file_paths.Paths, cache: ShardCache | None, *, source: str) -> list[str]:
+    """Expands ``paths`` to files, and checks that URLs come with a cache.
+
+    Raises:
+      SettingsError: if ``cache`` is not a ShardCache, or there is a URL without a cache.
+      SourceError: if there are no files, or a file is missing; names the path or pattern.
+    """
+    if cache is not None and not callable(getattr(cache, "identify", None)):
+        raise SettingsError(
+            f"{source} got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).", setting="cache"
+        )
+    names = file_paths.expand_paths(paths, source=source)
+    need_cache(names, cache, source=source)
+    return names
+
+
+def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
+    """Raises SettingsError if there is a URL and no cache."""
+    remote = [name for name in names if is_url(name)]
+    if remote and cache is None:
+        raise SettingsError(
+            f"{source} got the URL {remote[0]!r} and no cache. Records are read at random, which object stores "
+            "do slowly: pass cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
+            setting="cache",
+        )
+
+
+class Shards(Generic[S]):
+    """The files of a source, in the order of their record ids.
+
+    Args:
+      shards: the files.
+      what: the files in an error, such as "ArrayRecord".
+
+    Attributes:
+      files: the files.
+      starts: int64[files], the record id of each file's first record.
+      ends: int64[files], the record id after each file's last record.
+
+    Raises:
+      SourceError: if the files have no record.
+    """
+
+    def __init__(self, shards: Sequence[S], what: str) -> None:
+        self.files = list(shards)
+        counts = np.array([file.num_records for file in self.files], np.int64)
+        self.ends = np.cumsum(counts)
+        self.starts = self.ends - counts
+        if not len(self):
+            first = f", the first {self.files[0].path}" if self.files else ""
+            raise SourceError(
+                f"{what} got {len(self.files):,} file(s) with 0 records in all{first}. Expected at least one record. "
+                "Check what wrote them."
+            )
+
+    def __repr__(self) -> str:
+        return f"{len(self.files):,} file{'s' * (len(self.files) != 1)}, {len(self):,} records"
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def checked(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray:
+        """Returns the ids as int64[n].
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+        """
+        ids = np.asarray(record_ids, np.int64)
+        if ids.size:
+            # reduce() avoids the call overhead of min() and max().
+            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+            if low < 0 or high >= self.ends[-1]:
+                raise IndexError(
+                    f"record id {low if low < 0 else high} is out of range: the source has {len(self):,} records"
+                )
+        return ids
+
+    def parts(self, ids: np.ndarray) -> Iterator[Part]:
+        """Splits a batch into parts that each read a bounded number of files.
+
+        Yields:
+          The files of the part and, for each of its records: the index of its file among them (None for one file), its
+          row in that file, and its index in ``ids`` (None if the part is the whole batch).
+        """
+        if not ids.size:
+            return
+        if len(self.files) == 1:
+            yield [0], None, ids, None
+            return
+        which = np.searchsorted(self.ends, ids, side="right")
+        rows = ids - self.starts[which]
+        if bool((which == which[0]).all()):
+            yield [int(which[0])], None, rows, None
+            return
+        touched, index = np.unique(which, return_inverse=True)
+        limit = max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
+        if len(touched) <= limit:
+            yield touched.tolist(), index, rows, None
+            return
+        for first in range(0, len(touched), limit):
+            slots = np.flatnonzero((index >= first) & (index < first + limit))
+            yield touched[first : first + limit].tolist(), index[slots] - first, rows[slots], slots
+
+    def by_file(self, ids: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Returns, for each file of a batch: its number, the rows to read, and their indices in ``ids``."""
+        if len(self.files) == 1:
+            return [(0, ids, np.arange(len(ids)))] if ids.size else []
+        which = np.searchsorted(self.ends, ids, side="right")
+        order = np.argsort(which, kind="stable")
+        sorted_files = which[order]
+        edges = np.flatnonzero(sorted_files[1:] != sorted_files[:-1]) + 1
+        rows = (ids - self.starts[which])[order]
+        bounds = [0, *edges.tolist(), len(ids)]
+        return [
+            (int(sorted_files[low]), rows[low:high], order[low:high])
+            for low, high in itertools.pairwise(bounds)
+            if low < high
+        ]
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that contains a record."""
+        return self.files[int(np.searchsorted(self.ends, record_id, side="right"))].path
+
+    def names(self) -> list[str]:
+        """Returns the paths and URLs of the files, in record id order."""
+        return [file.path for file in self.files]
+
+    def identity(self) -> JsonValue:
+        """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
+        return file_paths.identify_files(self.names(), [file.num_bytes for file in self.files])
+
+
+@contextlib.contextmanager
+def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os.stat_result]]:
+    """Yields the local path and status of a file, and keeps a cached copy from eviction within the ``with`` block.
+
+    Raises:
+      SourceError: if the file has been removed or changed since the source was created.
+    """
+    try:
+        if cache is None or not is_url(shard.path):
+            status = os.stat(shard.path)
+            _check_unchanged(shard, shard.path, status, str(status.st_mtime_ns))
+            yield shard.path, status
+            return
+        with cache.open(shard.path) as copy:
+            status = os.stat(copy)
+            _check_unchanged(shard, str(copy), status, cache.identify(shard.path)[1])
+            yield str(copy), status
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"the {shard.source} file {shard.path} is gone; it was there when the source was made. Put it back, or "
+            "build the source again."
+        ) from error
+
+
+def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: str) -> None:
+    if status.st_size != shard.num_bytes or shard.version != version:
+        raise changed(shard, path)
+
+
+def changed(shard: Shard, path: str) -> SourceError:
+    """Returns the error for a file that is no longer the one that the source was created with."""
+    return SourceError(
+        f"the {shard.source} file {shard.path} has changed since the source was made: {shard.describe_change(path)}. "
+        "Build the source again."
+    )
+
+
+def open_descriptor(shard: Shard, path: str, status: os.stat_result) -> tuple[Descriptor, int]:
+    """Opens a checked copy; returns the descriptor and its weight in a pool.
+
+    Raises:
+      SourceError: if ``path`` has been replaced since ``status`` was read.
+    """
+    opened = Descriptor(path)
+    if not os.path.samestat(opened.status, status) or opened.status.st_size != status.st_size:
+        raise changed(shard, path)
+    return opened, 0
+
+
+class OpenCopy(Protocol[Opened]):
+    """Opens a local copy; returns what was opened and the number of 8-byte entries that it holds in memory."""
+
+    def __call__(self, shard: Shard, path: str, status: os.stat_result, /) -> tuple[Opened, int]: ...
+
+
+class ShardPool:
+    """LRU caches of checked files and of open files. Thread-safe.
+
+    A checked file occupies memory, and an open file a descriptor. The two are bounded separately, because checking a file
+    takes a hundred times as long as opening it: with more shards than a process may open, a batch in random order reopens
+    most of its files.
+
+    Args:
+      max_files: maximum number of open files; by default, a share of the process limit.
+      max_entries: maximum number of 8-byte entries in memory, for checked files and separately for open ones.
+    """
+
+    def __init__(self, max_files: int | None = None, max_entries: int = _MAX_ENTRIES) -> None:
+        self._known: Lru[str, object] = Lru(lambda: max_entries, max_entries)
+        self._open: Lru[tuple[str, str], tuple[Shard, object]] = Lru(lambda: max_files or max_open_files(), max_entries)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def is_open(self, shard: Shard) -> bool:
+        """Whether ``shard`` is open, in any way."""
+        return (shard.key, "direct") in self._open or (shard.key, "library") in self._open
+
+    def checked(self, shard: Shard, check: Callable[[], tuple[T, int]]) -> T:
+        """Returns what ``check`` made of a file; calls it if the file is not in memory.
+
+        Args:
+          shard: the file.
+          check: returns what is kept, and the number of 8-byte entries that it holds.
+        """
+
+        def make() -> tuple[object, int]:
+            found, num_entries = check()
+            return found, max(num_entries, _LEAST_ENTRIES)
+
+        return self._known.find(shard.key) or self._known.get(shard.key, make)  # type: ignore[return-value]
+
+    def opened(self, shard: Shard, kind: str, cache: ShardCache | None, open_copy: OpenCopy[T]) -> T:
+        """Returns an open file, through ``cache`` if its path is a URL.
+
+        Args:
+          shard: the file.
+          kind: what ``open_copy`` opens: "direct" or "library".
+          cache: the cache of the source.
+          open_copy: opens the local copy.
+
+        Raises:
+          SourceError: if the file has been removed or changed since the source was created.
+        """
+        found = self._open.find((shard.key, kind))
+        if found is not None:
+            return found[1]  # type: ignore[return-value]
+
+        def open_once() -> tuple[tuple[Shard, object], int]:
+            with local_copy(shard, cache) as (path, status):
+                made, num_entries = open_copy(shard, path, status)
+                return (shard, made), num_entries
+
+        def make() -> tuple[tuple[Shard, object], int]:
+            try:
+                return open_once()
+            except OSError as error:
+                if not is_out_of_files(error) or not len(self._open):
+                    raise
+                # The rest of the program uses too many descriptors: close all files of the pool and retry.
+                self._open.drop([key for key, _ in self._open.oldest_first()])
+                return open_once()
+
+        made = self._open.get((shard.key, kind), make)[1]
+        if cache is not None and cache.max_bytes is not None:
+            self._drop_copies(shard, cache.max_bytes // 4)
+        return made  # type: ignore[return-value]
+
+    def descriptor(self, shard: Shard, cache: ShardCache | None) -> Callable[[], Descriptor]:
+        """Returns a function that opens a file, or returns it if it is still open."""
+        last: weakref.ref[Descriptor] | None = None
+
+        def open_file() -> Descriptor:
+            nonlocal last
+            # Bypass the pool while the file is open: looking up every file of a batch takes 10 % of the batch.
+            found = None if last is None else last()
+            if found is None:
+                found = self.opened(shard, "direct", cache, open_descriptor)
+                last = weakref.ref(found)
+            return found
+
+        return open_file
+
+    def drop(self, shards: Sequence[Shard]) -> None:
+        """Removes ``shards`` from both caches."""
+        self._known.drop([shard.key for shard in shards])
+        self._open.drop([(shard.key, kind) for shard in shards for kind in ("direct", "library")])
+
+    def _drop_copies(self, newest: Shard, max_bytes: int) -> None:
+        """Closes the oldest cached copies beyond ``max_bytes``: an evicted copy keeps its disk space while open."""
+        copies = [(key, shard) for key, (shard, _) in self._open.oldest_first() if is_url(shard.path)]
+        excess = sum(shard.num_bytes for _, shard in copies) - max_bytes
+        for key, shard in copies:
+            if excess <= 0:
+                break
+            if shard.key != newest.key:
+                self._open.drop([key])
+                excess -= shard.num_bytes
+
+
+# One pool per process, because open files and memory are limited per process: a mixture of 35 sources with one pool
+# each would exhaust both.
+shared_pool = ShardPool()
+
+
+def read_again_if_damaged(read: Callable[[], T], shard: Shard, cache: ShardCache | None, pool: ShardPool) -> T:
+    """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries once."""
+    try:
+        return read()
+    except CorruptDataError:
+        if cache is None or not is_url(shard.path):
+            raise
+    pool.drop([shard])
+    cache.discard(shard.path)
+    return read()
+
+
+def fetch_together(
+    shards: Sequence[S], cache: ShardCache | None, pool: ShardPool, open_shard: Callable[[S], object]
+) -> None:
+    """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
+    if cache is not None and len(shards) > 1:
+        file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])
+
+
+def read_spans(file: Descriptor, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
+    """Reads byte ranges of a file; neighbors are read with one call.
+
+    Args:
+      file: the open file.
+      starts: int64[n], first byte of each range, in any order.
+      stops: int64[n], byte after the last one.
+
+    Returns:
+      The bytes of each range; fewer than requested if the file ends before.
+    """
+    if len(starts) == 1:
+        low = int(starts[0])
+        return [os.pread(file.number, int(stops[0]) - low, low)]
+    order = np.argsort(starts, kind="stable")
+    lows, highs = starts[order], stops[order]
+    apart = (lows[1:] > highs[:-1] + _GAP_BYTES) | (lows[1:] < highs[:-1])
+    found = [b""] * len(starts)
+    low_list, high_list, order_list = lows.tolist(), highs.tolist(), order.tolist()
+    first = 0
+    for last in [*np.flatnonzero(apart).tolist(), len(starts) - 1]:
+        while first <= last:
+            first = _read_run(file, low_list, high_list, order_list, first, last, found)
+    return found
+
+
+def _read_run(
+    file: Descriptor, lows: list[int], highs: list[int], order: list[int], first: int, last: int, found: list[bytes]
+) -> int:
+    """Reads ranges ``first`` to ``last``, or as many as one call should; returns the index after the last one read."""
+    start, stop = lows[first], first
+    while stop < last and highs[stop + 1] - start <= _SPAN_BYTES:
+        stop += 1
+    content = os.pread(file.number, highs[stop] - start, start)
+    if stop == first:
+        found[order[first]] = content
+        return first + 1
+    for number in range(first, stop + 1):
+        found[order[number]] = content[lows[number] - start : highs[number] - start]
+    return stop + 1
