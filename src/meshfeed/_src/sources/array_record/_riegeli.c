@@ -21,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 #if defined(__linux__)
 #include <sys/vfs.h>
@@ -40,7 +41,8 @@ enum {
   BLOCK_HEADER_BYTES = 24,
   CHUNK_HEADER_BYTES = 40,
   NEIGHBOR_BYTES = 1 << 18, /* one system call reads adjacent records up to this many bytes */
-  MAX_THREADS = 16,
+  FIRST_THREADS = 16, /* enough for a local disk */
+  MAX_THREADS = 63,   /* for network file systems, which take milliseconds and serve many requests at once */
 };
 static const int64_t MAX_CHUNK_BYTES = INT64_C(1) << 30;
 
@@ -341,7 +343,9 @@ typedef struct {
   uint8_t *out;
   int64_t *pending; /* first index of each group that was not in the page cache */
   int64_t num_pending;
-  atomic_llong next_pending;
+  atomic_llong next_pending, num_finished;
+  pthread_mutex_t lock;
+  pthread_cond_t finished; /* signaled when all pending groups have been read */
   atomic_llong bad; /* lowest index that could not be read; `count` if none */
 } batch;
 
@@ -435,8 +439,31 @@ static bool read_group(batch *b, int64_t i, bool only_cached, int64_t *end) {
 static void *read_pending(void *pointer) {
   batch *b = pointer;
   int64_t number, end;
-  while ((number = atomic_fetch_add(&b->next_pending, 1)) < b->num_pending) read_group(b, b->pending[number], false, &end);
+  while ((number = atomic_fetch_add(&b->next_pending, 1)) < b->num_pending) {
+    read_group(b, b->pending[number], false, &end);
+    if (atomic_fetch_add(&b->num_finished, 1) + 1 < b->num_pending) continue;
+    pthread_mutex_lock(&b->lock);
+    pthread_cond_signal(&b->finished);
+    pthread_mutex_unlock(&b->lock);
+  }
   return NULL;
+}
+
+/* Waits until all pending groups have been read, but not longer than 2 ms, more than a local disk needs for a batch. */
+static void wait_briefly(batch *b) {
+  struct timespec deadline;
+  clock_gettime(CLOCK_REALTIME, &deadline);
+  deadline.tv_nsec += 2000000;
+  if (deadline.tv_nsec >= 1000000000) deadline.tv_sec++, deadline.tv_nsec -= 1000000000;
+  pthread_mutex_lock(&b->lock);
+  while (atomic_load(&b->num_finished) < b->num_pending && !pthread_cond_timedwait(&b->finished, &b->lock, &deadline)) {
+  }
+  pthread_mutex_unlock(&b->lock);
+}
+
+static int start_threads(batch *b, pthread_t *threads, int started, int64_t limit) {
+  while (started < limit && !pthread_create(&threads[started], NULL, read_pending, b)) started++;
+  return started;
 }
 
 /* Reads cached groups first; the rest with several threads, because storage serves requests in parallel. */
@@ -445,10 +472,14 @@ static void read_batch(batch *b) {
   for (int64_t i = 0; i < b->count; i = end) {
     if (!read_group(b, i, true, &end)) b->pending[b->num_pending++] = i;
   }
+  if (!b->num_pending) return;
   pthread_t threads[MAX_THREADS];
-  int started = 0;
-  for (; started < MAX_THREADS && started + 1 < b->num_pending; started++) {
-    if (pthread_create(&threads[started], NULL, read_pending, b)) break;
+  int64_t wanted = b->num_pending - 1; /* this thread reads too */
+  int started = start_threads(b, threads, 0, wanted < FIRST_THREADS ? wanted : FIRST_THREADS);
+  if (started < wanted) {
+    wait_briefly(b);
+    int64_t left = b->num_pending - atomic_load(&b->next_pending);
+    if (left > 0) started = start_threads(b, threads, started, started + left < MAX_THREADS ? started + left : MAX_THREADS);
   }
   read_pending(b);
   for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
@@ -665,7 +696,8 @@ static PyObject *py_read(PyObject *module, PyObject *args) {
   PyObject *result = NULL;
   if (got == ARRAYS && !PyObject_GetBuffer(target, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)) {
     batch b = {.fds = views[FDS].buf, .file_index = views[FILES].buf, .rows = views[ROWS].buf, .places = views[PLACES].buf,
-               .count = counts[ROWS], .width = width, .out = out.buf};
+               .count = counts[ROWS], .width = width, .out = out.buf, .lock = PTHREAD_MUTEX_INITIALIZER,
+               .finished = PTHREAD_COND_INITIALIZER};
     bool alike = counts[PLACES] == b.count && (!views[FILES].obj || counts[FILES] == b.count);
     if (!alike || counts[FDS] != PyTuple_Size(indexes) || width < 0)
       PyErr_SetString(PyExc_ValueError, "arrays differ in length, or width is negative");
