@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._src.state.state import missing_shards
 
 pq = pytest.importorskip("pyarrow.parquet")
 datasets = pytest.importorskip("datasets")
@@ -108,20 +107,6 @@ def test_a_file_that_is_missing_on_resume_is_named(folder: Path, make: Callable[
         feed.set_state(state)
     expected = "The saved source had 4 files, the current one has 3. Missing: part-00002-of-00004."
     assert info.value.remedy.startswith(expected), info.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("names", "missing"),
-    [
-        (["/a/x-0-of-3.tar", "x-2-of-3.tar"], ["x-1-of-3.tar"]),
-        (["x-00001-of-00002", "x-00002-of-00002"], []),  # counted from 1
-        (["x-00002-of-00002"], ["x-00001-of-00002"]),
-        (["x-00000-of-00002", "x-00001-of-00002", "y-00001-of-00002.gz"], ["y-00000-of-00002.gz"]),
-        (["part-1", "part-3", "states-of-mind"], []),
-    ],
-)
-def test_the_missing_files_of_a_numbered_set(names: list[str], missing: list[str]) -> None:
-    assert missing_shards(names) == missing
 
 
 def test_other_columns_and_other_lanes_are_refused(folder: Path) -> None:
