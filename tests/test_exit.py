@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from meshfeed._src.reading.workers import pool as worker_pool
+from meshfeed._src.base import child as child_process
 
 CHILD = pathlib.Path(__file__).with_name("exit_child.py")
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "meshfeed"
@@ -43,11 +43,11 @@ def test_a_process_whose_reads_hang_exits(how: str, kinds: list[str]) -> None:
 
 FORBIDDEN = {
     "ThreadPoolExecutor": "joins its threads at exit; use meshfeed._src.base.threads.Threads",
-    "ProcessPoolExecutor": "joins its processes at exit; use meshfeed._src.reading.workers.pool",
+    "ProcessPoolExecutor": "joins its processes at exit; use meshfeed._src.base.child",
     "to_thread": "runs on a ThreadPoolExecutor, which joins its threads at exit",
     "run_in_executor": "runs on a ThreadPoolExecutor, which joins its threads at exit",
     "Timer": "is a thread that Python joins at exit",
-    "multiprocessing": "joins its processes at exit; use meshfeed._src.reading.workers.pool",
+    "multiprocessing": "joins its processes at exit; use meshfeed._src.base.child",
 }
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_started_that_python_waits_for_at_exit(path: pathlib.Path) ->
 
 def test_a_worker_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """A process in an uninterruptible read of a dead disk stays after SIGKILL until that read returns."""
-    monkeypatch.setattr(worker_pool, "_EXIT_SECONDS", 0.1)
+    monkeypatch.setattr(child_process, "_EXIT_SECONDS", 0.1)
     killed = []
 
     class Unkillable:
@@ -101,11 +101,13 @@ def test_a_worker_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.Mo
             assert timeout is not None, "would wait for ever"
             raise subprocess.TimeoutExpired("worker", timeout)
 
-        def kill(self) -> None:
-            killed.append(True)
+        def send_signal(self, number: int) -> None:
+            killed.append(number)
 
-    worker = object.__new__(worker_pool._Worker)
-    worker.process, worker._label = Unkillable(), "worker 0"  # type: ignore[assignment]
-    worker.finish_close(time.monotonic())
-    assert killed
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: ended)
+        child = child_process.ChildProcess("builtins:print")
+    child._process, child.pid = Unkillable(), Unkillable.pid  # type: ignore[assignment]
+    child_process.close_children({"worker 0": child})
+    assert killed == [signal.SIGKILL]
     assert "worker 0 (process 4711) is in a read that cannot be killed" in caplog.text

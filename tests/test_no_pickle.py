@@ -24,14 +24,13 @@ from meshfeed._src.streams.protocol import HostBatch
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed" / "_src"
 UNSAFE = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
 ALLOWED = {
-    "reading.workers.pool": "to and from this process's own children, over a socket pair",
-    "reading.workers.main": "to and from this process's own parent, over a socket pair",
-    "reading.workers.wire": "between a process and its own children",
-    "testing.spawn": "to this process's own children, over pipes",
-    "testing.spawn_host": "to and from this process's own children, over pipes",
-    "testing.spawn_child": "to and from this process's own parent, over pipes",
+    "base.child": "to this process's own parent, over a socket pair",
+    "base.frames": "between a process and its own children",
+    "reading.workers": "to and from this process's own children, over a socket pair",
+    "testing.hosts": "to and from this process's own children, over socket pairs",
+    "testing.host_task": "to and from this process's own parent, over a socket pair",
 }
-FACTORIES = {("remote.wire", "make_payload"), ("remote.endpoint", "begin")}
+FACTORIES = {("remote.wire", "make_payload"), ("remote.client", "begin")}
 """The user's functions, from the controller to its hosts. Documented there."""
 
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "remote": "base feed plan state streams",
     "maxtext": "arrays base feed remote sources state streams",
     "testing": "base",
-    "demo": "public testing",
+    "demo": "base public testing",
     "cli": "base checkpoint demo feed order plan public reading state",
     "public": "base checkpoint feed maxtext plan remote sources state testing",
 }
@@ -50,7 +50,7 @@ FLOORS = (
     "cli",
 )
 # Only these may ask JAX what a process is.
-PROCESS_MODULES = {"meshfeed._src.base.coordination", "meshfeed._src.testing.spawn_child"}
+PROCESS_MODULES = {"meshfeed._src.base.coordination", "meshfeed._src.testing.host_task"}
 # Modules that import own modules when they are called: façades over heavy libraries, and the command line.
 LAZY = {
     "meshfeed": "public names",

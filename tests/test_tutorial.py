@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from meshfeed._src.testing.spawn_host import free_port
+from meshfeed._src.testing.hosts import free_port
 
 pytestmark = pytest.mark.multihost
 

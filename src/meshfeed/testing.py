@@ -8,9 +8,8 @@ handle that can kill single hosts. ``fake_devices`` and ``fake_mesh`` allow plan
 from __future__ import annotations
 
 from meshfeed._src.plan.topology import fake_devices, fake_mesh
+from meshfeed._src.testing.hosts import HostPool, HostResult, HostRunError, run_hosts, start_hosts
 from meshfeed._src.testing.resumable import check_resumable
-from meshfeed._src.testing.spawn import HostPool, run_hosts, start_hosts
-from meshfeed._src.testing.spawn_host import HostResult, HostRunError
 
 __all__ = [
     "HostPool",

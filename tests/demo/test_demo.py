@@ -136,16 +136,16 @@ def test_hosts_end_when_the_demo_is_killed(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "sleep.py"
     script.write_text("import time, sys\nprint('started', flush=True)\ntime.sleep(100)\n")
     parent = (
-        "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'meshfeed._src.demo.job', {str(script)!r}], "
-        "stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\n"
+        "import time\n"
+        "from meshfeed._src.base.child import ChildProcess\n"
+        f"child = ChildProcess('meshfeed._src.demo.job:run_script', {str(script)!r}, own_group=True)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
+        assert process.stdout.readline() == "started\n"
         process.kill()
     deadline = time.monotonic() + 30
     while _alive(pid):
@@ -168,7 +168,7 @@ def test_a_host_that_fails_is_quoted(tmp_path: pathlib.Path) -> None:
 
     data = str(tmp_path / "no.array_record")
     with Job(ONE_DEVICE, tmp_path / "job", ["--data", data, "--checkpoints", "c"]) as job:
-        with pytest.raises(MeshfeedError, match=r"host 0 ended with status 1(.|\n)*no\.array_record"):
+        with pytest.raises(MeshfeedError, match=r"host 0 exited with code 1(.|\n)*no\.array_record"):
             wait_for(job)
 
 

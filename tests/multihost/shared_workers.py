@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from meshfeed._src.reading.workers import pool as worker_pool
-from meshfeed._src.reading.workers import pool as worker_reader
+from meshfeed._src.reading import workers as worker_pool
 from meshfeed._src.streams.lanes import stream as lane_group
 
 
@@ -38,7 +37,7 @@ def _make_task() -> Any:
 class SharedPool:
     """The interface of ``WorkerPool`` over processes that are there already."""
 
-    workers: worker_pool.WorkerPool
+    workers: worker_pool.WorkerPool[Any, Any]
     numbers = itertools.count()
     pids: set[int]
 
@@ -72,11 +71,12 @@ class SharedPool:
 @contextlib.contextmanager
 def shared_workers(num_workers: int) -> Iterator[set[int]]:
     """Feeds made within use these processes, at most ``num_workers`` each; gives the ids of those that were used."""
-    pool = worker_pool.WorkerPool(num_workers, worker_pool.pickle_task(_make_task), name="shared workers")
+    make_task = worker_pool.pickle_task(_make_task)
+    pool: worker_pool.WorkerPool[Any, Any] = worker_pool.WorkerPool(num_workers, make_task, name="shared workers")
     used: set[int] = set()
     kind = type("SharedPool", (SharedPool,), {"workers": pool, "pids": used})
     try:
-        with mock.patch.object(lane_group, "WorkerPool", kind), mock.patch.object(worker_reader, "WorkerPool", kind):
+        with mock.patch.object(lane_group, "WorkerPool", kind), mock.patch.object(worker_pool, "WorkerPool", kind):
             yield used
     finally:
         pool.close()

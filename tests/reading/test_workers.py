@@ -16,10 +16,10 @@ import numpy as np
 import psutil
 import pytest
 
+from meshfeed._src.base import frames
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.stats import PROGRESS
-from meshfeed._src.reading.workers import wire as worker_wire
-from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
+from meshfeed._src.reading.workers import WorkerPool, pickle_task
 
 SECONDS = 60.0  # far beyond what anything here takes
 
@@ -131,25 +131,26 @@ def test_arrays_arrive_bit_for_bit_aligned_and_read_only(echo) -> None:
             leaf.flags.writeable = True
 
 
-@pytest.mark.skipif(worker_wire.memory_file_flags() is None, reason="needs memfd_create")
+@pytest.mark.skipif(frames.memory_file_flags() is None, reason="needs memfd_create")
 def test_both_ways_of_the_wire_give_the_same(monkeypatch) -> None:
     tree = arrays_of_all_kinds()
-    for flags in (worker_wire.memory_file_flags(), None):
-        monkeypatch.setattr(worker_wire, "memory_file_flags", lambda flags=flags: flags)
+    packed = frames.pack(tree)
+    for flags in (frames.memory_file_flags(), None):
+        monkeypatch.setattr(frames, "memory_file_flags", lambda flags=flags: flags)
         left, right = socket.socketpair()
         with left, right:
-            sender = threading.Thread(target=lambda left=left: [worker_wire.send_value(left, k, tree) for k in (9, 8)])
+            sender = threading.Thread(target=lambda left=left: [frames.send_packed(left, k, packed) for k in (9, 8)])
             sender.start()
-            inbox, frames = worker_wire.Inbox(right), []
-            while len(frames) < 2:
+            inbox, received = frames.Inbox(right), []
+            while len(received) < 2:
                 frame = inbox.take()
                 if frame is None:
                     assert inbox.receive()
                 else:
-                    frames.append(frame)
+                    received.append(frame)
             sender.join(SECONDS)
-        assert [frame.kind for frame in frames] == [9, 8]
-        for frame in frames:
+        assert [frame.kind for frame in received] == [9, 8]
+        for frame in received:
             assert_equal(frame.value, tree)
             assert all(leaf.ctypes.data % 64 == 0 for leaf in array_leaves(frame.value) if leaf.size)
             assert not any(leaf.flags.writeable for leaf in array_leaves(frame.value) if leaf.size)
@@ -211,6 +212,8 @@ def test_a_worker_imports_no_jax_by_itself() -> None:
         ValueError("three"),
         CorruptDataError("bad bytes", path="/data/y", record_id=7),
         KeyError("k"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        BrokenPipeError(32, "Broken pipe"),
     ],
 )
 def test_exceptions_keep_their_type_and_the_workers_traceback(echo, error: Exception) -> None:
@@ -391,7 +394,7 @@ def test_a_killed_parent_leaves_no_worker_and_no_memory(forked: bool, tmp_path) 
         textwrap.dedent(f"""
         import os, time
         import numpy as np
-        from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
+        from meshfeed._src.reading.workers import WorkerPool, pickle_task
 
         class Mine(Exception):
             pass

@@ -1,29 +1,21 @@
-"""A training job of the demo: one process per host, each writing one line of JSON per step.
-
-Runs a script like ``python script arguments``, and kills it when the parent process ends.
-
-``python -m meshfeed._src.demo.job script arguments``: standard input is a pipe held open by the parent. End of input
-means that the parent has exited for any reason, and the script would otherwise run on as an orphan.
-"""
+"""A training job of the demo: one child process per host, each writing one line of JSON per step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import runpy
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from meshfeed import MeshfeedError
-from meshfeed._src.testing.spawn_host import free_port
+from meshfeed._src.base.child import ChildProcess, Parent
+from meshfeed._src.testing.hosts import cpu_environment, free_port
 
 _LOG_TAIL_LINES = 12
+_EXIT_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,33 +66,24 @@ class Job:
         self.topology = topology
         self.directory = directory
         directory.mkdir(parents=True)
-        env = dict(os.environ)
-        flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-        flags.append(f"--xla_force_host_platform_device_count={topology.devices}")
-        package_root = str(pathlib.Path(__file__).resolve().parents[3])
-        env |= {
-            "JAX_PLATFORMS": "cpu",
+        env = {
+            **cpu_environment(topology.devices),
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "XLA_FLAGS": " ".join(flags),
-            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH")])),
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
         address = f"127.0.0.1:{free_port()}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._children: list[ChildProcess] = []
         self._read_to = 0
         try:
             for host in range(topology.hosts):
-                command = [sys.executable, "-m", "meshfeed._src.demo.job", str(example_script()), *arguments]
+                command = [str(example_script()), *arguments]
                 command += ["--model-axis", str(topology.model_axis), "--log", str(self.log_path(host))]
                 if topology.hosts > 1:
                     command += ["--coordinator", address, "--num-hosts", str(topology.hosts), "--host", str(host)]
-                # If this process dies, the pipe to the child closes, and the child kills itself.
-                with open(self.output_path(host), "wb") as output:
-                    self._processes.append(
-                        subprocess.Popen(
-                            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env
-                        )
-                    )
+                run = f"{__name__}:run_script"
+                self._children.append(
+                    ChildProcess(run, *command, env=env, log_path=self.output_path(host), own_group=True)
+                )
         except BaseException:
             self.close()
             raise
@@ -116,7 +99,7 @@ class Job:
     @property
     def pids(self) -> list[int]:
         """Process ids by host."""
-        return [process.pid for process in self._processes]
+        return [child.pid for child in self._children]
 
     def new_lines(self) -> Iterator[dict[str, Any]]:
         """Yields the complete lines that host 0 has written since the last call."""
@@ -137,33 +120,31 @@ class Job:
         Raises:
           MeshfeedError: if a process exited with an error; quotes the end of its log.
         """
-        codes = [process.poll() for process in self._processes]
+        codes = [child.returncode for child in self._children]
         for host, code in enumerate(codes):
             if code:
                 raise MeshfeedError(
-                    f"{self.topology}: host {host} ended with status {code}. The end of {self.output_path(host)}:\n"
-                    + "\n".join(self.output(host)[-_LOG_TAIL_LINES:])
+                    f"{self.topology}: host {host} {self._children[host].how_it_ended()}. The end of "
+                    f"{self.output_path(host)}:\n" + "\n".join(self.output(host)[-_LOG_TAIL_LINES:])
                 )
-        return any(code is None for code in codes)
+        return None in codes
 
     def output(self, host: int) -> list[str]:
         """Returns the lines that a host printed."""
-        return self.output_path(host).read_text(errors="replace").splitlines()
+        return self._children[host].log().splitlines()
 
     def kill(self) -> None:
         """Sends SIGKILL to all processes: no handler runs, no buffer is flushed, no other host is notified."""
-        for process in self._processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.wait(_EXIT_SECONDS)
 
     def close(self) -> None:
         """Kills the processes that are still running."""
         self.kill()
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()
+        for child in self._children:
+            child.close()
 
     def __enter__(self) -> Self:
         return self
@@ -172,14 +153,9 @@ class Job:
         self.close()
 
 
-def _end_with_the_parent() -> None:
-    while os.read(0, 1 << 10):
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+def run_script(parent: Parent) -> None:
+    """Runs a script as ``python script arguments`` does; the target of the children of a job."""
+    del parent
     sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.path.insert(0, str(pathlib.Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -20,7 +20,7 @@ from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
-from meshfeed._src.reading.workers.pool import WorkerReader
+from meshfeed._src.reading.workers import WorkerReader
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.state import Ledgers, count_skipped
 from meshfeed._src.streams.protocol import Cursor, HostBatch, LocalIterator

@@ -19,7 +19,7 @@ from meshfeed._src.order import steps as step_schedules
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._src.reading.identity import source_identity
-from meshfeed._src.reading.workers.pool import WorkerPool, pickle_task
+from meshfeed._src.reading.workers import WorkerPool, pickle_task
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.state.state import Ledgers, count_skipped
 from meshfeed._src.streams.lanes.lane import (

@@ -1,6 +1,6 @@
-"""The wire format between a feed and its worker processes: arrays in anonymous memory, everything else pickled.
+"""Messages between a process and its children: arrays in anonymous memory, everything else pickled.
 
-A worker writes the arrays of one value to a new memory file (``memfd_create``), each at a multiple of 64 bytes, seals
+The sender writes the arrays of one value to a new memory file (``memfd_create``), each at a multiple of 64 bytes, seals
 the file against writes, and sends its descriptor over a Unix socket. The receiver maps it read-only. Its arrays use
 that memory without a copy, and a CPU device can alias them. The memory is freed with the last array, and has no name,
 so a killed process leaves nothing behind. If memory files are not supported (macOS), the socket carries the same bytes.
@@ -23,12 +23,15 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from meshfeed._src.base import memory as base_memory
+
+Packed: TypeAlias = tuple[bytes, list[memoryview]]
+"""The pickle of a value, and the bytes of its arrays."""
 
 _HEADER = struct.Struct("<BBIQ")  # kind, whether a descriptor is attached, number of arrays, bytes of the pickle
 _SIZE = struct.Struct("<Q")
@@ -39,11 +42,11 @@ _RECEIVE_BYTES = 1 << 18
 class _Pickler(pickle.Pickler):
     """Pickles every array as an out-of-band buffer, even for dtypes without buffer protocol, such as bfloat16."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> object:
         jax = sys.modules.get("jax")
         if jax is not None and isinstance(value, getattr(jax, "Array", ())):
             value = np.asarray(value)  # unpickling a jax.Array would put it on a device
-        elif type(value) not in (np.ndarray, np.memmap):
+        elif not isinstance(value, np.ndarray) or type(value) not in (np.ndarray, np.memmap):
             return NotImplemented
         if value.dtype.hasobject:
             return NotImplemented
@@ -53,12 +56,12 @@ class _Pickler(pickle.Pickler):
         return _rebuild, (pickle.PickleBuffer(flat), value.dtype, value.shape)  # pyright: ignore[reportArgumentType] # arrays are buffers
 
 
-def _rebuild(buffer: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def _rebuild(buffer: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
 
 
-def pack(value: Any) -> tuple[bytes, list[memoryview]]:
-    """Returns the pickle of ``value`` and the bytes of its arrays."""
+def pack(value: object) -> Packed:
+    """Pickles ``value`` without the bytes of its arrays."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -78,9 +81,9 @@ def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def send_value(connection: socket.socket, kind: int, value: Any) -> None:
+def send_packed(connection: socket.socket, kind: int, packed: Packed) -> None:
     """Sends one frame over a blocking socket, with its arrays in a memory file if supported."""
-    pickled, buffers = pack(value)
+    pickled, buffers = packed
     flags = memory_file_flags() if buffers else None
     if flags is None:
         connection.sendall(_frame(kind, pickled, buffers, with_file=False))
@@ -94,7 +97,7 @@ def send_value(connection: socket.socket, kind: int, value: Any) -> None:
         os.close(file)
 
 
-def pack_request(kind: int, value: Any) -> bytes:
+def small_frame(kind: int, value: object) -> bytes:
     """Returns one frame without a descriptor, for small values."""
     return _frame(kind, *pack(value), with_file=False)
 
@@ -157,14 +160,14 @@ class _Mapping:
         address = libc.mmap(None, num_bytes, mmap.PROT_READ, flags, file, 0)
         if address in (None, ctypes.c_void_p(-1).value):
             code = ctypes.get_errno()
-            raise OSError(code, f"cannot map {num_bytes:,} bytes from a worker: {os.strerror(code)}")
+            raise OSError(code, f"cannot map {num_bytes:,} bytes from a child process: {os.strerror(code)}")
         self.__array_interface__ = {"data": (address, True), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
         # Not at exit, when arrays that alias the memory may still be in use.
         weakref.finalize(self, libc.munmap, address, num_bytes).atexit = False
 
 
 @functools.cache
-def _libc() -> Any:
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -188,9 +191,8 @@ class Frame:
 class Inbox:
     """Assembles frames from the chunks that a socket delivers. An interrupted call loses no data."""
 
-    def __init__(self, connection: socket.socket, load: Callable[..., Any] = pickle.loads) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._load = load
         self._bytes = bytearray()
         self._files: collections.deque[int] = collections.deque()
 
@@ -200,7 +202,9 @@ class Inbox:
         content, files, result_flags, _ = socket.recv_fds(self._connection, _RECEIVE_BYTES, 8, flags)
         self._files.extend(files)
         if result_flags & getattr(socket, "MSG_CTRUNC", 0):
-            raise OSError(errno.EMFILE, "no file descriptor was left to receive a worker's batch: raise `ulimit -n`")
+            raise OSError(
+                errno.EMFILE, "no file descriptor is left to receive a batch of a child process: raise `ulimit -n`"
+            )
         self._bytes += content
         return bool(content)
 
@@ -228,7 +232,7 @@ class Inbox:
         pickled = bytes(memoryview(self._bytes)[pickle_start:pickle_end])
         del self._bytes[:end]
         buffers = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        return Frame(kind, self._load(pickled, buffers=buffers))
+        return Frame(kind, pickle.loads(pickled, buffers=buffers))
 
     def close(self) -> None:
         """Closes the descriptors of frames not taken."""

@@ -1,35 +1,194 @@
 """Real ``jax.distributed`` processes on this machine, for tests.
 
-Each host is a new Python interpreter in its own process group, with CPU devices and gloo collectives. Functions are
-pickled by value, which allows functions of a test module. Standard output and standard error of a host are logged, and
-every failure quotes the log. If the parent dies, the hosts reach the end of standard input and kill their process group.
+Each host is a child process in its own process group, with CPU devices and gloo collectives. Functions are pickled by
+value, which allows functions of a test module. Standard output and standard error of a host are logged, and every
+failure quotes the log. The hosts and their own children end with the parent.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import pathlib
 import pickle
 import selectors
 import shutil
 import signal
-import subprocess
+import socket
 import sys
+import sysconfig
 import tempfile
 import time
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base import child as child_process
+from meshfeed._src.base.child import ChildProcess, ErrorDescription
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.frames import Frame
 from meshfeed._src.base.process import Owner, finalize
 from meshfeed._src.base.types import public
-from meshfeed._src.testing.spawn_host import LOG_TAIL_BYTES, Host, HostResult, HostRunError, dump_task, free_port
+from meshfeed._src.testing.host_task import HostTask
 
+_LOG_TAIL_BYTES = 6_000
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use")
 _START_ATTEMPTS = 5
 _EXIT_SECONDS = 15.0
+
+
+@public("meshfeed.testing")
+@dataclasses.dataclass(frozen=True)
+class HostResult:
+    """Result of a function on one host.
+
+    Attributes:
+      host: process index.
+      value: return value; a jax.Array that is fully addressable or fully replicated is converted to numpy.
+      error: the exception raised by the function; TimeoutError if it did not finish in time; ChildProcessError if the
+        process exited or was killed by a signal.
+      returncode: exit status of the process, negative for a signal; None while it runs.
+      log: standard output and standard error of the host during this function.
+      traceback: text of the traceback of ``error``; empty if the function itself did not raise.
+    """
+
+    host: int
+    value: Any = None
+    error: BaseException | None = None
+    returncode: int | None = None
+    log: str = ""
+    traceback: str = ""
+
+
+@public("meshfeed.testing")
+class HostRunError(MeshfeedError):
+    """Raised when some hosts failed.
+
+    Attributes:
+      results: the results of all hosts, including those that succeeded.
+    """
+
+    def __init__(self, results: Sequence[HostResult]) -> None:
+        self.results = list(results)
+        failed = [result for result in results if result.error is not None]
+        parts = [f"{len(failed)} of {len(results)} hosts failed"]
+        for result in failed:
+            parts.append(f"--- host {result.host}: {type(result.error).__name__}: {result.error}")
+            parts.append(result.traceback.rstrip())
+            parts.append(f"--- host {result.host}, end of its log:\n{result.log[-_LOG_TAIL_BYTES:].rstrip()}")
+        super().__init__("\n".join(part for part in parts if part))
+
+
+class Host:
+    """One child of the job and the result of its last function."""
+
+    def __init__(self, task: HostTask, log_path: pathlib.Path, env: Mapping[str, str]) -> None:
+        self.index = task.host
+        self.child = ChildProcess("meshfeed._src.base.child:serve", env=env, log_path=log_path, own_group=True)
+        self.result: HostResult | None = None
+        self.ready = False
+        self.open = True
+        self._log_start = 0
+        self._send(child_process.SETUP, (pickle.dumps(task.join), 0))
+
+    def _send(self, kind: int, value: object) -> None:
+        self.child.send(kind, value)
+        self.child.drain()
+
+    def start(self, payload: bytes) -> None:
+        self.result = None
+        self._log_start = self.child.log_bytes
+        self._send(child_process.REQUEST, payload)
+
+    def stop(self) -> None:
+        self._send(child_process.STOP, None)
+
+    def print_stacks(self) -> None:
+        if self.ready:  # earlier there may be no handler yet, and the signal would end the process
+            self.child.print_stacks()
+
+    def log(self) -> str:
+        return self.child.log(self._log_start)
+
+    def finish(self, value: object = None, error: BaseException | None = None, traceback: str = "") -> None:
+        self.result = HostResult(self.index, value, error, self.child.returncode, self.log(), traceback)
+
+    def receive(self) -> None:
+        """Reads available messages without blocking; sets ``ready`` or ``result``."""
+        dead = self.child.returncode is not None  # read before the messages: everything it has sent has arrived
+        received = self.child.exchange(0)
+        while (frame := self.child.take()) is not None:
+            self._handle(frame)
+        if self.child.hung_up or (dead and not received):  # a child of a dead host may keep the connection open
+            self.open = False
+            if self.result is None:
+                how = self.child.how_it_ended()
+                self.finish(error=ChildProcessError(f"host {self.index} {how} before it had a result"))
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == child_process.READY:
+            self.ready = True
+        elif frame.kind == child_process.RESULT:
+            self.finish(pickle.loads(frame.value))
+        elif frame.kind == child_process.ERROR:
+            self.finish(error=_rebuild(frame.value), traceback=frame.value["traceback"])
+
+
+def _rebuild(description: ErrorDescription) -> BaseException:
+    if description["pickled"] is not None:
+        return pickle.loads(description["pickled"])
+    return RuntimeError(f"{description['type']}: {description['message']}")
+
+
+def free_port() -> int:
+    """Returns a TCP port that is free now; a different process may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def cpu_environment(num_devices: int) -> dict[str, str]:
+    """Returns environment variables that give a process ``num_devices`` CPU devices and no accelerator."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    flags.append(f"--xla_force_host_platform_device_count={num_devices}")
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+
+
+def _unwrap(value: object) -> Iterator[object]:
+    while isinstance(value, functools.partial):
+        yield from (inner for arg in (*value.args, *value.keywords.values()) for inner in _unwrap(arg))
+        value = value.func
+    yield getattr(value, "__func__", value)
+
+
+def _pickle_by_value(module: types.ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or module.__name__.partition(".")[0] == "meshfeed":
+        return False  # built in, __main__ (always pickled by value), or importable in the host
+    path = pathlib.Path(file).resolve()
+    installed = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not any(path.is_relative_to(pathlib.Path(folder).resolve()) for folder in installed)
+
+
+def dump_task(function: Callable[..., Any] | str, args: tuple[Any, ...]) -> bytes:
+    """Pickles a function and its arguments; modules outside the installed packages are pickled by value."""
+    import cloudpickle
+
+    values = [inner for value in (function, *args) for inner in _unwrap(value)]
+    names = {getattr(value, "__module__", None) or type(value).__module__ for value in values}
+    modules = [sys.modules[name] for name in names if name in sys.modules and _pickle_by_value(sys.modules[name])]
+    registered = cloudpickle.list_registry_pickle_by_value()
+    added = [module for module in modules if module.__name__ not in registered]
+    for module in added:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps((function, args))
+    finally:
+        for module in added:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 @public("meshfeed.testing")
@@ -73,11 +232,8 @@ class HostPool:
         self.devices_per_host = devices_per_host
         self.timeout_seconds = timeout_seconds
         self._env = dict(env or {})
-        self._setup = {
-            "num_hosts": num_hosts,
-            "recoverability": recoverability,
-            "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
-        }
+        self._recoverability = recoverability
+        self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds
         self._hosts: list[Host] = []
         self._dirty = False
@@ -119,14 +275,12 @@ class HostPool:
             )
         self._owner.check("this HostPool")
         payload = dump_task(function, args)
-        if self._dirty or any(host.process.poll() is not None for host in self._hosts):
+        if self._dirty or self._any_ended():
             self._kill()
         if not self._hosts:
             self._start()
         for host in self._hosts:
-            host.result = None
-            host.log_start = host.log_path.stat().st_size
-            host.send(payload)
+            host.start(payload)
 
     def poll(self) -> list[HostResult | None]:
         """Returns the result of each host without waiting; None for hosts that are still running."""
@@ -150,8 +304,19 @@ class HostPool:
         Raises:
           HostRunError: if ``check`` is true and any host failed; the message quotes tracebacks and logs.
         """
-        deadline = time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+        self._await_results(self.timeout_seconds if timeout_seconds is None else timeout_seconds, grace_seconds)
+        results = [host.result for host in self._hosts if host.result is not None]
+        errors = [result.error for result in results if result.error is not None]
+        if any(isinstance(error, ChildProcessError | TimeoutError) for error in errors):
+            self._dirty = self._dirty or self._any_ended()
+        if check and errors:
+            self._dirty = True
+            raise HostRunError(results) from errors[0]
+        return results
+
+    def _await_results(self, timeout_seconds: float, grace_seconds: float) -> None:
         started = time.monotonic()
+        deadline = started + timeout_seconds
         in_grace = False
         while any(host.result is None for host in self._hosts):
             # Once a host has failed, the others usually hang in a collective: do not wait for the full timeout.
@@ -160,22 +325,17 @@ class HostPool:
             left = deadline - time.monotonic()
             if left <= 0:
                 self._give_up(time.monotonic() - started)
-                break
+                return
             self._receive(min(left, 1.0))
-        results = [host.result for host in self._hosts if host.result is not None]
-        if any(isinstance(result.error, ChildProcessError | TimeoutError) for result in results):
-            self._dirty = self._dirty or any(host.process.poll() is not None for host in self._hosts)
-        if check and any(result.error is not None for result in results):
-            self._dirty = True
-            error = HostRunError(results)
-            raise error from next(result.error for result in results if result.error is not None)
-        return results
+
+    def _any_ended(self) -> bool:
+        return any(host.child.returncode is not None for host in self._hosts)
 
     # --- single hosts
 
     def kill(self, host: int, number: int = signal.SIGKILL) -> None:
         """Sends signal ``number`` to ``host`` and its child processes."""
-        self._hosts[host].signal_group(number)
+        self._hosts[host].child.kill(number)
 
     def log(self, host: int) -> str:
         """Returns the output of ``host`` since the last :meth:`start`."""
@@ -184,7 +344,7 @@ class HostPool:
     @property
     def pids(self) -> list[int]:
         """Process ids by host; empty before the first run."""
-        return [host.process.pid for host in self._hosts]
+        return [host.child.pid for host in self._hosts]
 
     # --- closing
 
@@ -192,27 +352,27 @@ class HostPool:
         """Shuts the hosts down and kills those that do not exit within 15 s; no-op in a forked child."""
         if not self._owner.is_here:
             return
-        alive = [host for host in self._hosts if host.process.poll() is None]
-        if alive and not self._dirty and len(alive) == len(self._hosts) and all(host.ready for host in alive):
-            for host in alive:
-                host.send(b"stop")
-            deadline = time.monotonic() + _EXIT_SECONDS
-            for host in alive:
-                try:
-                    host.process.wait(max(0.1, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    host.print_stacks()
-                    time.sleep(0.5)
-                    warnings.warn(
-                        f"host {host.index} did not end within {_EXIT_SECONDS:.0f} s of being told to, and was killed; "
-                        f"its log ends:\n{host.log()[-LOG_TAIL_BYTES:]}",
-                        ResourceWarning,
-                        stacklevel=2,
-                    )
+        if not self._dirty and not self._any_ended() and all(host.ready for host in self._hosts):
+            self._stop()
         self._kill()
         if self._remove_logs is not None:
             self._remove_logs()
             self._remove_logs = None
+
+    def _stop(self) -> None:
+        for host in self._hosts:
+            host.stop()
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for host in self._hosts:
+            if not host.child.wait(max(0.1, deadline - time.monotonic())):
+                host.print_stacks()
+                time.sleep(0.5)
+                warnings.warn(
+                    f"host {host.index} did not end within {_EXIT_SECONDS:.0f} s of being stopped, and was killed; "
+                    f"its log ends:\n{host.log()[-_LOG_TAIL_BYTES:]}",
+                    ResourceWarning,
+                    stacklevel=3,
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -222,9 +382,9 @@ class HostPool:
 
     def _kill(self) -> None:
         for host in self._hosts:
-            host.signal_group(signal.SIGKILL)
+            host.child.kill()
         for host in self._hosts:
-            host.close()
+            host.child.close()
         self._hosts = []
         self._dirty = False
 
@@ -245,40 +405,39 @@ class HostPool:
 
     def _start_once(self, directory: pathlib.Path, attempt: int) -> list[HostResult]:
         """Starts all processes; returns an empty list, or the results of all if some did not join."""
-        env = dict(os.environ)
-        flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-        flags.append(f"--xla_force_host_platform_device_count={self.devices_per_host}")
-        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONUNBUFFERED": "1", **self._env}
-        self._hosts = [Host(i, directory / f"{attempt}-{i}.log", env) for i in range(self.num_hosts)]
+        env = {**cpu_environment(self.devices_per_host), "PYTHONUNBUFFERED": "1", **self._env}
         port = free_port()
-        for host in self._hosts:
-            setup = self._setup | {"host": host.index, "port": port, "sys_path": sys.path}
-            host.send(pickle.dumps(setup))
+        for index in range(self.num_hosts):
+            task = HostTask(index, self.num_hosts, port, self._recoverability, self._heartbeat_timeout_seconds)
+            self._hosts.append(Host(task, directory / f"{attempt}-{index}.log", env))
+        self._await_ready()
+        if all(host.ready and host.result is None for host in self._hosts):
+            return []
+        return [host.result or HostResult(host.index, log=host.log()) for host in self._hosts]
+
+    def _await_ready(self) -> None:
         deadline = time.monotonic() + self._start_timeout_seconds
         while not all(host.ready for host in self._hosts):
             if any(host.result is not None for host in self._hosts):
                 time.sleep(0.2)  # let the other hosts log their errors
                 self._receive(0)
-                break
+                return
             if time.monotonic() > deadline:
                 self._give_up(self._start_timeout_seconds)
-                break
+                return
             self._receive(0.5)
-        if all(host.ready and host.result is None for host in self._hosts):
-            return []
-        return [host.result or HostResult(host.index, log=host.log()) for host in self._hosts]
 
     def _receive(self, seconds: float) -> None:
         with selectors.DefaultSelector() as selector:
             for host in self._hosts:
                 if host.open:
-                    selector.register(host.results_fd, selectors.EVENT_READ, host)
+                    selector.register(host.child, selectors.EVENT_READ, host)
             if not selector.get_map():
                 return
             ready = [key.data for key, _ in selector.select(seconds)]
         for host in ready or self._hosts:
             # On a timeout, also poll the processes: a dead host may have left a child that keeps the pipe open.
-            if host in ready or (host.open and host.process.poll() is not None):
+            if host in ready or (host.open and host.child.returncode is not None):
                 host.receive()
 
     def _give_up(self, seconds: float) -> None:
@@ -287,8 +446,8 @@ class HostPool:
             host.print_stacks()
         time.sleep(1.0)
         for host in late:
-            host.signal_group(signal.SIGKILL)
-            host.process.wait()
+            host.child.kill()
+            host.child.wait(_EXIT_SECONDS)
             host.finish(error=TimeoutError(f"host {host.index} had no result after {seconds:.0f} s, and was killed"))
         self._dirty = True
 

@@ -1,0 +1,390 @@
+"""Child processes: new Python interpreters that this process starts, exchanges messages with, and ends.
+
+Fork is unsafe with JAX's threads, and multiprocessing imports the user's script again, which requires
+``if __name__ == "__main__"``. A child is therefore ``python -c`` with the import path of its parent, connected by a Unix
+socket that carries the messages of ``frames.py``. When the parent ends, even by SIGKILL, the socket closes and the child
+ends itself.
+
+:class:`ChildProcess` is the parent's side. :func:`main` is the child's side: it calls a function named by the parent,
+such as :func:`serve`, which answers one request after another.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import pathlib
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypedDict
+
+from meshfeed._src.base.frames import Frame, Inbox, Packed, pack, send_packed, small_frame
+from meshfeed._src.base.stats import PROGRESS
+
+SETUP, REQUEST, STOP = 1, 2, 3  # from the parent
+READY, RESULT, ERROR, PROGRESS_TEXT = 4, 5, 6, 7  # from the child
+
+_BOOT = "import sys; sys.path[:] = {path!r}; from meshfeed._src.base.child import main; main()"
+_EXIT_SECONDS = 5.0
+_HANG_UP_SECONDS = 0.5
+_PARENT_CHECK_MILLISECONDS = 1000
+_log = logging.getLogger("meshfeed.child")
+
+
+class ErrorDescription(TypedDict):
+    """An exception in a child: its type, its text, its traceback, and its pickle if that can be loaded."""
+
+    type: str
+    message: str
+    traceback: str
+    pickled: bytes | None
+
+
+class ChildProcess:
+    """A child as seen by its parent. One thread at a time may receive; any thread may send.
+
+    Args:
+      target: ``"module:function"``, called in the child with its :class:`Parent`.
+      *arguments: the child's ``sys.argv[1:]``.
+      env: environment variables to set in addition to those of this process.
+      log_path: file to which the child's output is appended; None to share the output of this process.
+      own_group: whether the child leads a new process group. The terminal's Ctrl-C does not reach that group, and
+        signals reach all of it.
+
+    Attributes:
+      pid: process id.
+      hung_up: whether the child has closed its connection, usually because it has ended.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        log_path: pathlib.Path | None = None,
+        own_group: bool = False,
+    ) -> None:
+        self._log_path = log_path
+        self._own_group = own_group
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        code = _BOOT.format(path=[path or os.getcwd() for path in sys.path])
+        try:
+            with theirs, contextlib.nullcontext() if log_path is None else open(log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code, target, str(theirs.fileno()), str(os.getpid()), *arguments],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,  # a child must not read the terminal's input
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **(env or {})},
+                    start_new_session=own_group,
+                )
+        except BaseException:
+            self._connection.close()
+            raise
+        self._connection.setblocking(False)  # send() must not wait for a busy child
+        self._inbox = Inbox(self._connection)
+        self._outbox: collections.deque[memoryview] = collections.deque()
+        self._lock = threading.Lock()  # guards the outbox
+        self.pid = self._process.pid
+        self.hung_up = False
+
+    # ------------------------------------------------------------------ messages
+
+    def fileno(self) -> int:
+        """Returns the file descriptor to wait for in a selector."""
+        return self._connection.fileno()
+
+    def send(self, kind: int, value: object = None) -> None:
+        """Sends as much as the child accepts without blocking; :meth:`exchange` sends the rest."""
+        with self._lock:
+            self._outbox.append(memoryview(small_frame(kind, value)))
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                sent = self._connection.send(self._outbox[0])
+                if sent == len(self._outbox[0]):
+                    self._outbox.popleft()
+                else:
+                    self._outbox[0] = self._outbox[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:  # the child is dead, which exchange() notices after receiving what it has sent
+            self._outbox.clear()
+
+    def drain(self) -> None:
+        """Waits until everything is sent, or the child is dead."""
+        while self._outbox:
+            self.exchange(None)
+
+    def exchange(self, seconds: float | None) -> bool:
+        """Sends and receives available bytes; returns False if the socket was not ready in time."""
+        if seconds is not None and seconds < 0:
+            return False
+        poller = select.poll()
+        with self._lock:
+            poller.register(self._connection, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        events = poller.poll(None if seconds is None else seconds * 1000)
+        if not events:
+            return False
+        with self._lock:
+            self._flush()
+        if events[0][1] & ~select.POLLOUT:
+            try:
+                self.hung_up = not self._inbox.receive()
+            except BlockingIOError:
+                pass
+            except ConnectionResetError:
+                self.hung_up = True
+        return True
+
+    def take(self) -> Frame | None:
+        """Returns the next message, or None if none has arrived completely."""
+        return self._inbox.take()
+
+    # ------------------------------------------------------------------ the process
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while the process runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the process to end; returns False if it did not end in time."""
+        try:
+            self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def how_it_ended(self) -> str:
+        """Describes the end of a child that has hung up, such as ``exited with code 1``."""
+        if not self.wait(_EXIT_SECONDS):
+            return "closed its connection"
+        code = self._process.returncode
+        return f"exited with code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal_name(-code)})"
+
+    def log(self, start: int = 0) -> str:
+        """Returns the output of the child from byte ``start`` of its log."""
+        assert self._log_path is not None
+        with open(self._log_path, "rb") as log:
+            log.seek(start)
+            return log.read().decode(errors="replace")
+
+    @property
+    def log_bytes(self) -> int:
+        """Size of the log so far."""
+        return 0 if self._log_path is None else self._log_path.stat().st_size
+
+    def print_stacks(self) -> None:
+        """Makes a child that has sent a message print the stacks of its threads."""
+        self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the child; with ``own_group``, to its child processes too."""
+        if not self._own_group:
+            self._process.send_signal(number)
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def hang_up(self) -> None:
+        """Closes the connection, which ends the child within 0.5 s, even if it is busy."""
+        self._inbox.close()
+        self._connection.close()
+
+    def close(self, deadline: float | None = None) -> bool:
+        """Hangs up and waits for the end of the child.
+
+        Args:
+          deadline: time on the clock of ``time.monotonic()`` at which the child is killed; None kills it now.
+
+        Returns:
+          False if the child cannot be killed: it is in an uninterruptible sleep, such as a read of a dead disk.
+        """
+        self.hang_up()
+        if deadline is not None and self.wait(deadline - time.monotonic()):
+            return True
+        self.kill()  # for instance, the child holds the GIL in a C call
+        return self.wait(_EXIT_SECONDS)
+
+
+def close_children(children: Mapping[str, ChildProcess]) -> None:
+    """Closes children by name, within one deadline of 5 s for all."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for child in children.values():  # all of them exit at the same time
+        child.hang_up()
+    for name, child in children.items():
+        if not child.close(deadline):
+            _log.warning("%s (process %d) is in a read that cannot be killed; not waiting for it", name, child.pid)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+# ---------------------------------------------------------------------- the child's side
+
+
+class Parent:
+    """The parent as seen by its child. Any thread may send; one thread at a time may receive."""
+
+    def __init__(self, descriptor: int, pid: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._connection = socket.socket(fileno=descriptor)
+        self._inbox = Inbox(self._connection)
+        self._pid = pid
+        self._lock = threading.Lock()
+
+    def receive(self) -> Frame | None:
+        """Waits for and returns the next message; None once the parent has hung up."""
+        while (frame := self._inbox.take()) is None:
+            if not self._inbox.receive():
+                return None
+        return frame
+
+    def send(self, kind: int, packed: Packed) -> None:
+        """Sends a message. The parent must be reading, or a large message blocks."""
+        with self._lock:
+            send_packed(self._connection, kind, packed)
+
+    def tell(self, progress: str) -> None:
+        """Sends progress, unless that would block because the parent is not reading."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if select.select([], [self._connection], [], 0)[1]:
+                    send_packed(self._connection, PROGRESS_TEXT, pack(progress))
+            finally:
+                self._lock.release()
+
+    def watch(self) -> NoReturn:
+        """Ends this process soon after the parent has hung up or died, even during a long request."""
+        poller = select.poll()
+        poller.register(self._connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+        # A process forked by the parent may keep the parent's end of the socket open, so check the parent's id too.
+        while not poller.poll(_PARENT_CHECK_MILLISECONDS) and os.getppid() == self._pid:
+            pass
+        time.sleep(_HANG_UP_SECONDS)  # an idle main thread uses this time to close its task
+        _leave()
+
+
+def main() -> None:
+    """Runs the function that the parent named. ``sys.argv`` holds its name, a socket and the parent's process id."""
+    target, descriptor, pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    del sys.argv[1:4]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if not _leads_group():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
+    parent = Parent(descriptor, pid)
+    threading.Thread(target=parent.watch, name="meshfeed-parent", daemon=True).start()
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(parent)
+
+
+def serve(parent: Parent) -> None:
+    """Creates a task from the first message, and answers every further one with the result of the task.
+
+    The first message is ``(make_task, gc_every)``; see :class:`meshfeed._src.reading.workers.WorkerPool`. Returns at
+    STOP, and ends the process once the parent has hung up.
+    """
+    PROGRESS.tell = parent.tell
+    try:
+        stopped = _serve(parent)
+    except (BrokenPipeError, ConnectionResetError):
+        stopped = False  # the parent has exited
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    if not stopped:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        _leave()
+
+
+def _serve(parent: Parent) -> bool:
+    """Returns whether the parent has sent STOP, rather than hung up."""
+    frame = parent.receive()
+    if frame is None:
+        return False
+    make_task, gc_every = frame.value
+    made: list[Callable[[object], object]] = []
+    try:
+        if not _answer(parent, READY, lambda: made.append(pickle.loads(make_task)())):
+            return False
+        _freeze(gc_every)
+        num_done = 1
+        while (frame := parent.receive()) is not None and frame.kind != STOP:
+            _answer(parent, RESULT, made[0], frame.value)
+            num_done += 1
+            del frame  # frees its arrays before waiting for the next one
+            if gc_every and num_done % gc_every == 0:
+                gc.collect()
+        return frame is not None
+    finally:
+        for task in made:
+            with contextlib.suppress(Exception):
+                getattr(task, "close", lambda: None)()
+
+
+def _answer(parent: Parent, kind: int, function: Callable[..., object], *args: object) -> bool:
+    """Sends the result or the error of a call; returns whether it succeeded. The result is freed on return."""
+    try:
+        answer = pack(function(*args))
+    except BaseException as error:
+        parent.send(ERROR, pack(_describe(error)))
+        return False
+    parent.send(kind, answer)
+    return True
+
+
+def _describe(error: BaseException) -> ErrorDescription:
+    text = "".join(traceback.format_exception(error))
+    pickled = None
+    try:
+        import cloudpickle  # pickles classes of the user's script by value
+
+        pickled = cloudpickle.dumps(error.with_traceback(None))
+        if type(pickle.loads(pickled)).__qualname__ != type(error).__qualname__:
+            pickled = None
+    except Exception:  # for instance, an exception whose __init__ takes other arguments than its args
+        pickled = None
+    return {"type": type(error).__name__, "message": str(error), "traceback": text, "pickled": pickled}
+
+
+def _freeze(gc_every: int) -> None:
+    """Excludes existing objects from garbage collection, and disables the collector during requests."""
+    if gc_every:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+
+def _leads_group() -> bool:
+    return os.getpgrp() == os.getpid()
+
+
+def _leave(code: int = 0) -> NoReturn:
+    """Ends this process, and its group if it leads one, without teardown, which threads of libraries could block."""
+    if _leads_group() and not code:
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)

@@ -1,0 +1,273 @@
+"""Worker processes that read and decode: a pool of children, and the reader that feeds use it through.
+
+Worker ``step % num_workers`` reads step ``step``. Workers never use an accelerator.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from meshfeed._src.base import child as child_process
+from meshfeed._src.base.child import ChildProcess, ErrorDescription
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.process import finalize
+from meshfeed._src.base.settings import Workers
+from meshfeed._src.base.stats import PROGRESS
+from meshfeed._src.base.types import ColumnSlices, RecordIds
+from meshfeed._src.reading.records import ReadRows, RecordReader
+
+GC_EVERY = 100
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+def pickle_task(make_task: Callable[[], object], *, setting: str = "num_workers") -> bytes:
+    """Pickles ``make_task`` for a worker, including closures and functions of the user's script.
+
+    Args:
+      make_task: a function without arguments.
+      setting: name of the keyword, for the error.
+
+    Raises:
+      SettingsError: ``make_task`` refers to an object that cannot be pickled.
+    """
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(make_task)
+    except Exception as error:
+        raise SettingsError(
+            f"{setting} asks for worker processes, but the source or its decoder cannot be sent to one: {error}. "
+            f"Leave open files, locks and device arrays out of them, or set {setting}=0.",
+            setting=setting,
+        ) from error
+
+
+class WorkerPool(Generic[Request, Answer]):
+    """Processes that each handle requests in the order of submission.
+
+    A worker handles one request at a time. Further requests and unread results are queued in memory, so callers must
+    bound how many requests they submit ahead. Thread-safe if at most one thread at a time waits for each worker's
+    results.
+
+    Args:
+      num_workers: number of processes.
+      make_task: the result of :func:`pickle_task` for a function without arguments that returns ``task``.
+        ``task(request)`` returns any picklable value. Its numpy arrays reach the caller without a copy, 64-byte-aligned
+        and read-only. On close, a worker calls ``task.close()``, if defined, unless it is busy with a request.
+      name: name of the pool, for messages.
+      gc_every: requests per run of a worker's garbage collector, which is otherwise disabled; 0 keeps Python's default.
+      describe: describes a request, for messages.
+
+    Raises:
+      SettingsError: there is no Python interpreter to start processes with.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        make_task: bytes,
+        *,
+        name: str,
+        gc_every: int = GC_EVERY,
+        describe: Callable[[Any], str] = repr,
+    ) -> None:
+        if not sys.executable:
+            raise SettingsError(
+                "num_workers needs the path of the Python interpreter, and sys.executable is empty here (an embedded "
+                "interpreter). Set num_workers=0.",
+                setting="num_workers",
+            )
+        self.num_workers = num_workers
+        self._workers: list[_Worker[Request, Answer]] = []
+        # Also runs at exit and on garbage collection. The list is filled below, so it covers a partial failure.
+        self._finalizer = finalize(self, _close_workers, self._workers)
+        try:
+            for worker_index in range(num_workers):
+                label = f"worker {worker_index} of {num_workers} of {name}"
+                self._workers.append(_Worker(label, make_task, gc_every, describe))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.child.pid for worker in self._workers]
+
+    def submit(self, worker_index: int, request: Request) -> None:
+        """Queues a request and returns immediately. If the worker has died, :meth:`result` reports it.
+
+        Raises:
+          MeshfeedError: the pool is closed.
+        """
+        self._worker(worker_index).submit(request)
+
+    def result(self, worker_index: int, timeout: float | None) -> Answer:
+        """Waits for and returns the result of a worker's oldest pending request.
+
+        Args:
+          worker_index: index of the worker.
+          timeout: maximum wait in seconds; None waits as long as the worker is alive. Safe to call again after a
+            StalledError.
+
+        Raises:
+          StalledError: the result did not arrive in time.
+          SourceError: the worker died (the message gives its exit code or signal), or raised an exception that cannot
+            be unpickled.
+          MeshfeedError: the pool is closed, or no request is pending.
+          Exception: the exception of the task, with the same type and the worker's traceback as a note.
+        """
+        return self._worker(worker_index).result(timeout)
+
+    def _worker(self, worker_index: int) -> _Worker[Request, Answer]:
+        if not self._finalizer.alive:
+            raise MeshfeedError("the worker pool is closed")
+        return self._workers[worker_index]
+
+    def close(self) -> None:
+        """Stops the processes, even during a request, and waits for them. Safe to call again."""
+        self._finalizer()
+
+
+class _Worker(Generic[Request, Answer]):
+    """One child and its pending requests."""
+
+    def __init__(self, label: str, make_task: bytes, gc_every: int, describe: Callable[[Any], str]) -> None:
+        self.label = label
+        self._describe = describe
+        self.child = ChildProcess("meshfeed._src.base.child:serve", env={"JAX_PLATFORMS": "cpu"})
+        self._pending: collections.deque[Request] = collections.deque()
+        self._ready = False
+        self._resuming = ""
+        self._death: Exception | None = None
+        self.child.send(child_process.SETUP, (make_task, gc_every))
+
+    def submit(self, request: Request) -> None:
+        self._pending.append(request)
+        self.child.send(child_process.REQUEST, request)
+
+    def result(self, timeout: float | None) -> Answer:
+        if not self._pending:
+            raise MeshfeedError(f"{self.label} was asked for a result without a request")
+        try:
+            return self._next_answer(timeout)
+        finally:
+            PROGRESS.ended(self._resuming)
+            self._resuming = ""
+
+    def _next_answer(self, timeout: float | None) -> Answer:
+        start = time.monotonic()
+        while True:
+            frame = self.child.take()
+            if frame is None:
+                if self._death is not None:
+                    raise self._death.with_traceback(None)  # raised repeatedly; tracebacks would accumulate
+                if not self.child.exchange(None if timeout is None else timeout - (time.monotonic() - start)):
+                    raise self._stalled(time.monotonic() - start)
+                if self.child.hung_up:
+                    self._death = self._died()
+            elif frame.kind == child_process.PROGRESS_TEXT:
+                start, self._resuming = time.monotonic(), frame.value
+                PROGRESS.moved(self._resuming)
+            elif frame.kind == child_process.READY:
+                self._ready = True
+            elif frame.kind == child_process.ERROR:
+                raise self._error(frame.value)
+            else:
+                self._pending.popleft()
+                return frame.value
+
+    def _error(self, description: ErrorDescription) -> Exception:
+        if self._ready:
+            return self._rebuild_error(description, f"while working on {self._summary(self._pending.popleft())}")
+        self._death = self._rebuild_error(
+            description, "while being set up"
+        )  # every later request fails in the same way
+        return self._death
+
+    def _summary(self, request: Request) -> str:
+        text = self._describe(request)
+        return text if len(text) <= 200 else text[:197] + "…"
+
+    def _doing(self) -> str:
+        if not self._ready:
+            return "being set up (importing, opening the source)"
+        return self._resuming or f"working on {self._summary(self._pending[0])}"
+
+    def _stalled(self, waited: float) -> StalledError:
+        return StalledError(
+            f"{self.label} (process {self.child.pid}) has not answered within {waited:.1f} s; it is "
+            f"{self._doing()}. The process is alive: its storage or its decoder hangs, or is slower than that. See where "
+            f"with `py-spy dump --pid {self.child.pid}`, or allow more time with timeout_seconds=.",
+            waited_seconds=waited,
+        )
+
+    def _died(self) -> SourceError:
+        how = self.child.how_it_ended()
+        hint = "See its output, above or in this host's log."
+        if "SIGKILL" in how:
+            hint = "SIGKILL often comes from the kernel when memory runs out: see dmesg, and use fewer workers."
+        doing = self._doing() if self._pending else "idle"
+        return SourceError(f"{self.label} (process {self.child.pid}) {how} while it was {doing}. {hint}")
+
+    def _rebuild_error(self, description: ErrorDescription, doing: str) -> Exception:
+        where = f"in {self.label} (process {self.child.pid}) {doing}:\n{description['traceback']}"
+        if description["pickled"] is not None:
+            try:
+                error = pickle.loads(description["pickled"])
+                # StopIteration would end a loop or generator of this process instead of reporting the error.
+                if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+                    error.add_note(where)
+                    return error
+            except Exception:  # the worker can load this pickle but this process cannot, so fall back to text
+                pass
+        return SourceError(f"{description['type']}: {description['message']}, {where}")
+
+
+def _close_workers(workers: list[_Worker[Any, Any]]) -> None:
+    child_process.close_children({worker.label: worker.child for worker in workers})
+
+
+_Read: TypeAlias = tuple[RecordIds, RecordIds, ColumnSlices | None]
+
+
+class WorkerReader:
+    """Reads rows in worker processes.
+
+    Args:
+      reader: the reader to send to each worker.
+      num_workers: number of processes.
+      timeout_seconds: maximum wait for one result.
+    """
+
+    def __init__(self, reader: RecordReader, num_workers: Workers, *, timeout_seconds: float) -> None:
+        def make_task() -> Callable[[_Read], ReadRows]:
+            return lambda request: reader.read(*request)
+
+        self._pool: WorkerPool[_Read, ReadRows] = WorkerPool(
+            num_workers,
+            pickle_task(make_task),
+            name="the feed",
+            gc_every=num_workers.gc_every,
+            describe=lambda request: f"reading {len(request[0])} records (first id {request[0][0]})",
+        )
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+
+    def submit(
+        self, step: int, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None
+    ) -> Callable[[], ReadRows]:
+        """Queues a read and returns a function that waits for its result; call both in the order of the steps."""
+        worker = step % self._num_workers
+        self._pool.submit(worker, (record_ids, epochs, columns))
+        return lambda: self._pool.result(worker, self._timeout_seconds)
+
+    def close(self) -> None:
+        """Stops the processes."""
+        self._pool.close()

@@ -1,1 +1,0 @@
-"""Worker processes that read and decode. Read first: ``pool.py``."""
