@@ -42,7 +42,7 @@ _RECEIVE_BYTES = 1 << 18
 class _Pickler(pickle.Pickler):
     """Pickles every array as an out-of-band buffer, even for dtypes without buffer protocol, such as bfloat16."""
 
-    def reducer_override(self, value: object) -> object:
+    def reducer_override(self, value: object) -> Any:
         jax = sys.modules.get("jax")
         if jax is not None and isinstance(value, getattr(jax, "Array", ())):
             value = np.asarray(value)  # unpickling a jax.Array would put it on a device
