@@ -1,1 +1,1 @@
-"""``meshfeed demo``: trains on several hosts, kills them, resumes on others, and compares. Uses the public API and child processes only."""
+"""``meshfeed demo``: trains on several hosts, kills them, resumes on others, compares. Needs only the public API."""
