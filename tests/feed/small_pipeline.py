@@ -17,7 +17,7 @@ from meshfeed._src.streams.protocol import HostBatch
 class Numbers:
     """Batches of 4 rows for ever, and an error where one is asked for."""
 
-    sequential = True
+    sequential, empty = True, False
 
     def __init__(self, bad_step: int | None = None) -> None:
         self.step, self.bad_step = 0, bad_step
@@ -27,6 +27,9 @@ class Numbers:
             raise RuntimeError("the disk is on fire")
         self.step += 1
         return HostBatch(self.step - 1, 4, {"x": np.zeros(4)}, 32)
+
+    def rewind(self, step: int) -> None:
+        pass
 
     def final(self) -> int | None:
         return None

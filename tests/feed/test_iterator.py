@@ -554,7 +554,7 @@ def test_buffers_given_to_jax_are_never_written_again() -> None:
 def test_a_source_smaller_than_a_batch(caplog: pytest.LogCaptureFixture) -> None:
     with make_feed(records(5)) as feed:
         assert ids_of(feed) == []
-    assert len([r for r in caplog.records if "smaller than a batch" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "fewer than one batch" in r.getMessage()]) == 1
     with make_feed(records(5), end="pad") as feed:
         assert len(ids_of(feed)) == 1
     with make_feed(records(5), num_epochs=None) as feed:

@@ -82,7 +82,7 @@ def mesh(devices: int = 8, axes=("data",), shape=None):
 
 def feed(source, *, batch=24, devices=4, **kwargs):
     settings = {"seed": 7, "prefetch": 0, **kwargs}
-    if not hasattr(source, "owns_epochs"):
+    if not hasattr(source, "bind"):
         settings.setdefault("shuffle", True)
     return meshfeed.MultiHostDataLoadIterator(source, mesh(devices), global_batch_size=batch, **settings)
 

@@ -68,14 +68,6 @@ def test_state_of_the_iterator_is_kept_and_only_then_there():
     assert not hasattr(stateless, "set_state")
 
 
-def test_an_expensive_state_says_so():
-    class Expensive(Counter):
-        state_cost = "expensive"
-
-    assert Stream(lambda *_: Expensive("ab")).open(0, 1).state_cost == "expensive"
-    assert Stream(lambda *_: Counter("ab")).open(0, 1).state_cost == "cheap"
-
-
 def test_close_reaches_the_iterator():
     counter = Counter("ab")
     Stream(lambda *_: counter).open(0, 1).close()

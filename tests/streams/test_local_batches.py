@@ -205,4 +205,4 @@ def test_data_smaller_than_a_batch_gives_none_and_one_warning(kind: str, caplog:
     source, options = {"batches": (iter(batches_of(4)), {}), "stream": (lane, {"num_lanes": 1})}[kind]
     with make_feed(source, global_batch_size=8, **options) as feed:
         assert list(feed) == list(feed) == []
-    assert [record.levelname for record in caplog.records if "no batch at all" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "so there is no batch" in record.message] == ["WARNING"]

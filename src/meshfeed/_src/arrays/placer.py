@@ -40,8 +40,8 @@ class Placer(Protocol):
     finish_computes: bool
     """Whether ``finish`` is a device computation that all hosts must run exactly once per batch."""
 
-    def host_rows(self, spec_of: Any) -> HostRows:
-        """Rows and columns that this host reads; ``spec_of() -> RecordSpec`` is called only for columnar sources."""
+    def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
+        """Rows and columns that this host reads; ``spec_of`` is None if the source reads only whole records."""
         ...
 
     def global_batch_size_of(self, host_rows: int) -> int:
@@ -62,6 +62,10 @@ class Placer(Protocol):
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
         """Returns the shapes, dtypes and shardings of a batch."""
+        ...
+
+    def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
+        """Returns the blocks of a host batch that replicas on other hosts also hold, by leaf and global index."""
         ...
 
 
@@ -106,18 +110,16 @@ class ShardedPlacer:
             plan = self._plans[global_batch_size] = plan_host(self.prefix, global_batch_size, self._process_index)
         return plan
 
-    def host_rows(self, spec_of: Any) -> HostRows:
+    def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
         """See :class:`Placer`."""
-        cached: dict[int, ColumnSlices | None] = {}
+        cached: dict[int, ColumnSlices] = {}
 
         def columns(size: int) -> ColumnSlices | None:
+            if spec_of is None:
+                return None
             if size not in cached:
-                spec: RecordSpec | None = spec_of()
-                if spec is None:
-                    cached[size] = None
-                else:
-                    self._shapes = spec.shapes()
-                    cached[size] = self._of_records.columns(self._shapes, self.plan(size))
+                self._shapes = spec_of().shapes()
+                cached[size] = self._of_records.columns(self._shapes, self.plan(size))
             return cached[size]
 
         def rows(size: int) -> RecordIds:
@@ -155,7 +157,7 @@ class ShardedPlacer:
         extra = {key: np.empty(()) for key in tree if key not in self._shapes}  # the mask is one scalar per row
         return {**self._shapes, **extra} if extra else self._shapes
 
-    def record_shape(self, path: Any, leaf: np.ndarray) -> tuple[int, ...]:
+    def _record_shape(self, path: tuple[object, ...], leaf: np.ndarray) -> tuple[int, ...]:
         """Full shape of a record's leaf; the host array ``leaf`` may hold only some of its columns."""
         for key_path, spec in jax.tree_util.tree_flatten_with_path(self._shapes)[0]:
             if key_path == path:
@@ -170,6 +172,21 @@ class ShardedPlacer:
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
         """See :class:`Placer`."""
         return self._assembler.element_spec(spec.shapes(), global_batch_size)
+
+    def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
+        """See :class:`Placer`."""
+        plan = self.plan(global_batch_size)
+        blocks: dict[str, np.ndarray] = {}
+        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+        for (path, leaf), sharding in zip(paths, broadcast_shardings(self.prefix, tree), strict=True):
+            name = jax.tree_util.keystr(path) or "(the record)"
+            leaf_plan = plan.leaf(sharding, (global_batch_size, *self._record_shape(path, leaf)), name)
+            whole = leaf.shape[1:] == leaf_plan.global_shape[1:]
+            for block in leaf_plan.blocks:
+                where = ", ".join(f"{part.start or 0}:{part.stop}" for part in block.index)
+                index = (block.local[0], *block.index[1:]) if whole else block.local
+                blocks[f"leaf {name}[{where}]"] = leaf[index]
+        return blocks
 
 
 def _row_shards(sharding: NamedSharding) -> int:
@@ -194,7 +211,7 @@ class LoadOncePlacer:
         self._loader = Loader(prefix, load, process_index)
         self._specs = Assembler(prefix)
 
-    def host_rows(self, spec_of: Any) -> HostRows:
+    def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
         """See :class:`Placer`; always whole records."""
         del spec_of
 
@@ -223,8 +240,13 @@ class LoadOncePlacer:
         """See :class:`Placer`."""
         return self._specs.element_spec(spec.shapes(), global_batch_size)
 
+    def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
+        """Returns nothing: only one host reads each row."""
+        del tree, global_batch_size
+        return {}
 
-def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | LoadOncePlacer:
+
+def make_placer(sharding: PyTree, settings: FeedSettings) -> Placer:
     """Returns the placer for the feed's ``load=`` setting.
 
     Raises:
@@ -234,7 +256,7 @@ def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | Loa
     prefix = _masked_prefix(normalize_sharding(sharding), settings.mask_key)
     here = coordination.process_index()
     if settings.load == "sharded":
-        placer: ShardedPlacer | LoadOncePlacer = ShardedPlacer(prefix, here, settings.mask_key)
+        placer: Placer = ShardedPlacer(prefix, here, settings.mask_key)
     else:
         placer = LoadOncePlacer(prefix, settings.load, here)
     # Check all sizes now: otherwise a bad size fails at the step where the schedule switches to it.
@@ -243,25 +265,3 @@ def make_placer(sharding: PyTree, settings: FeedSettings) -> ShardedPlacer | Loa
         for size in settings.schedule.sizes:
             check.plan(size)  # raises if the mesh does not divide this size
     return placer
-
-
-def blocks_of(placer: Any) -> Callable[[PyTree, int], dict[str, np.ndarray]] | None:
-    """Returns a function from a host batch to its labelled blocks, or None if each row is read by only one host."""
-    if not isinstance(placer, ShardedPlacer):
-        return None
-
-    def cut(tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
-        plan = placer.plan(global_batch_size)
-        blocks: dict[str, np.ndarray] = {}
-        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-        for (path, leaf), sharding in zip(paths, broadcast_shardings(placer.prefix, tree), strict=True):
-            name = jax.tree_util.keystr(path) or "(the record)"
-            leaf_plan = plan.leaf(sharding, (global_batch_size, *placer.record_shape(path, leaf)), name)
-            whole = leaf.shape[1:] == leaf_plan.global_shape[1:]
-            for block in leaf_plan.blocks:
-                where = ", ".join(f"{part.start or 0}:{part.stop}" for part in block.index)
-                index = (block.local[0], *block.index[1:]) if whole else block.local
-                blocks[f"leaf {name}[{where}]"] = leaf[index]
-        return blocks
-
-    return cut

@@ -19,7 +19,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -60,7 +60,10 @@ class Owner:
             function(*args)
 
 
-def finalize(target: Any, function: Callable[..., Any], *args: Any) -> weakref.finalize[..., Any]:
+Finalizer: TypeAlias = "weakref.finalize[..., Any]"
+
+
+def finalize(target: Any, function: Callable[..., Any], *args: Any) -> Finalizer:
     """``weakref.finalize`` that does nothing in a forked child."""
     return weakref.finalize(target, Owner().call, function, *args)
 

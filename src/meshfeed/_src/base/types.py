@@ -1,14 +1,13 @@
-"""Protocols and type aliases shared by all packages.
+"""Protocols and type aliases shared by all rooms, and the public module names of private definitions.
 
-These are not base classes: any object with the methods of a source is a source.
-
-Public module names for classes and functions that are defined in private modules.
+The protocols are not base classes: any object with the methods of a source is a source. What a source may define beyond
+them is in ``hooks.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -42,33 +41,20 @@ ColumnSlices: TypeAlias = Mapping[str, tuple[slice, ...]]
 """Leaf path (``jax.tree_util.keystr``) → slices of the dimensions after the first."""
 
 
-@runtime_checkable
 class RandomAccessSource(Protocol):
     """Records by integer id: the protocol that Grain, TFDS, Hugging Face and PyTorch share.
 
-    A source may define any of the following read methods; the feed uses the first one defined:
+    The feed reads with the first of these hooks that the source has (see :mod:`meshfeed._src.base.hooks`):
 
-    * ``read_raw(record_ids: int64[n]) -> Sequence[bytes]`` with the attributes ``decode`` and ``decode_batch``
-      (either may be None): undecoded records. The feed calls the decoder, with ``rng=`` if it accepts that keyword.
-      If the source also defines ``read_rows(record_ids: int64[n]) -> uint8[n, bytes] | None``, and the class of
+    * ``read_raw`` (RawReader), with ``decode`` or ``decode_batch``: undecoded records, which the feed decodes. If the
+      source also defines ``read_rows(record_ids: int64[n]) -> uint8[n, bytes] | None``, and the class of
       ``decode_batch`` defines ``from_rows(rows) -> pytree`` alongside ``__call__``, the feed uses those two instead,
       except when ``read_rows`` returns None.
-    * ``read_batch(record_ids: int64[n]) -> pytree`` of arrays ``[n, ...]``: records already stacked. If the source has
-      ``reads_columns = True``, the feed calls ``read_batch(record_ids, columns=ColumnSlices)``, and may first call
-      ``element_shapes() -> pytree of jax.ShapeDtypeStruct`` (shapes of one record).
-    * ``__getitems__(record_ids: list[int]) -> Sequence[Record]``.
+    * ``read_batch`` (BatchReader): records already stacked.
+    * ``__getitems__`` (ItemsReader): several records with one call.
 
     Returned arrays belong to the source: the feed copies them before the next call, unless their memory is ``bytes``.
     Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True`` to avoid the copy.
-
-    These methods are also optional:
-
-    * ``fingerprint() -> JsonValue``: a value that must be equal for a saved state to be usable; replaces the default
-      probe of four records.
-    * ``file_of(record_id: int) -> str | None``: the file that holds a record, for error messages and logs.
-    * ``concatenate(others) -> source | None``: one source over the records of this one and of ``others``, or None if
-      they do not read and decode alike; a mixture then reads them with one call.
-    * ``close() -> None``: releases files and threads.
     """
 
     def __len__(self) -> int: ...
@@ -76,33 +62,99 @@ class RandomAccessSource(Protocol):
     def __getitem__(self, record_id: Any, /) -> Record: ...
 
 
-@runtime_checkable
+class RecordOrder(Protocol):
+    """Which record is at which position of a random-access stream."""
+
+    @property
+    def total(self) -> int | None:
+        """Number of records in the whole stream; None if it never ends."""
+        ...
+
+    def config(self) -> dict[str, JsonValue]:
+        """Returns the part of the fingerprint that describes the order."""
+        ...
+
+    def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
+        """Returns record ids and epochs at ``positions``, int64 ``[n]`` each.
+
+        Raises:
+          IndexError: a position is outside the stream.
+        """
+        ...
+
+    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
+        """Returns :meth:`ids_at` for positions ``[start, stop)``."""
+        ...
+
+
 class LaneIterator(Protocol):
     """One lane's sequential stream of records.
 
-    ``get_state() -> JsonValue`` and ``set_state(state)`` are optional; without them, resuming a lane reads and discards
-    the records already delivered. ``get_state`` describes the stream after the last record returned by ``__next__``.
-    The state may contain tuples, which are restored as tuples. ``close()`` is optional. If ``state_cost`` is
-    ``"expensive"``, the feed takes the state only occasionally, and skips the records since then on resume.
-
-    ``next_batch(num_records: int) -> pytree`` of arrays ``[n, ...]`` is optional and replaces n calls of ``__next__``,
-    with 1 <= n <= num_records. Fewer records than requested do not mean the end; StopIteration does. Calls of both may
-    be mixed.
+    The feed also uses ``get_state`` and ``set_state``, ``next_batch``, and ``close`` if the lane has them (Resumable,
+    StackedLane and Closeable in :mod:`meshfeed._src.base.hooks`). Without a state, resuming a lane reads and discards
+    the records already delivered.
     """
 
     def __next__(self) -> Record: ...
 
 
-@runtime_checkable
 class StreamSource(Protocol):
     """A sequential source that can be split into lanes.
 
-    ``open`` returns the records of lane ``lane_index`` of ``num_lanes`` from the beginning, the same records on every
-    host. ``epoch`` is passed by keyword if ``open`` accepts it. ``fingerprint() -> JsonValue`` (optional) returns a
-    value that must be equal for a saved state to be usable.
+    ``open(lane_index, num_lanes)`` returns the records of lane ``lane_index`` of ``num_lanes`` from the beginning, the
+    same records on every host. It gets ``epoch=`` and ``seed=`` if it has these parameters.
     """
 
-    def open(self, lane_index: int, num_lanes: int) -> LaneIterator: ...
+    open: Callable[..., LaneIterator]
+
+
+class HostBatchPass(Protocol):
+    """One pass over a host's own batches."""
+
+    def __next__(self) -> PyTree: ...
+
+    def next_pass(self) -> HostBatchPass:
+        """Returns a new pass from the first batch."""
+        ...
+
+    def get_state(self) -> JsonValue:
+        """Returns the state after the last batch returned."""
+        ...
+
+    def close(self) -> None:
+        """Closes the pass."""
+        ...
+
+
+class HostBatchSource(Protocol):
+    """The batches that a host makes for itself (:class:`meshfeed.sources.HostBatches`)."""
+
+    @property
+    def iterable(self) -> object:
+        """What the batches come from."""
+        ...
+
+    @property
+    def restartable(self) -> bool:
+        """Whether each pass gets a new iterator."""
+        ...
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the batches can resume from a saved state."""
+        ...
+
+    def iterator(self, state: JsonValue = None) -> HostBatchPass:
+        """Returns an iterator from the first batch, or after the batch at which ``state`` was taken."""
+        ...
+
+    def fingerprint(self) -> JsonValue:
+        """Returns the identity of the batches."""
+        ...
+
+    def close(self) -> None:
+        """Closes the source."""
+        ...
 
 
 Decode: TypeAlias = Callable[..., Record]

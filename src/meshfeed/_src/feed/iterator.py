@@ -9,87 +9,101 @@ Warns about loops over an exhausted feed, which yield nothing because ``iter(fee
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.window_report import spec_with_mask
-from meshfeed._src.arrays.placer import Placer, make_placer
+from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
-from meshfeed._src.base.process import Owner, finalize, warn_if_forgotten
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
+from meshfeed._src.base.hooks import Resumable, is_stream
+from meshfeed._src.base.process import Finalizer, Owner, finalize, warn_if_forgotten
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._src.base.stats import PROGRESS, FeedStats, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
-from meshfeed._src.base.types import PyTree, RecordIds, public
+from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.plan.shardings import normalize_sharding, participants
-from meshfeed._src.reading.records import reads_columns
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source, describe_source
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.streams.lanes.stream import LaneStream
-from meshfeed._src.streams.local_batches import LocalBatchStream
-from meshfeed._src.streams.protocol import Cursor, HostReader
+from meshfeed._src.streams.local_batches import LocalBatchStream, RowShards
+from meshfeed._src.streams.protocol import AnyStream, C, Cursor, FeedStream, HostReader
 from meshfeed._src.streams.random_access import RandomAccessStream
 
 
-def replay_step(stream: Any, cursor: Cursor, step: int) -> PyTree:
-    """Returns all rows of one global batch as host-local numpy.
+class ResumableIterator(Resumable, Protocol):
+    """What :class:`LocalIterator` needs of a feed."""
 
-    Random access reads only that step. A stream reads from the lane states in ``cursor``, which must include all
-    lanes, up to the step; a cursor close to the step is cheap.
+    def __iter__(self) -> Iterator[PyTree]: ...
+
+    def __next__(self) -> PyTree: ...
+
+
+class LocalIterator:
+    """A feed as the local iterator that checkpoint code written for Grain or MaxText expects.
+
+    Args:
+      feed: the feed.
+    """
+
+    def __init__(self, feed: ResumableIterator) -> None:
+        self._feed = feed
+
+    def __iter__(self) -> LocalIterator:
+        iter(self._feed)
+        return self
+
+    def __next__(self) -> PyTree:
+        return next(self._feed)
+
+    def get_state(self) -> JsonValue:
+        """Returns the feed's state, which is that of the last delivered batch."""
+        return self._feed.get_state()
+
+    def set_state(self, state: JsonValue) -> None:
+        """Sets the feed's state; discards its read-ahead."""
+        self._feed.set_state(state)
+
+
+def replay_step(stream: FeedStream[C], cursor: C, step: int) -> PyTree:
+    """Reads all rows of one global batch, on this host alone.
 
     Args:
       stream: the feed's stream.
-      cursor: a cursor at or before the step.
+      cursor: a cursor at or before the step, with all lanes; a stream reads from there up to the step.
       step: index of the batch.
 
     Returns:
-      A pytree of arrays ``[global_batch_size, ...]``, including padding and mask.
+      A pytree of host-local arrays ``[global_batch_size, ...]``, including padding and mask.
 
     Raises:
-      SettingsError: ``cursor`` is after the step.
-      SourceError: host batches cannot be replayed.
       IndexError: the data ends before the step.
       StateMismatchError: ``cursor`` lacks lanes.
     """
-    if stream.kind == "host_batches":
-        raise SourceError("host batches cannot be read again by the feed; pass a source of records.")
-    if cursor.step > step:
-        raise SettingsError(
-            f"replay of step {step} from a state taken at step {cursor.step}; it takes a state taken at or before the step.",
-            setting="state",
-        )
-    if stream.kind == "random_access":
-        position, _ = cursor.step_schedule.at(step)
-        cursor = dataclasses.replace(cursor, step=step, position=position)
     every_row = HostRows(lambda size: np.arange(size, dtype=np.int64), lambda size: None)
     reader = stream.open_reader(cursor, every_row, hosts_agree=False)
     try:
-        while True:
-            try:
-                batch = reader.next()
-            except StopIteration:
-                raise IndexError(f"step {step} is not in this stream, which ends before it.") from None
-            if batch.step == step:
-                return batch.tree
+        while (batch := reader.next()).step < step:
+            pass
+        return batch.tree
+    except StopIteration:
+        raise IndexError(f"step {step} is not in this stream, which ends before it.") from None
     finally:
         reader.close()
 
 
-def make_stream(
-    source: Any, settings: FeedSettings, placer: Placer
-) -> RandomAccessStream | LaneStream | LocalBatchStream:
+def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> AnyStream:
     """Recognizes the kind of ``source`` and returns its stream.
 
     Raises:
@@ -98,8 +112,8 @@ def make_stream(
     """
     recognized = as_source(source)
     if isinstance(recognized, HostBatches):
-        return LocalBatchStream(recognized, settings, placer)
-    if hasattr(recognized, "open") and not hasattr(recognized, "__getitem__"):
+        return LocalBatchStream(recognized, settings, shards)
+    if is_stream(recognized):
         return LaneStream(recognized, settings)
     return RandomAccessStream(recognized, settings)
 
@@ -134,7 +148,7 @@ class _Generation(NamedTuple):
 
     pipeline: Pipeline | None
     opening: SingleCall[HostReader] | None
-    finalizer: Any
+    finalizer: Finalizer | None
     doing: str
     because: BaseException | None
 
@@ -182,7 +196,7 @@ class Feed:
     @suggests_keywords
     def __init__(
         self,
-        source: Any,
+        source: object,
         sharding: PyTree,
         *,
         global_batch_size: int | BatchSchedule | None = None,
@@ -205,7 +219,7 @@ class Feed:
         self._opening: SingleCall[HostReader] | None = None  # opens the data at the cursor
         self._last_opening: SingleCall[HostReader] | None = None
         self._pipeline: Pipeline | None = None
-        self._finalizer: Any = None
+        self._finalizer: Finalizer | None = None
         self._ready: Ready | None = None  # the next batch after a peek, or the remains of the last delivered one
         self._previous: Cursor | None = None
         self._left: _Generation | None = None  # replaced by reset or set_state and not yet closed
@@ -257,30 +271,27 @@ class Feed:
                 self, self._handshake.leave
             )  # for a feed dropped without close; runs after the pipeline's finalizer, which is registered later
 
-    def _make(self, source: Any, sharding: PyTree, settings: FeedSettings) -> None:
+    def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
         self._placer = make_placer(sharding, settings)
         self._stream = make_stream(source, settings, self._placer)
-        self._cursor = self._stream.start()
-        in_columns = reads_columns(getattr(self._stream, "source", None))
-        self._host_rows = self._placer.host_rows(self._stream.record_spec if in_columns else lambda: None)
+        self._cursor: Cursor = self._stream.start()
+        self._host_rows = self._placer.host_rows(self._stream.record_spec if self._stream.in_columns else None)
 
     def __repr__(self) -> str:
         known = vars(self)  # the constructor may have failed before setting every attribute
-        stream, cursor, failed = known.get("_stream"), known.get("_cursor"), known.get("_failed")
-        if stream is None or cursor is None:
+        if "_stream" not in known or "_cursor" not in known:
             return f"<meshfeed.Feed {known.get('name')!r}: not made>"
-        schedule = getattr(stream, "_schedule", None)  # None before the first host batch, which a repr must not read
-        sizes = () if schedule is None else schedule.sizes
-        parts = [
-            describe_source(stream.source),
-            *([f"global_batch_size={sizes[0] if len(sizes) == 1 else schedule}"] if sizes else []),
-            f"step={cursor.step}",
-            f"position={cursor.position}",
-            *(["closed"] if known.get("_closed") else []),
-        ]
-        if failed is not None:
-            parts.append("ended" if isinstance(failed, StopIteration) else f"failed: {type(failed).__name__}")
+        parts = [describe_source(self._stream.source)]
+        schedule = self._stream.schedule
+        if schedule is not None:
+            parts.append(f"global_batch_size={schedule.sizes[0] if len(schedule.sizes) == 1 else schedule}")
+        parts += [f"step={self._cursor.step}", f"position={self._cursor.position}"]
+        if self._closed:
+            parts.append("closed")
+        if self._failed is not None:
+            ended = isinstance(self._failed, StopIteration)
+            parts.append("ended" if ended else f"failed: {type(self._failed).__name__}")
         return f"<meshfeed.Feed {self.name!r}: {', '.join(parts)}>"
 
     # ------------------------------------------------------------------ iteration
@@ -345,8 +356,8 @@ class Feed:
         if not isinstance(error, StopIteration):
             self._failed, self._failed_at = error, error.__traceback__
             return
-        if not self._cursor.step and self._stream.kind != "random_access":
-            _log.warning("%s: the data ended before one batch was full, so that there is no batch at all.", self.name)
+        if not self._cursor.step and not self._stream.length_is_known:
+            _log.warning("%s: the data ended before one full batch, so there is no batch.", self.name)
         self._failed, self._failed_at = StopIteration(), None  # a new one: the original's traceback keeps frames alive
 
     def _count(self, ready: Ready, start: float) -> None:
@@ -354,8 +365,8 @@ class Feed:
         self._stats.delivered(start, ready.cursor.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
         ready.counted = True
         if logs_steps():
-            source = getattr(self._stream, "source", None)
-            log_step(self.name, self._host, ready, position, time.perf_counter() - start, source)
+            contents = self._stream.describe_batch(batch)
+            log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
 
     def _running_pipeline(self) -> Pipeline:
         """Returns the pipeline of this generation. Each object is stored before it starts threads, for ``close``."""
@@ -395,12 +406,12 @@ class Feed:
 
     # ------------------------------------------------------------------ state
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, JsonValue]:
         """Returns the state after the last delivered batch, as JSON. Call at any time; no cross-host communication."""
         return self._stream.state(self._cursor).to_json()
 
     @hides_own_frames
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, JsonValue]) -> None:
         """Resumes from ``state``. An interrupt (Ctrl-C) leaves the feed either at its old cursor or at the new one.
 
         Raises:
@@ -423,7 +434,7 @@ class Feed:
             stalled = isinstance(error, StalledError)  # as after an interrupt, opening the data may be under way
             if opening is not None and (stalled or not isinstance(error, Exception)):
                 opening.discard(lambda reader: reader.close())
-            moved = opening is not None and getattr(self._stream, "moved_by_opening", False)
+            moved = opening is not None and self._stream.moved_by_opening
             if moved and (stalled or not isinstance(error, Exception)):
                 self._begin(self._cursor, None, "was interrupted in set_state of its feed")
             if isinstance(error, Exception):
@@ -479,11 +490,11 @@ class Feed:
         self._handshake.withdraw()
         self._leave(cursor, opening, doing)
 
-    async def save(self, directory: Any) -> Any:
+    async def save(self, directory: state_files.Directory | state_files.PathAwaitingCreation) -> Awaitable[None]:
         """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
         return await state_files.save(self, directory)
 
-    async def load(self, directory: Any) -> Any:
+    async def load(self, directory: state_files.Directory) -> Awaitable[None]:
         """Orbax v1's StatefulCheckpointable: returns a coroutine that reads and sets the state."""
         return await state_files.load(self, directory)
 
@@ -536,7 +547,7 @@ class Feed:
         return self._stream.record_ids(self._cursor, int(step))
 
     @hides_own_frames
-    def read(self, record_ids: Any) -> PyTree:
+    def read(self, record_ids: Sequence[int] | np.ndarray) -> PyTree:
         """Returns decoded records as host-local numpy: a pytree of arrays ``[len(record_ids), ...]``.
 
         Raises:
@@ -546,7 +557,7 @@ class Feed:
         return self._stream.read(record_ids)
 
     @hides_own_frames
-    def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
+    def replay(self, step: int, *, state: Mapping[str, JsonValue] | None = None) -> PyTree:
         """Reads all rows of one global batch again, on this host alone, as host-local numpy. The feed does not move.
 
         Args:
@@ -563,15 +574,10 @@ class Feed:
           SettingsError: the state was taken after the step.
           SourceError: host batches cannot be replayed.
         """
-        if self._stream.kind == "random_access":
-            self._stream.record_ids(self._cursor, step)  # raises if there is no such step
-            return replay_step(self._stream, dataclasses.replace(self._cursor, step=0), step)
-        cursor = (
-            self._stream.start(self._cursor) if state is None else self._stream.restore(feed_state.parse_state(state))
-        )
-        return replay_step(self._stream, cursor, step)
+        parsed = None if state is None else feed_state.parse_state(state)
+        return replay_step(self._stream, self._stream.replay_from(self._cursor, step, parsed), step)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, JsonValue]:
         """Returns all settings and the fingerprint, as JSON."""
         return {
             **settings_json(self._settings),
@@ -583,9 +589,9 @@ class Feed:
         }
 
     @property
-    def local_iterator(self) -> Any:
+    def local_iterator(self) -> LocalIterator:
         """The feed as the local iterator that MaxText expects; its state is that of the last delivered batch."""
-        return self._stream.local_iterator(self)
+        return LocalIterator(self)
 
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:

@@ -30,7 +30,7 @@ import jax
 
 from meshfeed._src.agreement.window_report import ALL_HOSTS, Part, Stop, WindowReports, closed_message
 from meshfeed._src.agreement.windows import WindowAgreement
-from meshfeed._src.arrays.placer import blocks_of
+from meshfeed._src.arrays.placer import Placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import format_hosts
 from meshfeed._src.base.errors import MeshfeedError, PeerError, StalledError
@@ -38,10 +38,9 @@ from meshfeed._src.base.process import Owner
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import PROGRESS, StatsRecorder
 from meshfeed._src.base.threads import Background, WakeUp
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.plan.plan import HostRows
-from meshfeed._src.reading.records import file_of, reads_columns
-from meshfeed._src.streams.protocol import Cursor, HostBatch, HostReader
+from meshfeed._src.streams.protocol import AnyStream, Cursor, HostBatch, HostReader
 
 _prefetch_log = logging.getLogger("meshfeed.prefetch")
 _JOIN_SECONDS = 10.0
@@ -180,7 +179,7 @@ class Ready:
 
     batch: HostBatch
     arrays: PyTree
-    cursor: Any
+    cursor: Cursor
     seconds: float
     finishing: bool = False
     finished: bool = False
@@ -213,8 +212,8 @@ class Pipeline:
         prefetch: int,
         agreement: WindowAgreement | None,
         window_reports: WindowReports,
-        cursor: Any,
-        advance: Callable[[Any, HostBatch, Mapping[int, int], int], Any],
+        cursor: Cursor,
+        advance: Callable[[Cursor, HostBatch, Mapping[int, int], int], Cursor],
         timeout_seconds: float,
         stats: StatsRecorder,
         name: str,
@@ -222,7 +221,6 @@ class Pipeline:
     ) -> None:
         self._owner = Owner()
         self._reader = reader
-        self._rewind = getattr(reader, "rewind", None) or (lambda step: None)
         self._put = put
         self._agreement = agreement
         self._window_reports = window_reports
@@ -277,7 +275,7 @@ class Pipeline:
             info: dict[str, Any] = self._window_reports.part_info(self._window)
         except Exception as caught:  # published first: the other hosts wait for this window
             failure, info = caught, {"failed": f"{type(caught).__name__}: {caught}"}
-        if getattr(self._reader, "empty", False):
+        if self._reader.empty:
             info["empty"] = True
         self._window = []
         self._agreement.publish(Part(self._read_step, final, error, info))
@@ -288,7 +286,7 @@ class Pipeline:
         if self._host_stage is not None:
             return self._host_stage.peek(self._tick)
         if self._held is None or self._held.step != self._step:
-            self._rewind(self._step)  # an interrupt may have broken off the last read
+            self._reader.rewind(self._step)  # an interrupt may have broken off the last read
             self._held = self._read()
         return self._held
 
@@ -444,7 +442,9 @@ def logs_steps() -> bool:
     return _step_log.isEnabledFor(logging.DEBUG)
 
 
-def log_step(name: str, host: int, ready: Ready, position: int, wait_seconds: float, source: Any) -> None:
+def log_step(
+    name: str, host: int, ready: Ready, position: int, wait_seconds: float, contents: Mapping[str, JsonValue]
+) -> None:
     """Logs one line for a delivered batch: ids and files of this host's rows, and times in seconds.
 
     Args:
@@ -453,10 +453,10 @@ def log_step(name: str, host: int, ready: Ready, position: int, wait_seconds: fl
       ready: the batch; its index, counted from 0, is logged as ``step``.
       position: records delivered before it, over all hosts.
       wait_seconds: time that the caller waited for it.
-      source: the feed's source, for file names.
+      contents: what the stream says about the batch, such as record ids and files.
     """
     batch = ready.batch
-    line: dict[str, Any] = {
+    line: dict[str, JsonValue] = {
         "time": round(time.time(), 3),
         "feed": name,
         "host": host,
@@ -466,13 +466,8 @@ def log_step(name: str, host: int, ready: Ready, position: int, wait_seconds: fl
         "wait_seconds": round(wait_seconds, 6),
         "transfer_seconds": round(ready.seconds, 6),
         **{key: round(value, 6) for key, value in batch.times.items()},
+        **contents,
     }
-    if batch.record_ids is not None:
-        ids = batch.record_ids.tolist()
-        line["record_ids"] = ids
-        line["files"] = list(dict.fromkeys(path for path in (file_of(source, i) for i in ids) if path))
-    if batch.entries:
-        line["lanes"] = {lane: entry.get("records") for lane, entry in batch.entries.items() if isinstance(entry, dict)}
     if batch.bad:
         line["bad_records"] = [list(entry) for entry in batch.bad]
     _step_log.debug("%s", json.dumps(line))
@@ -481,8 +476,8 @@ def log_step(name: str, host: int, ready: Ready, position: int, wait_seconds: fl
 def make_pipeline(
     reader: HostReader,
     *,
-    stream: Any,
-    placer: Any,
+    stream: AnyStream,
+    placer: Placer,
     cursor: Cursor,
     host_rows: HostRows,
     settings: FeedSettings,
@@ -506,16 +501,15 @@ def make_pipeline(
       name: name of the feed.
       scope: key prefix, unique to this generation; None if there are no other hosts.
     """
-    in_columns = reads_columns(getattr(stream, "source", None))
     window_reports = WindowReports(
         first_step=cursor.step,
         bad_records=settings.bad_records,
-        blocks_of=blocks_of(placer) if settings.check_replicas else None,
+        blocks_of=placer.blocks if settings.check_replicas else None,
         num_rows=lambda size: len(host_rows.rows(size)),
         num_skipped=cursor.num_skipped,
         records_after=lambda step, ended: stream.records_after(cursor, step, ended),
-        compare_records=not in_columns,
-        compare_sizes=stream.kind == "host_batches",
+        compare_records=not stream.in_columns,
+        compare_sizes=stream.hosts_make_batches,
         largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
     )
     agreement = None
@@ -526,7 +520,7 @@ def make_pipeline(
             participants=placer.participants,
             host=coordination.process_index(),
             first_step=cursor.step,
-            pad=settings.end == "pad" and stream.kind != "random_access",
+            pad=settings.end == "pad" and not stream.length_is_known,
             byte_limit=HOST_READ_AHEAD_BYTES,
             timeout_seconds=settings.timeout_seconds,
             describe=reader.describe,

@@ -123,6 +123,14 @@ def parse_segments(raw: object) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
+def position_at(segments: tuple[Segment, ...], step: int) -> int:
+    """Returns the position at which ``step`` begins if the last delivered segment continues to it."""
+    if not segments:
+        return 0
+    last = segments[-1]
+    return last.first_position + (step - last.first_step) * last.size
+
+
 def derive_step(segments: tuple[Segment, ...], position: int, total: int | None, *, pad: bool) -> int:
     """Returns the next step of a stream whose ``segments`` delivered ``position`` records.
 

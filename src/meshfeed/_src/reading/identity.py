@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sized
+from typing import cast
 
 import jax
 import numpy as np
 import xxhash
 
+from meshfeed._src.base import hooks
+from meshfeed._src.base.hooks import find
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, StreamSource
 from meshfeed._src.reading.records import read_records, wants_rng
 
 _log = logging.getLogger("meshfeed.feed")
@@ -23,7 +26,7 @@ def probe_ids(num_records: int) -> np.ndarray:
     return np.unique(np.linspace(0, num_records - 1, min(_PROBES, num_records)).astype(np.int64))
 
 
-def digest_tree(tree: Any) -> str:
+def digest_tree(tree: PyTree) -> str:
     """Returns the xxh3-64 of all leaves' paths, dtypes, shapes and bytes."""
     hasher = xxhash.xxh3_64()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -64,18 +67,17 @@ def _digest_or_bad(digest: Callable[[np.ndarray], str], record_id: np.ndarray) -
         return "bad"
 
 
-def content_digest(source: Any, retry: Retry) -> str | None:
+def content_digest(source: RandomAccessSource, retry: Retry) -> str | None:
     """Returns the digest of the probed records, from raw bytes if available; None if decoding needs random numbers."""
-    if not hasattr(source, "read_raw") and wants_rng(source):
+    raw_reader = find(source, hooks.RawReader)
+    if raw_reader is not None:
+        return probe_digest(len(source), lambda ids: digest_raw(raw_reader.read_raw(ids)), retry)
+    if wants_rng(source):
         return None
-    return probe_digest(len(source), lambda ids: _digest_records(source, ids), retry)
+    return probe_digest(len(source), lambda ids: digest_tree(read_records(source, ids)), retry)
 
 
-def _digest_records(source: Any, ids: np.ndarray) -> str:
-    return digest_raw(source.read_raw(ids)) if hasattr(source, "read_raw") else digest_tree(read_records(source, ids))
-
-
-def digest_raw(records: Iterable[Any]) -> str:
+def digest_raw(records: Iterable[bytes]) -> str:
     """Returns the xxh3-64 of the lengths and bytes of records."""
     hasher = xxhash.xxh3_64()
     for raw in records:
@@ -84,19 +86,19 @@ def digest_raw(records: Iterable[Any]) -> str:
     return hasher.hexdigest()
 
 
-def source_identity(source: Any, retry: Retry = Retry()) -> dict[str, Any]:  # noqa: B008 (a frozen value)
+def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Retry()) -> dict[str, JsonValue]:  # noqa: B008 (a frozen value)
     """Returns the part of the fingerprint that identifies the source, as JSON. May read records.
 
     A source's own ``fingerprint()`` replaces the probe of four records. The kind is always included, and the number of
     records if the source has a length.
     """
-    own = getattr(source, "fingerprint", None)
-    identity: dict[str, Any] = {"kind": getattr(source, "kind", None) or type(source).__name__}
-    if hasattr(source, "__len__"):
+    kinded, own = find(source, hooks.Kinded), find(source, hooks.Fingerprinted)
+    identity: dict[str, JsonValue] = {"kind": (kinded and kinded.kind) or type(source).__name__}
+    if isinstance(source, Sized):
         identity["records"] = len(source)
-    if callable(own):
-        value = call_with_retry(own, retry, doing="taking the fingerprint of the source")
+    if own is not None:
+        value = call_with_retry(own.fingerprint, retry, doing="taking the fingerprint of the source")
         return {**identity, **value} if isinstance(value, dict) else {**identity, "fingerprint": value}
-    if "records" in identity:  # streams are not probed: opening may be slow, and the first records identify little
-        identity["content"] = content_digest(source, retry)
+    if isinstance(source, Sized):  # streams are not probed: opening may be slow, and the first records identify little
+        identity["content"] = content_digest(cast("RandomAccessSource", source), retry)
     return identity

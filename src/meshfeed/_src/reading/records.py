@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import numpy as np
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import declared_with, own_batch
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
-from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, Rngs
+from meshfeed._src.base.types import (
+    ColumnSlices,
+    Decode,
+    DecodeBatch,
+    PyTree,
+    RandomAccessSource,
+    Record,
+    RecordIds,
+    Rngs,
+)
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.reading.host_batch import (
     RecordSpec,
@@ -34,62 +43,49 @@ _MAX_REPLACEMENTS = 1000  # bounds the time spent on a source that is damaged as
 _trace = jax.profiler.TraceAnnotation
 
 
-@functools.lru_cache(maxsize=256)
-def _has_keyword(function: Callable[..., Any], keyword: str) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some C callables have no signature
-        return False
-    return any(p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
-    """Whether ``function`` has the parameter ``keyword`` (``**kwargs`` does not count)."""
-    if function is None:
-        return False
-    try:
-        return _has_keyword(function, keyword)
-    except TypeError:  # an unhashable callable
-        return _has_keyword.__wrapped__(function, keyword)
-
-
-def wants_rng(source: Any) -> bool:
+def wants_rng(source: object) -> bool:
     """Whether the source's decoder takes one random generator per record."""
-    declared = getattr(source, "wants_rng", None)
-    if isinstance(declared, bool):
-        return declared
-    return any(accepts_keyword(getattr(source, name, None), "rng") for name in ("decode", "decode_batch"))
+    declared = find(source, hooks.DeclaresRng)
+    if declared is not None and isinstance(declared.wants_rng, bool):
+        return declared.wants_rng
+    one, several = find(source, hooks.Decodes), find(source, hooks.DecodesBatches)
+    decoders = (None if one is None else one.decode, None if several is None else several.decode_batch)
+    return any(accepts_keyword(decoder, "rng") for decoder in decoders)
 
 
-def reads_columns(source: Any) -> bool:
+def reads_columns(source: object) -> bool:
     """Whether the source can read a part of each leaf; False if a subclass's ``read_batch`` lacks the keyword."""
-    return bool(getattr(source, "reads_columns", False)) and accepts_keyword(
-        getattr(source, "read_batch", None), "columns"
+    in_columns, reader = find(source, hooks.ColumnReader), find(source, hooks.BatchReader)
+    return (
+        in_columns is not None
+        and bool(in_columns.reads_columns)
+        and reader is not None
+        and accepts_keyword(reader.read_batch, "columns")
     )
 
 
-def takes_rows(source: Any) -> bool:
+def _takes_rows(source: object, decode_batch: object) -> bool:
     """Whether the source can pass records to its decoder as one array, from ``read_rows`` to ``from_rows``."""
     return (
-        declared_with(type(getattr(source, "decode_batch", None)), "__call__", "from_rows")
+        declared_with(type(decode_batch), "__call__", "from_rows")
         and declared_with(type(source), "read_raw", "read_rows")
         and "read_raw" not in getattr(source, "__dict__", ())
     )
 
 
-def file_of(source: Any, record_id: int) -> str | None:
-    """Returns the file that contains a record, or None if the source does not define ``file_of``."""
-    locate = getattr(source, "file_of", None)
-    return None if locate is None else locate(int(record_id))
+def file_of(source: object, record_id: int) -> str | None:
+    """Returns the file that contains a record, or None if unknown."""
+    located = find(source, hooks.LocatesRecords)
+    return None if located is None else located.file_of(int(record_id))
 
 
-def _name_record(source: Any, record_id: int) -> str:
+def _name_record(source: object, record_id: int) -> str:
     path = file_of(source, record_id)
     return f"record {record_id}" + (f" of {path}" if path else "")
 
 
 def read_records(
-    source: Any,
+    source: RandomAccessSource,
     record_ids: RecordIds,
     rngs: Rngs | None = None,
     *,
@@ -115,34 +111,23 @@ def read_records(
     times = {} if times is None else times
     start = time.perf_counter()
     try:
-        if hasattr(source, "read_raw"):
-            with _trace("meshfeed.read"):
-                rows = None
-                if rngs is None and takes_rows(source):
-                    rows = own_batch(source.read_rows(record_ids), source, "read_rows")
-                raw = source.read_raw(record_ids) if rows is None else ()
-            times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
-            start = time.perf_counter()
-            with _trace("meshfeed.decode"):
-                batch = _decode(source, raw, rows, record_ids, rngs)
-            times["decode_seconds"] = times.get("decode_seconds", 0.0) + time.perf_counter() - start
-            return batch
-        if hasattr(source, "read_batch"):
-            extra: dict[str, Any] = {}
-            if columns is not None and reads_columns(source):
-                extra["columns"] = columns
-            if rngs is not None and accepts_keyword(source.read_batch, "rngs"):
-                extra["rngs"] = rngs
-            with _trace("meshfeed.read"):
-                batch = own_batch(source.read_batch(record_ids, **extra), source, "read_batch")
-            times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
-            return batch
+        raw_reader = find(source, hooks.RawReader)
+        if raw_reader is not None:
+            return _read_and_decode(raw_reader, record_ids, rngs, times)
         with _trace("meshfeed.read"):
-            batch = _read_items(source, record_ids.tolist())
-        times["read_seconds"] = times.get("read_seconds", 0.0) + time.perf_counter() - start
+            reader = find(source, hooks.BatchReader)
+            if reader is None:
+                batch = _read_items(source, record_ids.tolist())
+            else:
+                batch = _read_batch(reader, record_ids, rngs, columns)
+        _add_seconds(times, "read_seconds", start)
         return batch
     except StopIteration as error:
         raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
+
+
+def _add_seconds(times: dict[str, float], name: str, start: float) -> None:
+    times[name] = times.get(name, 0.0) + time.perf_counter() - start
 
 
 def _ended(doing: str, record_id: int | None) -> SourceError:
@@ -153,24 +138,35 @@ def _ended(doing: str, record_id: int | None) -> SourceError:
     )
 
 
-def _read_items(source: Any, ids: list[int]) -> PyTree:
+def _read_batch(
+    reader: hooks.BatchReader, record_ids: RecordIds, rngs: Rngs | None, columns: ColumnSlices | None
+) -> PyTree:
+    extra: dict[str, object] = {}
+    if columns is not None and reads_columns(reader):
+        extra["columns"] = columns
+    if rngs is not None and accepts_keyword(reader.read_batch, "rngs"):
+        extra["rngs"] = rngs
+    return own_batch(reader.read_batch(record_ids, **extra), reader, "read_batch")
+
+
+def _read_items(source: RandomAccessSource, ids: list[int]) -> PyTree:
     """Stacks records as they arrive, since the source may reuse the memory of one for the next."""
-    several = hasattr(source, "__getitems__")
-    records = _get_items(source, ids) if several else (_get_item(source, record_id) for record_id in ids)
+    several = find(source, hooks.ItemsReader)
+    records = (_get_item(source, record_id) for record_id in ids) if several is None else _get_items(several, ids)
     stack = RecordStack(len(ids))
     for record_id, record in zip(ids, records, strict=True):
         stack.add(record, record_id)
     return stack.take()[0]
 
 
-def _get_items(source: Any, ids: list[int]) -> Sequence[Any]:
+def _get_items(source: hooks.ItemsReader, ids: list[int]) -> Sequence[Record]:
     records = source.__getitems__(ids)
     if len(records) != len(ids):
-        raise SourceError(f"__getitems__ gave {len(records)} records for {len(ids)} ids; one an id is wanted.")
+        raise SourceError(f"__getitems__ returned {len(records)} records for {len(ids)} ids; expected one per id.")
     return records
 
 
-def _get_item(source: Any, record_id: int) -> Any:
+def _get_item(source: RandomAccessSource, record_id: int) -> Record:
     try:
         return source[record_id]
     except SourceError:
@@ -182,46 +178,77 @@ def _get_item(source: Any, record_id: int) -> Any:
         raise
 
 
-def _as_it_is(record: Any) -> Any:
-    """Used without a decoder: stacking bytes raises an error that names the keyword to pass."""
-    return record
-
-
-def _decode(
-    source: Any, raw: Sequence[Any], rows: np.ndarray | None, record_ids: RecordIds, rngs: Rngs | None
+def _read_and_decode(
+    source: hooks.RawReader, record_ids: RecordIds, rngs: Rngs | None, times: dict[str, float]
 ) -> PyTree:
-    decode, decode_batch = getattr(source, "decode", None), getattr(source, "decode_batch", None)
-    if decode_batch is not None:
-        number = len(raw) if rows is None else len(rows)
-        extra = {"rng": list(rngs)} if rngs is not None and accepts_keyword(decode_batch, "rng") else {}
-        try:
-            batch = decode_batch(list(raw), **extra) if rows is None else decode_batch.from_rows(rows)
-        except SourceError:
-            raise
-        except Exception as error:
-            error.add_note(f"while decoding {number} records (first: {_name_record(source, int(record_ids[0]))})")
-            raise
-        batch = own_batch(batch, decode_batch, "__call__" if rows is None else "from_rows")
-        if not is_plain_batch(batch, number):
-            spec_of_batch(batch, number, what="decode_batch")
-        return batch
-    if decode is None:
-        decode = _as_it_is
+    start = time.perf_counter()
+    several = find(source, hooks.DecodesBatches)
+    decode_batch = None if several is None else several.decode_batch
+    with _trace("meshfeed.read"):
+        rows: np.ndarray | None = None
+        if rngs is None and _takes_rows(source, decode_batch):
+            rows = own_batch(cast("hooks.RowsReader", source).read_rows(record_ids), source, "read_rows")
+        raw = source.read_raw(record_ids) if rows is None else ()
+    _add_seconds(times, "read_seconds", start)
+    start = time.perf_counter()
+    with _trace("meshfeed.decode"):
+        if decode_batch is None:
+            batch = _decode_each(source, raw, record_ids, rngs)
+        else:
+            batch = _decode_batch(source, decode_batch, raw, rows, record_ids, rngs)
+    _add_seconds(times, "decode_seconds", start)
+    return batch
+
+
+def _decode_batch(
+    source: hooks.RawReader,
+    decode_batch: DecodeBatch,
+    raw: Sequence[bytes],
+    rows: np.ndarray | None,
+    record_ids: RecordIds,
+    rngs: Rngs | None,
+) -> PyTree:
+    number = len(raw) if rows is None else len(rows)
+    extra = {"rng": list(rngs)} if rngs is not None and accepts_keyword(decode_batch, "rng") else {}
+    try:
+        if rows is None:
+            batch = decode_batch(list(raw), **extra)
+        else:
+            batch = cast("hooks.DecodesRows", decode_batch).from_rows(rows)
+    except SourceError:
+        raise
+    except Exception as error:
+        error.add_note(f"while decoding {number} records (first: {_name_record(source, int(record_ids[0]))})")
+        raise
+    batch = own_batch(batch, decode_batch, "__call__" if rows is None else "from_rows")
+    if not is_plain_batch(batch, number):
+        spec_of_batch(batch, number, what="decode_batch")
+    return batch
+
+
+def _decode_each(source: hooks.RawReader, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None) -> PyTree:
+    one = find(source, hooks.Decodes)
+    # Without a decoder, stacking bytes raises an error that names the keyword to pass.
+    decode: Decode = _unchanged if one is None else one.decode
     with_rng = rngs is not None and accepts_keyword(decode, "rng")
     stack = RecordStack(len(raw))
     for row, record in enumerate(raw):
+        record_id = int(record_ids[row])
         try:
-            decoded = decode(record, rng=rngs[row]) if with_rng else decode(record)  # type: ignore[index]
+            decoded = decode(record, rng=rngs[row]) if with_rng and rngs is not None else decode(record)
         except SourceError:
             raise
         except StopIteration as error:
-            record_id = int(record_ids[row])
             raise _ended(f"decoding {_name_record(source, record_id)}", record_id) from error
         except Exception as error:
-            error.add_note(f"while decoding {_name_record(source, int(record_ids[row]))}")
+            error.add_note(f"while decoding {_name_record(source, record_id)}")
             raise
-        stack.add(decoded, int(record_ids[row]))
+        stack.add(decoded, record_id)
     return stack.take()[0]
+
+
+def _unchanged(record: Record) -> Record:
+    return record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,21 +280,21 @@ class RecordReader:
       bad_records: whether to replace bad records; None to raise their errors.
     """
 
-    def __init__(self, source: Any, *, seed: int, retry: Retry, bad_records: SkipBad | None) -> None:
+    def __init__(self, source: RandomAccessSource, *, seed: int, retry: Retry, bad_records: SkipBad | None) -> None:
         self.source = source
         self._seed = seed
         self._retry = retry
         self._bad_records = bad_records
         self._wants_rng = wants_rng(source)
+        self._numbering = find(source, hooks.NumbersRecords)
         self._spec: RecordSpec | None = None
 
     def spec(self) -> RecordSpec:
         """Returns the structure of the records, read from the first record if not known yet."""
         if self._spec is None:
             ids = np.zeros(1, np.int64)
-            first = getattr(self.source, "first_record_id", None)
-            if first is not None:
-                ids[0] = first
+            if self._numbering is not None:
+                ids[0] = self._numbering.first_record_id
             rows = self.read(ids, np.zeros(1, np.int64))
             self._spec = spec_of_batch(rows.tree, 1, what="the source")
         return self._spec
@@ -382,7 +409,6 @@ class RecordReader:
         return join_batches(rows, what=lambda row: f"record {record_ids[row]} or what replaces it"), tuple(bad)
 
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
-        replace = getattr(self.source, "replacement_id", None)
-        if replace is not None:  # a mixture replaces a record within its component
-            return replace(self._seed, epoch, record_id, attempt)
+        if self._numbering is not None:  # a mixture replaces a record within its component
+            return self._numbering.replacement_id(self._seed, epoch, record_id, attempt)
         return epoch_order.replacement_id(self._seed, epoch, record_id, attempt, len(self.source))

@@ -30,13 +30,12 @@ from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, check_set
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import PyTree, RecordIds, public
-from meshfeed._src.feed.iterator import Feed, SecondPass
+from meshfeed._src.feed.iterator import Feed, LocalIterator, SecondPass
 from meshfeed._src.plan.shardings import normalize_sharding, sharding_leaves
 from meshfeed._src.remote.client import RemoteClient
 from meshfeed._src.remote.wire import make_payload
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.protocol import LocalIterator
 
 
 @dataclasses.dataclass(frozen=True)

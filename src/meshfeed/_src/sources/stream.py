@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.hooks import find
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.files.formats import reader_hint
@@ -95,8 +97,7 @@ class Stream:
             ) from None
         if iterator is records:  # any other iterable makes a new iterator on each call
             self._refuse_shared(iterator, lane_index, num_lanes)
-        stateful = callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
-        return (StatefulStreamLane if stateful else StreamLane)(iterator)
+        return StreamLane(iterator) if find(iterator, hooks.Resumable) is None else StatefulStreamLane(iterator)
 
     def fingerprint(self) -> JsonValue:
         """Identity: the kind, and the user's ``fingerprint`` if given."""
@@ -131,9 +132,7 @@ class StreamLane:
 
     def close(self) -> None:
         """Closes the user's iterator, if it has a ``close``."""
-        close = getattr(self._iterator, "close", None)
-        if callable(close):
-            close()
+        hooks.close(self._iterator)
 
 
 class StatefulStreamLane(StreamLane):
@@ -142,7 +141,6 @@ class StatefulStreamLane(StreamLane):
     def __init__(self, iterator: Any) -> None:
         super().__init__(iterator)
         self._stateful = iterator
-        self.state_cost = getattr(iterator, "state_cost", "cheap")
 
     def get_state(self) -> JsonValue:
         """State after the last record returned."""

@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.hooks import find
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record
@@ -26,7 +28,8 @@ def shuffle_windows(lane: Any, window_records: int, key: tuple[int, ...]) -> Win
       window_records: records per window, at least 1.
       key: integers that determine the permutation, such as (seed, epoch, lane_index); the window's number is appended.
     """
-    return (StackedWindowShuffle if hasattr(lane, "next_batch") else WindowShuffle)(lane, window_records, key)
+    kind = WindowShuffle if find(lane, hooks.StackedLane) is None else StackedWindowShuffle
+    return kind(lane, window_records, key)
 
 
 class WindowShuffle:
@@ -38,7 +41,7 @@ class WindowShuffle:
         self._lane = lane
         self._window_records = window_records
         self._key = key
-        self._stateful = hasattr(lane, "get_state")
+        self._stateful = find(lane, hooks.Resumable) is not None
         self._window = 0  # number of the window being delivered
         self._done = 0  # records delivered from it
         self._start: JsonValue = lane.get_state() if self._stateful else None
@@ -90,9 +93,7 @@ class WindowShuffle:
 
     def close(self) -> None:
         """Closes the underlying lane."""
-        close = getattr(self._lane, "close", None)
-        if close is not None:
-            close()
+        hooks.close(self._lane)
 
     def _take(self, count: int) -> np.ndarray:
         """Rows in the window of the next ``count`` records; fewer at the end of the window."""

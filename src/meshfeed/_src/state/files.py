@@ -16,17 +16,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Mapping
-from typing import Any
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from etils import epath
 
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, StateMismatchError
+from meshfeed._src.base.hooks import Resumable
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import digest_of, merge_states
 
 STATE_FILE = "state.json"
 _PART_PREFIX = "part-"
 _VERSION = 1
+
+Directory: TypeAlias = str | os.PathLike[str]
+JsonObject: TypeAlias = Mapping[str, JsonValue]
+
+
+@runtime_checkable
+class PathAwaitingCreation(Protocol):
+    """Orbax's path of a folder that another process is creating."""
+
+    async def await_creation(self) -> os.PathLike[str]:
+        """Returns the path once the folder exists."""
+        ...
 
 
 class DamagedStateError(CheckpointError, CorruptDataError):
@@ -37,25 +51,25 @@ class DamagedStateError(CheckpointError, CorruptDataError):
         self.step = step
 
 
-def make_document(state: Mapping[str, Any], identity: Mapping[str, Any] | None, process: int) -> dict[str, Any]:
+def make_document(state: JsonObject, identity: JsonObject | None, process: int) -> dict[str, JsonValue]:
     """Returns the JSON document for ``state``, with its digest."""
     bare = {"meshfeed_iterator": _VERSION, "identity": identity, "part": process, "state": state}
     bare = json.loads(json.dumps(bare))  # the digest of what a reader will parse
     return {**bare, "digest": digest_of(bare)}
 
 
-def must_write(state: Mapping[str, Any], process: int) -> bool:
+def must_write(state: JsonObject, process: int) -> bool:
     """Whether this host must write a file: it is process 0, or its state contains data that process 0 does not have."""
     return process == 0 or state.get("kind") != "random_access" or bool(state.get("skipped"))
 
 
-def file_name(state: Mapping[str, Any], process: int) -> str:
+def file_name(state: JsonObject, process: int) -> str:
     """Returns ``state.json`` for the state of all hosts, or ``part-<process>.json`` for the state of one host."""
     whole = process == 0 and state.get("kind") == "random_access" and not state.get("skipped")
     return STATE_FILE if whole else f"{_PART_PREFIX}{process}.json"
 
 
-def readable_path(directory: Any) -> epath.Path:
+def readable_path(directory: Directory) -> epath.Path:
     """Returns the path of a checkpoint or saved state, checked for reading.
 
     Raises:
@@ -73,13 +87,13 @@ def readable_path(directory: Any) -> epath.Path:
             path.exists()
         except Exception as error:  # each file system library has its own exceptions
             raise CheckpointError(
-                f"{directory}: {scheme}:// cannot be read here: {type(error).__name__}: {error}. Look at credentials and "
+                f"{directory}: {scheme}:// cannot be read here: {type(error).__name__}: {error}. Check credentials and "
                 "network, or copy the checkpoint into a folder."
             ) from error
     return path
 
 
-def write_json(path: epath.Path, value: Any) -> None:
+def write_json(path: epath.Path, value: JsonValue) -> None:
     """Writes JSON atomically: readers see the complete file or none, even if this process is killed."""
     text = json.dumps(value, separators=(",", ":"))
     if "://" in os.fspath(path):  # object stores write objects atomically
@@ -94,7 +108,11 @@ def write_json(path: epath.Path, value: Any) -> None:
 
 
 def write_state(
-    directory: Any, state: Mapping[str, Any], *, identity: Mapping[str, Any] | None = None, process: int | None = None
+    directory: Directory,
+    state: JsonObject,
+    *,
+    identity: JsonObject | None = None,
+    process: int | None = None,
 ) -> None:
     """Writes this host's part of a feed's state, if it has one (:func:`must_write`).
 
@@ -110,7 +128,7 @@ def write_state(
         write_json(epath.Path(directory) / file_name(state, process), document)
 
 
-def _read_document(path: epath.Path) -> dict[str, Any]:
+def _read_document(path: epath.Path) -> dict[str, JsonValue]:
     remedy = "The file is damaged or was changed by hand; restore an earlier step."
     try:
         document = json.loads(path.read_text())
@@ -133,7 +151,7 @@ def _read_document(path: epath.Path) -> dict[str, Any]:
     return bare
 
 
-def state_paths(directory: Any) -> list[epath.Path]:
+def state_paths(directory: Directory) -> list[epath.Path]:
     """Returns the state files in ``directory``: ``state.json`` first, then the parts in order of process."""
     # The suffix excludes temporary files of killed writers.
     names = [path for path in epath.Path(directory).iterdir() if path.name.endswith(".json")]
@@ -142,7 +160,7 @@ def state_paths(directory: Any) -> list[epath.Path]:
     return whole + sorted(parts, key=lambda path: int(path.name.removeprefix(_PART_PREFIX).removesuffix(".json")))
 
 
-def read_document(directory: Any) -> dict[str, Any]:
+def read_document(directory: Directory) -> dict[str, JsonValue]:
     """Reads a folder's state files and merges them into one document.
 
     Args:
@@ -174,12 +192,12 @@ def read_document(directory: Any) -> dict[str, Any]:
     return {**documents[0], "state": state}
 
 
-def read_state(directory: Any) -> dict[str, Any]:
+def read_state(directory: Directory) -> dict[str, JsonValue]:
     """Returns the merged state of all hosts in ``directory``; raises the errors of :func:`read_document`."""
     return read_document(directory)["state"]
 
 
-def merge_files(directory: Any) -> None:
+def merge_files(directory: Directory) -> None:
     """Merges the parts of all hosts into ``state.json`` and deletes them; call on one host, after all have written."""
     paths = state_paths(directory)
     parts = [path for path in paths if path.name != STATE_FILE]
@@ -193,7 +211,7 @@ def merge_files(directory: Any) -> None:
         path.unlink()
 
 
-async def save(feed: Any, directory: Any) -> Awaitable[None]:
+async def save(feed: Resumable, directory: Directory | PathAwaitingCreation) -> Awaitable[None]:
     """Implements Orbax v1 ``StatefulCheckpointable.save`` for a feed.
 
     Args:
@@ -206,13 +224,13 @@ async def save(feed: Any, directory: Any) -> Awaitable[None]:
     state = feed.get_state()
 
     async def write() -> None:
-        path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
+        path = await directory.await_creation() if isinstance(directory, PathAwaitingCreation) else directory
         write_state(path, state)
 
     return write()
 
 
-async def load(feed: Any, directory: Any) -> Awaitable[None]:
+async def load(feed: Resumable, directory: Directory) -> Awaitable[None]:
     """Implements Orbax v1 ``StatefulCheckpointable.load`` for a feed.
 
     Args:

@@ -1,33 +1,32 @@
-"""The stream of host-local batches: each host makes its own part, and a state is tied to the number of hosts.
-
-Reads one host's own batches in order.
-"""
+"""The stream of host-local batches: each host makes its own rows, so a state is tied to the number of hosts."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
 
-from meshfeed._src.base import coordination
+from meshfeed._src.base import coordination, hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StalledError, StateMismatchError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
-from meshfeed._src.base.types import PyTree, RecordIds
-from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.base.types import HostBatchPass, HostBatchSource, JsonValue, PyTree, RecordIds
+from meshfeed._src.order.steps import StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
-from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch, LocalIterator
+from meshfeed._src.state.state import FeedState, seal, unseal
+from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor, HostBatch, check_fingerprint
 
-_log = logging.getLogger("meshfeed.feed")
-
+_log = logging.getLogger("meshfeed.host_batches")
+_NOT_ELASTIC = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
+_EARLIER = "Use an earlier checkpoint."
 
 SINGLE_RECORDS = (
     "If these are single records, pass the dataset that they come from, not its iterator; if a function generates them, "
@@ -75,11 +74,11 @@ class LocalBatchReader:
 
     def __init__(
         self,
-        stream: Any,
-        cursor: Cursor,
+        stream: LocalBatchStream,
+        cursor: LocalBatchCursor,
         host_rows: HostRows,
         settings: FeedSettings,
-        iterator: Any,
+        iterator: HostBatchPass,
         ready: PyTree | None,
         epoch: int,
         *,
@@ -97,9 +96,9 @@ class LocalBatchReader:
         self._hosts_agree = hosts_agree
         self._go_on = hosts_agree and settings.end == "pad"
         self._final: int | None = None
-        self._entry: dict[str, Any] = cursor.entries.get(str(self._host), {})  # after this host's last batch
+        self._entry: Mapping[str, JsonValue] = cursor.entries.get(str(self._host), {})  # after this host's last batch
         self._spec: RecordSpec | None = None
-        self._checked: Any = None  # structure, shapes and dtypes of the last valid batch
+        self._checked: object = None  # structure, shapes and dtypes of the last valid batch
         self._since = time.monotonic()
         self._taking = threading.Lock()  # peek may run on the caller's thread during next
 
@@ -163,7 +162,7 @@ class LocalBatchReader:
             if self._epoch == epoch:
                 raise SourceError(
                     f"host batch {self._step} has {num_rows} rows, and others follow; expected {wanted} rows, which is "
-                    f"what this host holds of a global batch of {self._stream.schedule().sizes[0]}, in all batches but "
+                    f"what this host holds of a global batch of {self._stream.read_schedule().sizes[0]}, in all batches but "
                     "the last. Give batches of that many rows, or leave global_batch_size out to take it from the first. "
                     f"{SINGLE_RECORDS if not step else ''}".rstrip()
                 )
@@ -214,8 +213,7 @@ class LocalBatchReader:
             return tree
         return add_mask(tree, self._settings.mask_key, np.arange(num_rows) < real)
 
-    def _made(self, size: int, tree: PyTree, padded: Any, *, size_from_others: bool = False) -> HostBatch:
-        padded = np.asarray(padded)
+    def _made(self, size: int, tree: PyTree, padded: RecordIds, *, size_from_others: bool = False) -> HostBatch:
         runs = np.split(padded, np.flatnonzero(np.diff(padded) != 1) + 1) if padded.size else []
         return HostBatch(
             step=self._step,
@@ -243,10 +241,13 @@ class LocalBatchReader:
             leaf = spec_of_batch(batch, real, what=f"host batch {step}").leaves[0]
             raise SourceError(
                 f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
-                f"rows of a global batch of {self._stream.schedule().sizes[0]}; give batches of {num_rows} rows."
+                f"rows of a global batch of {self._stream.read_schedule().sizes[0]}; give batches of {num_rows} rows."
                 f"{'' if step else ' ' + SINGLE_RECORDS}"
             )
         return pad_rows(batch, num_rows)
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: reads are not interrupted."""
 
     def final(self) -> int | None:
         """Returns the first step without a batch of this host, if reached."""
@@ -265,8 +266,6 @@ class LocalBatchReader:
             _log.debug("closing the iterator of host batches failed: %s", error)
 
 
-_host_log = logging.getLogger("meshfeed.host_batches")
-
 _UNSUPPORTED = {
     "shuffle": (False, "shuffle where the batches are made"),
     "num_workers": (0, "give the workers to what makes the batches"),
@@ -275,19 +274,46 @@ _UNSUPPORTED = {
 }
 
 
+class RowShards(Protocol):
+    """How a global batch is divided over hosts."""
+
+    def global_batch_size_of(self, host_rows: int) -> int:
+        """Returns the global batch size for which this host holds ``host_rows`` rows."""
+        ...
+
+    def smallest_batch_size(self) -> int:
+        """Returns the smallest global batch size; all others are multiples of it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalBatchCursor(Cursor):
+    """The cursor of host batches.
+
+    Attributes:
+      entries: host → where its iterator stands.
+    """
+
+    entries: Mapping[str, Mapping[str, JsonValue]] = dataclasses.field(
+        default_factory=dict[str, Mapping[str, JsonValue]]
+    )
+
+
 class LocalBatchStream:
     """See :class:`meshfeed._src.streams.protocol.FeedStream`.
 
     Args:
       source: the host's batches (``meshfeed.sources.HostBatches``).
       settings: the feed's settings.
-      placer: derives the global batch size from a host's rows if ``global_batch_size`` is not set.
+      shards: derives the global batch size from a host's rows if ``global_batch_size`` is not set.
     """
 
     kind = "host_batches"
     opens_at_restore = True
+    length_is_known = in_columns = False
+    hosts_make_batches = True
 
-    def __init__(self, source: Any, settings: FeedSettings, placer: Any) -> None:
+    def __init__(self, source: HostBatchSource, settings: FeedSettings, shards: RowShards) -> None:
         for setting, (only, remedy) in _UNSUPPORTED.items():
             value = getattr(settings, setting)
             if value != only or isinstance(value, bool) != isinstance(only, bool):  # False == 0
@@ -307,11 +333,14 @@ class LocalBatchStream:
             )
         self.source = source
         self._settings = settings
-        self._derive_size = placer.global_batch_size_of
-        self._smallest_size = placer.smallest_batch_size
-        self._schedule = settings.schedule
+        uneven = hooks.find(source.iterable, hooks.UnevenHosts)
+        self._rows_may_vary = uneven is not None and uneven.rows_may_vary
+        self._shared = uneven is not None and uneven.readers_share_a_position
+        self._ends_may_differ = uneven is not None and uneven.ends_may_differ
+        self._shards = shards
+        self.schedule = settings.schedule
         self._sizes: dict[int, int] = {}
-        self._first: tuple[Any, PyTree] | None = None  # an open iterator and its first batch, read to learn the size
+        self._first: tuple[HostBatchPass, PyTree] | None = None  # an open iterator and its first batch
         self._looking: SingleCall[PyTree] | None = None  # reads ``_first``, or peeks at the reader's next batch
         self._reading: LocalBatchReader | None = None  # owns the iterator, which must not be opened a second time
         self._spec: RecordSpec | None = None
@@ -319,45 +348,44 @@ class LocalBatchStream:
     @property
     def moved_by_opening(self) -> bool:
         """Whether opening the batches at a different cursor moves the iterator of the current reader."""
-        shared = getattr(self.source.iterable, "readers_share_a_position", False)
-        return self.source.resumable and (shared or not self.source.restartable)
+        return self.source.resumable and (self._shared or not self.source.restartable)
 
     # ------------------------------------------------------------------ sizes
 
-    def schedule(self) -> BatchSchedule:
+    def read_schedule(self) -> BatchSchedule:
         """Returns the batch size; reads the first batch if ``global_batch_size`` is not set.
 
         Raises:
           SourceError: there is no first batch.
         """
-        if self._schedule is None:
+        if self.schedule is None:
             if self._reading is not None:
                 raise SourceError(
-                    "the iterable of host batches gave no batch on this host, so that it does not know the global batch "
-                    "size. Pass global_batch_size where a host may have no batch at all."
+                    "the iterable of host batches gave no batch on this host, which therefore cannot derive the global "
+                    "batch size. Pass global_batch_size if a host may have no batch."
                 )
             self.size_for(rows_of(self._peek()))
-        assert self._schedule is not None
-        return self._schedule
+        assert self.schedule is not None
+        return self.schedule
 
     def size_for(self, host_rows: int) -> int:
         """Returns the size of the global batch in which this host has ``host_rows`` rows."""
-        if self._schedule is None:
-            self._schedule = BatchSchedule([(0, self._derive_size(host_rows))])
-        elif getattr(self.source.iterable, "rows_may_vary", False):
+        if self.schedule is None:
+            self.schedule = BatchSchedule([(0, self._shards.global_batch_size_of(host_rows))])
+        elif self._rows_may_vary:
             if host_rows not in self._sizes:
-                self._sizes[host_rows] = self._derive_size(host_rows)
+                self._sizes[host_rows] = self._shards.global_batch_size_of(host_rows)
             return self._sizes[host_rows]
-        return self._schedule.sizes[0]
+        return self.schedule.sizes[0]
 
     def size_of_padding(self) -> tuple[int, bool]:
         """Returns the size of a global batch that this host only pads, and whether that size is final.
 
         If the other hosts' batches determine the size, it is not final, and the smallest possible size is returned.
         """
-        if self._schedule is None or getattr(self.source.iterable, "rows_may_vary", False):
-            return self._smallest_size(), False
-        return self._schedule.sizes[0], True
+        if self.schedule is None or self._rows_may_vary:
+            return self._shards.smallest_batch_size(), False
+        return self.schedule.sizes[0], True
 
     def _peek(self) -> PyTree:
         """The next batch, left for the reader. Not on the caller's thread: an interrupt would end a generator."""
@@ -397,14 +425,14 @@ class LocalBatchStream:
             self._spec = spec_of_batch(batch, rows, what="the iterable of host batches")
             self.size_for(rows)
 
-    def batch_size_at(self, cursor: Cursor) -> int:
+    def batch_size_at(self, cursor: LocalBatchCursor) -> int:
         """Returns the global batch size."""
         del cursor
-        return self.schedule().sizes[0]
+        return self.read_schedule().sizes[0]
 
     # ------------------------------------------------------------------ state
 
-    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
+    def fingerprint(self, cursor: LocalBatchCursor) -> dict[str, JsonValue]:
         """Does not cover the content of the batches, which only the user's code determines."""
         del cursor
         return {
@@ -412,20 +440,19 @@ class LocalBatchStream:
             "elastic": False,
             "processes": coordination.process_count(),
             "num_epochs": self._settings.num_epochs,
-            "end": "drop" if getattr(self.source.iterable, "ends_may_differ", False) else self._settings.end,
+            "end": "drop" if self._ends_may_differ else self._settings.end,
         }
 
-    def start(self, like: Cursor | None = None) -> Cursor:
+    def start(self, like: LocalBatchCursor | None = None) -> LocalBatchCursor:
         """Returns the cursor before the first batch; its batch size is a placeholder of 1 until known."""
         del like
-        return Cursor(step_schedules.StepSchedule(self._schedule or BatchSchedule([(0, 1)])), 0, 0)
+        return LocalBatchCursor(StepSchedule(self.schedule or BatchSchedule([(0, 1)])), 0, 0)
 
-    def restore(self, state: feed_state.FeedState) -> Cursor:
+    def restore(self, state: FeedState) -> LocalBatchCursor:
         """Returns the cursor of this host's batches."""
-        remedy = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
         if state.hosts is None or state.step is None:
-            raise StateMismatchError("hosts", None, "step and hosts of an iterable of host batches", remedy)
-        feed_state.compare_fingerprints(state.fingerprint, self.fingerprint(self.start()))
+            raise StateMismatchError("hosts", None, "step and hosts of an iterable of host batches", _NOT_ELASTIC)
+        check_fingerprint(state, self.fingerprint(self.start()), self.source)
         host = str(coordination.process_index())
         if host not in state.hosts and state.step:
             raise StateMismatchError(
@@ -434,12 +461,12 @@ class LocalBatchStream:
                 f"host {host}",
                 "Join the states of all hosts with meshfeed.merge_states.",
             )
-        entries = {}
+        entries: dict[str, dict[str, JsonValue]] = {}
         if host in state.hosts:
-            entry = feed_state.unseal(state.hosts[host], f"hosts.{host}")
+            entry = unseal(state.hosts[host], f"hosts.{host}")
             at = entry.get("step", state.step)  # this host's last batch; with end="pad" others may be ahead
             if at > state.step or (at < state.step and self._settings.end == "drop"):
-                raise StateMismatchError("step", state.step, f"{at} in hosts.{host}", "Use an earlier checkpoint.")
+                raise StateMismatchError("step", state.step, f"{at} in hosts.{host}", _EARLIER)
             if not self.source.resumable:
                 raise StateMismatchError(
                     f"hosts.{host}",
@@ -448,49 +475,45 @@ class LocalBatchStream:
                     "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
                 )
             entries[host] = entry
-        segments = step_schedules.parse_segments(state.segments)
-        schedule = self._schedule or BatchSchedule([(0, segments[0].size if segments else 1)])
-        nominal = (
-            segments[-1].first_position + (state.step - segments[-1].first_step) * segments[-1].size if segments else 0
-        )
-        # nominal assumes that every batch is as large as the first
-        varies = getattr(self.source.iterable, "rows_may_vary", False)
-        long = state.position > nominal and not varies
-        short = state.position < nominal and not varies and self._settings.end == "drop"
+        segments = parse_segments(state.segments)
+        schedule = self.schedule or BatchSchedule([(0, segments[0].size if segments else 1)])
+        nominal = position_at(segments, state.step)  # if every batch is as large as the first
+        long = state.position > nominal and not self._rows_may_vary
+        short = state.position < nominal and not self._rows_may_vary and self._settings.end == "drop"
         if long or short or (bool(segments) != bool(state.step)):
-            raise StateMismatchError("position", state.position, nominal, "Use an earlier checkpoint.")
-        step_schedule = step_schedules.StepSchedule(schedule, past=segments, step=state.step, position=nominal)
-        return Cursor(step_schedule, state.step, state.position, entries=entries)
+            raise StateMismatchError("position", state.position, nominal, _EARLIER)
+        step_schedule = StepSchedule(schedule, past=segments, step=state.step, position=nominal)
+        return LocalBatchCursor(step_schedule, state.step, state.position, entries)
 
-    def state(self, cursor: Cursor) -> feed_state.FeedState:
+    def replay_from(self, current: LocalBatchCursor, step: int, state: FeedState | None) -> LocalBatchCursor:
+        """Always raises: host batches cannot be read again."""
+        raise SourceError("host batches cannot be read again by the feed; pass a source of records.")
+
+    def state(self, cursor: LocalBatchCursor) -> FeedState:
         """Returns the state; it contains only this host's entry."""
-        return feed_state.FeedState(
-            kind=self.kind,
-            position=cursor.position,
-            step=cursor.step,
-            segments=cursor.step_schedule.delivered_json(cursor.step),
-            fingerprint=self.fingerprint(cursor),
-            hosts={host: feed_state.seal(dict(entry)) for host, entry in cursor.entries.items()},
-        )
+        hosts = {host: seal(dict(entry)) for host, entry in cursor.entries.items()}
+        return cursor.to_state(self.kind, self.fingerprint(cursor), step=cursor.step, hosts=hosts)
 
-    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+    def advance(
+        self, cursor: LocalBatchCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+    ) -> LocalBatchCursor:
         """Returns the cursor after a delivered batch; ``ended`` holds the padding that the hosts announced."""
         del num_skipped
         step_schedule = cursor.step_schedule
         if cursor.step == 0 and not cursor.entries:  # the size is known now
-            step_schedule = step_schedules.StepSchedule(self._schedule or BatchSchedule([(0, batch.global_batch_size)]))
+            step_schedule = StepSchedule(self.schedule or BatchSchedule([(0, batch.global_batch_size)]))
         size = batch.global_batch_size
         padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
-        return Cursor(step_schedule, batch.step + 1, cursor.position + size - padding, entries=batch.entries)
+        return LocalBatchCursor(step_schedule, batch.step + 1, cursor.position + size - padding, batch.entries)
 
-    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
+    def records_after(self, cursor: LocalBatchCursor, step: int, ended: Mapping[int, int]) -> int:
         """Returns 0: only the count of bad records needs it, and the code that makes the batches handles those."""
         del cursor, step, ended
         return 0
 
     # ------------------------------------------------------------------ reading
 
-    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> LocalBatchReader:
+    def open_reader(self, cursor: LocalBatchCursor, host_rows: HostRows, *, hosts_agree: bool) -> LocalBatchReader:
         """Opens this host's iterator at a cursor."""
         looking, self._looking = self._looking, None
         if looking is not None:
@@ -515,21 +538,22 @@ class LocalBatchStream:
         if self._reading is reader:
             self._reading = None
 
-    def num_steps(self, cursor: Cursor) -> int | None:
+    def num_steps(self, cursor: LocalBatchCursor) -> int | None:
         """Always raises: the number of steps is unknown until the batches end."""
         raise TypeError("an iterable of host batches has no length that all hosts know.")
 
-    def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
+    def record_ids(self, cursor: LocalBatchCursor, step: int) -> RecordIds:
         """Always raises: host batches have no record ids."""
         raise SourceError(f"record_ids({step}): host batches have no record ids.")
 
-    def read(self, record_ids: Any) -> PyTree:
+    def read(self, record_ids: object) -> PyTree:
         """Always raises: host batches cannot be read by record id."""
         raise SourceError("read(record_ids): host batches have no record ids; pass a random-access source.")
 
-    def local_iterator(self, feed: Any) -> LocalIterator:
-        """Returns the feed as a local iterator."""
-        return LocalIterator(feed)
+    def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
+        """Nothing: only the code that makes the batches knows what they contain."""
+        del batch
+        return {}
 
     def close(self) -> None:
         """Closes the source and any iterator that was opened only to read its first batch."""
@@ -539,4 +563,4 @@ class LocalBatchStream:
         try:
             self.source.close()
         except Exception as error:  # a generator in which a read hangs cannot be closed
-            _host_log.debug("closing the iterable of host batches failed: %s", error)
+            _log.debug("closing the iterable of host batches failed: %s", error)

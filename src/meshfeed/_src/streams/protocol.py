@@ -1,49 +1,27 @@
-"""Interface between streams and the feed: host batches, host readers, and cursors.
+"""One protocol for every kind of stream: what the feed needs of random access, lanes and host batches.
 
-Adapts a feed to the local iterator that checkpoint code written for Grain or MaxText expects.
+A stream opens a host reader at a cursor; the reader gives host batches, and ``advance`` moves the cursor past each of
+them. The state of a feed is that of its cursor. Everything about a stream that the feed depends on is declared here;
+nothing above this room distinguishes kinds of stream.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from meshfeed._src.base.types import PyTree, RecordIds
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.hooks import FileNames, find
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings
+from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec
-from meshfeed._src.state.state import FeedState, Ledgers
+from meshfeed._src.state.state import FeedState, Ledgers, compare_fingerprints
 
-
-class LocalIterator:
-    """``next``, ``get_state`` and ``set_state`` of a feed; the state is that of the last delivered batch.
-
-    Args:
-      feed: the feed.
-    """
-
-    def __init__(self, feed: Any) -> None:
-        self._feed = feed
-
-    def __iter__(self) -> LocalIterator:
-        iter(self._feed)
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._feed)
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the feed's state."""
-        return self._feed.get_state()
-
-    def set_state(self, state: Any) -> None:
-        """Sets the feed's state; discards its read-ahead."""
-        self._feed.set_state(state)
-
-
-EMPTY_STREAM = "the stream is empty: none of its lanes has a record. Look at the files, and at filters before the feed."
-EMPTY_BATCHES = "the host batches are empty: no host has a single one. Look at the data, and at what makes the batches."
+EMPTY_STREAM = "the stream is empty: none of its lanes has a record. Check the files, and any filter before the feed."
+EMPTY_BATCHES = "the host batches are empty: no host has a batch. Check the data, and the code that makes the batches."
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,10 +50,10 @@ class HostBatch:
     global_batch_size: int
     tree: PyTree
     num_bytes: int
-    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ended: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    ended: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
     bad: Sequence[tuple[int, int, str]] = ()
-    times: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    times: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     retries: int = 0
     record_ids: RecordIds | None = None
     size_from_others: bool = False
@@ -84,9 +62,15 @@ class HostBatch:
 class HostReader(Protocol):
     """Reads one host's batches in order, starting at a cursor. Called from one thread at a time."""
 
-    sequential: bool
-    """Whether an interrupted read cannot be repeated. Such a reader must run on its own thread, which interrupts do not
-    reach; the others have ``rewind(step)``, which makes ``step`` the next batch."""
+    @property
+    def sequential(self) -> bool:
+        """Whether an interrupted read cannot be repeated. Such a reader runs on a thread that no interrupt reaches."""
+        ...
+
+    @property
+    def empty(self) -> bool:
+        """Whether this host has had no record since the start of the stream."""
+        ...
 
     def next(self) -> HostBatch:
         """Returns the next batch.
@@ -94,6 +78,10 @@ class HostReader(Protocol):
         Raises:
           StopIteration: this host's data has ended.
         """
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Makes ``step`` the next batch after an interrupted read. Does nothing if the reader is sequential."""
         ...
 
     def final(self) -> int | None:
@@ -111,50 +99,95 @@ class HostReader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
-    """The state of a stream between two batches.
+    """Where a stream stands between two batches; each kind of stream adds what it needs to continue from there.
 
     Attributes:
       step_schedule: batch sizes of delivered and future steps.
       step: the next step.
       position: real records delivered over all hosts.
-      entries: see :attr:`HostBatch.entries`.
-      ended: see :attr:`HostBatch.ended`; over all hosts, as far as known.
       skipped: ledgers of the replaced records in delivered batches.
       num_skipped: number of bad records replaced in delivered batches, over all hosts.
-      num_lanes: number of lanes; 0 for streams without lanes.
-      order: order of a random-access source. A mixture's order depends on the step schedule, because its stages begin
-        at steps.
-      source: the source that lanes are opened from. A mixture's source depends on the step schedule too.
     """
 
     step_schedule: StepSchedule
     step: int
     position: int
-    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ended: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    skipped: Ledgers = dataclasses.field(default_factory=Ledgers)
-    num_skipped: int = 0
-    num_lanes: int = 0
-    order: Any = None
-    source: Any = None
+    skipped: Ledgers = dataclasses.field(default_factory=Ledgers, kw_only=True)
+    num_skipped: int = dataclasses.field(default=0, kw_only=True)
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes; 0 for streams without lanes."""
+        return 0
+
+    def to_state(self, kind: str, fingerprint: dict[str, JsonValue], **fields: JsonValue) -> FeedState:
+        """Returns the state; ``fields`` are those of this kind of stream."""
+        return FeedState(
+            kind=kind,
+            position=self.position,
+            segments=self.step_schedule.delivered_json(self.step),
+            fingerprint=fingerprint,
+            **self.skipped.state_fields(),
+            num_skipped=self.num_skipped or None,
+            **fields,
+        )
 
 
-class FeedStream(Protocol):
+C = TypeVar("C", bound=Cursor)
+
+
+class FeedStream(Protocol[C]):
     """One kind of stream: its fingerprint, cursors, reader and state."""
 
-    kind: str
-    opens_at_restore: bool
-    """Whether a restore must open the data to verify the state."""
+    @property
+    def kind(self) -> str:
+        """``kind`` of its states."""
+        ...
 
-    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
+    @property
+    def source(self) -> object:
+        """The source, for messages."""
+        ...
+
+    @property
+    def schedule(self) -> BatchSchedule | None:
+        """Batch sizes of the stream; None as long as the first host batch, which sets the size, is not read."""
+        ...
+
+    @property
+    def opens_at_restore(self) -> bool:
+        """Whether a restore must open the data to verify the state."""
+        ...
+
+    @property
+    def moved_by_opening(self) -> bool:
+        """Whether opening the data at a different cursor moves the iterator of the current reader."""
+        ...
+
+    @property
+    def length_is_known(self) -> bool:
+        """Whether every host computes the end of the stream by itself."""
+        ...
+
+    @property
+    def hosts_make_batches(self) -> bool:
+        """Whether each host makes its own rows, so that hosts must compare the sizes of their batches."""
+        ...
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether hosts read only the columns that their devices hold."""
+        ...
+
+    def fingerprint(self, cursor: C) -> dict[str, JsonValue]:
         """Returns what must match for a state to be usable."""
         ...
 
-    def start(self, like: Cursor | None = None) -> Cursor:
+    def start(self, like: C | None = None) -> C:
         """Returns the cursor before the first batch; ``like`` is a cursor of the stream to restart."""
         ...
 
-    def restore(self, state: FeedState) -> Cursor:
+    def restore(self, state: FeedState) -> C:
         """Returns the cursor of a state.
 
         Raises:
@@ -162,11 +195,27 @@ class FeedStream(Protocol):
         """
         ...
 
-    def state(self, cursor: Cursor) -> FeedState:
+    def replay_from(self, current: C, step: int, state: FeedState | None) -> C:
+        """Returns a cursor at or before ``step`` from which to read that step again.
+
+        Args:
+          current: the feed's cursor.
+          step: the step to read.
+          state: a state taken at or before the step. None reads from the beginning. Random access needs no state.
+
+        Raises:
+          IndexError: the stream has no such step.
+          SettingsError: the state was taken after the step.
+          SourceError: the data cannot be read again.
+          StateMismatchError: the state belongs to a different stream.
+        """
+        ...
+
+    def state(self, cursor: C) -> FeedState:
         """Returns the state of a cursor."""
         ...
 
-    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> HostReader:
+    def open_reader(self, cursor: C, host_rows: HostRows, *, hosts_agree: bool) -> HostReader:
         """Opens the data at a cursor.
 
         Args:
@@ -176,15 +225,15 @@ class FeedStream(Protocol):
         """
         ...
 
-    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+    def advance(self, cursor: C, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> C:
         """Returns the cursor after a delivered batch; ``ended`` and ``num_skipped`` cover all hosts."""
         ...
 
-    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
+    def records_after(self, cursor: C, step: int, ended: Mapping[int, int]) -> int:
         """Returns the records of the stream up to and including ``step``, which is at or after ``cursor``."""
         ...
 
-    def num_steps(self, cursor: Cursor) -> int | None:
+    def num_steps(self, cursor: C) -> int | None:
         """Returns the total number of steps; None for an infinite stream.
 
         Raises:
@@ -192,10 +241,70 @@ class FeedStream(Protocol):
         """
         ...
 
+    def batch_size_at(self, cursor: C) -> int:
+        """Returns the global batch size of the next step; may read one host batch."""
+        ...
+
     def record_spec(self) -> RecordSpec:
         """Returns the structure of the records; may read one record."""
+        ...
+
+    def record_ids(self, cursor: C, step: int) -> RecordIds:
+        """Returns the record ids of ``step`` in row order, int64 ``[rows]``, without padding.
+
+        Raises:
+          IndexError: the stream has no such step.
+          SourceError: the stream has no record ids.
+        """
+        ...
+
+    def read(self, record_ids: object) -> PyTree:
+        """Returns records as host-local numpy arrays ``[len(record_ids), ...]``, decoded as in epoch 0.
+
+        Raises:
+          SourceError: an id is not in the source, or the stream has no record ids.
+          SettingsError: ``record_ids`` is not a sequence of integers.
+        """
+        ...
+
+    def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
+        """Returns what the step log says about the contents of a batch."""
         ...
 
     def close(self) -> None:
         """Releases the source."""
         ...
+
+
+AnyStream = FeedStream[Any]
+"""A stream whose cursors go back only to it."""
+
+
+def required_schedule(settings: FeedSettings, what: str) -> BatchSchedule:
+    """Returns the batch schedule of a stream that needs one; ``what`` names the stream for the error.
+
+    Raises:
+      SettingsError: ``global_batch_size`` was not passed.
+    """
+    if settings.schedule is None:
+        raise SettingsError(
+            f"global_batch_size is missing; {what} needs it (an int or a meshfeed.BatchSchedule).",
+            setting="global_batch_size",
+        )
+    return settings.schedule
+
+
+def check_fingerprint(state: FeedState, current: dict[str, JsonValue], source: object) -> JsonValue:
+    """Compares the fingerprint of a state with ``current``, except for a mixture.
+
+    Returns:
+      The saved mixture, for ``check_saved``, which compares stage by stage: stages that have not begun may differ.
+
+    Raises:
+      StateMismatchError: the fingerprints differ.
+    """
+    saved = dict(state.fingerprint)
+    mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None
+    named = find(source, FileNames)
+    compare_fingerprints(saved, current, None if named is None else named.file_names)
+    return mixture

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import cast
 
 import numpy as np
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
-from meshfeed._src.base.settings import BatchSchedule, FeedSettings
+from meshfeed._src.base.hooks import find
+from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.threads import Threads
-from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
-from meshfeed._src.order import epochs as epoch_order
-from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
+from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._src.reading.identity import source_identity
-from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
+from meshfeed._src.reading.records import ReadRows, RecordReader, file_of, reads_columns
 from meshfeed._src.reading.workers import WorkerReader
-from meshfeed._src.state import state as feed_state
-from meshfeed._src.state.state import Ledgers, count_skipped
-from meshfeed._src.streams.protocol import Cursor, HostBatch, LocalIterator
+from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
+from meshfeed._src.streams.protocol import Cursor, HostBatch, check_fingerprint, required_schedule
 
 _log = logging.getLogger("meshfeed.feed")
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAccessCursor(Cursor):
+    """The cursor of a random-access stream.
+
+    Attributes:
+      order: order of the records. That of a mixture depends on the step schedule, because its stages begin at steps.
+    """
+
+    order: RecordOrder
 
 
 class RandomAccessStream:
@@ -37,14 +50,12 @@ class RandomAccessStream:
     """
 
     kind = "random_access"
-    opens_at_restore = False
+    opens_at_restore = moved_by_opening = False
+    length_is_known = True
+    hosts_make_batches = False
 
-    def __init__(self, source: Any, settings: FeedSettings) -> None:
-        if settings.schedule is None:
-            raise SettingsError(
-                "global_batch_size is missing; a random-access source needs it (an int or a meshfeed.BatchSchedule).",
-                setting="global_batch_size",
-            )
+    def __init__(self, source: RandomAccessSource, settings: FeedSettings) -> None:
+        self.schedule = required_schedule(settings, "a random-access source")
         if settings.num_lanes is not None:
             raise SettingsError(
                 f"num_lanes={settings.num_lanes}, but this source is read at random and has no lanes; leave it out.",
@@ -54,31 +65,37 @@ class RandomAccessStream:
             raise SourceError(f"the source {type(source).__name__} is empty: it has 0 records.")
         self.source = source
         self._settings = settings
-        self._schedule: BatchSchedule = settings.schedule
-        self._make_order: Any = getattr(source, "make_order", None)  # a mixture defines its own order
-        self._order = self._order_of(step_schedules.StepSchedule(self._schedule))
+        self.in_columns = reads_columns(source)
+        self._numbering = find(source, hooks.NumbersRecords)  # a mixture defines its own order
+        self._order = self._order_of(StepSchedule(self.schedule))
         self.records = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
         self._identity = source_identity(source, settings.retry)  # may read, which taking a state must not
         if self.num_steps(self.start()) == 0:
             _log.warning(
-                "the source has %d records in all epochs, which is smaller than a batch of %d: with end='drop' there is no "
-                "batch at all. Use end='pad', more epochs or a smaller batch.",
+                "the source has %d records in all epochs, fewer than one batch of %d: with end='drop' there is no batch. "
+                "Use end='pad', more epochs or a smaller batch.",
                 self._order.total,
-                self._schedule.sizes[0],
+                self.schedule.sizes[0],
             )
 
     @property
     def _pad(self) -> bool:
         return self._settings.end == "pad"
 
-    def _order_of(self, step_schedule: step_schedules.StepSchedule) -> Any:
+    def _order_of(self, step_schedule: StepSchedule) -> RecordOrder:
         settings = self._settings
-        kwargs: dict[str, Any] = {"shuffle": settings.shuffle, "seed": settings.seed, "num_epochs": settings.num_epochs}
-        if self._make_order is not None:
-            return self._make_order(**kwargs, position_of_step=step_schedule.position_of_step)
-        return epoch_order.EpochOrder(len(self.source), **kwargs)
+        if self._numbering is not None:
+            return self._numbering.make_order(
+                shuffle=settings.shuffle,
+                seed=settings.seed,
+                num_epochs=settings.num_epochs,
+                position_of_step=step_schedule.position_of_step,
+            )
+        return EpochOrder(
+            len(self.source), shuffle=settings.shuffle, seed=settings.seed, num_epochs=settings.num_epochs
+        )
 
-    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
+    def fingerprint(self, cursor: RandomAccessCursor) -> dict[str, JsonValue]:
         """Source, order, epochs and end; for a mixture also its stages, which begin at steps of the step schedule."""
         config = dict(cursor.order.config())
         return {
@@ -89,92 +106,87 @@ class RandomAccessStream:
             "end": self._settings.end,
         }
 
-    def start(self, like: Cursor | None = None) -> Cursor:
+    def start(self, like: RandomAccessCursor | None = None) -> RandomAccessCursor:
         """Returns the cursor at step 0, position 0."""
         del like
-        return Cursor(step_schedules.StepSchedule(self._schedule), 0, 0, order=self._order)
+        return RandomAccessCursor(StepSchedule(self.schedule), 0, 0, self._order)
 
-    def restore(self, state: feed_state.FeedState) -> Cursor:
+    def restore(self, state: FeedState) -> RandomAccessCursor:
         """Returns the cursor at the state's position, in O(1)."""
-        saved, current = dict(state.fingerprint), self.fingerprint(self.start())
-        # check_saved compares a mixture stage by stage: stages that have not begun may differ.
-        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None
-        feed_state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
-        segments = step_schedules.parse_segments(state.segments)
+        mixture = check_fingerprint(state, self.fingerprint(self.start()), self.source)
+        segments, position = parse_segments(state.segments), state.position
         order = self._order
-        if self._make_order is not None:
-            step = step_schedules.derive_step(segments, state.position, state.position, pad=self._pad)
-            order = self._order_of(
-                step_schedules.StepSchedule(self._schedule, past=segments, step=step, position=state.position)
-            )
-            order.check_saved(mixture, state.position, step)
+        if self._numbering is not None:
+            step = derive_step(segments, position, position, pad=self._pad)
+            order = self._order_of(StepSchedule(self.schedule, past=segments, step=step, position=position))
+            cast("hooks.StagedOrder", order).check_saved(mixture, position, step)
         # With fewer epochs than at the save, a position past the end is valid: the stream has ended.
-        beyond = order.total is not None and state.position > order.total
+        beyond = order.total is not None and position > order.total
         if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
             raise StateMismatchError(
                 "position",
-                state.position,
+                position,
                 f"at most {order.total}",
                 "The state was changed or damaged; use an earlier checkpoint.",
             )
-        step = step_schedules.derive_step(segments, state.position, order.total, pad=self._pad)
-        step_schedule = step_schedules.StepSchedule(self._schedule, past=segments, step=step, position=state.position)
-        return Cursor(
-            step_schedule,
+        step = derive_step(segments, position, order.total, pad=self._pad)
+        return RandomAccessCursor(
+            StepSchedule(self.schedule, past=segments, step=step, position=position),
             step,
-            state.position,
+            position,
+            order,
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
-            order=order,
         )
 
-    def state(self, cursor: Cursor) -> feed_state.FeedState:
+    def replay_from(self, current: RandomAccessCursor, step: int, state: FeedState | None) -> RandomAccessCursor:
+        """Returns the cursor at ``step``; needs no state."""
+        del state
+        self._check_step(current, step)
+        return dataclasses.replace(current, step=step, position=current.step_schedule.at(step)[0])
+
+    def state(self, cursor: RandomAccessCursor) -> FeedState:
         """Returns the state, which is the same on every host."""
-        return feed_state.FeedState(
-            kind=self.kind,
-            position=cursor.position,
-            segments=cursor.step_schedule.delivered_json(cursor.step),
-            fingerprint=self.fingerprint(cursor),
-            **cursor.skipped.state_fields(),
-            num_skipped=cursor.num_skipped or None,
-        )
+        return cursor.to_state(self.kind, self.fingerprint(cursor))
 
-    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+    def advance(
+        self, cursor: RandomAccessCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+    ) -> RandomAccessCursor:
         """Returns the cursor after a delivered batch."""
-        position = self.records_after(cursor, batch.step, ended)
-        return Cursor(
+        return RandomAccessCursor(
             cursor.step_schedule,
             batch.step + 1,
-            position,
-            skipped=cursor.skipped.after(batch.bad, batch.step),
+            self.records_after(cursor, batch.step, ended),
+            cursor.order,
+            skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
             num_skipped=num_skipped,
-            order=cursor.order,
-            source=cursor.source,
         )
 
-    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
+    def records_after(self, cursor: RandomAccessCursor, step: int, ended: Mapping[int, int]) -> int:
         """Returns the records of the stream up to and including ``step``."""
         del ended
         position, size = cursor.step_schedule.at(step)
-        return position + size if cursor.order.total is None else min(position + size, cursor.order.total)
+        total = cursor.order.total
+        return position + size if total is None else min(position + size, total)
 
-    def num_steps(self, cursor: Cursor) -> int | None:
+    def num_steps(self, cursor: RandomAccessCursor) -> int | None:
         """Computed from the source's length: the same on all hosts, with no cross-host communication."""
         total = cursor.order.total
         return None if total is None else cursor.step_schedule.num_steps(total, pad=self._pad)
 
-    def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
-        """Returns the record ids of ``step`` in row order, int64 ``[rows]``, without padding."""
+    def _check_step(self, cursor: RandomAccessCursor, step: int) -> None:
         last = self.num_steps(cursor)
         if step < 0 or (last is not None and step >= last):
             raise IndexError(f"step {step} is not in this stream, which has {last} steps (0 to {(last or 0) - 1}).")
-        position, size = cursor.step_schedule.at(step)
-        total = cursor.order.total
-        stop = position + size if total is None else min(position + size, total)
-        return cursor.order.ids_at(np.arange(position, stop, dtype=np.int64))[0]
 
-    def read(self, record_ids: Any) -> PyTree:
-        """Returns records as host-local numpy arrays ``[len(record_ids), ...]``, decoded as in epoch 0."""
+    def record_ids(self, cursor: RandomAccessCursor, step: int) -> RecordIds:
+        """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
+        self._check_step(cursor, step)
+        stop = self.records_after(cursor, step, {})
+        return cursor.order.ids_at(np.arange(cursor.step_schedule.at(step)[0], stop, dtype=np.int64))[0]
+
+    def read(self, record_ids: object) -> PyTree:
+        """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
         ids = np.asarray(record_ids)
         if not ids.size:
             return self.record_spec().zeros(0)
@@ -184,9 +196,8 @@ class RandomAccessStream:
                 setting="record_ids",
             )
         ids = ids.astype(np.int64).reshape(-1)
-        valid = getattr(self.source, "check_record_ids", None)
-        if valid is not None:
-            valid(ids)
+        if self._numbering is not None:
+            self._numbering.check_record_ids(ids)
         elif ids.min() < 0 or ids.max() >= len(self.source):
             bad = int(ids[(ids < 0) | (ids >= len(self.source))][0])
             raise SourceError(
@@ -194,28 +205,28 @@ class RandomAccessStream:
             )
         return self.records.read(ids, np.zeros(ids.size, np.int64)).tree
 
-    def batch_size_at(self, cursor: Cursor) -> int:
+    def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
+        """Record ids of this host's rows, and the files that contain them."""
+        ids: list[int] = [] if batch.record_ids is None else batch.record_ids.tolist()
+        paths = dict.fromkeys(file_of(self.source, record_id) for record_id in ids)
+        return {"record_ids": ids, "files": [path for path in paths if path]}
+
+    def batch_size_at(self, cursor: RandomAccessCursor) -> int:
         """Returns the global batch size of the next step."""
         return cursor.step_schedule.at(cursor.step)[1]
-
-    def local_iterator(self, feed: Any) -> LocalIterator:
-        """Returns the feed as a local iterator."""
-        return LocalIterator(feed)
 
     def record_spec(self) -> RecordSpec:
         """Returns the structure of record 0."""
         return self.records.spec()
 
-    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> RandomAccessReader:
+    def open_reader(self, cursor: RandomAccessCursor, host_rows: HostRows, *, hosts_agree: bool) -> RandomAccessReader:
         """Opens the data at a cursor."""
         del hosts_agree
         return RandomAccessReader(self, cursor, host_rows, self._settings)
 
     def close(self) -> None:
         """Closes the source if it has a ``close`` method."""
-        close = getattr(self.source, "close", None)
-        if callable(close):
-            close()
+        hooks.close(self.source)
 
 
 class _Part:
@@ -248,7 +259,11 @@ class RandomAccessReader:
       settings: the feed's settings.
     """
 
-    def __init__(self, stream: RandomAccessStream, cursor: Cursor, host_rows: HostRows, settings: FeedSettings) -> None:
+    empty = False
+
+    def __init__(
+        self, stream: RandomAccessStream, cursor: RandomAccessCursor, host_rows: HostRows, settings: FeedSettings
+    ) -> None:
         self._stream = stream
         self._step_schedule = cursor.step_schedule
         self._order = cursor.order
@@ -256,7 +271,8 @@ class RandomAccessReader:
         self._settings = settings
         self._last = stream.num_steps(cursor)
         self._next_step = cursor.step
-        self._pending: dict[int, tuple[RecordIds, Any]] = {}  # keyed by step, so that an interrupt loses no read
+        # Keyed by step, so that an interrupt loses no read.
+        self._pending: dict[int, tuple[RecordIds, Callable[[], ReadRows] | None]] = {}
         self._threads: Threads | None = None
         self._workers: WorkerReader | None = None
         self._ahead = 1
@@ -320,7 +336,7 @@ class RandomAccessReader:
         return batch
 
     def rewind(self, step: int) -> None:
-        """Makes ``step`` the next batch. Not supported with workers."""
+        """Makes ``step`` the next batch."""
         self._next_step = step
 
     def _describe_read(self, step: int, record_ids: RecordIds) -> str:

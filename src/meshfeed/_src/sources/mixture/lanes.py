@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
@@ -26,7 +27,7 @@ from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order.epochs import EpochOrder, derive_key
 from meshfeed._src.order.mixture import MIXTURE_VERSION, Stage, StagedBlocks, StagedWeights, check_stages, group_by
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
-from meshfeed._src.reading.records import accepts_keyword, read_records, wants_rng
+from meshfeed._src.reading.records import read_records, wants_rng
 from meshfeed._src.sources.mixture.parts import Joiner, Part, compact_identity
 
 _COMPONENT_SEED = 104  # purpose of a derived key; differs from those in order/mixture.py
@@ -113,19 +114,15 @@ class ComponentLane:
         self._number, self._source = number, source
         self._lane_index, self._num_lanes = lane_index, num_lanes
         self._seed, self._shuffle = seed, shuffle
-        self._is_stream = hasattr(source, "open") and not hasattr(source, "__getitem__")
-        self._decode = getattr(source, "decode", None) if self._is_stream else None
-        self._decode_rng = accepts_keyword(self._decode, "rng")
+        self._is_stream = hooks.is_stream(source)
+        decodes = hooks.find(source, hooks.Decodes) if self._is_stream else None
+        self._decode = None if decodes is None else decodes.decode
+        self._decode_rng = hooks.accepts_keyword(self._decode, "rng")
         self._taken = 0
         self._state: Any = None
         self._skip = 0
         self._iterator: Any = None
         self._spec: RecordSpec | None = None
-
-    @property
-    def state_cost(self) -> str:
-        """``state_cost`` of the open iterator; "cheap" if it has none."""
-        return getattr(self._iterator, "state_cost", "cheap")
 
     def read(self, num_records: int) -> list[tuple[PyTree, int]]:
         """Reads ``num_records`` records, or fewer if the epoch ends first.
@@ -181,8 +178,9 @@ class ComponentLane:
         iterator = self._iterator
         if iterator is None:  # not opened since set_state: return the restored state
             return [self.epoch, self._taken, self._state, self._skip]
-        if self._taken and hasattr(iterator, "get_state"):
-            return [self.epoch, self._taken, [iterator.get_state()], 0]
+        resumable = hooks.find(iterator, hooks.Resumable)
+        if self._taken and resumable is not None:
+            return [self.epoch, self._taken, [resumable.get_state()], 0]
         return [self.epoch, self._taken, None, self._taken]
 
     def set_state(self, state: JsonValue) -> None:
@@ -193,9 +191,7 @@ class ComponentLane:
     def close(self) -> None:
         """Closes the open iterator."""
         iterator, self._iterator = self._iterator, None
-        close = getattr(iterator, "close", None)
-        if callable(close):
-            close()
+        hooks.close(iterator)
 
     def _open(self) -> Any:
         if not self._is_stream:
@@ -208,24 +204,20 @@ class ComponentLane:
                 seed=epoch_order.derive_key(self._seed, _COMPONENT_SEED, self._number),
                 rng_seed=self._seed,
             )
-        extra: dict[str, Any] = {}
-        if accepts_keyword(self._source.open, "epoch"):
-            extra["epoch"] = self.epoch
-        if accepts_keyword(self._source.open, "seed"):
-            extra["seed"] = self._seed
-        return self._source.open(self._lane_index, self._num_lanes, **extra)
+        return hooks.open_lane(self._source, self._lane_index, self._num_lanes, epoch=self.epoch, seed=self._seed)
 
     def _reopen(self) -> None:
         iterator = self._open()
         if self._state is not None:
-            if not hasattr(iterator, "set_state"):
+            resumable = hooks.find(iterator, hooks.Resumable)
+            if resumable is None:
                 raise StateMismatchError(
                     f"lanes.{self._lane_index}.mixture.{self.name}",
                     "a state of the component",
                     f"{type(iterator).__name__} has no set_state",
                     "Pass the component that the state was saved with.",
                 )
-            iterator.set_state(self._state[0])
+            resumable.set_state(self._state[0])
         self._iterator = iterator
         left = self._skip
         with Dropping(f"component {self.name!r} of lane {self._lane_index}", left) as dropping:
@@ -243,9 +235,10 @@ class ComponentLane:
     def _next(self, num_records: int, *, decode: bool = True) -> tuple[PyTree, int]:
         """A batch of up to ``num_records`` records and its size; None and 0 at the end of the epoch."""
         iterator = self._iterator
-        if self._decode is None and hasattr(iterator, "next_batch"):
+        stacked = hooks.find(iterator, hooks.StackedLane) if self._decode is None else None
+        if stacked is not None:
             try:
-                batch = own_batch(iterator.next_batch(num_records), iterator, "next_batch")
+                batch = own_batch(stacked.next_batch(num_records), iterator, "next_batch")
             except StopIteration:
                 return None, 0
             return batch, num_rows(batch)
@@ -318,11 +311,6 @@ class MixtureLane:
         """The next record."""
         batch = self.next_batch(1)
         return jax.tree.map(lambda leaf: leaf[0], batch)
-
-    @property
-    def state_cost(self) -> str:
-        """``"expensive"`` if any component's state is, otherwise ``"cheap"``."""
-        return "expensive" if any(c.state_cost == "expensive" for c in self._components) else "cheap"
 
     def next_batch(self, num_records: int) -> PyTree:
         """Up to ``num_records`` records, stacked.
@@ -420,7 +408,6 @@ class StreamMixture:
     """A :func:`meshfeed.sources.Mixture` with at least one stream component; made by that function."""
 
     kind = "mixture"
-    owns_epochs = True  # components have their own epochs, so the feed opens a lane once for all epochs
 
     def __init__(
         self,
@@ -434,7 +421,7 @@ class StreamMixture:
         self.components = dict(components)
         self.stages, self.block, self.on_end, self.shuffle = stages, block, on_end, shuffle
         for source in components.values():
-            if hasattr(source, "__getitem__"):
+            if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
         self._bound = bound
         self._identities: dict[str, JsonValue] = {}
@@ -518,6 +505,4 @@ class StreamMixture:
     def close(self) -> None:
         """Closes the components that have a ``close``."""
         for source in self.components.values():
-            close = getattr(source, "close", None)
-            if callable(close):
-                close()
+            hooks.close(source)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
@@ -97,7 +98,7 @@ def Mixture(
     check_all_named(weights, names)
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
-    if any(_is_stream(source) for source in sources.values()):
+    if any(hooks.is_stream(source) for source in sources.values()):
         return StreamMixture(sources, stages, int(block), on_end, shuffle)
     if shuffle is not False:
         raise SettingsError(
@@ -106,10 +107,6 @@ def Mixture(
             setting="shuffle",
         )
     return RandomMixture(sources, stages, int(block), on_end)
-
-
-def _is_stream(source: Any) -> bool:
-    return hasattr(source, "open") and not hasattr(source, "__getitem__")
 
 
 def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
@@ -121,8 +118,8 @@ def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, Re
     members: list[list[Any]] = []
     group_of, first_id = [], []
     for source in sources:
-        concatenate = getattr(source, "concatenate", None)
-        alike = (n for n, group in enumerate(members) if concatenate and concatenate([group[0]]) is not None)
+        joinable = hooks.find(source, hooks.Concatenates)
+        alike = (n for n, group in enumerate(members) if joinable and joinable.concatenate([group[0]]) is not None)
         number = next(alike, len(members))
         if number == len(members):
             members.append([])
@@ -294,9 +291,7 @@ class RandomMixture:
     def close(self) -> None:
         """Closes the components that have a ``close``."""
         for source in self._sources:
-            close = getattr(source, "close", None)
-            if callable(close):
-                close()
+            hooks.close(source)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_joiner": Joiner()}  # a copy takes the structure from its own first batch

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError
+from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
-from meshfeed._src.reading.records import accepts_keyword
 
 
 def loose_randomness(step: Any) -> str | None:
@@ -86,8 +86,6 @@ class TFDataLane:
     Raises:
       SourceError: ``make`` does not return a tf.data.Dataset, or its pipeline has randomness without a seed.
     """
-
-    state_cost = "expensive"  # at least 10 ms, so the feed takes it occasionally and counts the records since
 
     def __init__(self, make: Callable[[], Any], lane_index: int) -> None:
         import tensorflow as tf

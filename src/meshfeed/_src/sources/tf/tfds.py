@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
-from meshfeed._src.reading.records import accepts_keyword
 from meshfeed._src.sources.array_record.source import ArrayRecord
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint

@@ -9,21 +9,21 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import numpy as np
 
-from meshfeed._src.base import exact_json
+from meshfeed._src.base import exact_json, hooks
 from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
 from meshfeed._src.base.stats import Dropping
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, StreamSource
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, check_spec, join_batches, num_rows, spec_of_batch
-from meshfeed._src.reading.records import accepts_keyword
 from meshfeed._src.state import state as feed_state
 
 _log = logging.getLogger("meshfeed.lanes")
@@ -50,16 +50,16 @@ class LaneEntry:
     records: int = 0
     epoch: int = 0
     taken: int = 0
-    state: Any = None
+    state: JsonValue = None
     skip: int = 0
     ended: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, JsonValue]:
         """Returns the sealed JSON that a state contains."""
         return feed_state.seal(dataclasses.asdict(self))
 
     @staticmethod
-    def from_json(value: Any, lane_index: int) -> LaneEntry:
+    def from_json(value: JsonValue, lane_index: int) -> LaneEntry:
         """Parses an entry of a state.
 
         Raises:
@@ -116,24 +116,25 @@ class Lane:
       entry: where to start.
     """
 
-    def __init__(self, source: Any, lane_index: int, settings: LaneSettings, entry: LaneEntry) -> None:
+    def __init__(self, source: StreamSource, lane_index: int, settings: LaneSettings, entry: LaneEntry) -> None:
         self._source = source
         self.lane_index = lane_index
         self._settings = settings
-        self._decode = getattr(source, "decode", None)
+        decodes = find(source, hooks.Decodes)
+        self._decode = None if decodes is None else decodes.decode
         self._decode_rng = accepts_keyword(self._decode, "rng")
         self._entry = entry
         self._epoch = entry.epoch
         self._taken = entry.taken
         self._records = entry.records
         self._ended = entry.ended
-        self._snapshot: Any = entry.state
+        self._snapshot: JsonValue = entry.state
         self._since = entry.skip
         self._busy_since_snapshot = 0.0
         self._snapshot_cost = 0.0
         self._bad_in_a_row = 0
         self._most = _ALL  # most records to request per next_batch call
-        self._iterator: Any = None
+        self._iterator: LaneIterator | None = None
         self._dropping: Dropping | None = None
         self.spec: RecordSpec | None = None
         if not self._ended:
@@ -141,14 +142,10 @@ class Lane:
 
     # ------------------------------------------------------------------ opening
 
-    def _open(self, epoch: int) -> Any:
-        extra: dict[str, Any] = {}
-        if accepts_keyword(self._source.open, "epoch"):
-            extra["epoch"] = epoch
-        if accepts_keyword(self._source.open, "seed"):
-            extra["seed"] = self._settings.seed
+    def _open(self, epoch: int) -> LaneIterator:
+        settings = self._settings
         try:
-            return self._source.open(self.lane_index, self._settings.num_lanes, **extra)
+            return hooks.open_lane(self._source, self.lane_index, settings.num_lanes, epoch=epoch, seed=settings.seed)
         except StopIteration as error:
             raise SourceError(
                 f"opening lane {self.lane_index} raised StopIteration.", lane_index=self.lane_index
@@ -158,16 +155,17 @@ class Lane:
         """Opens the lane at its snapshot and moves it forward by the records since."""
         self._close_iterator()
         iterator = self._open(self._epoch)
+        resumable = find(iterator, hooks.Resumable)
         if self._snapshot is not None:
-            if not hasattr(iterator, "set_state"):
+            if resumable is None:
                 raise StateMismatchError(
                     f"lanes.{self.lane_index}.state",
                     "a state of the source",
                     f"{type(iterator).__name__} has no set_state",
                     "Pass the source that the state was saved with.",
                 )
-            iterator.set_state(exact_json.decode_value(self._snapshot))
-        if self._since and not hasattr(iterator, "get_state") and self._since == self._taken and self._taken:
+            resumable.set_state(exact_json.decode_value(self._snapshot))
+        if resumable is None and self._taken and self._since == self._taken:
             _log.info(
                 "lane %d has no get_state: it is resumed by reading and dropping %d records",
                 self.lane_index,
@@ -179,17 +177,18 @@ class Lane:
             self._dropping = None
         self._iterator = iterator
 
-    def _drop(self, iterator: Any, count: int) -> None:
+    def _drop(self, iterator: LaneIterator, count: int) -> None:
         left = count
+        stacked = find(iterator, hooks.StackedLane)
         with Dropping(f"lane {self.lane_index}", count) as dropping:
             self._dropping = dropping
             while left:
                 try:
-                    if hasattr(iterator, "next_batch"):
-                        dropped = num_rows(iterator.next_batch(left))
-                    else:
+                    if stacked is None:
                         next(iterator)
                         dropped = 1
+                    else:
+                        dropped = num_rows(stacked.next_batch(left))
                 except StopIteration:
                     raise SourceError(
                         f"lane {self.lane_index} ended {left} records before the cursor where it is to be continued "
@@ -201,9 +200,7 @@ class Lane:
 
     def _close_iterator(self) -> None:
         iterator, self._iterator = self._iterator, None
-        close = getattr(iterator, "close", None)
-        if callable(close):
-            close()
+        hooks.close(iterator)
 
     # ------------------------------------------------------------------ reading
 
@@ -246,11 +243,12 @@ class Lane:
         """Fills ``result`` up to ``num_records``, or adds one batch of ``next_batch``; False at the end of the epoch."""
         if self._iterator is None:
             self._reopen()
-        iterator: Any = self._iterator
+        iterator = cast("LaneIterator", self._iterator)
+        stacked = find(iterator, hooks.StackedLane) if self._decode is None else None
         try:
-            if self._decode is None and hasattr(iterator, "next_batch"):
+            if stacked is not None:
                 self._take_stacked(stack, chunks)  # left from an epoch whose iterator gave single records
-                self._add_batch(iterator, num_records - result.count, chunks, result)
+                self._add_batch(stacked, num_records - result.count, chunks, result)
                 return True
             while result.count < num_records:
                 self._add(next(iterator), stack, result)
@@ -267,7 +265,7 @@ class Lane:
             self._close_broken()
             raise
 
-    def _add_batch(self, iterator: Any, missing: int, chunks: list[PyTree], result: Taken) -> None:
+    def _add_batch(self, iterator: hooks.StackedLane, missing: int, chunks: list[PyTree], result: Taken) -> None:
         # After a failure request 1 record, then 2, 4, …: records already read are kept, and each record gets its own
         # retries. The limit is 1 during the call, so it stays 1 if the call raises.
         most, self._most = self._most, 1
@@ -290,7 +288,7 @@ class Lane:
         except Exception as error:  # must not mask the error that broke the iterator
             _log.debug("closing the iterator of lane %d failed: %s", self.lane_index, error)
 
-    def _add(self, record: Any, stack: RecordStack, result: Taken) -> None:
+    def _add(self, record: Record, stack: RecordStack, result: Taken) -> None:
         if self._decode is not None:
             record_id = (self.lane_index << 48) | self._taken  # unique over all lanes, for rng= and the ledger
             extra = {"rng": philox(self._settings.seed, self._epoch, record_id)} if self._decode_rng else {}
@@ -343,11 +341,12 @@ class Lane:
 
     def entry(self) -> LaneEntry:
         """Returns the lane's current state; takes a new snapshot of the source unless that is too expensive for now."""
-        if not self._ended and self._since and self._iterator is not None and hasattr(self._iterator, "get_state"):
+        resumable = find(self._iterator, hooks.Resumable) if self._since and not self._ended else None
+        if resumable is not None:
             cheap = self._snapshot_cost <= _SNAPSHOT_SHARE * self._busy_since_snapshot
             overdue = self._busy_since_snapshot > _MAX_SNAPSHOT_SECONDS
             if cheap or overdue or self._snapshot_cost < 2e-5:
-                self._take_snapshot()
+                self._take_snapshot(resumable)
         return LaneEntry(
             records=self._records,
             epoch=self._epoch,
@@ -357,9 +356,9 @@ class Lane:
             ended=self._ended,
         )
 
-    def _take_snapshot(self) -> None:
+    def _take_snapshot(self, iterator: hooks.Resumable) -> None:
         start = time.monotonic()
-        state = self._iterator.get_state()
+        state = iterator.get_state()
         try:
             # encoding copies the state, which the iterator may mutate later
             self._snapshot = exact_json.encode_value(state)

@@ -1,6 +1,7 @@
-"""The stream of a sequential source: a fixed slice of every batch's rows per lane, each lane read sequentially.
+"""The stream of a sequential source, read as lanes: each lane fills a fixed slice of the rows of every batch.
 
-Groups of lanes read together: in the calling thread, in a thread pool, or in worker processes.
+A host opens the lanes whose rows it holds, and reads them in the calling thread, in a thread pool, or in worker
+processes. The state has one entry per lane, so lanes can move between hosts.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import cast
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
-from meshfeed._src.base.settings import BatchSchedule, FeedSettings, Workers
+from meshfeed._src.base.hooks import find
+from meshfeed._src.base.settings import FeedSettings, Workers
 from meshfeed._src.base.threads import Threads
-from meshfeed._src.base.types import PyTree, RecordIds
-from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
+from meshfeed._src.order.steps import StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
-from meshfeed._src.state import state as feed_state
-from meshfeed._src.state.state import Ledgers, count_skipped
+from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lanes.lane import (
     Lane,
     LaneEntry,
@@ -32,7 +34,13 @@ from meshfeed._src.streams.lanes.lane import (
     needed_lanes,
     place_rows,
 )
-from meshfeed._src.streams.protocol import EMPTY_STREAM, Cursor, HostBatch, LocalIterator
+from meshfeed._src.streams.protocol import (
+    EMPTY_STREAM,
+    Cursor,
+    HostBatch,
+    check_fingerprint,
+    required_schedule,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +75,7 @@ class LaneGroup:
     """
 
     def __init__(
-        self, source: Any, settings: LaneSettings, entries: Mapping[int, LaneEntry], num_threads: int = 1
+        self, source: StreamSource, settings: LaneSettings, entries: Mapping[int, LaneEntry], num_threads: int = 1
     ) -> None:
         self._threads = None
         if num_threads > 1 and len(entries) > 1:
@@ -114,6 +122,10 @@ class LaneGroup:
     __call__ = read
 
 
+_Request = int | dict[int, LaneEntry]
+"""To a worker: the records to read of each of its lanes, or at first the lanes to open."""
+
+
 class WorkerLanes:
     """Lanes distributed over worker processes, with reads queued ahead.
 
@@ -127,7 +139,7 @@ class WorkerLanes:
 
     def __init__(
         self,
-        source: Any,
+        source: StreamSource,
         settings: LaneSettings,
         entries: Mapping[int, LaneEntry],
         num_workers: Workers,
@@ -137,15 +149,14 @@ class WorkerLanes:
         self._num_workers = max(1, min(num_workers, len(lanes)))
         self._timeout_seconds = timeout_seconds
 
-        def make_task() -> Callable[[Any], Any]:
+        def make_task() -> Callable[[_Request], GroupRows | None]:
             groups: list[LaneGroup] = []
 
-            def task(request: Any) -> Any:
-                kind, value = request
-                if kind == "open":
-                    groups.append(LaneGroup(source, settings, value))
-                    return None
-                return groups[0].read(value)
+            def task(request: _Request) -> GroupRows | None:
+                if isinstance(request, int):
+                    return groups[0].read(request)
+                groups.append(LaneGroup(source, settings, request))
+                return None
 
             return task
 
@@ -154,12 +165,12 @@ class WorkerLanes:
             pickle_task(make_task),
             name="the feed",
             gc_every=num_workers.gc_every,
-            describe=lambda request: f"{request[0]} lanes",
+            describe=lambda request: "reading lanes" if isinstance(request, int) else "opening lanes",
         )
         try:
             for worker in range(self._num_workers):
                 mine = {lane: entries[lane] for lane in lanes[worker :: self._num_workers]}
-                self._pool.submit(worker, ("open", mine))
+                self._pool.submit(worker, mine)
             for worker in range(self._num_workers):
                 self._pool.result(worker, timeout_seconds)
         except BaseException:
@@ -169,7 +180,7 @@ class WorkerLanes:
     def submit(self, num_records: int) -> None:
         """Queues a read of ``num_records`` records of each lane."""
         for worker in range(self._num_workers):
-            self._pool.submit(worker, ("read", num_records))
+            self._pool.submit(worker, num_records)
 
     def result(self) -> GroupRows:
         """Waits for the oldest queued read and returns its rows."""
@@ -189,12 +200,36 @@ class WorkerLanes:
 
 
 _MAX_LANES = 64
+_DAMAGED = "The state was changed or damaged; use an earlier checkpoint."
 
 
 def default_num_lanes(sizes: tuple[int, ...]) -> int:
     """Returns the largest common divisor of the batch sizes that is at most 64."""
     common = math.gcd(*sizes)
     return next(lanes for lanes in range(min(_MAX_LANES, common), 0, -1) if common % lanes == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneCursor(Cursor):
+    """The cursor of a stream read as lanes.
+
+    Attributes:
+      source: the source that lanes are opened from. That of a mixture depends on the step schedule, because its stages
+        begin at steps.
+      entries: lane → where it stands.
+      ended: lane → length in records, for the lanes of all hosts known to have ended.
+      lanes: number of lanes.
+    """
+
+    source: StreamSource
+    entries: Mapping[str, LaneEntry]
+    ended: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+    lanes: int = dataclasses.field(kw_only=True)
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes."""
+        return self.lanes
 
 
 class LaneStream:
@@ -207,49 +242,45 @@ class LaneStream:
 
     kind = "lanes"
     opens_at_restore = True
+    moved_by_opening = length_is_known = hosts_make_batches = in_columns = False
 
-    def __init__(self, source: Any, settings: FeedSettings) -> None:
-        if settings.schedule is None:
-            raise SettingsError(
-                "global_batch_size is missing; a stream needs it (an int or a meshfeed.BatchSchedule).",
-                setting="global_batch_size",
-            )
+    def __init__(self, source: StreamSource, settings: FeedSettings) -> None:
+        self.schedule = required_schedule(settings, "a stream")
         if settings.shuffle is not False:
             raise SettingsError(
-                f"shuffle={settings.shuffle!r}, but a stream cannot be shuffled as a whole: it is read one record after "
-                "the other. Shuffle in the source (Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a "
-                "random-access source.",
+                f"shuffle={settings.shuffle!r}, but a stream cannot be shuffled as a whole: its records are read in order. "
+                "Shuffle in the source (Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a random-access "
+                "source.",
                 setting="shuffle",
             )
-        if settings.bad_records is not None and getattr(source, "decode", None) is None:
+        if settings.bad_records is not None and find(source, hooks.Decodes) is None:
             raise SettingsError(
-                "bad_records=SkipBad(…) on a stream covers its decode, and this one has none; leave it out, and handle "
-                "bad records where the stream is made.",
+                "bad_records=SkipBad(…) on a stream covers only its decode, and this source has none. Leave it out, and "
+                "handle bad records in the code that makes the stream.",
                 setting="bad_records",
             )
         self.source = source
-        self._bind: Any = getattr(source, "bind", None)  # a mixture's stages begin at steps
+        self._staged = find(source, hooks.StagedStream)  # a mixture's stages begin at steps
         self._settings = settings
-        self._schedule: BatchSchedule = settings.schedule
-        self.num_lanes = settings.num_lanes or default_num_lanes(self._schedule.sizes)
+        self.num_lanes = settings.num_lanes or default_num_lanes(self.schedule.sizes)
         self._check_lanes(self.num_lanes)
-        check_source = getattr(source, "check_lanes", None)  # rejects a num_lanes that the source cannot serve
-        if callable(check_source):
-            check_source(self.num_lanes)
         self._identity = source_identity(source, settings.retry)  # may read, which taking a state must not
-        if self._bind is not None:
-            self.start().source.mixture_config()  # same for the components of a mixture
+        if self._staged is not None:
+            self._staged.mixture_config()  # may read too
         self._spec: RecordSpec | None = None
 
     def _check_lanes(self, num_lanes: int) -> None:
-        for size in self._schedule.sizes:
+        for size in self.schedule.sizes:
             if size % num_lanes:
-                best = default_num_lanes(self._schedule.sizes)
+                best = default_num_lanes(self.schedule.sizes)
                 raise SettingsError(
                     f"num_lanes={num_lanes} does not divide global_batch_size={size}; it takes a divisor of every batch "
                     f"size, such as {best}.",
                     setting="num_lanes",
                 )
+        limited = find(self.source, hooks.LimitsLanes)
+        if limited is not None:
+            limited.check_lanes(num_lanes)
 
     @property
     def _pad(self) -> bool:
@@ -257,127 +288,118 @@ class LaneStream:
 
     # ------------------------------------------------------------------ state
 
-    def fingerprint(self, cursor: Cursor) -> dict[str, Any]:
+    def fingerprint(self, cursor: LaneCursor) -> dict[str, JsonValue]:
         """Source, seed, epochs, end and number of lanes."""
+        staged = find(cursor.source, hooks.StagedStream)
         return {
             "source": self._identity,
             "seed": self._settings.seed,
             "num_epochs": self._settings.num_epochs,
             "end": self._settings.end,
             "num_lanes": cursor.num_lanes,
-            **({} if self._bind is None else {"mixture": cursor.source.mixture_config()}),
+            **({} if staged is None else {"mixture": staged.mixture_config()}),
         }
 
-    def _source_under(self, step_schedule: step_schedules.StepSchedule) -> Any:
-        if self._bind is None:
+    def _source_under(self, step_schedule: StepSchedule) -> StreamSource:
+        if self._staged is None:
             return self.source
         settings = self._settings
-        return self._bind(
+        return self._staged.bind(
             seed=settings.seed, num_epochs=settings.num_epochs, position_of_step=step_schedule.position_of_step
         )
 
-    def start(self, like: Cursor | None = None) -> Cursor:
+    def start(self, like: LaneCursor | None = None) -> LaneCursor:
         """Returns the cursor at step 0, every lane at its beginning; keeps ``num_lanes`` of ``like``."""
         num_lanes = self.num_lanes if like is None else like.num_lanes
         entries = {str(lane): LaneEntry() for lane in range(num_lanes)}
-        step_schedule = step_schedules.StepSchedule(self._schedule)
-        return Cursor(
-            step_schedule, 0, 0, entries=entries, num_lanes=num_lanes, source=self._source_under(step_schedule)
-        )
+        step_schedule = StepSchedule(self.schedule)
+        return LaneCursor(step_schedule, 0, 0, self._source_under(step_schedule), entries, lanes=num_lanes)
 
-    def restore(self, state: feed_state.FeedState) -> Cursor:
+    def restore(self, state: FeedState) -> LaneCursor:
         """Returns the state's cursor, with the lanes that the state contains."""
-        remedy = "The state was changed or damaged; use an earlier checkpoint."
         num_lanes = self._settings.num_lanes or state.num_lanes
         if state.num_lanes is None or state.step is None or state.lanes is None or not num_lanes:
-            raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", remedy)
-        here = dataclasses.replace(self.start(), num_lanes=num_lanes)
-        saved, current = dict(state.fingerprint), self.fingerprint(here)
-        # check_saved compares a mixture stage by stage: stages that have not begun may differ.
-        mixture = saved.pop("mixture", None) if current.pop("mixture", None) else None
-        feed_state.compare_fingerprints(saved, current, getattr(self.source, "file_names", None))
+            raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", _DAMAGED)
+        here = dataclasses.replace(self.start(), lanes=num_lanes)
+        mixture = check_fingerprint(state, self.fingerprint(here), self.source)
         if num_lanes != state.num_lanes:
-            raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, remedy)
-        if any(size % num_lanes for size in self._schedule.sizes):
+            raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, _DAMAGED)
+        if any(size % num_lanes for size in self.schedule.sizes):
             raise StateMismatchError(
                 "num_lanes",
                 num_lanes,
-                f"a divisor of the batch sizes {list(self._schedule.sizes)}",
+                f"a divisor of the batch sizes {list(self.schedule.sizes)}",
                 "Choose global_batch_size as a multiple of the saved number of lanes.",
             )
-        segments = step_schedules.parse_segments(state.segments)
-        nominal = 0
-        if segments:
-            last = segments[-1]
-            nominal = last.first_position + (state.step - last.first_step) * last.size
+        segments = parse_segments(state.segments)
+        nominal = position_at(segments, state.step)
         consistent = state.step > segments[-1].first_step if segments else state.step == 0
         if not consistent or state.position > nominal or (not self._pad and state.position != nominal):
-            raise StateMismatchError("position", state.position, f"{nominal} at step {state.step}", remedy)
-        entries: dict[str, LaneEntry] = {}
-        for key, value in state.lanes.items():
-            if not key.isdecimal() or int(key) >= num_lanes:
-                raise StateMismatchError(f"lanes.{key}", key, f"a lane below {num_lanes}", remedy)
-            entries[key] = LaneEntry.from_json(value, int(key))
-            expected = nominal // num_lanes
-            entry = entries[key]
-            if entry.records > expected or (entry.records < expected and not entry.ended):
-                raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, remedy)
+            raise StateMismatchError("position", state.position, f"{nominal} at step {state.step}", _DAMAGED)
+        entries = _parse_entries(state.lanes, num_lanes, nominal // num_lanes)
         delivered = sum(entry.records for entry in entries.values())
         if len(entries) == num_lanes and delivered != state.position:
-            raise StateMismatchError("position", state.position, f"{delivered} records in all lanes", remedy)
-        ended = {int(key): entry.records for key, entry in entries.items() if entry.ended}
-        step_schedule = step_schedules.StepSchedule(self._schedule, past=segments, step=state.step, position=nominal)
+            raise StateMismatchError("position", state.position, f"{delivered} records in all lanes", _DAMAGED)
+        step_schedule = StepSchedule(self.schedule, past=segments, step=state.step, position=nominal)
         source = self._source_under(step_schedule)
-        if self._bind is not None:
-            source.check_saved(mixture, nominal, state.step)
-        return Cursor(
+        if self._staged is not None:
+            cast("hooks.StagedStream", source).check_saved(mixture, nominal, state.step)
+        return LaneCursor(
             step_schedule,
             state.step,
             state.position,
-            entries=entries,
-            ended=ended,
+            source,
+            entries,
+            {int(key): entry.records for key, entry in entries.items() if entry.ended},
+            lanes=num_lanes,
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
-            num_lanes=num_lanes,
-            source=source,
         )
 
-    def state(self, cursor: Cursor) -> feed_state.FeedState:
+    def replay_from(self, current: LaneCursor, step: int, state: FeedState | None) -> LaneCursor:
+        """Returns the cursor of ``state``, which must contain all lanes, or of the beginning."""
+        cursor = self.start(current) if state is None else self.restore(state)
+        if cursor.step > step:
+            raise SettingsError(
+                f"replay of step {step} from a state taken at step {cursor.step}; it takes a state taken at or before "
+                "the step.",
+                setting="state",
+            )
+        return cursor
+
+    def state(self, cursor: LaneCursor) -> FeedState:
         """Returns the state; it contains only this host's lanes."""
-        return feed_state.FeedState(
-            kind=self.kind,
-            position=cursor.position,
-            step=cursor.step,
-            segments=cursor.step_schedule.delivered_json(cursor.step),
-            fingerprint=self.fingerprint(cursor),
-            num_lanes=cursor.num_lanes,
-            lanes={lane: entry.to_json() for lane, entry in sorted(cursor.entries.items(), key=lambda i: int(i[0]))},
-            **cursor.skipped.state_fields(),
-            num_skipped=cursor.num_skipped or None,
+        lanes = {lane: entry.to_json() for lane, entry in sorted(cursor.entries.items(), key=lambda item: int(item[0]))}
+        return cursor.to_state(
+            self.kind, self.fingerprint(cursor), step=cursor.step, num_lanes=cursor.num_lanes, lanes=lanes
         )
 
-    def records_after(self, cursor: Cursor, step: int, ended: Mapping[int, int]) -> int:
+    def records_after(self, cursor: LaneCursor, step: int, ended: Mapping[int, int]) -> int:
         """Returns the records up to and including ``step``, from the lengths of the ended lanes."""
         position, size = cursor.step_schedule.at(step)
         each = (position + size) // cursor.num_lanes
         ended = {**cursor.ended, **ended} if cursor.ended else ended
         return position + size - sum(max(0, each - length) for length in ended.values())
 
-    def advance(self, cursor: Cursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> Cursor:
+    def advance(
+        self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+    ) -> LaneCursor:
         """Returns the cursor after a delivered batch."""
-        return dataclasses.replace(
-            cursor,
-            step=batch.step + 1,
-            position=self.records_after(cursor, batch.step, ended),
-            entries=batch.entries,
-            ended={**cursor.ended, **ended} if ended else cursor.ended,
-            skipped=cursor.skipped.after(batch.bad, batch.step),
+        return LaneCursor(
+            cursor.step_schedule,
+            batch.step + 1,
+            self.records_after(cursor, batch.step, ended),
+            cursor.source,
+            batch.entries,
+            {**cursor.ended, **ended} if ended else cursor.ended,
+            lanes=cursor.lanes,
+            skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
             num_skipped=num_skipped,
         )
 
     # ------------------------------------------------------------------ reading
 
-    def open_reader(self, cursor: Cursor, host_rows: HostRows, *, hosts_agree: bool) -> LaneReader:
+    def open_reader(self, cursor: LaneCursor, host_rows: HostRows, *, hosts_agree: bool) -> LaneReader:
         """Opens this host's lanes at a cursor.
 
         Raises:
@@ -399,14 +421,14 @@ class LaneStream:
     def lane_settings(self, num_lanes: int) -> LaneSettings:
         """Returns the settings that all lanes share."""
         settings = self._settings
-        num_epochs = 1 if getattr(self.source, "owns_epochs", False) else settings.num_epochs
+        num_epochs = settings.num_epochs if self._staged is None else 1  # a mixture's lanes cover all epochs
         return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records)
 
     def record_spec(self) -> RecordSpec:
         """Returns the structure of the first record of the first nonempty lane."""
         if self._spec is None:
             settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
-            source = self._source_under(step_schedules.StepSchedule(self._schedule))
+            source = self._source_under(StepSchedule(self.schedule))
             for lane_index in range(self.num_lanes):
                 lane = Lane(source, lane_index, settings, LaneEntry())
                 taken = lane.take(1)
@@ -418,33 +440,44 @@ class LaneStream:
                 raise SourceError(f"the stream is empty: none of its {self.num_lanes} lanes has a record.")
         return self._spec
 
-    def batch_size_at(self, cursor: Cursor) -> int:
+    def batch_size_at(self, cursor: LaneCursor) -> int:
         """Returns the global batch size of the next step."""
         return cursor.step_schedule.at(cursor.step)[1]
 
-    def num_steps(self, cursor: Cursor) -> int | None:
+    def num_steps(self, cursor: LaneCursor) -> int | None:
         """Always raises: the number of steps is unknown until the stream ends."""
         raise TypeError("a stream has no length before it has ended.")
 
-    def record_ids(self, cursor: Cursor, step: int) -> RecordIds:
+    def record_ids(self, cursor: LaneCursor, step: int) -> RecordIds:
         """Always raises: streams have no record ids."""
         raise SourceError(
             f"record_ids({step}): a stream has no record ids; read the step again from a state taken before it."
         )
 
-    def read(self, record_ids: Any) -> PyTree:
+    def read(self, record_ids: object) -> PyTree:
         """Always raises: streams cannot be read by record id."""
         raise SourceError("read(record_ids): a stream has no record ids; pass a random-access source.")
 
-    def local_iterator(self, feed: Any) -> LocalIterator:
-        """Returns the feed as a local iterator."""
-        return LocalIterator(feed)
+    def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
+        """Records delivered so far of each lane of this host."""
+        entries: Mapping[str, LaneEntry] = batch.entries
+        return {"lanes": {lane: entry.records for lane, entry in entries.items()}}
 
     def close(self) -> None:
         """Closes the source if it has a ``close`` method."""
-        close = getattr(self.source, "close", None)
-        if callable(close):
-            close()
+        hooks.close(self.source)
+
+
+def _parse_entries(lanes: Mapping[str, JsonValue], num_lanes: int, expected: int) -> dict[str, LaneEntry]:
+    """Parses the lanes of a state; ``expected`` is the number of records that each has delivered, unless it ended."""
+    entries: dict[str, LaneEntry] = {}
+    for key, value in lanes.items():
+        if not key.isdecimal() or int(key) >= num_lanes:
+            raise StateMismatchError(f"lanes.{key}", key, f"a lane below {num_lanes}", _DAMAGED)
+        entry = entries[key] = LaneEntry.from_json(value, int(key))
+        if entry.records > expected or (entry.records < expected and not entry.ended):
+            raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, _DAMAGED)
+    return entries
 
 
 class LaneReader:
@@ -464,7 +497,7 @@ class LaneReader:
     def __init__(
         self,
         stream: LaneStream,
-        cursor: Cursor,
+        cursor: LaneCursor,
         host_rows: HostRows,
         settings: FeedSettings,
         entries: Mapping[int, LaneEntry],
@@ -540,6 +573,9 @@ class LaneReader:
             times={"read_seconds": group.seconds},
             retries=sum(row.taken.retries for row in group.lanes.values()),
         )
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: reads are not interrupted."""
 
     def final(self) -> int | None:
         """Returns the first step without a real row of this host, if reached."""

@@ -1,0 +1,313 @@
+"""Optional hooks: what a source, a lane or an iterator may offer beyond its required methods.
+
+Each hook is a Protocol, and :func:`find` looks it up. There is no base class and no registration: an object has a hook
+if it defines every member of the Protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+
+from meshfeed._src.base.types import (
+    Decode,
+    DecodeBatch,
+    JsonValue,
+    LaneIterator,
+    PyTree,
+    RandomAccessSource,
+    Record,
+    RecordIds,
+    RecordOrder,
+    StreamSource,
+)
+
+H = TypeVar("H")
+
+# ---------------------------------------------------------------------- sources of any kind
+
+
+class Fingerprinted(Protocol):
+    """Has an identity of its own, which replaces the default probe of four records."""
+
+    def fingerprint(self) -> JsonValue:
+        """Returns a value that must be equal for a saved state to be usable."""
+        ...
+
+
+class Kinded(Protocol):
+    """Names its kind in the fingerprint; the default is the name of its class."""
+
+    kind: str
+
+
+class FileNames(Protocol):
+    """Lists its files, so that an error about a different set of files can name the missing ones."""
+
+    def file_names(self) -> Sequence[str]:
+        """Returns paths or URLs."""
+        ...
+
+
+class Closeable(Protocol):
+    """Releases files and threads."""
+
+    def close(self) -> None:
+        """Releases them. The object may be used again, which opens them again."""
+        ...
+
+
+class Decodes(Protocol):
+    """Decodes records one at a time; with ``rng=`` if the function has that parameter."""
+
+    decode: Decode
+
+
+# ---------------------------------------------------------------------- random-access sources
+
+
+class DecodesBatches(Protocol):
+    """Decodes a list of undecoded records at once, to arrays ``[n, ...]``."""
+
+    decode_batch: DecodeBatch
+
+
+class RawReader(Protocol):
+    """Reads undecoded records, which the feed then decodes."""
+
+    def read_raw(self, record_ids: RecordIds) -> Sequence[bytes]:
+        """Returns the bytes of each record; ``record_ids`` is int64 ``[n]``."""
+        ...
+
+
+class RowsReader(RawReader, Protocol):
+    """Reads undecoded records of one size into one array; used only with a decoder that :class:`DecodesRows`."""
+
+    def read_rows(self, record_ids: RecordIds) -> np.ndarray | None:
+        """Returns uint8 ``[n, bytes per record]``, or None to have ``read_raw`` called instead."""
+        ...
+
+
+class DecodesRows(Protocol):
+    """Decodes records that are already in one array."""
+
+    def from_rows(self, rows: np.ndarray) -> PyTree:
+        """Returns arrays ``[n, ...]`` from uint8 ``[n, bytes per record]``."""
+        ...
+
+
+class BatchReader(Protocol):
+    """Reads records that are already stacked.
+
+    ``read_batch(record_ids: int64[n])`` returns a pytree of arrays ``[n, ...]``. It gets ``columns=`` (ColumnSlices)
+    from feeds that need only part of each leaf, if the source has ``reads_columns = True``, and ``rngs=`` (one
+    generator per record), if it has that parameter.
+    """
+
+    read_batch: Callable[..., PyTree]
+
+
+class ColumnReader(Protocol):
+    """Can read part of each leaf; see :class:`BatchReader`."""
+
+    reads_columns: bool
+
+
+class ItemsReader(Protocol):
+    """Reads several records with one call."""
+
+    def __getitems__(self, record_ids: list[int], /) -> Sequence[Record]: ...
+
+
+class DeclaresRng(Protocol):
+    """States whether its decoder takes one generator per record; by default, the decoder's signature decides."""
+
+    wants_rng: bool
+
+
+class LocatesRecords(Protocol):
+    """Names the file that holds a record, for error messages and logs."""
+
+    def file_of(self, record_id: int) -> str | None:
+        """Returns a path or URL, or None if unknown."""
+        ...
+
+
+class Concatenates(Protocol):
+    """Joins sources that read and decode alike, so that a mixture reads them with one call."""
+
+    def concatenate(self, others: Sequence[RandomAccessSource]) -> RandomAccessSource | None:
+        """Returns one source over the records of this one and then of ``others``; None if they are not alike."""
+        ...
+
+
+class StagedOrder(RecordOrder, Protocol):
+    """An order whose future may change: a mixture with stages."""
+
+    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
+        """Checks that a stream saved at ``position`` with ``saved_mixture`` can resume with this order.
+
+        Raises:
+          StateMismatchError: something that determined the delivered records has changed.
+        """
+        ...
+
+
+class NumbersRecords(Protocol):
+    """Numbers and orders its records itself, as a mixture does; its ids are not ``0 <= id < len(source)``."""
+
+    @property
+    def first_record_id(self) -> int:
+        """Id of the record from which to infer the structure."""
+        ...
+
+    def make_order(
+        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+    ) -> StagedOrder:
+        """Returns the order for a feed's settings."""
+        ...
+
+    def check_record_ids(self, record_ids: RecordIds) -> None:
+        """Raises SourceError for an id that does not exist."""
+        ...
+
+    def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
+        """Returns the id of the record that replaces a bad one."""
+        ...
+
+
+# ---------------------------------------------------------------------- streams and their lanes
+
+
+class LimitsLanes(Protocol):
+    """Cannot be split into any number of lanes."""
+
+    def check_lanes(self, num_lanes: int) -> None:
+        """Raises SettingsError for a number of lanes that the source cannot serve."""
+        ...
+
+
+class StagedStream(StreamSource, Protocol):
+    """A stream whose future may change: a mixture with stages. Its lanes cover all epochs."""
+
+    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StagedStream:
+        """Returns a copy with a feed's settings, whose stages begin at positions."""
+        ...
+
+    def mixture_config(self) -> JsonValue:
+        """Returns stages and components, for the fingerprint."""
+        ...
+
+    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
+        """See :meth:`StagedOrder.check_saved`."""
+        ...
+
+
+class Resumable(Protocol):
+    """Resumes from a state of its own, instead of by reading and dropping."""
+
+    def get_state(self) -> JsonValue:
+        """Returns the state after the last record or batch returned; tuples in it are restored as tuples."""
+        ...
+
+    def set_state(self, state: JsonValue, /) -> None:
+        """Continues after the record or batch at which ``state`` was taken."""
+        ...
+
+
+class StackedLane(LaneIterator, Protocol):
+    """A lane that also returns stacked records. Calls of both methods may be mixed."""
+
+    def next_batch(self, num_records: int) -> PyTree:
+        """Returns arrays ``[n, ...]`` with 1 <= n <= num_records. Fewer records than requested do not mean the end.
+
+        Raises:
+          StopIteration: the lane has ended.
+        """
+        ...
+
+
+# ---------------------------------------------------------------------- host batches
+
+
+class UnevenHosts(Protocol):
+    """Host batches as MaxText makes them, which hosts need not make alike."""
+
+    rows_may_vary: bool
+    """Whether the number of rows may differ between batches."""
+    readers_share_a_position: bool
+    """Whether opening a second iterator moves the first."""
+    ends_may_differ: bool
+    """Whether a state may resume with a different ``end``."""
+
+
+# ---------------------------------------------------------------------- look-up
+
+
+@functools.cache
+def _members(hook: type) -> tuple[tuple[str, bool], ...]:
+    """Names of a Protocol's members, and whether each is a method."""
+    found: dict[str, bool] = {}
+    for base in hook.__mro__:
+        if getattr(base, "_is_protocol", False) and base is not Protocol:
+            found |= dict.fromkeys(vars(base).get("__annotations__", ()), False)
+            for name, value in vars(base).items():
+                if isinstance(value, types.FunctionType) and name not in ("__init__", "__subclasshook__"):
+                    found[name] = True
+                elif isinstance(value, property):
+                    found[name] = False
+    return tuple(found.items())
+
+
+def find(thing: object, hook: type[H]) -> H | None:
+    """Returns ``thing`` as a ``hook`` if it has every member of that Protocol, otherwise None.
+
+    A method counts only if it is callable, and an attribute only if it is not None.
+    """
+    for name, is_method in _members(hook):
+        value = getattr(thing, name, None)
+        if value is None or (is_method and not callable(value)):
+            return None
+    return cast("H", thing)
+
+
+def close(thing: object) -> None:
+    """Closes ``thing`` if it has a ``close`` method."""
+    closeable = find(thing, Closeable)
+    if closeable is not None:
+        closeable.close()
+
+
+def is_stream(source: object) -> bool:
+    """Whether a source is a stream; a source that also has ``__getitem__`` is read at random."""
+    return find(source, StreamSource) is not None and not hasattr(source, "__getitem__")
+
+
+@functools.lru_cache(maxsize=256)
+def _has_keyword(function: Callable[..., object], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some C callables have no signature
+        return False
+    return any(p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
+    """Whether ``function`` has the parameter ``keyword`` (``**kwargs`` does not count)."""
+    if function is None:
+        return False
+    try:
+        return _has_keyword(function, keyword)
+    except TypeError:  # an unhashable callable
+        return _has_keyword.__wrapped__(function, keyword)
+
+
+def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: int, seed: int) -> LaneIterator:
+    """Opens a lane; passes ``epoch`` and ``seed`` only to sources whose ``open`` has these parameters."""
+    extra = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(source.open, name)}
+    return source.open(lane_index, num_lanes, **extra)
