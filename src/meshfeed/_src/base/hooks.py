@@ -220,8 +220,8 @@ class Resumable(Protocol):
         ...
 
 
-class StackedLane(LaneIterator, Protocol):
-    """A lane that also returns stacked records. Calls of both methods may be mixed."""
+class StackedLane(Protocol):
+    """Returns stacked records. Calls of this method and of ``__next__`` may be mixed."""
 
     def next_batch(self, num_records: int) -> PyTree:
         """Returns arrays ``[n, ...]`` with 1 <= n <= num_records. Fewer records than requested do not mean the end.
