@@ -532,6 +532,18 @@ def test_step_log_is_one_json_line_a_step_and_off_by_default(caplog: pytest.LogC
     assert lines[1]["record_ids"] == list(range(16, 32))
 
 
+def test_the_step_log_of_a_stream_gives_the_records_of_each_lane(caplog: pytest.LogCaptureFixture) -> None:
+    source = meshfeed.sources.Stream(lambda lane_index, num_lanes: iter(range(lane_index, 64, num_lanes)))
+    with (
+        caplog.at_level(logging.DEBUG, logger="meshfeed.steps"),
+        meshfeed.MultiHostDataLoadIterator(source, make_mesh(), global_batch_size=16, num_lanes=4) as feed,
+    ):
+        next(feed)
+        next(feed)
+    lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "meshfeed.steps"]
+    assert [line["lanes"] for line in lines] == [dict.fromkeys("0123", 4), dict.fromkeys("0123", 8)]
+
+
 def test_local_iterator_has_the_state_of_the_last_delivered_batch() -> None:
     with make_feed() as feed:
         local = feed.local_iterator
