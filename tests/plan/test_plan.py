@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
+from meshfeed._src.base.errors import PlanError
 from meshfeed._src.plan.plan import (
     HostPlan,
     broadcast_shardings,
@@ -203,24 +204,6 @@ def test_a_mesh_means_rows_over_all_its_axes() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda mesh: P("data"), "PartitionSpec, which names no devices"),
-        (lambda mesh: {"a": 3}, r"sharding\['a'\] is of type int: 3"),
-        (lambda mesh: None, "holds no sharding"),
-        (lambda mesh: jax.sharding.SingleDeviceSharding(jax.devices()[0]), "is of type SingleDeviceSharding"),
-        (lambda mesh: NamedSharding(mesh, P(P.UNCONSTRAINED)), "leaves open where data goes"),
-        (lambda mesh: NamedSharding(mesh.abstract_mesh, P("data")), "AbstractMesh, which has no devices"),
-    ],
-)
-def test_what_is_not_a_sharding_is_refused(make: object, message: str) -> None:
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with pytest.raises(SettingsError, match=message) as caught:
-        normalize_sharding(make(mesh))  # type: ignore[operator]
-    assert caught.value.setting == "sharding"
-
-
 def test_prefix_gives_one_sharding_for_each_leaf() -> None:
     mesh = fake_mesh({"data": 4, "model": 2}, 4, 2)
     rows, columns = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "model"))
@@ -236,23 +219,54 @@ def test_prefix_gives_one_sharding_for_each_leaf() -> None:
     assert broadcast_shardings(rows, 7) == [rows]
 
 
-@pytest.mark.parametrize(
-    ("prefix_of", "message"),
-    [
-        (lambda s: {"a": s}, r"at batch the batch has \['b'\], and there is no sharding for it"),
-        (lambda s: {"a": s, "b": s, "c": s}, r"at batch there is a sharding for \['c'\]"),
-        (lambda s: {"a": {"x": s}, "b": s}, r"at batch\['a'\] the batch has \['y'\]"),
-        (lambda s: {"a": s, "b": (s, s, s)}, r"at batch\['b'\] the shardings are a tuple and the batch is a list"),
-    ],
-)
-def test_a_prefix_that_does_not_fit_names_the_place(prefix_of: object, message: str) -> None:
-    sharding = NamedSharding(fake_mesh({"data": 4}, 4, 1), P("data"))
-    with pytest.raises(SourceError, match=message):
-        broadcast_shardings(prefix_of(sharding), {"a": {"x": 0, "y": 1}, "b": [2, 3, {"z": 4}]})  # type: ignore[operator]
+def message(call: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(PlanError) as caught:
+        call(*arguments)
+    return str(caught.value)
 
 
-def test_fake_topologies_check_their_arguments() -> None:
-    with pytest.raises(SettingsError, match="num_hosts is 0"):
-        fake_devices(0, 2)
-    with pytest.raises(SettingsError, match="do not fit"):
-        fake_mesh({"data": 9}, 4, 2)
+def test_what_a_plan_refuses_word_for_word() -> None:
+    mesh = fake_mesh({"data": 2, "seq": 4}, 4, 2)
+    sharding = NamedSharding(mesh, P("data", "seq"))
+    plan = plan_host(sharding, 4, 1)
+    assert message(plan.leaf, sharding, (5, 8)) == (
+        "leaf (the only one) has the global shape (5, 8); expected (4, ...), rows first"
+    )
+    assert message(plan.leaf, sharding, (), "['x']") == (
+        "leaf ['x'] has the global shape (); expected (4, ...), rows first"
+    )
+    rest = (
+        "of size 6 cannot be divided evenly over mesh axis 'seq' of size 4. Sizes nearest to it that can: 4 and 8. Change "
+        "the size, or divide it over fewer axes."
+    )
+    assert message(plan.leaf, sharding, (4, 6)) == f"dimension 1 of leaf (the only one) {rest}"
+    assert message(plan.leaf, sharding, (4, 6), "['x']") == f"dimension 1 of leaf ['x'] {rest}"
+    odd = HostPlan(1, 5, ((0, 5),))
+    assert message(odd.leaf, sharding, (5, 8)).startswith("the global batch of size 5 cannot be divided evenly over")
+    assert message(plan.local_rows, 1, 3) == (
+        "host 1 holds the rows ((0, 2),) and not 1 to 3: the plan was made from other shardings. Make it from the "
+        "shardings of all leaves."
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))), max_size=5))
+def test_local_rows_are_where_the_rows_are_or_refused(ranges: list[tuple[int, int]]) -> None:
+    plan = HostPlan(0, 40, merge_ranges(ranges))
+    rows = plan.rows.tolist()
+    for start in range(40):
+        for stop in range(start + 1, 40):
+            if set(range(start, stop)) <= set(rows):
+                assert rows[plan.local_rows(start, stop)] == list(range(start, stop))
+            else:
+                with pytest.raises(PlanError):
+                    plan.local_rows(start, stop)
+
+
+def test_a_leaf_plan_has_the_sharding_of_its_rank_and_the_shape() -> None:
+    sharding = NamedSharding(fake_mesh({"data": 2, "seq": 4}, 4, 2), P("data", "seq"))
+    plan = plan_host(sharding, 4, 1)
+    assert (plan.leaf(sharding, (4, 8)).sharding, plan.leaf(sharding, (4, 8)).global_shape) == (sharding, (4, 8))
+    assert plan.leaf(sharding, (4,)).sharding == NamedSharding(sharding.mesh, P("data"))
+    assert plan.leaf(sharding, (4, 8, 3)).column_shape == (4, 3)
+    assert plan.leaf(sharding, (4, 8)).blocks[1].index == (slice(0, 2), slice(6, 8))
+    assert (plan.process_index, plan.global_batch_size) == (1, 4)

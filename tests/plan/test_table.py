@@ -67,19 +67,77 @@ def test_rows_over_hosts_that_share_a_model_axis() -> None:
     assert found.row_ranges() == [((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),)]
 
 
+AXES = {"data": 2, "model": 4}
+
+
+def test_a_table_has_64_bit_rows_and_columns_of_every_host() -> None:
+    found = plan_table(AXES, ["data", "model"], None, 5, 2, (16, 8, 3))
+    assert found.num_hosts == 5
+    assert found.range_host.tolist() == [0, 1, 2, 3]
+    assert found.ranges.tolist() == [[0, 8], [0, 8], [8, 16], [8, 16]]
+    assert found.columns.tolist() == [
+        [[0, 4], [0, 3]], [[4, 8], [0, 3]], [[0, 4], [0, 3]], [[4, 8], [0, 3]], [[0, 0], [0, 0]],
+    ]  # fmt: skip
+    assert found.num_rows().tolist() == [8, 8, 8, 8, 0]
+    assert {array.dtype for array in (found.ranges, found.columns, found.num_rows())} == {np.dtype(np.int64)}
+
+
+def test_one_host_with_all_devices() -> None:
+    assert plan_table({"data": 1}, [], None, 1, 1, (3,)).row_ranges() == [((0, 3),)]
+    assert plan_table(AXES, ["data", "model", "further"][:2], None, 1, 8, (16,)).row_ranges() == [((0, 16),)]
+
+
+def test_the_hosts_of_the_mesh_may_be_given_in_its_shape() -> None:
+    process_of = np.array([[1, 1, 0, 0], [0, 0, 1, 1]])
+    shaped = plan_table(AXES, [("data", "model")], process_of, 2, 99, (16,))
+    flat = plan_table(AXES, [("data", "model")], process_of.reshape(-1), 2, 1, (16,))
+    assert shaped.row_ranges() == flat.row_ranges() == [((4, 12),), ((0, 4), (12, 16))]
+
+
+EVENLY = (
+    "{} cannot be divided evenly over mesh axis {}. Sizes nearest to it that can: {}. Change the size, or divide it over "
+    "fewer axes."
+)
+UNKNOWN = "the spec names the axis 'seq', and the mesh has ['data', 'model']. Name one of those."
+TWICE = "the spec names the axis {!r} twice. An axis divides one dimension."
+TOO_SMALL = (
+    "the mesh {'data': 2, 'model': 4} has 8 positions, and 3 hosts x 2 devices are 6. Make the mesh smaller, or give more "
+    "hosts or devices."
+)
+PROCESSES = (
+    "process_of has {} entries from {} to {}; expected 8 entries, one for each position of the mesh "
+    "{{'data': 2, 'model': 4}}, each in 0..3"
+)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "setting", "message"),
     [
-        ((["data"], None, 4, 2, (15,)), PlanError, "batch of size 15 .* 'data' of size 2.*: 14 and 16"),
-        ((["data", "model"], None, 4, 2, (16, 6)), PlanError, "dimension 1 of size 6 .* 'model' of size 4.*: 4 and 8"),
-        ((["seq"], None, 4, 2, (16,)), SettingsError, "names the axis 'seq', and the mesh has"),
-        ((["data", "data"], None, 4, 2, (16, 16)), SettingsError, "'data' twice"),
-        ((["data"], None, 3, 2, (16,)), SettingsError, "8 positions, and 3 hosts x 2 devices are 6"),
-        ((["data"], np.arange(8), 4, 2, (16,)), SettingsError, "process_of has 8 entries from 0 to 7"),
-        ((["data"], np.arange(3), 4, 2, (16,)), SettingsError, "process_of has 3 entries"),
-        ((["data"], None, 0, 2, (16,)), SettingsError, "hosts is 0"),
+        (
+            (["data"], None, 4, 2, (15,)),
+            None,
+            EVENLY.format("the global batch of size 15", "'data' of size 2", "14 and 16"),
+        ),
+        (
+            (["data", "model"], None, 4, 2, (16, 6)),
+            None,
+            EVENLY.format("dimension 1 of size 6", "'model' of size 4", "4 and 8"),
+        ),
+        ((["seq"], None, 4, 2, (16,)), "spec", UNKNOWN),
+        ((["data", "data"], None, 4, 2, (16, 16)), "spec", TWICE.format("data")),
+        (([("model", "model")], None, 4, 2, (16,)), "spec", TWICE.format("model")),
+        ((["data", None, "seq"], None, 4, 2, (16,)), "spec", UNKNOWN),
+        ((["data"], None, 3, 2, (16,)), "mesh", TOO_SMALL),
+        ((["data"], np.arange(8), 4, 2, (16,)), "process_of", PROCESSES.format(8, 0, 7)),
+        ((["data"], np.array([0, 1, 2, 3, 4, 0, 0, 0]), 4, 2, (16,)), "process_of", PROCESSES.format(8, 0, 4)),
+        ((["data"], np.array([2, 1, 2, 3, -1, 1, 1, 1]), 4, 2, (16,)), "process_of", PROCESSES.format(8, -1, 3)),
+        ((["data"], np.arange(3), 4, 2, (16,)), "process_of", PROCESSES.format(3, 0, 2)),
+        ((["data"], np.array([]), 4, 2, (16,)), "process_of", PROCESSES.format(0, 0, 0)),
+        ((["data"], None, 0, 2, (16,)), "hosts", "hosts is 0; it must be at least 1"),
+        ((["data"], None, 4, -2, (16,)), "devices_per_host", "devices_per_host is -2; it must be at least 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: tuple, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        plan_table({"data": 2, "model": 4}, *arguments)
+def test_what_does_not_fit_is_refused(arguments: tuple, setting: str | None, message: str) -> None:
+    with pytest.raises(PlanError if setting is None else SettingsError) as caught:
+        plan_table(AXES, *arguments)
+    assert (str(caught.value), getattr(caught.value, "setting", None)) == (message, setting)

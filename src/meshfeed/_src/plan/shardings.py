@@ -52,7 +52,9 @@ def _normalize_leaf(leaf: Any, path: str) -> NamedSharding:
             f"{where} is over a mesh without devices, of shape {dict(leaf.mesh.shape)}. Give each axis a size of at "
             "least 1."
         )
-    if any(entry is PartitionSpec.UNCONSTRAINED for entry in leaf.spec) or getattr(leaf.spec, "unreduced", None):
+    # Checked first: a spec with either set cannot be iterated.
+    reduction = getattr(leaf.spec, "unreduced", None) or getattr(leaf.spec, "reduced", None)
+    if reduction or any(entry is PartitionSpec.UNCONSTRAINED for entry in leaf.spec):
         raise SettingsError(
             f"{where} leaves open where data goes: {leaf.spec}. Every entry must be None, an axis, or a tuple of axes.",
             setting="sharding",
