@@ -16,7 +16,9 @@ from meshfeed._src.order.mixture import (
     Stage,
     StagedBlocks,
     block_counts,
+    check_all_named,
     check_stages,
+    group_by,
     join_ids,
     parse_weights,
     split_ids,
@@ -85,6 +87,28 @@ def test_wrong_weights_are_named(weights, message):
     with pytest.raises(SettingsError, match=message) as raised:
         parse_weights(weights, ["a", "b"])
     assert raised.value.setting == "weights"
+
+
+def test_a_component_that_no_weight_names_is_an_error_or_with_stages_a_warning(caplog):
+    names = ["a", "b", "c", "d"]
+    check_all_named({"d": 0, "a": 1, "c": 2, "b": 1}, names)
+    check_all_named([(0, {"a": 1, "b": 1}), (5, {"c": 0, "d": 1})], names)
+    assert caplog.records == []
+    with pytest.raises(SettingsError) as raised:
+        check_all_named({"b": 3, "d": 0}, names)
+    assert raised.value.setting == "weights"
+    assert str(raised.value) == (
+        "weights leaves out the component 'a', 'c', which would never be read. Name every component, as in "
+        "weights={'a': 1, 'b': 3, 'c': 1, 'd': 0} (0: not read), or take it out of the components."
+    )
+    check_all_named([(0, {"a": 1}), (5, {"c": 1})], names)
+    assert [(record.name, record.levelname, record.message) for record in caplog.records] == [
+        (
+            "meshfeed.mixture",
+            "WARNING",
+            "no stage of weights names the component 'b', 'd': it will not be read before one does.",
+        )
+    ]
 
 
 def test_weights_are_written_as_they_are_read():
@@ -192,6 +216,27 @@ def test_drawn_before_counts_what_ids_at_gives():
     assert blocks.position_of(2, 10**6) is None
 
 
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_components_from_a_position_are_those_of_locate_up_to_a_block_or_stage(data):
+    firsts = [0, *sorted(data.draw(st.sets(st.integers(1, 100), max_size=3)))]
+    stages = [Stage(first, {"a": 1, "b": data.draw(st.integers(1, 3))}) for first in firsts]
+    blocks = StagedBlocks(["a", "b"], stages, data.draw(st.integers(8, 20)), 5)
+    position, count = data.draw(st.integers(0, 150)), data.draw(st.integers(1, 40))
+    found = blocks.components_from(position, count)
+    np.testing.assert_array_equal(found, blocks.locate(np.arange(position, position + found.size))[0])
+    stage = max(first for first in firsts if first <= position)
+    left = blocks.block - (position - stage) % blocks.block
+    later = [first - position for first in firsts if first > position]
+    assert found.size == min([count, left, *later])
+
+
+@given(st.lists(st.integers(-3, 3), max_size=30))
+def test_group_by_lists_where_each_value_is(values):
+    found = [(value, here.tolist()) for value, here in group_by(np.array(values, np.int64))]
+    assert found == [(value, [i for i, v in enumerate(values) if v == value]) for value in sorted(set(values))]
+
+
 # --- the end --------------------------------------------------------------------------------------------------------
 
 
@@ -231,15 +276,23 @@ def test_the_end_looks_at_all_stages():
 
 
 def test_stop_for_ever_contradicts_itself():
-    with pytest.raises(SettingsError, match="never stops"):
+    with pytest.raises(SettingsError) as raised:
         mixture(num_epochs=None, on_end="stop")
+    assert raised.value.setting == "on_end"
+    assert str(raised.value) == (
+        "on_end='stop' with num_epochs=None: a component without an end never stops the mixture. Pass a number of epochs, "
+        "or on_end='repeat'."
+    )
 
 
 def test_components_out_of_range():
     with pytest.raises(SourceError, match="0 records"):
         mixture({"a": 0}, ((0, {"a": 1}),))
-    with pytest.raises(SettingsError, match=r"2\*\*48"):
-        mixture({"a": 2**48 + 1}, ((0, {"a": 1}),))
+    assert mixture({"a": 2**48}, ((0, {"a": 1}),)).num_records == 2**48
+    with pytest.raises(SettingsError) as raised:
+        mixture({"a": 5, "b": 2**48 + 1}, ((0, {"a": 1}),))
+    assert raised.value.setting == "components"
+    assert str(raised.value) == ("component 'b' has 281474976710657 records; a mixture can tell at most 2**48 apart.")
 
 
 # --- the same for ever ----------------------------------------------------------------------------------------------

@@ -466,7 +466,6 @@ class MixtureOrder:
             )
         self._blocks = StagedBlocks(self._names, self._stages, block, derive_key(seed, _LAYOUT))
         self._on_end, self._seed = on_end, seed
-        self._shuffle = shuffle
         self._identities = identities
         self.num_records = sum(num_records.values())
         self.total: int | None = None
