@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.grain.source import Grain
     from meshfeed._src.sources.host_batches import HostBatches
     from meshfeed._src.sources.huggingface.source import HuggingFace
+    from meshfeed._src.sources.mds.source import MDS
     from meshfeed._src.sources.memory import Memory
     from meshfeed._src.sources.mixture.source import Mixture
     from meshfeed._src.sources.recognize import as_source
@@ -25,6 +26,7 @@ _HOME = {
     "Grain": "grain.source",
     "HostBatches": "host_batches",
     "HuggingFace": "huggingface.source",
+    "MDS": "mds.source",
     "Memory": "memory",
     "Mixture": "mixture.source",
     "Stream": "stream",
@@ -40,6 +42,7 @@ __all__ = [
     "Grain",
     "HostBatches",
     "HuggingFace",
+    "MDS",
     "Memory",
     "Mixture",
     "Stream",

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 sys.path.insert(0, str(Path(__file__).parent.parent / "multihost"))
 
 import tf_jobs
+from format_files import FOLDER
 from source_pipelines import BATCH, NAMES, make_feed, write_files
 
 import meshfeed
@@ -42,6 +43,9 @@ def test_sources_and_pipelines(name: str, folder: str) -> None:
     assert found == len(points) + 2
 
 
+FORMATS = {"mds": lambda: meshfeed.sources.MDS(FOLDER / "mds", ["int64", "array_f32_2x3"])}
+
+
 @pytest.fixture(scope="module")
 def tf_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -60,6 +64,16 @@ def test_tfds_and_tf_data(name: str, tf_folder: str) -> None:
         return tf_jobs.make_feed(name, tf_folder, jax.devices(), num_epochs=2, **lanes)
 
     assert check_resumable(feed, max_steps=26, save_points=[3]) == 3
+
+
+@pytest.mark.parametrize("make", FORMATS.values(), ids=list(FORMATS))
+def test_formats_that_other_libraries_wrote(make: Callable[[], Any]) -> None:
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+
+    def feed() -> Any:
+        return meshfeed.Feed(make(), mesh, global_batch_size=3, shuffle=True, num_epochs=2)
+
+    assert check_resumable(feed, save_points=[2, 5]) == 4
 
 
 class Restartable:

@@ -29,11 +29,7 @@ _READERS = {
     "csv": ("a CSV file", _LOAD.replace("{format!r}", "'csv'")),
     "json": _JSON,
     "jsonl": _JSON,
-    "mds": (
-        "a shard of Mosaic Streaming",
-        "an object with __len__ and __getitem__ around streaming.StreamingDataset, as "
-        "docs/how-to/migrate-from-mosaic-streaming.md shows",
-    ),
+    "mds": ("a shard of Mosaic Streaming", "meshfeed.sources.MDS(folder), with the folder of its index.json"),
     "npy": _NUMPY,
     "parquet": (
         "a Parquet file",

@@ -184,6 +184,21 @@ def read_range(url: str, start: int, stop: int, num_bytes: int, *, source: str) 
     return content
 
 
+def read_file(path: str, *, source: str) -> bytes:
+    """Reads a small local or remote file.
+
+    Raises:
+      SourceError: if a URL does not exist.
+      OSError: if the file cannot be read.
+    """
+    if not is_url(path):
+        with open(path, "rb") as file:
+            return file.read()
+    file_system, inner = open_file_system(path, source)
+    with remote_errors(path, source):
+        return file_system.cat_file(inner)
+
+
 def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
     """Returns the size of each local or remote file in bytes.
 

@@ -43,6 +43,7 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.types import public
+from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.paths import open_file_system, remote_errors
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
@@ -166,6 +167,7 @@ _log = logging.getLogger("meshfeed.sources.shard_cache")
 _POLL_SECONDS = 0.02
 _MAX_POLL_SECONDS = 0.5
 _HASH_BYTES = 1 << 22
+_INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
 _WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
 _PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
@@ -192,6 +194,15 @@ class _Entry:
     lock: pathlib.Path
     checksum: str | None
     key: str
+    compression: str | None = None
+    copy_bytes: int | None = None  # size of the copy, if known: differs from num_bytes if it is decompressed
+
+    @property
+    def room_bytes(self) -> int:
+        """Space that a fetch takes at most."""
+        if self.compression is None:
+            return self.num_bytes
+        return self.num_bytes + (self.copy_bytes or _INFLATION * self.num_bytes)
 
 
 @public("meshfeed")
@@ -241,7 +252,7 @@ class ShardCache:
         self._retry = retry
         self._checksums = dict(checksums or {})
         self._stall_seconds = stall_seconds
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[tuple[str, str | None], _Entry] = {}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._room():
@@ -256,11 +267,17 @@ class ShardCache:
             ) from error
 
     @contextlib.contextmanager
-    def open(self, url: str) -> Iterator[pathlib.Path]:
+    def open(self, url: str, *, compression: str | None = None, num_bytes: int | None = None) -> Iterator[pathlib.Path]:
         """Fetches a file if it is not cached, and keeps it from eviction within the ``with`` block.
 
         A file opened inside the block stays readable afterwards: the disk space of an evicted file is freed when the last
         reader closes it.
+
+        Args:
+          url: URL or path of the file.
+          compression: the copy is decompressed: "gz", "bz2", "xz", "zstd", "br" or "snappy"; None to copy the file as it
+            is.
+          num_bytes: decompressed size in bytes, if known.
 
         Yields:
           Path of the local copy.
@@ -271,7 +288,7 @@ class ShardCache:
           OSError: if the file could not be fetched after all retries.
           StalledError: (an OSError) if another process holds a lock for longer than ``stall_seconds``; names it.
         """
-        entry = self._entry(url)
+        entry = self._entry(url, compression, num_bytes)
         while True:
             with _kept(entry, self._stall_seconds) as is_here:
                 if is_here:
@@ -284,7 +301,7 @@ class ShardCache:
         entry = self._entry(url)
         return entry.num_bytes, entry.key
 
-    def discard(self, url: str) -> None:
+    def discard(self, url: str, *, compression: str | None = None) -> None:
         """Removes the copy of a file, if there is one; the next open fetches the file again.
 
         Waits while another thread or process is opening the copy.
@@ -292,8 +309,8 @@ class ShardCache:
         Raises:
           StalledError: if that takes longer than ``stall_seconds``.
         """
-        path = self._entry(url).path
-        self._entries.pop(url, None)
+        path = self._entry(url, compression).path
+        self._entries.pop((url, compression), None)
         deadline = time.monotonic() + self._stall_seconds
         while not self._removed(path):
             if time.monotonic() > deadline:
@@ -316,9 +333,9 @@ class ShardCache:
         with self._room():
             return sum(size for _, size, _ in self._held())
 
-    def _entry(self, url: str) -> _Entry:
+    def _entry(self, url: str, compression: str | None = None, copy_bytes: int | None = None) -> _Entry:
         """Returns the path and checksum of a file's copy; looks up the size and version once, and keeps them."""
-        entry = self._entries.get(url)
+        entry = self._entries.get((url, compression))
         if entry is None:
             info = call_with_retry(lambda: _info(url), self._retry, doing=f"looking up {url}")
             size = info.get("size")
@@ -328,15 +345,17 @@ class ShardCache:
                 )
             version = next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
             name = url.rstrip("/").rsplit("/", 1)[-1]
-            key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}".encode())
+            key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or _stored_md5(info)
             path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
-            entry = _Entry(url, int(size), path, self.directory / f"{_PREFIX}{key}.lock", checksum, key)
+            lock = self.directory / f"{_PREFIX}{key}.lock"
+            copy_bytes = int(size) if compression is None else copy_bytes or None
+            entry = _Entry(url, int(size), path, lock, checksum, key, compression, copy_bytes)
             if not path.exists():
                 # Adopt a copy of an earlier version, which used no prefix; usually there is none.
                 with contextlib.suppress(OSError):
                     (self.directory / f"{key}-{name[-100:]}").rename(path)
-            self._entries[url] = entry
+            self._entries[url, compression] = entry
         return entry
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
@@ -374,45 +393,43 @@ class ShardCache:
 
     def _arrived(self, entry: _Entry) -> int:
         sizes = [_size_or_none(part) for part in self.directory.glob(f"{_PREFIX}{entry.key}.*.part")]
-        return max((size for size in sizes if size is not None), default=-1)
+        return sum(size for size in sizes if size is not None) if sizes else -1
 
     def _fetch(self, entry: _Entry) -> None:
-        part, handle = self._reserve(entry)
-        try:
-            file_system, inner = open_file_system(entry.url, "ShardCache")
-            with remote_errors(entry.url, "ShardCache"):
-                file_system.get_file(inner, str(part))
-            _check(entry, part)
-            with self._room():  # a concurrent scan of the folder could miss both names
-                os.replace(part, entry.path)
-        except BaseException as error:
-            part.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with contextlib.ExitStack() as stack:
+            part = stack.enter_context(_owned(self._reserve(entry)))
+            try:
+                file_system, inner = open_file_system(entry.url, "ShardCache")
+                with remote_errors(entry.url, "ShardCache"):
+                    file_system.get_file(inner, str(part))
+                _check(entry, part)
+                if entry.compression is not None:
+                    stored, part = part, stack.enter_context(_owned(self._new_part(entry, 0)))
+                    decompress(entry.compression, str(stored), str(part), entry.copy_bytes, what=entry.url)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
                 raise OSError(
                     error.errno,
                     f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was "
                     "fetched. Free space there, or set max_bytes= so that the cache removes files itself",
                 ) from error
-            raise
-        finally:
-            unlock(None, handle)
+            with self._room():  # a concurrent scan of the folder could miss both names
+                os.replace(part, entry.path)
 
     def _reserve(self, entry: _Entry) -> tuple[pathlib.Path, int]:
         """Evicts files if needed, and reserves the space with an empty part that has the file size in its name."""
-        if self.max_bytes is not None and entry.num_bytes > self.max_bytes:
+        if self.max_bytes is not None and entry.room_bytes > self.max_bytes:
             raise SourceError(
-                f"ShardCache: {entry.url} has {entry.num_bytes:,} bytes and max_bytes={self.max_bytes:,} holds no file "
+                f"ShardCache: {entry.url} has {entry.room_bytes:,} bytes and max_bytes={self.max_bytes:,} holds no file "
                 "of that size. Raise max_bytes."
             )
         deadline = time.monotonic() + self._stall_seconds
         while True:
             with self._room():
-                missing = self._make_room(entry.num_bytes)
+                missing = self._make_room(entry.room_bytes)
                 if missing <= 0:
-                    part = self.directory / f"{_PREFIX}{entry.key}.{entry.num_bytes}.{secrets.token_hex(8)}.part"
-                    handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                    fcntl.flock(handle, fcntl.LOCK_EX)
-                    return part, handle
+                    return self._new_part(entry, entry.room_bytes)
             if time.monotonic() > deadline:
                 raise SourceError(
                     f"ShardCache: no room for {entry.url} ({entry.num_bytes:,} bytes) within {self._stall_seconds:.0f} "
@@ -420,6 +437,12 @@ class ShardCache:
                     "Raise max_bytes above the size of the files that all processes of this host fetch at once."
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _new_part(self, entry: _Entry, num_bytes: int) -> tuple[pathlib.Path, int]:
+        part = self.directory / f"{_PREFIX}{entry.key}.{num_bytes}.{secrets.token_hex(8)}.part"
+        handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        return part, handle
 
     def _make_room(self, num_bytes: int) -> int:
         """Evicts files until ``num_bytes`` more fit; returns the number of bytes still missing, if positive."""
@@ -450,6 +473,18 @@ class ShardCache:
                     status = path.stat()
                     held.append((status.st_mtime, status.st_size, path))
         return held
+
+
+@contextlib.contextmanager
+def _owned(part: tuple[pathlib.Path, int]) -> Iterator[pathlib.Path]:
+    """Yields the path of a locked part; removes the part, unless it has been renamed, and the lock."""
+    path, handle = part
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        unlock(None, handle)
 
 
 def _info(url: str) -> dict[str, Any]:
@@ -489,7 +524,8 @@ def _check(entry: _Entry, part: pathlib.Path) -> None:
 
 
 def _is_whole(entry: _Entry) -> bool:
-    return _size_or_none(entry.path) == entry.num_bytes
+    size = _size_or_none(entry.path)
+    return size is not None if entry.copy_bytes is None else size == entry.copy_bytes
 
 
 def _size_or_none(path: pathlib.Path) -> int | None:

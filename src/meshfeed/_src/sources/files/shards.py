@@ -19,6 +19,7 @@ import numpy as np
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.compression import compression_of
 from meshfeed._src.sources.files.open_files import Descriptor, Lru, is_out_of_files, max_open_files
 from meshfeed._src.sources.files.paths import is_url
 
@@ -42,9 +43,10 @@ class Shard:
 
     Attributes:
       path: local path, or the URL of a file that is read through a cache.
-      num_bytes: file size in bytes.
-      version: modification time in nanoseconds; for a file of a cache, its version key.
+      num_bytes: file size in bytes, decompressed; 0 if not known.
+      version: modification time in nanoseconds; for a file of a cache, its version key. Empty if not known.
       num_records: number of records.
+      compression: how the stored file is compressed; None if it is not.
       key: identifies this file and version; a string, because strings cache their hash.
     """
 
@@ -53,11 +55,17 @@ class Shard:
     num_bytes: int
     version: str
     num_records: int
+    compression: str | None = dataclasses.field(default=None, kw_only=True)
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         key = f"{self.source}\n{self.path}\n{self.version}\n{self.num_bytes}\n{self.num_records}"
         object.__setattr__(self, "key", key)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the file is read from a copy in the cache."""
+        return self.compression is not None or is_url(self.path)
 
     def describe_change(self, path: str) -> str:
         """Returns what the file was and what it is now, for an error."""
@@ -65,6 +73,7 @@ class Shard:
 
 
 S = TypeVar("S", bound=Shard)
+R = TypeVar("R")
 Part = tuple[list[int], "np.ndarray | None", np.ndarray, "np.ndarray | None"]
 
 
@@ -75,17 +84,29 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, *, source: str
       SettingsError: if ``cache`` is not a ShardCache, or there is a URL without a cache.
       SourceError: if there are no files, or a file is missing; names the path or pattern.
     """
-    if cache is not None and not callable(getattr(cache, "identify", None)):
-        raise SettingsError(
-            f"{source} got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).", setting="cache"
-        )
+    check_cache(cache, source=source)
     names = file_paths.expand_paths(paths, source=source)
     need_cache(names, cache, source=source)
     return names
 
 
+def check_cache(cache: object, *, source: str) -> None:
+    """Raises SettingsError if ``cache`` is neither a ShardCache nor None."""
+    if cache is not None and not callable(getattr(cache, "identify", None)):
+        raise SettingsError(
+            f"{source} got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).", setting="cache"
+        )
+
+
 def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
-    """Raises SettingsError if there is a URL and no cache."""
+    """Raises SettingsError if there is a URL or a compressed file and no cache."""
+    packed = [name for name in names if compression_of(name)]
+    if packed and cache is None:
+        raise SettingsError(
+            f"{source} got the compressed file {packed[0]!r} and no cache. Compressed files cannot be read at random: pass "
+            "cache=meshfeed.ShardCache(directory, max_bytes=…), which keeps decompressed copies, or decompress the files.",
+            setting="cache",
+        )
     remote = [name for name in names if is_url(name)]
     if remote and cache is None:
         raise SettingsError(
@@ -208,12 +229,12 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
       SourceError: if the file has been removed or changed since the source was created.
     """
     try:
-        if cache is None or not is_url(shard.path):
+        if cache is None or not shard.is_cached:
             status = os.stat(shard.path)
             _check_unchanged(shard, shard.path, status, str(status.st_mtime_ns))
             yield shard.path, status
             return
-        with cache.open(shard.path) as copy:
+        with cache.open(shard.path, compression=shard.compression, num_bytes=shard.num_bytes) as copy:
             status = os.stat(copy)
             _check_unchanged(shard, str(copy), status, cache.identify(shard.path)[1])
             yield str(copy), status
@@ -225,7 +246,7 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
 
 
 def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: str) -> None:
-    if status.st_size != shard.num_bytes or shard.version != version:
+    if (shard.num_bytes and status.st_size != shard.num_bytes) or shard.version not in ("", version):
         raise changed(shard, path)
 
 
@@ -350,7 +371,7 @@ class ShardPool:
 
     def _drop_copies(self, newest: Shard, max_bytes: int) -> None:
         """Closes the oldest cached copies beyond ``max_bytes``: an evicted copy keeps its disk space while open."""
-        copies = [(key, shard) for key, (shard, _) in self._open.oldest_first() if is_url(shard.path)]
+        copies = [(key, shard) for key, (shard, _) in self._open.oldest_first() if shard.is_cached]
         excess = sum(shard.num_bytes for _, shard in copies) - max_bytes
         for key, shard in copies:
             if excess <= 0:
@@ -370,10 +391,10 @@ def read_again_if_damaged(read: Callable[[], T], shard: Shard, cache: ShardCache
     try:
         return read()
     except CorruptDataError:
-        if cache is None or not is_url(shard.path):
+        if cache is None or not shard.is_cached:
             raise
     pool.drop([shard])
-    cache.discard(shard.path)
+    cache.discard(shard.path, compression=shard.compression)
     return read()
 
 
@@ -383,6 +404,78 @@ def fetch_together(
     """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
     if cache is not None and len(shards) > 1:
         file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])
+
+
+OpenFile = Callable[[], Descriptor]
+"""Returns the open file, and opens it again if it has been closed."""
+
+
+ReadRows = Callable[[T, np.ndarray, int], Sequence[R]]
+"""Reads rows, int64[n], of a checked file; gets the record id of its row 0 too, for errors."""
+
+
+class ShardReader(Generic[S, T]):
+    """Reads records of shards by id, one file after the other.
+
+    Args:
+      shards: the files.
+      cache: the cache of the source.
+      check: checks a file once, when it is first read. Returns what the source keeps of it, and the number of 8-byte
+        entries that this holds in memory.
+
+    Attributes:
+      shards: the files.
+    """
+
+    def __init__(
+        self, shards: Shards[S], cache: ShardCache | None, check: Callable[[S, OpenFile], tuple[T, int]]
+    ) -> None:
+        self.shards = shards
+        self._cache = cache
+        self._check = check
+        self._pool = shared_pool
+
+    def __getstate__(self) -> dict[str, object]:
+        state = dict(self.__dict__)
+        del state["_pool"]  # open files and locks belong to the process
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._pool = shared_pool
+
+    def read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[T, R]) -> list[R]:
+        """Reads records, in the order of ``record_ids``.
+
+        Args:
+          record_ids: int64[n], in any order, with repeats allowed.
+          read_rows: reads rows, int64[n], of one checked file; also gets the record id of its row 0.
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+          CorruptDataError: if a file is damaged, also after it was fetched again.
+          SourceError: if a file has been removed or changed since the source was created.
+        """
+        parts = self.shards.by_file(self.shards.checked(record_ids))
+        fetch_together([self.shards.files[part[0]] for part in parts], self._cache, self._pool, self._checked)
+        records: list[R | None] = [None] * sum(len(rows) for _, rows, _ in parts)
+        for number, rows, slots in parts:
+            for slot, record in zip(slots.tolist(), self._read_file(number, rows, read_rows), strict=True):
+                records[slot] = record
+        return records  # type: ignore[return-value]
+
+    def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[T, R]) -> Sequence[R]:
+        shard, first = self.shards.files[number], int(self.shards.starts[number])
+        return read_again_if_damaged(
+            lambda: read_rows(self._checked(shard), rows, first), shard, self._cache, self._pool
+        )
+
+    def _checked(self, shard: S) -> T:
+        return self._pool.checked(shard, lambda: self._check(shard, self._pool.descriptor(shard, self._cache)))
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._pool.drop(self.shards.files)
 
 
 def read_spans(file: Descriptor, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
