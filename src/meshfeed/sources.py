@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.tensorstore import TensorStore
     from meshfeed._src.sources.tf.tf_data import TFData
     from meshfeed._src.sources.tf.tfds import TFDS
+    from meshfeed._src.sources.webdataset.source import WebDataset
 
 _HOME = {
     "ArrayRecord": "array_record.source",
@@ -33,6 +34,7 @@ _HOME = {
     "TFDS": "tf.tfds",
     "TFData": "tf.tf_data",
     "TensorStore": "tensorstore",
+    "WebDataset": "webdataset.source",
     "as_source": "recognize",
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "TFDS",
     "TFData",
     "TensorStore",
+    "WebDataset",
     "as_source",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +44,12 @@ def test_sources_and_pipelines(name: str, folder: str) -> None:
     assert found == len(points) + 2
 
 
-FORMATS = {"mds": lambda: meshfeed.sources.MDS(FOLDER / "mds", ["int64", "array_f32_2x3"])}
+FORMATS: dict[str, Callable[[Path], Any]] = {
+    "mds": lambda folder: meshfeed.sources.MDS(folder / "mds", ["int64", "array_f32_2x3"]),
+    "webdataset": lambda folder: meshfeed.sources.WebDataset(
+        f"{folder}/tar/shard-*.tar", lambda record: {"x": int(record["cls"])}
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +73,12 @@ def test_tfds_and_tf_data(name: str, tf_folder: str) -> None:
 
 
 @pytest.mark.parametrize("make", FORMATS.values(), ids=list(FORMATS))
-def test_formats_that_other_libraries_wrote(make: Callable[[], Any]) -> None:
+def test_formats_that_other_libraries_wrote(make: Callable[[Path], Any], tmp_path: Path) -> None:
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    folder = shutil.copytree(FOLDER, tmp_path / "formats")
 
     def feed() -> Any:
-        return meshfeed.Feed(make(), mesh, global_batch_size=3, shuffle=True, num_epochs=2)
+        return meshfeed.Feed(make(folder), mesh, global_batch_size=3, shuffle=True, num_epochs=2)
 
     assert check_resumable(feed, save_points=[2, 5]) == 4
 

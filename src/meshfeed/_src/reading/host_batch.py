@@ -99,7 +99,7 @@ def _as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
         remedy = (
             "Give the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
             if text
-            else "Turn it into numbers before the feed, or leave that column out."
+            else "Turn it into numbers with decode= or meshfeed.sources.Map, or leave that column out."
         )
         raise SourceError(
             f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}) of shape "

@@ -10,7 +10,7 @@ _LOAD = "datasets.load_dataset({format!r}, data_files={path!r}, split='train')"
 _ARRAY_RECORD = ("an ArrayRecord file", "meshfeed.sources.ArrayRecord({path!r}, decode=…)")
 _JSON = ("a JSON file", _LOAD.replace("{format!r}", "'json'"))
 _NUMPY = ("a numpy file", "meshfeed.sources.Memory(numpy.load({path!r}, mmap_mode='r'))")
-_TAR = ("a tar archive", "meshfeed.sources.Stream(open), where open(lane_index, num_lanes) yields the decoded samples")
+_TAR = ("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)")
 _TFRECORD = (
     "a TFRecord file",
     "meshfeed.sources.TFData(open), where open(lane_index, num_lanes) makes a tf.data.Dataset",

@@ -1,0 +1,249 @@
+"""Tar archives of WebDataset as one random-access source."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from meshfeed._src.base.errors import CorruptDataError, SettingsError
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import Decode, JsonValue, Record, public
+from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.sources.decode_raw import refuse_as_decode
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.compression import compression_of
+from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.shards import (
+    OpenFile,
+    Shard,
+    ShardReader,
+    Shards,
+    check_cache,
+    need_cache,
+    read_spans,
+)
+from meshfeed._src.sources.webdataset.index import SUFFIX, TarIndex, load, save, scan
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+
+
+@dataclasses.dataclass(frozen=True)
+class TarShard(Shard):
+    """One archive as it was when the source was created.
+
+    Attributes:
+      index: path of the saved index; None if no folder could be written.
+      stamp: identifies the archive in it.
+    """
+
+    source: ClassVar[str] = "WebDataset"
+    index: pathlib.Path | None
+    stamp: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckedTar:
+    """An archive with its index.
+
+    Attributes:
+      shard: the archive.
+      index: where its samples are.
+      names: all extensions.
+      open: opens the file.
+    """
+
+    shard: TarShard
+    index: TarIndex
+    names: list[str]
+    open: OpenFile
+
+
+@public("meshfeed.sources")
+class WebDataset:
+    """Random-access source over the samples of tar archives, concatenated in file order.
+
+    A record is a dict ``{"__key__": str, extension: bytes, …}`` with the files of one sample, grouped as WebDataset groups
+    them: consecutive files whose names are equal up to the first dot of the base name. Extensions are in lower case. A
+    feed needs ``decode=``, or :class:`meshfeed.sources.Map`, to turn it into arrays.
+
+    The headers of an archive are read once. The index is saved beside the archive, under its name and
+    ``.meshfeed-index``; if that folder cannot be written, or the archive is remote, in the folder of ``cache``.
+
+    Safe to read from several threads. A source can be pickled, without its open files.
+
+    Args:
+      paths: a path, a glob (expanded in order of name), a URL supported by fsspec, or a list of these. The order of the
+        files determines the record ids.
+      decode: converts a record to a pytree of arrays. May take ``rng=``.
+      cache: cache on a local disk; required for URLs and for compressed archives (``.tar.gz``).
+
+    Raises:
+      SettingsError: if ``decode`` is not a function, or there is a URL or a compressed archive and no cache.
+      SourceError: if there are no files, a file is missing, or all archives are empty; names the path or pattern.
+      CorruptDataError: if an archive is damaged or cut short; names the file.
+    """
+
+    decode_batch = None
+
+    @hides_own_frames
+    def __init__(
+        self,
+        paths: file_paths.Paths,
+        decode: Decode | None = None,
+        *,
+        cache: ShardCache | None = None,
+    ) -> None:
+        refuse_as_decode(decode, "WebDataset")
+        if decode is not None and not callable(decode):
+            raise SettingsError(
+                f"WebDataset got decode={decode!r}. Expected a function of one record (a dict of bytes) that gives arrays.",
+                setting="decode",
+            )
+        check_cache(cache, source="WebDataset")
+        found = file_paths.expand_paths(paths, source="WebDataset")
+        names = [name for name in found if not name.endswith(SUFFIX)]
+        need_cache(names, cache, source="WebDataset")
+        self.decode = decode
+        shards = file_paths.in_threads(lambda name: _inspect(name, cache), names)
+        self._reader = ShardReader(Shards(shards, "WebDataset"), cache, _check)
+
+    def __repr__(self) -> str:
+        return f"WebDataset({self._reader.shards!r})"
+
+    def __len__(self) -> int:
+        return len(self._reader.shards)
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """Returns record ``record_id``, decoded; a dict of bytes if the source has no decoder."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Returns several decoded records, in the order of ``record_ids``."""
+        records = self.read_raw(np.asarray(record_ids, np.int64))
+        return list(records) if self.decode is None else [self.decode(record) for record in records]
+
+    def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[dict[str, Any]]:
+        """Reads records without decoding them.
+
+        Args:
+          record_ids: int64[n], in any order, with repeats allowed.
+
+        Returns:
+          n dicts of key and bytes, in the order of ``record_ids``.
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+          CorruptDataError: if an archive is cut short; names the file and the record.
+          SourceError: if a file has been removed or changed since the source was created.
+          OSError: if a file cannot be read.
+        """
+        return self._reader.read(record_ids, _read_rows)
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the archive that contains a record."""
+        return self._reader.shards.file_of(record_id)
+
+    def fingerprint(self) -> JsonValue:
+        """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
+        return {
+            "kind": "webdataset",
+            "files": self._reader.shards.identity(),
+            "records": len(self),
+            "content": probe_digest(len(self), self._digest),
+        }
+
+    def _digest(self, record_ids: np.ndarray) -> str:
+        parts = [part for record in self.read_raw(record_ids) for pair in record.items() for part in pair]
+        return digest_raw(part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._reader.close()
+
+
+def _inspect(name: str, cache: ShardCache | None) -> TarShard:
+    """Counts the samples of an archive from its index, which is made if there is none."""
+    compression = compression_of(name)
+    if cache is not None and (compression is not None or file_paths.is_url(name)):
+        return _inspect_remote(name, compression, cache)
+    descriptor = Descriptor(name)
+    num_bytes, version = descriptor.status.st_size, str(descriptor.status.st_mtime_ns)
+    stamp = f"{num_bytes} bytes, modified {version}"
+    places = [pathlib.Path(f"{name}{SUFFIX}")]
+    if cache is not None:
+        places.append(cache.directory / f"{os.path.basename(name)}-{num_bytes}-{version}{SUFFIX}")
+    index, place = _find_or_make(places, stamp, lambda: scan(descriptor, name))
+    return TarShard(name, num_bytes, version, index.num_samples, place, stamp)
+
+
+def _inspect_remote(name: str, compression: str | None, cache: ShardCache) -> TarShard:
+    num_bytes, version = cache.identify(name)
+    stamp = f"version {version}"
+
+    def make() -> TarIndex:
+        with cache.open(name, compression=compression) as copy:
+            return scan(Descriptor(str(copy)), name)
+
+    index, place = _find_or_make([cache.directory / f"{version}{SUFFIX}"], stamp, make)
+    size = 0 if compression is not None else num_bytes  # the size of the copy is known once it is there
+    return TarShard(name, size, version, index.num_samples, place, stamp, compression=compression)
+
+
+def _find_or_make(
+    places: Sequence[pathlib.Path], stamp: str, make: Callable[[], TarIndex]
+) -> tuple[TarIndex, pathlib.Path | None]:
+    """Returns a saved index, or makes and saves one; and where it is saved, if it could be."""
+    for place in places:
+        found = load(place, stamp)
+        if found is not None:
+            return found, place
+    made = make()
+    return made, next((place for place in places if save(made, place, stamp)), None)
+
+
+def _check(shard: TarShard, open_file: OpenFile) -> tuple[_CheckedTar, int]:
+    """Loads the index of an archive, or makes it again if it is gone."""
+    index = None if shard.index is None else load(shard.index, shard.stamp)
+    if index is None:
+        index = scan(open_file(), shard.path)
+    return _CheckedTar(shard, index, index.names(), open_file), index.num_entries
+
+
+def _read_rows(checked: _CheckedTar, rows: np.ndarray, first_record_id: int) -> list[dict[str, Any]]:
+    index = checked.index
+    first, last = index.first_files[rows], index.first_files[rows + 1] - 1
+    starts = index.starts[first]
+    stops = index.starts[last] + index.sizes[last]
+    samples = read_spans(checked.open(), starts, stops)
+    short = [
+        row
+        for row, sample, size in zip(rows.tolist(), samples, (stops - starts).tolist(), strict=True)
+        if len(sample) < size
+    ]
+    if short:
+        raise CorruptDataError(
+            f"{checked.shard.path}: record {first_record_id + short[0]} is not there in full. The archive was cut short: "
+            "copy it again.",
+            path=checked.shard.path,
+            record_id=first_record_id + short[0],
+        )
+    counts = last + 1 - first
+    files = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+    begins = index.starts[files] - np.repeat(starts, counts)
+    ends = (begins + index.sizes[files]).tolist()
+    places = zip(index.extensions[files].tolist(), begins.tolist(), ends, strict=True)
+    return [
+        {
+            "__key__": index.key(row),
+            **{checked.names[name]: sample[low:high] for name, low, high in itertools.islice(places, count)},
+        }
+        for row, sample, count in zip(rows.tolist(), samples, counts.tolist(), strict=True)
+    ]

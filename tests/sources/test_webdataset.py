@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import tarfile
+from typing import Any
+
+import numpy as np
+import pytest
+from format_files import FOLDER, plain_record, read_by_library
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshfeed
+from meshfeed import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.sources.webdataset.index import split_name
+from meshfeed.sources import WebDataset
+
+TARS = FOLDER / "tar"
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(TARS, tmp_path / "tar"))
+
+
+def indexes(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".meshfeed-index"))
+
+
+def by_key(record: dict[str, Any]) -> dict[str, Any]:
+    return {"cls": np.int64(int(record["cls"])), "length": np.int64(len(record["seg.npy"]))}
+
+
+def write_tar(path: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("name", ["shard-0", "shard-1", "odd"])
+def test_every_sample_is_what_the_library_reads(name: str, folder: pathlib.Path) -> None:
+    expected = read_by_library(f"tar/{name}.json")
+    for _ in range(2):  # from the headers, and from the saved index
+        source = WebDataset(folder / f"{name}.tar")
+        assert [plain_record(record) for record in source.__getitems__(range(len(source)))] == expected
+        assert [list(record) for record in source.read_raw([0, 0])] == [list(expected[0])] * 2
+        assert indexes(folder) == [f"{name}.tar.meshfeed-index"]
+
+
+def test_several_archives_at_random(folder: pathlib.Path) -> None:
+    source = WebDataset(f"{folder}/shard-*.tar*")
+    expected = read_by_library("tar/shard-0.json") + read_by_library("tar/shard-1.json")
+    assert repr(source) == "WebDataset(2 files, 11 records)"
+    order = np.random.default_rng(0).integers(0, 11, 30)
+    assert [plain_record(record) for record in source.__getitems__(order)] == [expected[i] for i in order]
+    assert source.file_of(7).endswith("shard-1.tar")
+    assert len(WebDataset(f"{folder}/shard-*.tar*")) == 11  # the indexes match the glob, and are left out
+    again = pickle.loads(pickle.dumps(source))
+    assert plain_record(again[10]) == expected[10]
+    assert again.fingerprint() == source.fingerprint()
+    moved = shutil.copytree(folder, folder / "moved")
+    assert WebDataset(moved / "shard-0.tar").fingerprint() == WebDataset(folder / "shard-0.tar").fingerprint()
+    with pytest.raises(IndexError, match="record id 11 is out of range"):
+        source[11]
+
+
+# Names that decide how WebDataset groups files: split as WebDataset's own expression splits them.
+@given(st.text(alphabet="a._/", max_size=9))
+def test_names_are_split_as_the_library_splits_them(name: str) -> None:
+    if re.match(r"__[^/]*__($|/)", name) or ("/" not in name and name.startswith("__") and name.endswith("__")):
+        assert split_name(name) is None or "." not in name.rpartition("/")[2]
+        return
+    match = re.match(r"((?:.*/)?[^.]+)\.([^/]*)\Z", name)
+    assert split_name(name) == (None if match is None else (match[1], match[2]))
+
+
+def test_a_feed_decodes_it(folder: pathlib.Path) -> None:
+    import jax
+
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    source = WebDataset(f"{folder}/shard-?.tar", decode=by_key)
+    with meshfeed.Feed(source, mesh, global_batch_size=4, shuffle=True) as feed:
+        batches = list(feed)
+    classes = np.concatenate([np.asarray(batch["cls"]) for batch in batches])
+    assert len(batches) == 2
+    assert set(classes.tolist()) <= {*range(7), *range(100, 104)}
+    assert source[8] == {"cls": 101, "length": source[1]["length"]}
+    with pytest.raises(SourceError, match=r"'__key__'.*decode= or meshfeed.sources.Map"):
+        next(meshfeed.Feed(WebDataset(folder / "shard-0.tar"), mesh, global_batch_size=4))
+
+
+def test_an_index_is_made_again_if_the_archive_changes(folder: pathlib.Path) -> None:
+    path = folder / "shard-0.tar"
+    old = WebDataset(path)
+    old[0]
+    write_tar(path, {"a.x": b"1", "b.x": b"2"})
+    assert WebDataset(path).read_raw([1, 0]) == [{"__key__": "b", "x": b"2"}, {"__key__": "a", "x": b"1"}]
+    old.close()
+    with pytest.raises(SourceError, match=r"WebDataset file .* has changed since the source was made"):
+        old[0]
+    index = folder / "shard-0.tar.meshfeed-index"
+    for content in (b"", b"PK\x03\x04 no", index.read_bytes()[:-9]):
+        index.write_bytes(content)
+        assert len(WebDataset(path)) == 2
+    index.unlink()
+    source = WebDataset(path)
+    index.unlink()
+    assert source[1]["x"] == b"2"
+
+
+def test_the_folder_cannot_be_written(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    import meshfeed._src.sources.webdataset.index as module
+
+    def refuse(part: Any, path: Any) -> None:
+        if pathlib.Path(path).parent == folder:
+            raise PermissionError(13, "read-only", str(path))
+        os.rename(part, path)
+
+    monkeypatch.setattr(module.os, "replace", refuse)
+    expected = read_by_library("tar/shard-1.json")
+    source = WebDataset(folder / "shard-1.tar")
+    assert plain_record(source[2]) == expected[2]
+    pytest.importorskip("fsspec")
+    cache = meshfeed.ShardCache(tmp_path / "cache")
+    for _ in range(2):
+        assert plain_record(WebDataset(folder / "shard-1.tar", cache=cache)[2]) == expected[2]
+    assert indexes(folder) == []
+    assert len(indexes(cache.directory)) == 1
+
+
+def test_damaged_archives(folder: pathlib.Path) -> None:
+    path = folder / "shard-0.tar"
+    content = path.read_bytes()
+    index = folder / "shard-0.tar.meshfeed-index"
+    with tarfile.open(path) as tar:
+        third = tar.getmembers()[3].offset
+    end = len(content.rstrip(b"\0")) // 512 * 512 + 512
+    cases = {
+        b"": "empty file",
+        b"no archive at all" * 99: "",
+        content[: third + 100]: "",
+        content[:third]: "the block of zeros that ends an archive",
+        content[:end]: "the block of zeros that ends an archive",
+        content[:third] + b"\xff" * 512 + content[third + 512 :]: "the block of zeros that ends an archive",
+    }
+    for damaged, reason in cases.items():
+        path.write_bytes(damaged)
+        index.unlink(missing_ok=True)
+        with pytest.raises(CorruptDataError, match=rf"shard-0.tar is no intact tar archive: .*{reason}") as error:
+            WebDataset(path)
+        assert error.value.path == str(path)
+        assert not index.exists()
+    write_tar(path, {"a.x": b"", "b.x": b""})
+    assert [record["x"] for record in WebDataset(path).read_raw([0, 1])] == [b"", b""]
+    with tarfile.open(path, "w") as tar:
+        for _ in range(2):
+            tar.addfile(tarfile.TarInfo("a.x"))
+    with pytest.raises(CorruptDataError, match="sample 'a' has two files with the extension 'x'"):
+        WebDataset(path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "options", "kind", "message"),
+    [
+        ("nowhere.tar", {}, SourceError, "no file 'nowhere.tar'"),
+        (f"{TARS}/*.nothing", {}, SourceError, "no file matches"),
+        (TARS, {}, SourceError, "got the folder"),
+        ([], {}, SourceError, "empty list"),
+        (f"{TARS}/odd.tar", {"decode": 3}, SettingsError, "decode=3"),
+        ("x.tar", {"cache": "folder"}, SettingsError, "cache='folder'"),
+    ],
+)
+def test_wrong_arguments(paths: Any, options: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        WebDataset(paths, **options)
+
+
+def test_archives_without_samples(tmp_path: pathlib.Path) -> None:
+    empty = write_tar(tmp_path / "empty.tar", {"no_extension": b"x"})
+    with pytest.raises(SourceError, match=r"1 file\(s\) with 0 records in all"):
+        WebDataset(empty)
+    full = write_tar(tmp_path / "full.tar", {"a.x": b"1"})
+    assert len(WebDataset([empty, full, empty])) == 1
+
+
+def test_over_a_store_and_compressed(tmp_path: pathlib.Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    store, expected = fsspec.filesystem("memory"), read_by_library("tar/shard-0.json")
+    store.pipe("/tars/a.tar", (TARS / "shard-0.tar").read_bytes())
+    store.pipe("/tars/b.tar.gz", gzip.compress((TARS / "shard-0.tar").read_bytes()))
+    with pytest.raises(SettingsError, match=r"URL 'memory://tars/a.tar' and no cache"):
+        WebDataset("memory://tars/a.tar")
+    with pytest.raises(SettingsError, match=r"compressed file .*b.tar.gz' and no cache"):
+        WebDataset(["memory://tars/b.tar.gz"])
+    cache = meshfeed.ShardCache(tmp_path / "cache")
+    for _ in range(2):
+        source = WebDataset(["memory://tars/a.tar", "memory://tars/b.tar.gz"], cache=cache)
+        assert [plain_record(record) for record in source.__getitems__(range(14))] == expected * 2
+    assert len(indexes(cache.directory)) == 2
+    for copy in cache.directory.glob("*.tar*"):
+        if not copy.name.endswith(".meshfeed-index"):
+            copy.unlink()
+    assert (
+        len(WebDataset(["memory://tars/a.tar", "memory://tars/b.tar.gz"], cache=cache)) == 14
+    )  # counted from the indexes
+    assert not list(cache.directory.glob("meshfeed_*"))
+    store.rm("/tars", recursive=True)
