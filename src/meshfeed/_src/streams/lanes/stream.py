@@ -146,7 +146,7 @@ class WorkerLanes:
         timeout_seconds: float,
     ) -> None:
         lanes = sorted(entries)
-        self._num_workers = max(1, min(num_workers, len(lanes)))
+        self._num_workers = max(1, min(int(num_workers), len(lanes)))
         self._timeout_seconds = timeout_seconds
 
         def make_task() -> Callable[[_Request], GroupRows | None]:
