@@ -1,8 +1,9 @@
-"""One lane: decoders that fail, and records that differ."""
+"""One lane: failures and retries, bad records, epochs, snapshots of its state, and records that differ."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,11 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
+from meshfeed._src.base.errors import SourceError, StateMismatchError
+from meshfeed._src.base.exact_json import ALLOWED
+from meshfeed._src.base.rng import philox
+from meshfeed._src.streams.lanes import lane as lane_module
+from meshfeed._src.streams.lanes.lane import Lane, LaneEntry, LaneSettings
 
 
 class Decoded:
@@ -154,3 +160,333 @@ def test_a_state_of_a_lane_without_an_exact_form_is_refused_by_its_type() -> Non
     with make_feed(WithState({1, 2})) as feed:
         with pytest.raises(meshfeed.SourceError, match=r"lane 0 cannot be saved exactly: a set has no exact JSON form"):
             next(feed)
+
+
+# --- a lane by itself -----------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A source whose iterator does what ``step(number)`` says for the number of the record."""
+
+    def __init__(self, step: Callable[[int], Any], length: int = 20, **attributes: Any) -> None:
+        self.step, self.length = step, length
+        self.requested: list[int] = []
+        self.opened = self.closed = 0
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def open(self, lane_index: int, num_lanes: int) -> Any:
+        self.opened += 1
+        return ScriptedIterator(self)
+
+
+class ScriptedIterator:
+    def __init__(self, source: Scripted) -> None:
+        self.source, self.at = source, 0
+
+    def __next__(self) -> Any:
+        if self.at >= self.source.length:
+            raise StopIteration
+        record = self.source.step(self.at)
+        self.at += 1
+        return record
+
+    def close(self) -> None:
+        self.source.closed += 1
+
+
+class Batched(Scripted):
+    """The same, a batch at a time; a failing record fails its batch."""
+
+    def open(self, lane_index: int, num_lanes: int) -> Any:
+        self.opened += 1
+        return BatchedIterator(self)
+
+
+class BatchedIterator(ScriptedIterator):
+    def next_batch(self, num_records: int) -> Any:
+        self.source.requested.append(num_records)
+        stop = min(self.at + num_records, self.source.length)
+        if stop == self.at:
+            raise StopIteration
+        records = [self.source.step(number) for number in range(self.at, stop)]
+        self.at = stop
+        return np.array(records)
+
+
+def open_lane(source: Any, entry: LaneEntry | None = None, **changes: Any) -> Lane:
+    settings = {
+        "num_lanes": 8, "num_epochs": 1, "seed": 5, "retry": meshfeed.Retry(initial_seconds=0), "bad_records": None,
+    }  # fmt: skip
+    return Lane(source, 3, LaneSettings(**{**settings, **changes}), entry or LaneEntry())
+
+
+def failing(numbers: dict[int, int], error: Exception) -> Callable[[int], Any]:
+    """Raises ``error`` at some numbers, that many times; otherwise gives the number."""
+
+    def step(number: int) -> Any:
+        if numbers.get(number, 0):
+            numbers[number] -= 1
+            raise error
+        return np.int64(number)
+
+    return step
+
+
+def test_a_failed_iterator_is_closed_and_its_lane_opened_again_where_it_was() -> None:
+    source = Scripted(failing({3: 2, 11: 4}, OSError("a blip")))
+    lane = open_lane(source)
+    assert lane.describe() == "reading lane 3 (epoch 0, after record 0)"
+    taken = lane.take(8)
+    assert (taken.tree.tolist(), taken.count, taken.retries) == (list(range(8)), 8, 2)
+    assert (source.opened, source.closed) == (3, 2)
+    taken = lane.take(30)
+    assert (taken.tree.tolist(), taken.count, taken.retries) == (list(range(8, 20)), 12, 4)
+    assert (source.opened, source.closed) == (7, 7)
+    assert (lane.length, lane.take(5).count, lane.take(5).tree) == (20, 0, None)
+    assert lane.entry() == LaneEntry(records=20, taken=20, skip=20, ended=True)
+
+
+def test_a_record_that_fails_for_good_is_an_error_that_says_where() -> None:
+    source = Scripted(failing({3: 99}, OSError("gone")))
+    lane = open_lane(source, retry=meshfeed.Retry(attempts=3, initial_seconds=0))
+    with pytest.raises(OSError, match="gone") as caught:
+        lane.take(8)
+    assert caught.value.__notes__ == ["while reading lane 3, after record 3"]
+    assert (source.opened, source.closed) == (3, 3)
+
+
+def test_batches_shrink_to_one_record_after_a_failure_and_grow_again() -> None:
+    source = Batched(failing({5: 1}, OSError("a blip")), 40)
+    lane = open_lane(source)
+    assert lane.take(4).tree.tolist() == [0, 1, 2, 3]
+    taken = lane.take(20)
+    assert (taken.tree.tolist(), taken.retries) == (list(range(4, 24)), 1)
+    # All 20; then the 4 before are dropped again, and 1, 2, 4, 8 and the last 5 are read
+    assert source.requested == [4, 20, 4, 1, 2, 4, 8, 5]
+    assert lane.take(16).tree.tolist() == list(range(24, 40))
+    assert source.requested[8:] == [16]
+
+
+def test_lanes_whose_records_end_early_are_no_shorter_lanes() -> None:
+    entry = LaneEntry(records=30, epoch=1, taken=25, skip=25)
+    for source in (Scripted(np.int64), Batched(np.int64)):
+        with pytest.raises(SourceError) as caught:
+            open_lane(source, entry)
+        assert caught.value.lane_index == 3
+        assert str(caught.value) == (
+            "lane 3 ended 5 records before the cursor where it is to be continued (epoch 1, record 25); the data has become "
+            "shorter."
+        )
+    assert open_lane(Scripted(np.int64, 25), entry).take(1).count == 0
+
+
+def test_a_resume_that_reads_all_over_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "meshfeed.lanes")
+    open_lane(Scripted(np.int64), LaneEntry(records=7, taken=7, skip=7))
+    assert caplog.messages == ["lane 3 has no get_state: it is resumed by reading and dropping 7 records"]
+    caplog.clear()
+    open_lane(Scripted(np.int64))
+    open_lane(WithState(0), LaneEntry(records=7, taken=7, skip=7))
+    assert caplog.messages == []
+
+
+def test_what_is_being_dropped_is_described() -> None:
+    seen = []
+
+    def step(number: int) -> Any:
+        seen.append(lanes[0].describe() if lanes else "")
+        return np.int64(number)
+
+    lanes: list[Lane] = []
+    lane = open_lane(Scripted(step))
+    lane.take(3)
+    lane._close_iterator()
+    lanes.append(lane)
+    lane.take(1)
+    dropping = [f"resuming lane 3: dropped {count} of 3 records" for count in (0, 1, 2)]
+    assert seen[3:] == [*dropping, "reading lane 3 (epoch 0, after record 3)"]
+
+
+def test_a_state_for_a_source_that_takes_none_is_refused() -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        open_lane(Scripted(np.int64), LaneEntry(records=2, taken=2, state={"at": 2}))
+    error = caught.value
+    assert (error.field, error.saved, error.current, error.remedy) == (
+        "lanes.3.state",
+        "a state of the source",
+        "ScriptedIterator has no set_state",
+        "Pass the source that the state was saved with.",
+    )
+
+
+def test_stop_iteration_where_no_data_ends_is_an_error() -> None:
+    class Source:
+        def open(self, lane_index: int, num_lanes: int) -> Any:
+            raise StopIteration
+
+    with pytest.raises(SourceError) as opening:
+        open_lane(Source())
+    assert (str(opening.value), opening.value.lane_index) == ("opening lane 3 raised StopIteration.", 3)
+
+    def decode(record: Any) -> Any:
+        return next(iter(())) if record == 4 else record
+
+    with pytest.raises(SourceError) as decoding:
+        open_lane(Scripted(np.int64, decode=decode)).take(8)
+    assert decoding.value.lane_index == 3
+    assert str(decoding.value) == (
+        "decode raised StopIteration at record 4 of lane 3; that is no end of the data. Raise ValueError for a bad record."
+    )
+
+
+def bad_at(*numbers: int) -> Callable[[Any], Any]:
+    def decode(record: Any) -> Any:
+        if int(record) in numbers:
+            raise ValueError("x" * 300)
+        return record
+
+    return decode
+
+
+def test_bad_records_are_passed_over_and_listed() -> None:
+    source = Scripted(lambda number: np.int64(number), 10, decode=bad_at(0, 3, 4, 9))
+    lane = open_lane(source, num_epochs=2, bad_records=meshfeed.SkipBad(0.9))
+    first, second = lane.take(4), lane.take(20)
+    assert first.tree.tolist() == [1, 2, 5, 6]
+    assert second.tree.tolist() == [7, 8, 1, 2, 5, 6, 7, 8]
+    reason = "ValueError: " + "x" * 188
+    assert first.bad == [(3 << 48 | number, 0, reason) for number in (0, 3, 4)]
+    assert second.bad == [(3 << 48 | 9, 0, reason), *((3 << 48 | number, 1, reason) for number in (0, 3, 4, 9))]
+    assert lane.length == 12
+
+
+def test_without_skip_bad_a_bad_record_is_an_error_that_says_which() -> None:
+    with pytest.raises(ValueError, match=r"^xxx") as caught:
+        open_lane(Scripted(np.int64, decode=bad_at(6))).take(8)
+    assert caught.value.__notes__ == ["while decoding record 6 of lane 3"]
+
+
+def test_1000_bad_records_in_a_row_are_an_error_and_999_are_not() -> None:
+    options: dict[str, Any] = {"bad_records": meshfeed.SkipBad(0.9)}
+    twice = Scripted(np.int64, 2000, decode=bad_at(*range(999), *range(1000, 1999)))
+    assert open_lane(twice, **options).take(2).tree.tolist() == [999, 1999]
+    with pytest.raises(SourceError) as caught:
+        open_lane(Scripted(np.int64, 2000, decode=bad_at(*range(7, 1007))), **options).take(8)
+    assert caught.value.lane_index == 3
+    assert str(caught.value) == (
+        "1000 records of lane 3 in a row are bad, up to record 1006 of epoch 0; the data is damaged as a whole, or decode is "
+        "wrong."
+    )
+
+
+def test_a_decoders_random_numbers_depend_on_the_seed_the_epoch_and_the_record() -> None:
+    def decode(record: Any, rng: np.random.Generator) -> Any:
+        return rng.integers(2**62)
+
+    taken = open_lane(Scripted(np.int64, 3, decode=decode), num_epochs=2).take(6)
+    assert taken.tree.tolist() == [philox(5, e, 3 << 48 | n).integers(2**62) for e in (0, 1) for n in (0, 1, 2)]
+
+
+def test_an_endless_lane_without_a_record_is_an_error() -> None:
+    for num_epochs in (None, 2):
+        with pytest.raises(SourceError) as caught:
+            open_lane(Scripted(np.int64, 0), num_epochs=num_epochs).take(1)
+        assert caught.value.lane_index == 3
+        assert str(caught.value) == (
+            "lane 3 of 8 has no record in epoch 0, so the epochs would go on for ever without it. Use fewer lanes "
+            "(num_lanes=) or give each lane data."
+        )
+    lane = open_lane(Scripted(np.int64, 0))
+    assert (lane.take(1).count, lane.length) == (0, 0)
+
+
+def test_epochs_follow_one_another_without_a_gap() -> None:
+    for source in (Scripted(np.int64, 3), Batched(np.int64, 3)):
+        lane = open_lane(source, num_epochs=3)
+        assert lane.take(5).tree.tolist() == [0, 1, 2, 0, 1]
+        assert lane.entry() == LaneEntry(records=5, epoch=1, taken=2, skip=2)
+        assert lane.length is None
+        again = open_lane(source, lane.entry(), num_epochs=3)
+        assert again.take(9).tree.tolist() == [2, 0, 1, 2]
+        assert again.entry() == LaneEntry(records=9, epoch=2, taken=3, skip=3, ended=True)
+    opened = source.opened
+    assert open_lane(source, LaneEntry(records=9, epoch=2, taken=3, ended=True)).take(4).count == 0
+    assert source.opened == opened, "a lane that has ended is not opened"
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(lane_module.time, "monotonic", lambda: self.now)
+
+
+def slow_lane(clock: Clock, read_seconds: float, state_seconds: float) -> Lane:
+    class Slow:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def open(self, lane_index: int, num_lanes: int) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            clock.now += read_seconds
+            self.at += 1
+            return np.int64(self.at)
+
+        def get_state(self) -> Any:
+            clock.now += state_seconds
+            return self.at
+
+    return open_lane(Slow())
+
+
+def skips(lane: Lane, count: int) -> list[int]:
+    found = []
+    for _ in range(count):
+        lane.take(1)
+        found.append(lane.entry().skip)
+    return found
+
+
+def test_a_cheap_state_is_taken_after_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert skips(slow_lane(Clock(monkeypatch), 1e-6, 1e-5), 4) == [0, 0, 0, 0]
+    assert skips(slow_lane(Clock(monkeypatch), 2.0, 0.0078125), 4) == [0, 0, 0, 0]  # below 1 % of the read time
+
+
+def test_an_expensive_state_is_taken_for_1_percent_of_the_time_or_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "meshfeed.lanes")
+    lane = slow_lane(Clock(monkeypatch), 1.0, 0.03125)
+    assert skips(lane, 9) == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # 4 s of reading for 0.03 s
+    assert lane.entry().state == 9
+    assert caplog.messages == ["the state of lane 3 takes 31.2 ms: it is taken now and then"]
+    lane = slow_lane(Clock(monkeypatch), 20.0, 4.0)
+    assert skips(lane, 9) == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # more than 60 s of reading
+
+
+def test_a_state_that_has_no_exact_form_is_an_error() -> None:
+    lane = open_lane(WithState({1}))
+    lane.take(1)
+    with pytest.raises(SourceError) as caught:
+        lane.entry()
+    assert caught.value.lane_index == 3
+    assert str(caught.value) == (
+        f"the state of lane 3 cannot be saved exactly: a set has no exact JSON form: {{1}}. {ALLOWED}"
+    )
+
+
+def test_a_lane_that_cannot_be_closed_is_closed_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "meshfeed.lanes")
+    lane = open_lane(Scripted(np.int64))
+
+    def fail() -> None:
+        raise RuntimeError("busy")
+
+    lane._iterator.close = fail
+    lane.close()
+    assert caplog.messages == ["closing the iterator of lane 3 failed: busy"]
+    assert lane._iterator is None
