@@ -248,7 +248,7 @@ def test_a_url_that_cannot_be_read_is_named(tmp_path: pathlib.Path, monkeypatch:
         url = f"{scheme}://bucket/run"
         monkeypatch.setattr(type(epath.Path(url)), "exists", fail)
         assert message(CheckpointError, files.readable_path, url) == (
-            f"{url}: {scheme}:// cannot be read here: PermissionError: no access to {url}. Look at credentials and network, "
+            f"{url}: {scheme}:// cannot be read here: PermissionError: no access to {url}. Check credentials and network, "
             "or copy the checkpoint into a folder."
         )
         monkeypatch.setattr(type(epath.Path(url)), "exists", lambda path: True)

@@ -440,6 +440,9 @@ def slow_lane(clock: Clock, read_seconds: float, state_seconds: float) -> Lane:
             clock.now += state_seconds
             return self.at
 
+        def set_state(self, state: Any) -> None:
+            self.at = state
+
     return open_lane(Slow())
 
 

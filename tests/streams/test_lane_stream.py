@@ -17,7 +17,6 @@ from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import parse_state, seal
 from meshfeed._src.streams.lanes.lane import LaneEntry
 from meshfeed._src.streams.lanes.stream import LaneGroup, LaneStream, default_num_lanes
-from meshfeed._src.streams.protocol import LocalIterator
 
 CHANGED = "The state was changed or damaged; use an earlier checkpoint."
 
@@ -85,14 +84,14 @@ def test_batches_are_the_same_on_any_hosts_and_after_any_resume(data: st.DataObj
         (
             {"shuffle": True},
             "shuffle",
-            "shuffle=True, but a stream cannot be shuffled as a whole: it is read one record after the other. Shuffle in the "
-            "source (Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a random-access source.",
+            "shuffle=True, but a stream cannot be shuffled as a whole: its records are read in order. Shuffle in the source "
+            "(Grain's WindowShuffle, HuggingFace(shuffle_buffer=…)), or pass a random-access source.",
         ),
         (
             {"bad_records": SkipBad(0.5)},
             "bad_records",
-            "bad_records=SkipBad(…) on a stream covers its decode, and this one has none; leave it out, and handle bad "
-            "records where the stream is made.",
+            "bad_records=SkipBad(…) on a stream covers only its decode, and this source has none. Leave it out, and handle "
+            "bad records in the code that makes the stream.",
         ),
         (
             {"num_lanes": 3},
@@ -353,7 +352,7 @@ def test_a_host_without_a_record_has_no_batch_to_show() -> None:
 
 @pytest.mark.parametrize("end", ["drop", "pad"])
 def test_an_empty_stream_is_an_error_unless_other_hosts_may_have_records(end: str) -> None:
-    message = "the stream is empty: none of its lanes has a record. Look at the files, and at filters before the feed."
+    message = "the stream is empty: none of its lanes has a record. Check the files, and any filter before the feed."
     with pytest.raises(SourceError) as caught:
         open_reader(stream_of([0, 0], end=end)).next()
     assert str(caught.value) == message
@@ -396,13 +395,24 @@ def test_the_structure_is_that_of_the_first_record_of_any_lane() -> None:
     assert str(caught.value) == "the stream is empty: none of its 2 lanes has a record."
 
 
-def test_a_source_that_owns_its_epochs_is_read_once() -> None:
-    stream = stream_of([1, 1], num_epochs=None)
-    assert (
-        dataclasses.asdict(stream.lane_settings(7)).items() >= {"num_lanes": 7, "num_epochs": None, "seed": 0}.items()
+def test_lanes_share_the_settings_of_the_feed() -> None:
+    settings = stream_of([1, 1], num_epochs=None, seed=4).lane_settings(7)
+    assert (settings.num_lanes, settings.num_epochs, settings.seed, settings.bad_records) == (7, None, 4, None)
+
+
+def test_a_step_is_read_again_from_a_state_at_or_before_it() -> None:
+    stream = stream_of([9, 9, 9, 3], end="pad")
+    current = stream.start()
+    first = stream.replay_from(current, 5, None)
+    assert (first.step, first.entries) == (0, current.entries)
+    for step in (2, 3):
+        assert stream.replay_from(current, step, parse_state(AFTER_2)).step == 2
+    with pytest.raises(SettingsError) as caught:
+        stream.replay_from(current, 1, parse_state(AFTER_2))
+    assert caught.value.setting == "state"
+    assert str(caught.value) == (
+        "replay of step 1 from a state taken at step 2; it takes a state taken at or before the step."
     )
-    stream.source.owns_epochs = True
-    assert stream.lane_settings(2).num_epochs == 1
 
 
 def test_what_a_stream_has_not_is_an_error() -> None:
@@ -467,30 +477,3 @@ def test_lanes_are_closed_when_one_cannot_be_opened() -> None:
                 num_threads,
             )
         assert closed == [0, 1]
-
-
-def test_the_local_iterator_is_the_feed() -> None:
-    class Feed:
-        def __init__(self) -> None:
-            self.calls: list[Any] = []
-
-        def __iter__(self) -> Any:
-            self.calls.append("iter")
-            return self
-
-        def __next__(self) -> int:
-            return 7
-
-        def get_state(self) -> dict[str, Any]:
-            return {"position": 3}
-
-        def set_state(self, state: Any) -> None:
-            self.calls.append(state)
-
-    feed = Feed()
-    iterator = stream_of([1]).local_iterator(feed)
-    assert isinstance(iterator, LocalIterator)
-    assert iter(iterator) is iterator
-    assert (next(iterator), iterator.get_state()) == (7, {"position": 3})
-    iterator.set_state({"position": 5})
-    assert feed.calls == ["iter", {"position": 5}]
