@@ -1,4 +1,4 @@
-"""Random access: records that differ between workers, damaged ones that are looked at, and what an interrupt leaves."""
+"""Random access: the same batches on any hosts and after any resume, damaged records, interrupts, identities."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType
+from stream_parts import rows_of_host, run, settings_of
 
 import meshfeed
+from meshfeed._src.base.settings import BatchSchedule
+from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.state.state import parse_state
+from meshfeed._src.streams import random_access
+from meshfeed._src.streams.protocol import HostBatch
+from meshfeed._src.streams.random_access import RandomAccessStream
 
 
 class Records:
@@ -193,3 +202,327 @@ def test_a_position_beyond_every_stream_is_refused_before_anything_is_read(posit
         assert feed.get_state() == state
         feed.set_state({**state, "position": 2**61})
         next(feed)
+
+
+# --- a stream by itself ---------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """Record i is i + 1, in files of 10 records."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.closed = count, False
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, record_id: int) -> Any:
+        return {"x": np.int64(record_id + 1)}
+
+    def file_of(self, record_id: int) -> str:
+        return f"part-{record_id // 10}"
+
+    def fingerprint(self) -> str:
+        return f"numbers {self.count}"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def stream_of(count: int = 20, **changes: Any) -> RandomAccessStream:
+    return RandomAccessStream(Numbers(count), settings_of(**changes))
+
+
+def expected(count: int, num_epochs: int, shuffle: Any, sizes: list[int], end: str) -> list[list[int]]:
+    """Rows of all batches, cut from the list of all records in order; 0 is padding."""
+    order = EpochOrder(count, shuffle=shuffle, seed=7, num_epochs=num_epochs)
+    rows = [record_id + 1 for record_id in order.ids_at(np.arange(count * num_epochs))[0].tolist()]
+    batches = []
+    for size in sizes:
+        batch, rows = rows[:size], rows[size:]
+        if not batch or (len(batch) < size and end == "drop"):
+            break
+        batches.append(batch + [0] * (size - len(batch)))
+    return batches
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_batches_are_the_same_on_any_hosts_and_after_any_resume(data: st.DataObject) -> None:
+    count, num_epochs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
+    shuffle = data.draw(st.sampled_from([False, True, 4]))
+    end = data.draw(st.sampled_from(["drop", "pad"]))
+    schedule = BatchSchedule([(0, 8), *((step, 4) for step in data.draw(st.sets(st.integers(1, 5), max_size=1)))])
+    wanted = expected(count, num_epochs, shuffle, [schedule.size_at(step) for step in range(80)], end)
+
+    def make_stream() -> RandomAccessStream:
+        return stream_of(
+            count, global_batch_size=schedule, num_epochs=num_epochs, shuffle=shuffle, end=end, seed=7,
+            num_threads=data.draw(st.sampled_from([None, 2])),
+        )  # fmt: skip
+
+    assert make_stream().num_steps(make_stream().start()) == len(wanted)
+    state, found = None, []
+    for _ in range(data.draw(st.integers(1, 3))):
+        owners = data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))
+        result = run(make_stream(), owners, steps=data.draw(st.integers(0, 5)), state=state)
+        found += [batch["x"].tolist() for batch in result.batches]
+        state = result.state
+        assert state.position == sum(value != 0 for batch in found for value in batch)
+        assert {cursor.step for cursor in result.cursors} == {len(found)}
+        assert found == wanted[: len(found)]
+    stream = make_stream()
+    rest = run(stream, [0], state=state)
+    assert found + [batch["x"].tolist() for batch in rest.batches] == wanted
+    for step, batch in enumerate(wanted):
+        ids = stream.record_ids(rest.cursors[0], step)
+        assert (ids.dtype, (ids + 1).tolist()) == (np.int64, [value for value in batch if value])
+    for step in (-1, len(wanted)):
+        with pytest.raises(IndexError) as caught:
+            stream.record_ids(rest.cursors[0], step)
+        assert str(caught.value) == (
+            f"step {step} is not in this stream, which has {len(wanted)} steps (0 to {max(len(wanted) - 1, -1)})."
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "message"),
+    [
+        (
+            {"global_batch_size": None},
+            "global_batch_size",
+            "global_batch_size is missing; a random-access source needs it (an int or a meshfeed.BatchSchedule).",
+        ),
+        (
+            {"num_lanes": 4},
+            "num_lanes",
+            "num_lanes=4, but this source is read at random and has no lanes; leave it out.",
+        ),
+    ],
+)
+def test_settings_that_random_access_cannot_have(changes: dict[str, Any], setting: str, message: str) -> None:
+    with pytest.raises(meshfeed.SettingsError) as caught:
+        stream_of(**changes)
+    assert (str(caught.value), caught.value.setting) == (message, setting)
+
+
+def test_an_empty_source_is_an_error_and_one_record_is_not() -> None:
+    with pytest.raises(meshfeed.SourceError) as caught:
+        stream_of(0)
+    assert str(caught.value) == "the source Numbers is empty: it has 0 records."
+    assert stream_of(1, end="pad").num_steps(stream_of(1, end="pad").start()) == 1
+
+
+def test_a_source_smaller_than_a_batch_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    stream_of(8)
+    stream_of(7, end="pad")
+    stream_of(7, num_epochs=None)
+    assert caplog.records == []
+    stream_of(3, num_epochs=2)
+    assert [(record.name, record.levelname, record.message) for record in caplog.records] == [
+        (
+            "meshfeed.feed",
+            "WARNING",
+            "the source has 6 records in all epochs, fewer than one batch of 8: with end='drop' there is no batch. Use "
+            "end='pad', more epochs or a smaller batch.",
+        )
+    ]
+
+
+def test_the_state_is_this() -> None:
+    state = run(stream_of(num_epochs=2, shuffle=True, seed=5), [0], steps=2).state.to_json()
+    assert state == {
+        "meshfeed": 1,
+        "kind": "random_access",
+        "position": 16,
+        "segments": [[0, 0, 8]],
+        "fingerprint": {
+            "source": {"kind": "Numbers", "records": 20, "fingerprint": "numbers 20"},
+            "order": {"algorithm": "feistel-square", "version": 2},
+            "shuffle": True, "seed": 5, "num_epochs": 2, "end": "drop",
+        },
+    }  # fmt: skip
+
+
+STATE = {
+    "meshfeed": 1, "kind": "random_access", "position": 16, "segments": [[0, 0, 8]],
+    "fingerprint": {
+        "source": {"kind": "Numbers", "records": 20, "fingerprint": "numbers 20"},
+        "order": {"algorithm": "feistel-square", "version": 2},
+        "shuffle": False, "seed": 0, "num_epochs": 2, "end": "pad",
+    },
+}  # fmt: skip
+CHANGED = "The state was changed or damaged; use an earlier checkpoint."
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings_changes", "expected"),
+    [
+        ({"position": 15}, {}, ("position", 15, "a multiple of 8 rows after 0", CHANGED)),
+        ({"position": 48}, {}, ("position", 48, "at most 40", CHANGED)),
+        ({"segments": [3]}, {}, ("segments", 3, "a list of [first_step, first_position, global_batch_size]", CHANGED)),
+        ({}, {"seed": 1}, ("seed", 0, 1, "Pass the saved value, or start a new stream without the state.")),
+        ({}, {"end": "drop"}, ("end", "pad", "drop", "Pass the saved value, or start a new stream without the state.")),
+        ({}, {"num_epochs": 3}, ("num_epochs", 2, 3, "Pass the saved value, or start a new stream without the state.")),
+    ],
+)
+def test_a_state_of_something_else_is_refused(
+    changes: dict[str, Any], settings_changes: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    stream = stream_of(**{"num_epochs": 2, "end": "pad", **settings_changes})
+    with pytest.raises(meshfeed.StateMismatchError) as caught:
+        stream.restore(parse_state({**STATE, **changes}))
+    error = caught.value
+    assert (error.field, error.saved, error.current, error.remedy) == expected
+
+
+def test_an_endless_stream_may_be_given_an_end_that_is_past() -> None:
+    state = {**STATE, "position": 80, "fingerprint": {**STATE["fingerprint"], "num_epochs": None}}
+    stream = stream_of(num_epochs=2, end="pad")
+    cursor = stream.restore(parse_state(state))
+    assert (cursor.step, cursor.position, stream.num_steps(cursor)) == (10, 80, 5)
+    reader = stream.open_reader(cursor, rows_of_host([0], 0), hosts_agree=False)
+    with pytest.raises(StopIteration):
+        reader.next()
+    assert stream_of(num_epochs=None, end="pad").restore(parse_state(state)).position == 80
+
+
+def test_a_restored_cursor_has_what_was_saved() -> None:
+    extra = {"skipped": {"0": [[7, 0, "bad", 1]]}, "num_skipped": 3}
+    stream = stream_of(num_epochs=2, end="pad", global_batch_size=4)
+    cursor = stream.restore(parse_state({**STATE, **extra}))
+    assert (cursor.step, cursor.position, cursor.num_skipped) == (2, 16, 3)
+    assert cursor.skipped.listed == extra["skipped"]
+    assert stream.state(cursor).to_json() == {**STATE, **extra}
+    assert [cursor.step_schedule.at(step) for step in (1, 2, 3)] == [(8, 8), (16, 4), (20, 4)]
+    assert stream.batch_size_at(cursor) == 4
+    assert [stream.records_after(cursor, step, {}) for step in (0, 2, 7, 8)] == [8, 20, 40, 40]
+    assert stream_of(num_epochs=None).records_after(stream_of(num_epochs=None).start(), 99, {}) == 800
+    batch = HostBatch(2, 4, None, 0, bad=[(3, 1, "worse")])
+    after = stream.advance(cursor, batch, {}, 4)
+    assert (after.step, after.position, after.num_skipped) == (3, 20, 4)
+    assert after.skipped.listed == {"0": [[7, 0, "bad", 1], [3, 1, "worse", 2]]}
+    assert stream.advance(cursor, HostBatch(2, 4, None, 0), {}).skipped == cursor.skipped
+
+
+def test_a_step_is_read_again_from_its_number() -> None:
+    stream = stream_of(num_epochs=2)
+    later = stream.restore(parse_state({**STATE, "fingerprint": {**STATE["fingerprint"], "end": "drop"}}))
+    cursor = stream.replay_from(later, 1, None)
+    assert (cursor.step, cursor.position, stream.batch_size_at(cursor)) == (1, 8, 8)
+    with pytest.raises(IndexError, match=r"^step 5 is not in this stream"):
+        stream.replay_from(later, 5, None)
+
+
+def test_records_are_read_by_id() -> None:
+    stream = stream_of()
+    for ids in ([3, 19, 0, 3], np.array([3, 19, 0, 3], np.uint8), range(3, 4)):
+        assert stream.read(ids)["x"].tolist() == [record_id + 1 for record_id in ids]
+    assert stream.read(4)["x"].tolist() == [5]
+    empty = stream.read([])["x"]
+    assert (empty.shape, empty.dtype) == ((0,), np.int64)
+    for wrong in ([1.5], [[1, 2]], ["a"], [True]):
+        with pytest.raises(meshfeed.SettingsError) as settings_error:
+            stream.read(wrong)
+        assert settings_error.value.setting == "record_ids"
+        assert str(settings_error.value) == (
+            f"read({wrong!r}); it takes record ids, a sequence of ints or an int array [n]."
+        )
+    for ids, bad in (([0, 20, 21], 20), ([19, -1], -1)):
+        with pytest.raises(meshfeed.SourceError) as source_error:
+            stream.read(ids)
+        assert source_error.value.record_id == bad
+        assert str(source_error.value) == f"record id {bad} is not in the source, which has the ids 0 to 19."
+
+
+def open_reader(stream: RandomAccessStream, owners: tuple[int, ...] = (0,), host: int = 0) -> Any:
+    return stream.open_reader(stream.start(), rows_of_host(owners, host), hosts_agree=True)
+
+
+@pytest.mark.parametrize("num_threads", [None, 3])
+def test_a_batch_has_the_rows_of_its_host_and_their_ids(num_threads: int | None) -> None:
+    stream = stream_of(12, end="pad", mask_key="real", num_threads=num_threads)
+    reader = open_reader(stream, (0, 1, 0, 1), 1)
+    first, last = reader.next(), reader.next()
+    assert (first.step, first.global_batch_size, first.num_bytes) == (0, 8, 4 * 9)
+    assert {key: value.tolist() for key, value in first.tree.items()} == {"x": [3, 4, 7, 8], "real": [True] * 4}
+    assert (first.record_ids.tolist(), first.bad, first.retries) == ([2, 3, 6, 7], (), 0)
+    assert list(first.times) == ["read_seconds"]
+    assert last.tree["x"].tolist() == [11, 12, 0, 0]
+    assert last.tree["real"].tolist() == [True, True, False, False]
+    assert stream.describe_batch(last) == {"record_ids": [10, 11], "files": ["part-1"]}
+    assert stream.describe_batch(first) == {"record_ids": [2, 3, 6, 7], "files": ["part-0"]}
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            reader.next()
+    reader.rewind(1)
+    assert reader.next().tree["x"].tolist() == [11, 12, 0, 0]
+    assert (reader.final(), reader.sequential) == (None, False)
+    reader.close()
+
+
+def test_a_host_with_padding_only_gets_zeros() -> None:
+    reader = open_reader(stream_of(3, end="pad", mask_key="real"), (0, 1), 1)
+    batch = reader.next()
+    assert {key: value.tolist() for key, value in batch.tree.items()} == {"x": [0] * 4, "real": [False] * 4}
+    assert (batch.record_ids.tolist(), batch.bad, dict(batch.times)) == ([], (), {})
+
+
+def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr(random_access.time, "monotonic", lambda: now[0])
+    seen = []
+
+    class Watched(Numbers):
+        def __getitem__(self, record_id: int) -> Any:
+            now[0] += 0.25
+            seen.append(readers[0].describe() if readers else "")
+            return super().__getitem__(record_id)
+
+    readers: list[Any] = []
+    stream = RandomAccessStream(Watched(20), settings_of(end="pad"))
+    stream.record_spec()
+    readers.append(open_reader(stream))
+    now[0] += 3
+    assert readers[0].describe() == "idle for 3.0 s"
+    seen.clear()
+    readers[0].next()
+    readers[0].next()
+    assert seen[:2] == [f"reading step 0 (record 0 and 7 more, part-0) for {seconds} s" for seconds in ("0.2", "0.5")]
+    assert seen[8] == "reading step 1 (record 8 and 7 more, part-0) for 0.2 s"
+    now[0] += 1.5
+    assert readers[0].describe() == "waiting for room for 1.5 s"
+    readers[0]._doing = ((2, np.empty(0, np.int64)), now[0])
+    assert readers[0].describe() == "padding step 2 for 0.0 s"
+
+
+def test_reads_that_an_interrupt_left_are_collected_and_not_repeated() -> None:
+    reads: list[int] = []
+
+    class Counted(Numbers):
+        def __getitem__(self, record_id: int) -> Any:
+            reads.append(record_id)
+            return super().__getitem__(record_id)
+
+    reader = open_reader(RandomAccessStream(Counted(64), settings_of(num_threads=2)))
+    reads.clear()
+    finish = reader._finish
+
+    def interrupted(*arguments: Any) -> Any:
+        reader._finish = finish
+        raise KeyboardInterrupt
+
+    reader._finish = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        reader.next()
+    assert [reader.next().tree["x"].tolist()[0] for _ in range(8)] == list(range(1, 64, 8))
+    reader.close()
+    assert sorted(reads) == list(range(64))
+
+
+def test_a_stream_closes_its_source() -> None:
+    stream = stream_of()
+    assert [(leaf.path, leaf.shape, leaf.dtype) for leaf in stream.record_spec().leaves] == [("['x']", (), np.int64)]
+    stream.close()
+    assert stream.source.closed
+    RandomAccessStream([np.int64(1)], settings_of(end="pad")).close()
