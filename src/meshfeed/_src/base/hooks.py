@@ -146,6 +146,14 @@ class Concatenates(Protocol):
         ...
 
 
+class Sharded(Protocol):
+    """Has its records in files, which ``shuffle="shards"`` keeps together."""
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64 ``[files]``, in the order of their record ids."""
+        ...
+
+
 class StagedOrder(RecordOrder, Protocol):
     """An order whose future may change: a mixture with stages."""
 
@@ -167,7 +175,7 @@ class NumbersRecords(Protocol):
         ...
 
     def make_order(
-        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+        self, *, shuffle: bool | int | str, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
     ) -> StagedOrder:
         """Returns the order for a feed's settings."""
         ...

@@ -156,7 +156,7 @@ class FeedSettings:
     """The validated keywords of a feed, except source and sharding."""
 
     schedule: BatchSchedule | None
-    shuffle: bool | int
+    shuffle: bool | int | str
     seed: int
     num_epochs: int | None
     end: Literal["drop", "pad"]
@@ -236,8 +236,10 @@ def check_settings(
         schedule = BatchSchedule([(0, _integer("global_batch_size", global_batch_size, 1, what))])
     if isinstance(shuffle, bool | np.bool_):
         shuffle = bool(shuffle)
-    else:
-        shuffle = _integer("shuffle", shuffle, 1, "False, True, or a number of records per block of at least 1")
+    elif shuffle != "shards":
+        shuffle = _integer(
+            "shuffle", shuffle, 1, "False, True, 'shards', or a number of records per block of at least 1"
+        )
     seed = _integer("seed", seed, 0, "an int from 0 to 2**64 - 1")
     if seed >= 2**64:
         raise SettingsError(f"seed={seed}; it takes an int from 0 to 2**64 - 1.", setting="seed")

@@ -69,8 +69,9 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
       SettingsError: if there is no such batch, or its size is unknown.
     """
     fingerprint = state.fingerprint
-    if state.kind != "random_access" or "mixture" in fingerprint:
+    if state.kind != "random_access" or "mixture" in fingerprint or fingerprint["shuffle"] == "shards":
         kind = "a mixture" if "mixture" in fingerprint else f"{state.kind!r}"
+        kind = "a feed with shuffle='shards'" if fingerprint.get("shuffle") == "shards" else kind
         raise MeshfeedError(
             f"This is the state of {kind}, whose records are not known from the state alone. Make the feed, give it "
             "the state by set_state, and call feed.record_ids(step)."

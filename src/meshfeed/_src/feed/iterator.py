@@ -166,14 +166,16 @@ class Feed:
       sharding: the sharding of the batches: a NamedSharding, a Mesh (rows over all its axes), or a pytree prefix of
         NamedShardings. A single NamedSharding applies to all leaves, with its spec truncated to each leaf's rank.
       global_batch_size: rows per step over all hosts, or a :class:`BatchSchedule`. Optional for HostBatches.
-      shuffle: False; True (uniform over the epoch); or an int, the records per block of a two-level shuffle of blocks
-        and of the records in each block.
+      shuffle: False; True (uniform over the epoch); an int, the records per block of a two-level shuffle of blocks and
+        of the records in each block; or ``"shards"``, for sources over files: shards in random order, divided into
+        ``num_lanes`` lanes, each shuffled in windows of two shards. About one host needs each shard in an epoch.
       seed: 0 to 2**64 - 1.
       num_epochs: passes over the source, with no gap between them; None to repeat forever.
       end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step.
       mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
-      num_lanes: streams only: number of sequential parts that the rows are divided into. Default: the largest common
-        divisor of the batch sizes that is at most 64.
+      num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into.
+        Default: the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most
+        an eighth of the number of shards.
       load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: one host reads each row, and the
         rows are resharded on device. A list of process indices: only these hosts read.
       prefetch: global batches kept ready on device; 0 disables prefetching.
@@ -200,7 +202,7 @@ class Feed:
         sharding: PyTree,
         *,
         global_batch_size: int | BatchSchedule | None = None,
-        shuffle: bool | int = False,
+        shuffle: bool | int | str = False,
         seed: int = 0,
         num_epochs: int | None = 1,
         end: Literal["drop", "pad"] = "drop",

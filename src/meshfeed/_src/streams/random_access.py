@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -18,6 +19,7 @@ from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.order.shards import ShardOrder, default_num_lanes
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
@@ -56,9 +58,10 @@ class RandomAccessStream:
 
     def __init__(self, source: RandomAccessSource, settings: FeedSettings) -> None:
         self.schedule = required_schedule(settings, "a random-access source")
-        if settings.num_lanes is not None:
+        if settings.num_lanes is not None and settings.shuffle != "shards":
             raise SettingsError(
-                f"num_lanes={settings.num_lanes}, but this source is read at random and has no lanes; leave it out.",
+                f"num_lanes={settings.num_lanes}, but a random-access source has lanes only with shuffle='shards'. Leave "
+                "it out.",
                 setting="num_lanes",
             )
         if len(source) < 1:
@@ -67,6 +70,7 @@ class RandomAccessStream:
         self._settings = settings
         self.in_columns = reads_columns(source)
         self._numbering = find(source, hooks.NumbersRecords)  # a mixture defines its own order
+        self._shard_lengths = self._get_shard_lengths() if settings.shuffle == "shards" else None
         self._order = self._order_of(StepSchedule(self.schedule))
         self.records = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
         self._identity = source_identity(source, settings.retry)  # may read, which taking a state must not
@@ -82,8 +86,40 @@ class RandomAccessStream:
     def _pad(self) -> bool:
         return self._settings.end == "pad"
 
-    def _order_of(self, step_schedule: StepSchedule) -> RecordOrder:
+    def _get_shard_lengths(self) -> RecordIds:
+        sharded = find(self.source, hooks.Sharded)
+        if sharded is None or self._numbering is not None:
+            kind = "mixture" if self._numbering is not None else type(self.source).__name__
+            raise SettingsError(
+                f"shuffle='shards' needs a source over files, such as ArrayRecord; this one is a {kind}. Pass "
+                "shuffle=True, or a number of records per block.",
+                setting="shuffle",
+            )
+        return sharded.shard_lengths()
+
+    def _num_lanes(self, num_shards: int, saved: JsonValue) -> int:
+        """The number of lanes for ``shuffle="shards"``: that of the settings, of the state, or the default."""
+        divisor = math.gcd(*self.schedule.sizes)
+        chosen = self._settings.num_lanes
+        num_lanes = chosen or (default_num_lanes(divisor, num_shards) if saved is None else saved)
+        if isinstance(num_lanes, int) and num_lanes >= 1 and divisor % num_lanes == 0:
+            return num_lanes
+        sizes = f"every global batch size, here {', '.join(map(str, sorted(set(self.schedule.sizes))))}"
+        if chosen is None:
+            remedy = "Choose batch sizes that the saved number of lanes divides."
+            raise StateMismatchError("num_lanes", saved, f"a divisor of {sizes}", remedy)
+        raise SettingsError(f"num_lanes={chosen}; it must divide {sizes}.", setting="num_lanes")
+
+    def _order_of(self, step_schedule: StepSchedule, saved_num_lanes: JsonValue = None) -> RecordOrder:
         settings = self._settings
+        if self._shard_lengths is not None:
+            return ShardOrder(
+                self._shard_lengths,
+                num_lanes=self._num_lanes(np.count_nonzero(self._shard_lengths), saved_num_lanes),
+                seed=settings.seed,
+                num_epochs=settings.num_epochs,
+                step_schedule=step_schedule,
+            )
         if self._numbering is not None:
             return self._numbering.make_order(
                 shuffle=settings.shuffle,
@@ -107,18 +143,25 @@ class RandomAccessStream:
         }
 
     def start(self, like: RandomAccessCursor | None = None) -> RandomAccessCursor:
-        """Returns the cursor at step 0, position 0."""
-        del like
-        return RandomAccessCursor(StepSchedule(self.schedule), 0, 0, self._order)
+        """Returns the cursor at step 0, position 0; keeps the number of lanes of ``like``."""
+        num_lanes = None if like is None else like.order.config().get("num_lanes")
+        return self._start_with(num_lanes)
+
+    def _start_with(self, num_lanes: JsonValue) -> RandomAccessCursor:
+        step_schedule = StepSchedule(self.schedule)
+        order = self._order if num_lanes is None else self._order_of(step_schedule, num_lanes)
+        return RandomAccessCursor(step_schedule, 0, 0, order)
 
     def restore(self, state: FeedState) -> RandomAccessCursor:
         """Returns the cursor at the state's position, in O(1)."""
-        mixture = check_fingerprint(state, self.fingerprint(self.start()), self.source)
+        num_lanes = state.fingerprint.get("num_lanes") if self._shard_lengths is not None else None
+        mixture = check_fingerprint(state, self.fingerprint(self._start_with(num_lanes)), self.source)
         segments, position = parse_segments(state.segments), state.position
         order = self._order
-        if self._numbering is not None:
+        if self._numbering is not None or self._shard_lengths is not None:  # the order depends on the steps
             step = derive_step(segments, position, position, pad=self._pad)
-            order = self._order_of(StepSchedule(self.schedule, past=segments, step=step, position=position))
+            order = self._order_of(StepSchedule(self.schedule, past=segments, step=step, position=position), num_lanes)
+        if self._numbering is not None:
             cast("hooks.StagedOrder", order).check_saved(mixture, position, step)
         # With fewer epochs than at the save, a position past the end is valid: the stream has ended.
         beyond = order.total is not None and position > order.total

@@ -13,7 +13,7 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SettingsError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
+from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.readers import OpenFile, ShardFile, inspect_file, open_ahead, readers_of
@@ -237,6 +237,10 @@ class ArrayRecord:
             return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
 
         return read_again_if_damaged(read, file, self._cache, self._pool)
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64[files]."""
+        return self._shards.lengths
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""

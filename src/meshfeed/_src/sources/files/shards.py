@@ -127,6 +127,7 @@ class Shards(Generic[S]):
       files: the files.
       starts: int64[files], the record id of each file's first record.
       ends: int64[files], the record id after each file's last record.
+      lengths: int64[files], the number of records of each file.
 
     Raises:
       SourceError: if the files have no record.
@@ -134,9 +135,9 @@ class Shards(Generic[S]):
 
     def __init__(self, shards: Sequence[S], what: str) -> None:
         self.files = list(shards)
-        counts = np.array([file.num_records for file in self.files], np.int64)
-        self.ends = np.cumsum(counts)
-        self.starts = self.ends - counts
+        self.lengths = np.array([file.num_records for file in self.files], np.int64)
+        self.ends = np.cumsum(self.lengths)
+        self.starts = self.ends - self.lengths
         if not len(self):
             first = f", the first {self.files[0].path}" if self.files else ""
             raise SourceError(

@@ -1,0 +1,106 @@
+"""``shuffle="shards"`` through the feed: resume, other batch sizes and hosts, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from jax.sharding import AxisType
+
+import meshfeed
+from meshfeed import SettingsError, StateMismatchError
+from meshfeed.sources import ArrayRecord, DecodeRaw, Memory, Mixture
+from meshfeed.testing import check_resumable
+
+SIZES = [7, 12, 1, 0, 9, 15, 4, 10, 11, 3, 8, 8, 5, 2, 13, 6, 12, 9]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> list[str]:
+    folder, names, record = tmp_path_factory.mktemp("shards"), [], 0
+    for number, size in enumerate(SIZES):
+        names.append(str(folder / f"{number:02}.array_record"))
+        writer = ArrayRecordWriter(names[-1], "group_size:1")
+        for record in range(record, record + size):  # noqa: B020 (counts on over the files)
+            writer.write(np.array([record, -record], np.int32).tobytes())
+        record += bool(size)
+        writer.close()
+    return names
+
+
+def make_feed(paths, devices: int = 4, **options) -> meshfeed.Feed:
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    source = ArrayRecord(paths, decode_batch=DecodeRaw(np.int32, (2,), key="x"))
+    return meshfeed.Feed(source, mesh, **{"global_batch_size": 8, "shuffle": "shards", "seed": 3, **options})
+
+
+def ids_of(feed) -> list[list[int]]:
+    return [np.asarray(batch["x"])[:, 0].tolist() for batch in feed]
+
+
+@pytest.mark.parametrize("options", [{"num_lanes": 2}, {"num_lanes": 4, "num_epochs": 3}, {"num_workers": 1}])
+def test_resumable(paths, options) -> None:
+    assert check_resumable(lambda: make_feed(paths, **options), max_steps=30, save_points=[1, 9, 16])
+
+
+def test_batches_hold_the_records_that_record_ids_names(paths) -> None:
+    with make_feed(paths, num_lanes=4, num_epochs=2, end="pad") as feed:
+        planned = [feed.record_ids(step).tolist() for step in range(len(feed))]
+        delivered = ids_of(feed)
+    total = sum(SIZES)
+    assert [batch[: len(ids)] for batch, ids in zip(delivered, planned, strict=True)] == planned
+    assert sorted(itertools.chain(*planned)) == sorted([*range(total)] * 2)
+
+
+def test_a_later_batch_size_neither_loses_nor_repeats(paths) -> None:
+    with make_feed(paths, num_lanes=4, end="pad") as feed:
+        head = [np.asarray(next(feed)["x"])[:, 0].tolist() for _ in range(5)]
+        state = json.loads(json.dumps(feed.get_state()))
+    with make_feed(paths, devices=2, global_batch_size=12, end="pad") as feed:  # takes 4 lanes from the state
+        feed.set_state(state)
+        assert feed.config()["fingerprint"]["num_lanes"] == 4
+        tail = [feed.record_ids(step).tolist() for step in range(5, len(feed))]
+        assert [batch[: len(ids)] for batch, ids in zip(ids_of(feed), tail, strict=True)] == tail
+        assert feed.record_ids(2).tolist() == head[2]
+        feed.reset()
+        assert feed.config()["fingerprint"]["num_lanes"] == 4
+    assert sorted(itertools.chain(*head, *tail)) == [*range(sum(SIZES))]
+
+
+def test_states_of_other_shards_or_lanes_are_refused_by_field(paths) -> None:
+    with make_feed(paths, num_lanes=4) as feed:
+        next(feed)
+        state = feed.get_state()
+    for options, field in (
+        ({"num_lanes": 2}, "num_lanes"),
+        ({"global_batch_size": 6, "devices": 2}, "num_lanes"),
+        ({"shuffle": True}, "shuffle|order"),
+        ({"seed": 4}, "seed"),
+    ):
+        with make_feed(paths, **options) as feed, pytest.raises(StateMismatchError, match=field):
+            feed.set_state(state)
+    for damaged in (0, -1, "4", 2.0, None):
+        changed = json.loads(json.dumps(state))
+        changed["fingerprint"]["num_lanes"] = damaged
+        with make_feed(paths, num_lanes=4) as feed, pytest.raises(StateMismatchError, match="num_lanes"):
+            feed.set_state(changed)
+
+
+def test_what_has_no_shards_is_refused(paths) -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    memory, files = Memory({"x": np.zeros((40, 2), np.int32)}), ArrayRecord(paths)
+    for source, kind in ((memory, "Memory"), (Mixture({"a": files}, {"a": 1}), "mixture")):
+        with pytest.raises(SettingsError, match=rf"shuffle='shards' needs a source over files.* is a {kind}"):
+            meshfeed.Feed(source, mesh, global_batch_size=8, shuffle="shards")
+    with pytest.raises(SettingsError, match="num_lanes=3; it must divide every global batch size, here 8"):
+        make_feed(paths, num_lanes=3)
+    with pytest.raises(
+        SettingsError, match="num_lanes=4, but a random-access source has lanes only with shuffle='shards'"
+    ):
+        make_feed(paths, shuffle=True, num_lanes=4)
+    with pytest.raises(SettingsError, match="'shards'"):
+        make_feed(paths, shuffle="files")
