@@ -175,7 +175,7 @@ class NumbersRecords(Protocol):
         ...
 
     def make_order(
-        self, *, shuffle: bool | int | str, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
     ) -> StagedOrder:
         """Returns the order for a feed's settings."""
         ...

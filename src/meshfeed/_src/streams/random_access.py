@@ -115,21 +115,20 @@ class RandomAccessStream:
         if self._shard_lengths is not None:
             return ShardOrder(
                 self._shard_lengths,
-                num_lanes=self._num_lanes(np.count_nonzero(self._shard_lengths), saved_num_lanes),
+                num_lanes=self._num_lanes(int(np.count_nonzero(self._shard_lengths)), saved_num_lanes),
                 seed=settings.seed,
                 num_epochs=settings.num_epochs,
                 step_schedule=step_schedule,
             )
+        shuffle = cast("bool | int", settings.shuffle)
         if self._numbering is not None:
             return self._numbering.make_order(
-                shuffle=settings.shuffle,
+                shuffle=shuffle,
                 seed=settings.seed,
                 num_epochs=settings.num_epochs,
                 position_of_step=step_schedule.position_of_step,
             )
-        return EpochOrder(
-            len(self.source), shuffle=settings.shuffle, seed=settings.seed, num_epochs=settings.num_epochs
-        )
+        return EpochOrder(len(self.source), shuffle=shuffle, seed=settings.seed, num_epochs=settings.num_epochs)
 
     def fingerprint(self, cursor: RandomAccessCursor) -> dict[str, JsonValue]:
         """Source, order, epochs and end; for a mixture also its stages, which begin at steps of the step schedule."""
@@ -161,8 +160,8 @@ class RandomAccessStream:
         if self._numbering is not None or self._shard_lengths is not None:  # the order depends on the steps
             step = derive_step(segments, position, position, pad=self._pad)
             order = self._order_of(StepSchedule(self.schedule, past=segments, step=step, position=position), num_lanes)
-        if self._numbering is not None:
-            cast("hooks.StagedOrder", order).check_saved(mixture, position, step)
+            if self._numbering is not None:
+                cast("hooks.StagedOrder", order).check_saved(mixture, position, step)
         # With fewer epochs than at the save, a position past the end is valid: the stream has ended.
         beyond = order.total is not None and position > order.total
         if beyond and self._settings.num_epochs == state.fingerprint.get("num_epochs"):
