@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import meshfeed
 from meshfeed import maxtext
 from meshfeed._src.base.threads import Threads
+from meshfeed._src.feed.iterator import Feed
 from meshfeed.maxtext import MultiHostDataLoadIterator, RemoteIterator, RemoteIteratorWrapper
 
 AUTO = (AxisType.Auto, AxisType.Auto)
@@ -478,6 +479,36 @@ def test_an_interrupt_in_next_loses_no_batch(mesh: Mesh, padding: bool) -> None:
     assert line > 10
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own state", "loader's state"])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("source", [WithState, Restartable])
+def test_an_interrupt_once_set_state_has_opened_the_data_changes_nothing(
+    mesh: Mesh, source: Any, at: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = MultiHostDataLoadIterator(source(9), mesh)
+    assert numbers([next(other) for _ in range(5)]) == list(range(5))
+    loader = MultiHostDataLoadIterator(source(9), mesh)
+    assert numbers([next(loader) for _ in range(at)]) == list(range(at))
+    before = loader.local_iterator.get_state()
+    opened = Feed._opened
+
+    def interrupted(feed: Feed, opening: Any) -> Any:
+        opened(feed, opening)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Feed, "_opened", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if own:
+            loader.set_state(other.get_state())
+        else:
+            loader.local_iterator.set_state(other.local_iterator.get_state())
+    monkeypatch.undo()
+    assert (loader.step, loader.local_iterator.get_state(), loader.out_of_data) == (at, before, False)
+    assert numbers(next(loader) for _ in range(3)) == [at, at + 1, at + 2]
+    assert loader.local_iterator.get_state() in ({"batches": at + 3}, {"at": at + 3, "pair": (at + 3, "x")})
+    assert numbers([loader.last_local_data]) == [at + 2]
+
+
 def test_a_refused_state_of_the_loader_leaves_saved_states_right(mesh: Mesh) -> None:
     loader = MultiHostDataLoadIterator(WithState(64), mesh)
     for number in range(5):
@@ -572,7 +603,7 @@ def test_a_loader_that_starts_again_is_set_and_reset_while_it_hangs(mesh: Mesh, 
 def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
     mesh: Mesh, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed._src.maxtext.local._TURN_SECONDS", 0.2)
+    monkeypatch.setattr("meshfeed._src.sources.host_batches._TURN_SECONDS", 0.2)
     loader = MultiHostDataLoadIterator(hanging, mesh)
     start = loader.local_iterator.get_state()
     assert numbers([promptly(next, loader)]) == [0]
@@ -580,7 +611,7 @@ def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
     with pytest.raises(meshfeed.StalledError, match="another thread has been in next"):
         promptly(loader.local_iterator.set_state, start)
     hanging.released.set()
-    monkeypatch.setattr("meshfeed._src.maxtext.local._TURN_SECONDS", 60)
+    monkeypatch.setattr("meshfeed._src.sources.host_batches._TURN_SECONDS", 60)
     assert numbers([promptly(next, loader)]) == [1]  # refused, so nothing has changed
     loader.local_iterator.set_state(start)
     assert numbers([promptly(next, loader) for _ in range(6)]) == [0, 1, 2, 3, 4, 5]
@@ -588,7 +619,7 @@ def test_a_state_of_a_loader_that_is_read_once_waits_for_it_with_a_deadline(
 
 def test_close_does_not_wait_for_a_loader_that_hangs(mesh: Mesh, hanging: Hanging) -> None:
     loader = MultiHostDataLoadIterator(hanging, mesh)
-    iterator = loader._local.replay_buffer.iterators[0]
+    iterator = loader._local.iterators[0]
     assert numbers([promptly(next, loader)]) == [0]
     assert hanging.entered.wait(60)
     promptly(loader.close)

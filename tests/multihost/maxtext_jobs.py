@@ -248,6 +248,28 @@ def hanging() -> dict[str, Any]:
     return {"steps": steps, "error": error, "state": state, "seconds": seconds}
 
 
+def slow_restart() -> list[list[int]]:
+    """Host 1 drops batches for longer than the deadline to set its loader's state, while host 0 waits for it in next."""
+    host = jax.process_index()
+
+    class Slow:
+        def __iter__(self) -> Any:
+            for batch in batches(15, host):
+                time.sleep(0.5 * host)
+                yield batch
+
+    with mock.patch("meshfeed._src.maxtext.loader._TIMEOUT_SECONDS", 2.0):
+        loader = maxtext.MultiHostDataLoadIterator(Slow(), mesh())
+    loader.local_iterator.set_state({"batches": 12})
+    seen = []
+    while True:
+        try:
+            seen.append(local_rows(next(loader)))
+        except StopIteration:
+            loader.close()
+            return seen
+
+
 def get_ds(dataloading_host_index: int, dataloading_host_count: int) -> Any:
     """The host's batches."""
     del dataloading_host_count

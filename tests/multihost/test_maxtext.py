@@ -169,6 +169,11 @@ def test_a_loader_that_hangs_on_one_host_stalls_all_at_the_deadline(pool: Any) -
         assert value["seconds"] < 40  # the loader hangs for 60
 
 
+def test_a_loader_that_drops_batches_for_its_state_is_no_stall(pool: Any) -> None:
+    for host, value in enumerate(values(pool.run(maxtext_jobs.slow_restart))):
+        assert value == [rows_of(host, number) for number in range(12, 15)]
+
+
 def test_remote_iterator_on_every_host(pool: Any, tmp_path: Path) -> None:
     for host, value in enumerate(values(pool.run(maxtext_jobs.remote_iterator, str(tmp_path)))):
         assert value["before"] == [rows_of(host, 0), rows_of(host, 1)]

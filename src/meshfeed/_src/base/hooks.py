@@ -248,8 +248,6 @@ class UnevenHosts(Protocol):
 
     rows_may_vary: bool
     """Whether the number of rows may differ between batches."""
-    readers_share_a_position: bool
-    """Whether opening a second iterator moves the first."""
     ends_may_differ: bool
     """Whether a state may resume with a different ``end``."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,20 +14,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshfeed._src.arrays.device_put import narrowed_dtype
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError, SourceError, StateMismatchError
-from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
+from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.process import Owner
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames
 from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
-from meshfeed._src.maxtext.local import LocalBatches
-from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.maxtext.local import HostLoaders
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.local_batches import LocalBatchStream
-from meshfeed._src.streams.protocol import EMPTY_BATCHES
+from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor
 
+_log = logging.getLogger("meshfeed.maxtext")
 _PREFETCH = 2
 _NO_DATA = "no host has a single batch, so the shape of padding is unknown. Check the dataset's path and split."
 _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline while the other hosts wait for it
@@ -67,22 +68,22 @@ class MultiHostDataLoadIterator:
         number = coordination.next_use("maxtext")  # equal on all hosts if they create loaders in the same order
         here = coordination.process_index()
         self._local_devices = max(1, sum(device.process_index == here for device in global_mesh.devices.flat))
-        self._local = LocalBatches(dataloader, expansion_loading_factor_for_grain, self._local_devices)
+        self._local = HostLoaders(dataloader, expansion_loading_factor_for_grain, self._local_devices)
         self._feed = Feed(
-            HostBatches(self._local),
+            self._local.source,
             global_mesh,
             end="pad" if generate_padding_batch else "drop",
             prefetch=_PREFETCH,
-            retry=Retry(attempts=1),  # OpenLoaders retries the loader, as MaxText does
+            retry=Retry(attempts=1),  # HostLoaders retry the loader, as MaxText does
             timeout_seconds=_TIMEOUT_SECONDS,
             name=f"maxtext-{number}",
         )
         self._like: PyTree | None = None  # with padding: the spec of the last delivered batch, and of a padding batch
         self._padding_rounds = 0
         self._held: PyTree | None = None  # a batch taken from the feed that __next__ has not returned yet
+        self._before_held = self._feed._cursor  # the feed's cursor before that batch
         self._ended = False  # whether all hosts have run out of data
         self._no_data = False  # whether no host has a batch to take the padding shape from
-        self._first_number = 0  # replay buffer number of the batch of step 0
         self._view = LocalIteratorView(self, self._local)
 
     # ------------------------------------------------------------------ iteration
@@ -104,7 +105,9 @@ class MultiHostDataLoadIterator:
           LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
         """
         try:
-            self._settle()
+            _, entry = self._delivered()
+            if entry is not None:
+                self._local.forget_before(entry["iterator"]["batches"])
             if self._held is None and not self._ended:
                 self._hold_next()
             if self._ended:
@@ -120,6 +123,7 @@ class MultiHostDataLoadIterator:
     def _hold_next(self) -> None:
         feed = self._feed
         try:
+            self._before_held = feed._cursor
             self._held = feed.__next__()  # not next(feed): a KeyboardInterrupt after that C call would lose the batch
         except StopIteration:
             if not self.generate_padding_batch:
@@ -132,28 +136,33 @@ class MultiHostDataLoadIterator:
                 raise StopIteration from None
             self._ended = True
 
-    def _settle(self) -> bool:
-        """Marks returned batches as delivered; returns False if this host contributed padding to the last one."""
-        returned = self._feed.step - (self._held is not None)
-        return self._local.replay_buffer.delivered_before(self._first_number + returned)
+    def _delivered(self) -> tuple[Cursor, dict[str, Any] | None]:
+        """Returns the cursor after the last returned batch, and this host's entry in it, if any."""
+        cursor = self._feed._cursor if self._held is None else self._before_held
+        return cursor, cursor.entries.get(str(coordination.process_index()))
 
     def reset(self) -> None:
         """Restarts from the beginning; a one-shot iterator resumes after the last delivered batch."""
-        self._settle()
-        self._feed.reset()
-        try:
-            self._local.reset()
-        finally:
-            self._begin_anew()  # also after an interrupt: batches are numbered from the feed's first one
+        if self._local.one_shot:
+            self.restart_from(self.local_state())
+        else:
+            self._move(self._feed.reset)
 
-    def _begin_anew(self) -> None:
-        self._held, self._ended, self._no_data = None, False, False
-        self._first_number = self._local.replay_buffer.begin()[1] - self._feed.step
+    def _move(self, move: Callable[[], None]) -> None:
+        """Calls ``reset`` or ``set_state`` of the feed, and discards what belongs to its old cursor if it has moved."""
+        before = self._feed._cursor
+        try:
+            move()
+        finally:
+            # No call: Python handles no signal from here on, so an interrupt cannot come between the assignments.
+            if self._feed._cursor is not before:
+                self._held, self._ended, self._no_data = None, False, False
 
     @property
     def out_of_data(self) -> bool:
         """Whether this host contributed padding to the last batch."""
-        return self._ended or not self._settle()
+        cursor, entry = self._delivered()
+        return self._ended or (entry is not None and entry.get("step", cursor.step) < cursor.step)
 
     @property
     def local_iterator(self) -> LocalIteratorView:
@@ -164,7 +173,8 @@ class MultiHostDataLoadIterator:
     def last_local_data(self) -> PyTree | None:
         """The host-local part of the last delivered batch, zeros if it was padding; None before the first batch."""
         if not self.out_of_data:
-            return self._local.replay_buffer.last
+            cursor, entry = self._delivered()
+            return self._local.recent.get(entry["iterator"]["batches"]) if cursor.step and entry else None
         if self._like is None:  # nothing was delivered before the end
             return None
         return jax.tree.map(lambda leaf: np.zeros(self._local_shape_of(leaf.shape), leaf.dtype), self._like)
@@ -212,16 +222,21 @@ class MultiHostDataLoadIterator:
         )
 
     def _local_shape(self) -> dict[str, Any] | None:
-        batch = self._local.sample()
-        return None if batch is None else tree_to_json(self._one_device(batch))
-
-    def _one_device(self, batch: PyTree) -> PyTree:
-        # The shape per device is the same on all hosts, the host-local shape is not.
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (np.shape(leaf)[0] // self._local_devices, *np.shape(leaf)[1:]), np.asarray(leaf).dtype
-            ),
-            batch,
+        """Returns the spec of the first batch per device, which is the same on all hosts; None if it cannot be read."""
+        try:
+            batch = self._local.source.first_batch()
+        except (StopIteration, StateMismatchError):  # no data, or a one-shot loader that has gone on
+            return None
+        except Exception as error:
+            _log.warning("cannot read a batch to see the shape of padding: %s: %s", type(error).__name__, error)
+            return None
+        return tree_to_json(
+            jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(
+                    (np.shape(leaf)[0] // self._local_devices, *np.shape(leaf)[1:]), np.asarray(leaf).dtype
+                ),
+                batch,
+            )
         )
 
     def expect_rows(self, global_rows: int) -> None:
@@ -238,11 +253,13 @@ class MultiHostDataLoadIterator:
             )
         self._local.expect_rows(rows * self._local_devices)
 
-    def peek_spec(self) -> PyTree | None:
-        """Returns the spec of the next batch, or None if this host has none; does not consume the batch."""
-        self._settle()
-        batch = self._local.replay_buffer.peek()
-        return None if batch is None else self._global_spec(self._one_device(batch))
+    def peek_spec(self) -> PyTree:
+        """Returns the spec of the next batch without delivering it.
+
+        Raises:
+          SourceError: this host has no further batch.
+        """
+        return self._feed.element_spec
 
     # ------------------------------------------------------------------ extensions of MaxText's interface
 
@@ -256,15 +273,7 @@ class MultiHostDataLoadIterator:
         Raises:
           StateMismatchError: if the state is damaged or of a different kind.
         """
-        self._settle()
-        if _is_of_the_beginning(state):  # contains no loader states to restore: rewind the loaders instead
-            self._feed.reset()
-            try:
-                self._local.rewind()
-            finally:
-                self._begin_anew()
-        self._feed.set_state(state)
-        self._begin_anew()
+        self._move(lambda: self._feed.set_state(state))
 
     async def save(self, directory: Any) -> Any:
         """Implements Orbax v1's ``StatefulCheckpointable``."""
@@ -298,23 +307,34 @@ class MultiHostDataLoadIterator:
 
     def local_state(self) -> dict[str, Any]:
         """Returns the loaders' state after the last delivered batch."""
-        self._settle()
-        return self._local.replay_buffer.state
+        _, entry = self._delivered()
+        return self._local.beginning if entry is None else decode_value(entry["iterator"]["state"])
 
     def restart_from(self, local_state: Any) -> None:
-        """Discards the read-ahead and restores the loaders to a state of ``local_iterator``."""
-        self._settle()
-        self._feed.reset()
+        """Resumes the loaders from a state of :meth:`local_state`, at step 0 of the feed.
+
+        Raises:
+          Exception: whatever a loader raises for a state that it does not accept.
+        """
+        batches = local_state.get("batches") if isinstance(local_state, Mapping) else None
+        entry = {"epoch": 0, "step": 0, "iterator": {"batches": batches, "state": encode_value(local_state)}}
+        state = dataclasses.replace(
+            feed_state.parse_state(self._feed.get_state()),
+            position=0,
+            step=0,
+            segments=[],
+            hosts={str(coordination.process_index()): feed_state.seal(entry)},
+        )
         try:
-            self._local.replay_buffer.restore(local_state)
-        finally:
-            self._begin_anew()
+            self._move(lambda: self._feed.set_state(state.to_json()))
+        except StateMismatchError as error:
+            raise error.__cause__ or error from None
 
     def close(self) -> None:
         """Stops threads and closes the loader; no-op in a forked child."""
         self._feed.close()
         if self._owner.is_here:
-            self._local.replay_buffer.close()
+            self._local.close()
 
     def __enter__(self) -> MultiHostDataLoadIterator:
         return self
@@ -334,7 +354,7 @@ class LocalIteratorView:
       local: its loader.
     """
 
-    def __init__(self, owner: MultiHostDataLoadIterator, local: LocalBatches) -> None:
+    def __init__(self, owner: MultiHostDataLoadIterator, local: HostLoaders) -> None:
         self._owner = owner
         self._local = local
 
@@ -353,11 +373,8 @@ class LocalIteratorView:
         returns the number of batches, and resuming reads and discards that many.
         """
         state = self._owner.local_state()
-        if "iterators" not in state:
-            return {"batches": state["batches"]}
-        if len(state["iterators"]) == 1:
-            return state["iterators"][0]
-        return {"batches": state["batches"], "iterators": list(state["iterators"])}
+        iterators = state.get("iterators", ())
+        return iterators[0] if len(iterators) == 1 else state
 
     def set_state(self, state: Any) -> None:
         """Resumes from a state of :meth:`get_state` or of the loader itself; discards the read-ahead.
@@ -365,29 +382,19 @@ class LocalIteratorView:
         Raises:
           Exception: whatever the loader raises for a state that it does not accept.
         """
-        saved = self._local.replay_buffer.state
-        if "iterators" in saved and len(saved["iterators"]) == 1:
+        if len(self._local.beginning.get("iterators", ())) == 1:
             state = {"batches": 0, "iterators": [state]}
         self._owner.restart_from(state)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        iterators = self._local.replay_buffer.iterators
+        iterators = self._local.iterators
         return type(iterators[0]) if len(iterators) == 1 else LocalIteratorView
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # _local is looked up here until __init__ sets it: copy and pickle would recurse
             raise AttributeError(name)
-        return getattr(self._local.replay_buffer.iterators[0], name)
-
-
-def _is_of_the_beginning(state: Any) -> bool:
-    """Whether this is a state before the first batch, which contains no loader states."""
-    try:
-        parsed = feed_state.parse_state(state)
-    except StateMismatchError:
-        return False  # feed.set_state raises
-    return parsed.kind == LocalBatchStream.kind and not parsed.step and not parsed.hosts
+        return getattr(self._local.iterators[0], name)
 
 
 def _spec_of(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -308,9 +308,8 @@ class _IteratorTarget:
             spec = self._remote.over(self._mesh).peek_spec()
         except Exception:  # next() raises it again and informs the other hosts
             return None
-        if spec is not None:
-            self._size = jax.tree.leaves(spec)[0].shape[0]
-            self._remote.over(self._mesh).expect_rows(self._size)  # the compiled take() returns one shape
+        self._size = jax.tree.leaves(spec)[0].shape[0]
+        self._remote.over(self._mesh).expect_rows(self._size)  # the compiled take() returns one shape
         return spec
 
     def _reset(self) -> None:

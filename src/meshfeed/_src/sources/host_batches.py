@@ -70,7 +70,7 @@ class HostBatches:
             not hasattr(iterable, "__iter__") or iter(iterable) is iterable
         )
         # Restoring the state before the first batch rewinds a resumable iterator.
-        self._first_state = iterable.get_state() if self._one_shot and _has_state(iterable) else None
+        self._first_state = iterable.get_state() if self._one_shot and has_state(iterable) else None
         self._taken = False
         # Every iterator() call on a one-shot shares the same underlying iterator: only the latest reader may use it.
         self._turn = threading.RLock()
@@ -87,7 +87,7 @@ class HostBatches:
     @property
     def resumable(self) -> bool:
         """Whether the batches can resume from a saved state."""
-        return not self._one_shot or _has_state(self.iterable)
+        return not self._one_shot or has_state(self.iterable)
 
     def iterator(self, state: JsonValue = None) -> HostBatchIterator:
         """An iterator from the first batch, or after the batch at which ``state`` was taken.
@@ -108,7 +108,7 @@ class HostBatches:
             owner, resumes = self._owner, self._first_state is not None
             before = self.iterable.get_state() if resumes and owner is not None else None
             try:
-                opened = self._open_again()
+                opened = self._open_again(rewind=state is None)
                 if state is not None:
                     opened.set_state(state)
             except BaseException:
@@ -119,14 +119,36 @@ class HostBatches:
                 raise
             return opened
 
-    def _open_again(self) -> HostBatchIterator:
+    def first_batch(self) -> PyTree:
+        """Reads the first batch, without effect on a reader.
+
+        Raises:
+          StopIteration: there is none.
+          Exception: whatever the iterable raises, also for the state before the first batch.
+        """
+        if not self._one_shot:
+            fresh = self.iterator()
+            try:
+                return next(fresh)
+            finally:
+                fresh.close()
+        with self._turn_of(None):
+            before = self.iterable.get_state()
+            try:
+                self.iterable.set_state(self._first_state)
+                return next(self.iterable)
+            finally:
+                self.iterable.set_state(before)
+
+    def _open_again(self, *, rewind: bool) -> HostBatchIterator:
         if self._taken:
             if self._first_state is None:
                 raise SourceError(
                     f"the batches come from a {type(self.iterable).__name__}, which can be read once and was. Expected "
                     "an iterable that starts again at each iter(). Pass an object whose __iter__ makes a new generator."
                 )
-            self.iterable.set_state(self._first_state)
+            if rewind:
+                self.iterable.set_state(self._first_state)
         self._taken = True
         self._owner = HostBatchIterator(self, start(self.iterable), restartable=False)
         return self._owner
@@ -234,7 +256,7 @@ class HostBatchIterator:
             return self._get_state()
 
     def _get_state(self) -> JsonValue:
-        if self._failure is None or not _has_state(self._iterator):
+        if self._failure is None or not has_state(self._iterator):
             self._saved = self._take_state()
         elif self._saved["batches"] != self._delivered:  # a failed iterator's own state is unreliable
             self._recover(self._failure)
@@ -250,7 +272,7 @@ class HostBatchIterator:
         """
         if not isinstance(state, dict) or not isinstance(state.get("batches"), int) or state["batches"] < 0:
             raise StateMismatchError(_FIELD, state, {"batches": self._delivered}, "The state is damaged; use another.")
-        if _has_state(self._iterator):
+        if has_state(self._iterator):
             self._restore(state)
         else:
             self._skip_to(state)
@@ -258,7 +280,7 @@ class HostBatchIterator:
 
     def _take_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"batches": self._delivered}
-        if _has_state(self._iterator):
+        if has_state(self._iterator):
             of_iterator = self._iterator.get_state()
             try:
                 state["state"] = exact_json.encode_value(of_iterator)
@@ -271,7 +293,7 @@ class HostBatchIterator:
     def _recover(self, failure: BaseException) -> None:
         """Restores the iterator to just after the last batch returned, or raises ``failure`` if it cannot."""
         wanted, saved = self._delivered, self._saved
-        if not (self._restartable or _has_state(self._iterator)):
+        if not (self._restartable or has_state(self._iterator)):
             raise failure.with_traceback(self._failed_at)  # otherwise each call would lengthen the traceback
         self.set_state(saved)
         self._drop(self._iterator, saved["batches"], wanted)
@@ -298,6 +320,8 @@ class HostBatchIterator:
         iterator = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
             iterator.set_state(exact_json.decode_value(state["state"]))
+        except StateMismatchError:
+            raise
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise StateMismatchError(
                 f"{_FIELD}.state",
@@ -349,7 +373,8 @@ class HostBatchIterator:
                 dropping.add()
 
 
-def _has_state(iterator: Any) -> bool:
+def has_state(iterator: object) -> bool:
+    """Whether an iterator can be saved and restored."""
     return callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
 
 

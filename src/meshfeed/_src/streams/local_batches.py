@@ -335,7 +335,6 @@ class LocalBatchStream:
         self._settings = settings
         uneven = hooks.find(source.iterable, hooks.UnevenHosts)
         self._rows_may_vary = uneven is not None and uneven.rows_may_vary
-        self._shared = uneven is not None and uneven.readers_share_a_position
         self._ends_may_differ = uneven is not None and uneven.ends_may_differ
         self._shards = shards
         self.schedule = settings.schedule
@@ -348,7 +347,7 @@ class LocalBatchStream:
     @property
     def moved_by_opening(self) -> bool:
         """Whether opening the batches at a different cursor moves the iterator of the current reader."""
-        return self.source.resumable and (self._shared or not self.source.restartable)
+        return self.source.resumable and not self.source.restartable
 
     # ------------------------------------------------------------------ sizes
 
