@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -17,6 +19,16 @@ hypothesis.settings.register_profile(
     "meshfeed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.load_profile("meshfeed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of libraries and child processes go below the folder that pytest removes (AutoGraph keeps its)."""
+    folder = tmp_path_factory.mktemp("tempfile")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -496,12 +496,11 @@ def test_an_interrupt_once_set_state_has_opened_the_data_changes_nothing(
         opened(feed, opening)
         raise KeyboardInterrupt
 
+    resumed, saved = (loader, other) if own else (loader.local_iterator, other.local_iterator)
+    state = saved.get_state()
     monkeypatch.setattr(Feed, "_opened", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        if own:
-            loader.set_state(other.get_state())
-        else:
-            loader.local_iterator.set_state(other.local_iterator.get_state())
+        resumed.set_state(state)
     monkeypatch.undo()
     assert (loader.step, loader.local_iterator.get_state(), loader.out_of_data) == (at, before, False)
     assert numbers(next(loader) for _ in range(3)) == [at, at + 1, at + 2]
