@@ -472,6 +472,7 @@ def test_an_interrupt_in_next_loses_no_batch(mesh: Mesh, padding: bool) -> None:
     at = line = 0
     while interrupted_next(loader, line):
         assert loader.local_iterator.get_state()["at"] == at, line
+        assert (loader.step, loader.get_state()["step"], loader.position) == (at, at, 16 * at), line
         assert numbers([next(loader)]) == [at], line
         at, line = at + 1, line + 1
         assert loader.local_iterator.get_state()["at"] == at

@@ -19,12 +19,13 @@ from meshfeed._src.base.process import Owner
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames
-from meshfeed._src.base.types import PyTree, public
+from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._src.maxtext.local import HostLoaders
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
-from meshfeed._src.streams.protocol import EMPTY_BATCHES, Cursor
+from meshfeed._src.streams.local_batches import LocalBatchCursor
+from meshfeed._src.streams.protocol import EMPTY_BATCHES
 
 _log = logging.getLogger("meshfeed.maxtext")
 _PREFETCH = 2
@@ -136,9 +137,10 @@ class MultiHostDataLoadIterator:
                 raise StopIteration from None
             self._ended = True
 
-    def _delivered(self) -> tuple[Cursor, dict[str, Any] | None]:
+    def _delivered(self) -> tuple[LocalBatchCursor, Mapping[str, JsonValue] | None]:
         """Returns the cursor after the last returned batch, and this host's entry in it, if any."""
         cursor = self._feed._cursor if self._held is None else self._before_held
+        assert isinstance(cursor, LocalBatchCursor)
         return cursor, cursor.entries.get(str(coordination.process_index()))
 
     def reset(self) -> None:
@@ -265,7 +267,7 @@ class MultiHostDataLoadIterator:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the JSON state after the last delivered batch, for :class:`meshfeed.checkpoint.Checkpointer`."""
-        return self._feed.get_state()
+        return self._feed._stream.state(self._delivered()[0]).to_json()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from a state returned by :meth:`get_state` on the same number of hosts.
@@ -286,12 +288,12 @@ class MultiHostDataLoadIterator:
     @property
     def step(self) -> int:
         """Batches delivered since the start, the last reset, or the last ``local_iterator.set_state``."""
-        return self._feed.step
+        return self._delivered()[0].step
 
     @property
     def position(self) -> int:
         """Rows in those batches, across all hosts."""
-        return self._feed.position
+        return self._delivered()[0].position
 
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
@@ -319,7 +321,7 @@ class MultiHostDataLoadIterator:
         batches = local_state.get("batches") if isinstance(local_state, Mapping) else None
         entry = {"epoch": 0, "step": 0, "iterator": {"batches": batches, "state": encode_value(local_state)}}
         state = dataclasses.replace(
-            feed_state.parse_state(self._feed.get_state()),
+            feed_state.parse_state(self.get_state()),
             position=0,
             step=0,
             segments=[],

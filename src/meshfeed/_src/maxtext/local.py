@@ -20,13 +20,14 @@ import numpy as np
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError, StateMismatchError
+from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own, seal
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.threads import close_within
 from meshfeed._src.base.types import PyTree
-from meshfeed._src.sources.host_batches import HostBatches, has_state, start
+from meshfeed._src.sources.host_batches import HostBatches, start
 
 MAX_ATTEMPTS = 30
 SLEEP_SECONDS = 10.0
@@ -129,7 +130,7 @@ class LoaderIterator:
     def __init__(self, loaders: HostLoaders, iterators: list[Any]) -> None:
         self._loaders = loaders
         self._iterators = iterators
-        self._stateful = all(has_state(iterator) for iterator in iterators)
+        self._stateful = all(find(iterator, Resumable) is not None for iterator in iterators)
         self._taken = self._at = 0  # batches read from the loaders; batches returned, fewer after going back
         self._failure: Exception | None = None
         self._busy = threading.Lock()

@@ -14,6 +14,7 @@ import jax
 
 from meshfeed._src.base import exact_json
 from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError
+from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.threads import close_within
@@ -70,7 +71,7 @@ class HostBatches:
             not hasattr(iterable, "__iter__") or iter(iterable) is iterable
         )
         # Restoring the state before the first batch rewinds a resumable iterator.
-        self._first_state = iterable.get_state() if self._one_shot and has_state(iterable) else None
+        self._first_state = iterable.get_state() if self._one_shot and find(iterable, Resumable) is not None else None
         self._taken = False
         # Every iterator() call on a one-shot shares the same underlying iterator: only the latest reader may use it.
         self._turn = threading.RLock()
@@ -87,7 +88,7 @@ class HostBatches:
     @property
     def resumable(self) -> bool:
         """Whether the batches can resume from a saved state."""
-        return not self._one_shot or has_state(self.iterable)
+        return not self._one_shot or find(self.iterable, Resumable) is not None
 
     def iterator(self, state: JsonValue = None) -> HostBatchIterator:
         """An iterator from the first batch, or after the batch at which ``state`` was taken.
@@ -256,7 +257,7 @@ class HostBatchIterator:
             return self._get_state()
 
     def _get_state(self) -> JsonValue:
-        if self._failure is None or not has_state(self._iterator):
+        if self._failure is None or find(self._iterator, Resumable) is None:
             self._saved = self._take_state()
         elif self._saved["batches"] != self._delivered:  # a failed iterator's own state is unreliable
             self._recover(self._failure)
@@ -272,7 +273,7 @@ class HostBatchIterator:
         """
         if not isinstance(state, dict) or not isinstance(state.get("batches"), int) or state["batches"] < 0:
             raise StateMismatchError(_FIELD, state, {"batches": self._delivered}, "The state is damaged; use another.")
-        if has_state(self._iterator):
+        if find(self._iterator, Resumable) is not None:
             self._restore(state)
         else:
             self._skip_to(state)
@@ -280,7 +281,7 @@ class HostBatchIterator:
 
     def _take_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"batches": self._delivered}
-        if has_state(self._iterator):
+        if find(self._iterator, Resumable) is not None:
             of_iterator = self._iterator.get_state()
             try:
                 state["state"] = exact_json.encode_value(of_iterator)
@@ -293,7 +294,7 @@ class HostBatchIterator:
     def _recover(self, failure: BaseException) -> None:
         """Restores the iterator to just after the last batch returned, or raises ``failure`` if it cannot."""
         wanted, saved = self._delivered, self._saved
-        if not (self._restartable or has_state(self._iterator)):
+        if not (self._restartable or find(self._iterator, Resumable) is not None):
             raise failure.with_traceback(self._failed_at)  # otherwise each call would lengthen the traceback
         self.set_state(saved)
         self._drop(self._iterator, saved["batches"], wanted)
@@ -371,11 +372,6 @@ class HostBatchIterator:
                         "The iterable ends earlier; pass the data it was saved with.",
                     ) from None
                 dropping.add()
-
-
-def has_state(iterator: object) -> bool:
-    """Whether an iterator can be saved and restored."""
-    return callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None))
 
 
 def _is_grain(thing: Any) -> bool:
