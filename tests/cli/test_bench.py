@@ -50,8 +50,8 @@ def test_the_report_says_what_the_simulated_step_paced() -> None:
         arguments = ["bench", *paths, "--steps", "2", "--global-batch-size", "8", "--step-ms", "2"]
         lines = CliRunner().invoke(main.main, arguments).output.splitlines()
     assert lines[1] == (
-        "the feed is paced by simulated steps of 2 ms, so it is asked for at most 4,000 records/s; without --step-ms it "
-        "runs freely"
+        "the feed is paced by simulated steps of 2 ms, which limits it to 4,000 records/s; without --step-ms it runs at "
+        "full speed"
     )
     assert lines[2].startswith("feed ")
     assert lines[2].endswith("(paced)")

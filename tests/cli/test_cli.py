@@ -75,7 +75,7 @@ def test_plan_counts_hosts_without_a_device_in_the_mesh() -> None:
         ("--mesh data=9 --spec data --global-batch-size 9", "9 positions"),
         ("--mesh data=8 --spec data,data --global-batch-size 16", "as in --shape 2048, or fewer entries"),
         ("--mesh data --spec data --global-batch-size 16", "'data' is not axis=size"),
-        ("--mesh data=2,data=4 --spec data --global-batch-size 16", "the axis 'data' is there twice"),
+        ("--mesh data=2,data=4 --spec data --global-batch-size 16", "the axis 'data' is given twice"),
         ("--mesh data=8 --spec data+ --global-batch-size 16", "'data+' is not an axis"),
         ("--mesh data=8 --spec data --global-batch-size 16 --shape 3,x", "'3,x' is not a list of sizes"),
         ("--mesh data=8 --spec data --global-batch-size 0", "0 is not in the range x>=1"),

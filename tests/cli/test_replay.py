@@ -139,8 +139,8 @@ def test_what_it_cannot_say(
 def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
     result = run(tmp_path)
     assert result.exit_code == 1
-    assert "no state of a feed there" in result.output
+    assert "no feed state found" in result.output
     (tmp_path / "x.json").write_text('{"meshfeed": 1, ')
     assert "not JSON" in run(tmp_path / "x.json").output
-    assert "no state of a feed there. Give" in run(tmp_path / "none").output
+    assert "no feed state found. Pass" in run(tmp_path / "none").output
     assert "folders and gs://, not from memory://" in run("memory://run").output

@@ -63,7 +63,7 @@ def test_later_jobs_replace_what_the_kill_undid() -> None:
 
 
 def test_data_that_begins_again_does_not_hold() -> None:
-    assert failing([job(0, 3), job(2, 5, first_record=0)]) == {"record ids", "batches", "epoch", "made again"}
+    assert failing([job(0, 3), job(2, 5, first_record=0)]) == {"record ids", "batches", "epoch", "replayed"}
 
 
 def test_a_step_that_nobody_made_does_not_hold() -> None:
@@ -104,11 +104,11 @@ def test_hosts_that_saw_different_things_do_not_hold(tmp_path: pathlib.Path) -> 
     assert set(log.steps) == {1}
     paths[1].write_text(restored + line.format(row=0, digest="b"))
     log = read_job(paths)
-    assert log.problems == ["host 1 holds other bytes in row 0 of step 1"]
+    assert log.problems == ["host 1 has different bytes in row 0 of step 1"]
     assert not log.steps[1].whole
     assert "hosts" in failing([JobLog(0, job(0, 5).steps, log.problems)])
     paths[1].write_text('{"restored": 7}\n')
-    assert read_job(paths).problems == ["hosts went on from different steps: [0, 7]"]
+    assert read_job(paths).problems == ["hosts resumed from different steps: [0, 7]"]
 
 
 # ---------------------------------------------------------------------------------------------------- the parts
@@ -298,7 +298,7 @@ def test_the_whole_journey(tmp_path: pathlib.Path) -> None:
     assert holds, text
     assert text.count("SIGKILL") == 2
     assert "199 different records among the first 199 delivered: each of the corpus once" in text
-    assert "All of it holds" in text
+    assert "All checks pass" in text
 
 
 @pytest.mark.multihost
@@ -306,7 +306,7 @@ def test_a_position_that_is_forgotten_is_seen(tmp_path: pathlib.Path) -> None:
     holds, text = run(broken(ON_ONE_HOST, "position"), tmp_path / "demo")
     assert not holds, text
     assert "✗ record ids  not those of the uninterrupted run" in text
-    assert "It does not hold" in text
+    assert "Some checks fail" in text
 
 
 @pytest.mark.multihost

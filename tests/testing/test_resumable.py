@@ -199,20 +199,26 @@ class NoState:
         (
             Skips,
             r"set back while running: batch 2 differs. Leaf \"\['x'\]\", row 0 is the first of 4 rows "
-            r"\(of 4 at the host\) that differ. What came there is row 0 of batch 3 of the run without a break",
+            r"\(of 4 at the host\) that differ. The row is row 0 of batch 3 of the uninterrupted run",
         ),
-        (SkipsInJax, r"batch 2 differs. Leaf \"\['x'\]\", row 0 .* row 0 of batch 3 of the run without a break"),
-        (SavesTooEarly, r"restored at step 4, saved at once and restored again: batch 4 differs.* batch 3 of the run"),
+        (SkipsInJax, r"batch 2 differs. Leaf \"\['x'\]\", row 0 .* row 0 of batch 3 of the uninterrupted run"),
+        (
+            SavesTooEarly,
+            r"restored at step 4, saved at once and restored again: batch 4 differs.* batch 3 of the uninter",
+        ),
         (KeepsReadAhead, r"set to step 3 while it was running behind step 0: batch 3 differs.* row 0 of batch 4 of"),
         (OtherDtype, r"Leaf \"\['y'\]\" is float64\[4\] at the host, expected float32\[4\]"),
         (OtherLeaves, r"Its leaves are \[\"\['x'\]\"\], expected \[\"\['x'\]\", \"\['y'\]\"\]"),
-        (OneBit, r"batch 5 differs. Leaf \"\['x'\]\", row 2 is the first of 1 rows .* is nowhere in the run"),
+        (OneBit, r"batch 5 differs. Leaf \"\['x'\]\", row 2 is the first of 1 rows .* The row is not in the uninter"),
         (NegativeZero, r"batch 0 differs. Leaf \"\['y'\]\", row 0 is the first of 1 rows"),
-        (EndsEarly, r"it ended before batch 5; the run without a break has 6 batches"),
-        (StartsAgain, r"after StopIteration: it did not end after 6 batches. .* row 0 of batch 0 of the run"),
+        (EndsEarly, r"it ended before batch 5; the uninterrupted run has 6 batches"),
+        (
+            StartsAgain,
+            r"after StopIteration: it did not end after 6 batches. .* row 0 of batch 0 of the uninterrupted run",
+        ),
         (GoesOnWhenRestoredAtTheEnd, r"(restored|set) .*: it did not end after 6 batches. .* row 0 of batch 0"),
         (BadReset, r"reset after the end: batch 0 differs. .* row 0 of batch 1"),
-        (NoJson, r"get_state\(\) of NoJson gives what has no JSON form"),
+        (NoJson, r"get_state\(\) of NoJson returned a value without a JSON form"),
         (NoState, r"NoState has no get_state"),
     ],
 )

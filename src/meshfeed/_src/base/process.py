@@ -1,15 +1,13 @@
-"""Detects a multi-process job in which ``jax.distributed.initialize()`` was not called.
-
-Without that call, each process acts as the whole job: it reads all of the data, and all processes write to the same
-checkpoint folder. Detection uses the launcher's environment variables, and only those set per task: in a Slurm batch
-script or an interactive ``salloc`` shell, ``SLURM_NTASKS`` is the size of the allocation, and a single process is
-correct there.
-
-Guards for objects that are copied into a forked child.
+"""Checks which process this is: a forked child, or one of several that JAX does not know of.
 
 A fork copies every object but no threads, and shares sockets and child processes with the parent. A child that ran its
-parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources
-therefore records the process that created it, and its copies in forked children release nothing.
+parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources therefore
+records the process that created it (:class:`Owner`), and its copies in forked children release nothing.
+
+In a job of several processes without ``jax.distributed.initialize()``, each process acts as the whole job: it reads all
+of the data and writes to the same checkpoint folder. :func:`other_processes` detects this by the launcher's environment
+variables, and only by those set per task: in a Slurm batch script or an interactive ``salloc`` shell, ``SLURM_NTASKS``
+is the size of the allocation, and a single process is correct there.
 """
 
 from __future__ import annotations

@@ -7,26 +7,28 @@ import itertools
 import math
 import numbers
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
 
+T = TypeVar("T")
 
-def _integer(setting: str, value: Any, minimum: int, what: str) -> int:
+
+def _integer(setting: str, value: object, minimum: int, what: str) -> int:
     """Returns ``value`` as an int; raises SettingsError for bool, float and values below ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
         raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
     return int(value)
 
 
-def _number(setting: str, value: Any, minimum: float, what: str, *, strict: bool = False) -> float:
-    ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(float(value))
-    if not ok or float(value) < minimum or (strict and float(value) == minimum):
+def _number(setting: str, value: object, minimum: float, what: str, *, strict: bool = False) -> float:
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < minimum or (strict and number == minimum):
         raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
-    return float(value)
+    return number
 
 
 @public("meshfeed")
@@ -173,28 +175,76 @@ class FeedSettings:
     name: str | None
 
 
-def _choice(setting: str, value: Any, choices: tuple[str, ...]) -> Any:
-    if not isinstance(value, str) or value not in choices:
-        listed = " or ".join(repr(choice) for choice in choices)
-        raise SettingsError(f"{setting}={value!r}; it takes {listed}.", setting=setting)
-    return value
+def _optional_integer(setting: str, value: object, what: str = "an int of at least 1, or None") -> int | None:
+    return None if value is None else _integer(setting, value, 1, what)
 
 
-def _flag(setting: str, value: Any) -> bool:
+def _flag(setting: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes True or False.", setting=setting)
     return bool(value)
 
 
-def _instance(setting: str, value: Any, kind: type, what: str) -> Any:
+def _instance(setting: str, value: object, kind: type[T], what: str) -> T:
     if not isinstance(value, kind):
         raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
     return value
 
 
-def _load(value: Any) -> Any:
-    if isinstance(value, str) and value in ("sharded", "once"):
+def _schedule(value: object) -> BatchSchedule | None:
+    if value is None or isinstance(value, BatchSchedule):
         return value
+    what = "an int of at least 1 or a meshfeed.BatchSchedule"
+    return BatchSchedule([(0, _integer("global_batch_size", value, 1, what))])
+
+
+def _shuffle(value: object) -> bool | int | Literal["shards"]:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, str) and value == "shards":
+        return value
+    what = "False, True, 'shards', or a number of records per block of at least 1"
+    return _integer("shuffle", value, 1, what)
+
+
+def _seed(value: object) -> int:
+    what = "an int from 0 to 2**64 - 1"
+    seed = _integer("seed", value, 0, what)
+    if seed >= 2**64:
+        raise SettingsError(f"seed={seed}; it takes {what}.", setting="seed")
+    return seed
+
+
+def _end(value: object) -> Literal["drop", "pad"]:
+    for choice in ("drop", "pad"):
+        if isinstance(value, str) and value == choice:
+            return choice
+    raise SettingsError(f"end={value!r}; it takes 'drop' or 'pad'.", setting="end")
+
+
+def _mask_key(value: object, end: str) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise SettingsError(f"mask_key={value!r}; it takes the name of the leaf to add, or None.", setting="mask_key")
+    if end != "pad":
+        raise SettingsError(
+            f"mask_key={value!r} with end={end!r}; a mask needs end='pad' (with end='drop' every row is real).",
+            setting="mask_key",
+        )
+    return value
+
+
+def _name(value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value or "/" in value):
+        raise SettingsError(f"name={value!r}; it takes a string without '/', or None.", setting="name")
+    return value
+
+
+def _load(value: object) -> Literal["sharded", "once"] | tuple[int, ...]:
+    for choice in ("sharded", "once"):
+        if isinstance(value, str) and value == choice:
+            return choice
     what = "'sharded', 'once', or a list of distinct process indices that read for all"
     if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset) or not value:
         raise SettingsError(f"load={value!r}; it takes {what}.", setting="load")
@@ -206,83 +256,49 @@ def _load(value: Any) -> Any:
 
 def check_settings(
     *,
-    global_batch_size: Any,
-    shuffle: Any,
-    seed: Any,
-    num_epochs: Any,
-    end: Any,
-    mask_key: Any,
-    num_lanes: Any,
-    load: Any,
-    prefetch: Any,
-    num_workers: Any,
-    num_threads: Any,
-    retry: Any,
-    bad_records: Any,
-    check_replicas: Any,
-    timeout_seconds: Any,
-    name: Any,
+    global_batch_size: object,
+    shuffle: object,
+    seed: object,
+    num_epochs: object,
+    end: object,
+    mask_key: object,
+    num_lanes: object,
+    load: object,
+    prefetch: object,
+    num_workers: object,
+    num_threads: object,
+    retry: object,
+    bad_records: object,
+    check_replicas: object,
+    timeout_seconds: object,
+    name: object,
 ) -> FeedSettings:
     """Validates all keywords of a feed.
 
     Raises:
       SettingsError: a keyword has an invalid value. Names the first such keyword and the valid values.
     """
-    schedule: BatchSchedule | None
-    if global_batch_size is None or isinstance(global_batch_size, BatchSchedule):
-        schedule = global_batch_size
-    else:
-        what = "an int of at least 1 or a meshfeed.BatchSchedule"
-        schedule = BatchSchedule([(0, _integer("global_batch_size", global_batch_size, 1, what))])
-    if isinstance(shuffle, bool | np.bool_):
-        shuffle = bool(shuffle)
-    elif shuffle != "shards":
-        shuffle = _integer(
-            "shuffle", shuffle, 1, "False, True, 'shards', or a number of records per block of at least 1"
-        )
-    seed = _integer("seed", seed, 0, "an int from 0 to 2**64 - 1")
-    if seed >= 2**64:
-        raise SettingsError(f"seed={seed}; it takes an int from 0 to 2**64 - 1.", setting="seed")
-    if num_epochs is not None:
-        num_epochs = _integer("num_epochs", num_epochs, 1, "an int of at least 1, or None to go on for ever")
-    _choice("end", end, ("drop", "pad"))
-    if mask_key is not None:
-        if not isinstance(mask_key, str) or not mask_key:
-            raise SettingsError(
-                f"mask_key={mask_key!r}; it takes the name of the leaf to add, or None.", setting="mask_key"
-            )
-        if end != "pad":
-            raise SettingsError(
-                f"mask_key={mask_key!r} with end={end!r}; a mask needs end='pad' (with end='drop' every row is real).",
-                setting="mask_key",
-            )
-    if num_lanes is not None:
-        num_lanes = _integer("num_lanes", num_lanes, 1, "an int of at least 1, or None")
-    if num_threads is not None:
-        num_threads = _integer("num_threads", num_threads, 1, "an int of at least 1, or None")
-    if bad_records is not None:
-        _instance("bad_records", bad_records, SkipBad, "None (raise) or a meshfeed.SkipBad")
-    if name is not None and (not isinstance(name, str) or not name or "/" in name):
-        raise SettingsError(f"name={name!r}; it takes a string without '/', or None.", setting="name")
+    checked_end = _end(end)
+    none_or_skip = "None (raise) or a meshfeed.SkipBad"
     return FeedSettings(
-        schedule=schedule,
-        shuffle=shuffle,
-        seed=seed,
-        num_epochs=num_epochs,
-        end=end,
-        mask_key=mask_key,
-        num_lanes=num_lanes,
+        schedule=_schedule(global_batch_size),
+        shuffle=_shuffle(shuffle),
+        seed=_seed(seed),
+        num_epochs=_optional_integer("num_epochs", num_epochs, "an int of at least 1, or None to repeat forever"),
+        end=checked_end,
+        mask_key=_mask_key(mask_key, checked_end),
+        num_lanes=_optional_integer("num_lanes", num_lanes),
         load=_load(load),
         prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
-        num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),
-        num_threads=num_threads,
+        num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),  # pyright: ignore[reportArgumentType] # checked there
+        num_threads=_optional_integer("num_threads", num_threads),
         retry=_instance("retry", retry, Retry, "a meshfeed.Retry; meshfeed.Retry(attempts=1) never tries again"),
-        bad_records=bad_records,
+        bad_records=None if bad_records is None else _instance("bad_records", bad_records, SkipBad, none_or_skip),
         check_replicas=_flag("check_replicas", check_replicas),
         timeout_seconds=_number(
             "timeout_seconds", timeout_seconds, 0, "a finite number of seconds above 0", strict=True
         ),
-        name=name,
+        name=_name(name),
     )
 
 

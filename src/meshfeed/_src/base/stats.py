@@ -1,9 +1,8 @@
-"""Counters and timings of a feed on this host.
+"""Counters and timings of a feed on this host, and the progress of resumes that read and drop records.
 
-How far this process has come with a resume that reads and drops records, which may take long and is not a stall.
-
-There is one :data:`PROGRESS` for the process. Records are dropped deep inside sources, in ``set_state`` methods that take
-nothing but a state, and the threads that wait for them, in this process and on other hosts, wait for all of it alike.
+Such a resume may take long without being a stall. Records are dropped deep inside sources, in ``set_state`` methods that
+take nothing but a state. Threads of this process and other hosts wait for all of them alike, so there is one
+:data:`PROGRESS` per process.
 """
 
 from __future__ import annotations
@@ -140,32 +139,32 @@ _TELL_SECONDS = 1.0
 
 
 class Progress:
-    """The latest sign of life of whatever reads and drops; written and read by any thread."""
+    """The latest progress of reading and dropping in this process; written and read by any thread."""
 
     def __init__(self) -> None:
         self._latest: object = None
         self._moved_at = self._told_at = float("-inf")
         self.tell: Callable[[str], object] | None = None
-        """In a worker process: passes the text on to the parent, at most once a second."""
+        """In a child process: sends the text to the parent; called at most once per second."""
 
     def moved(self, what: object) -> None:
-        """``what``, whose text says how far it has come, has come further."""
+        """Records progress of ``what``, which ``str(what)`` describes."""
         self._latest, self._moved_at = what, time.monotonic()
         if self.tell is not None and self._moved_at - self._told_at >= _TELL_SECONDS:
             self._told_at = self._moved_at
             self.tell(str(what))
 
     def ended(self, what: object) -> None:
-        """``what`` has come to its end, or failed."""
+        """Records that ``what`` has ended or failed."""
         if self._latest is what:
             self._latest = None
 
     def idle_seconds(self) -> float:
-        """Since anything moved."""
+        """Returns the seconds since the last progress."""
         return time.monotonic() - self._moved_at
 
     def __str__(self) -> str:
-        """What moved last and has not ended; empty if nothing is dropped."""
+        """Describes what progressed last and has not ended; empty if nothing is being dropped."""
         latest = self._latest
         return "" if latest is None else str(latest)
 
@@ -174,12 +173,12 @@ PROGRESS = Progress()
 
 
 class Dropping:
-    """A ``with`` block in which ``total`` records of ``what`` are read and dropped.
+    """Reports the progress of a ``with`` block in which records are read and dropped.
 
     Args:
-      what: is resumed, such as ``lane 3``.
-      total: of records, or of what ``unit`` says.
-      unit: in the plural.
+      what: the object being resumed, such as ``lane 3``.
+      total: number of records to drop.
+      unit: what is counted, in the plural.
     """
 
     def __init__(self, what: str, total: int, unit: str = "records") -> None:
@@ -187,7 +186,7 @@ class Dropping:
         self._done = 0
 
     def add(self, count: int = 1) -> None:
-        """So many more were dropped."""
+        """Counts dropped records."""
         self._done += count
         PROGRESS.moved(self)
 

@@ -330,7 +330,7 @@ class Threads:
         self.shutdown(cancel_futures=True)
 
 
-def close_within(thing: Any, seconds: float | None = None) -> None:
+def close_within(thing: object, seconds: float | None = None) -> None:
     """Calls ``thing.close()``, if defined, and waits at most ``seconds`` for it (default: 5 s, as for threads).
 
     Iterators of other libraries join their threads in ``close``, and those may hang in a read.

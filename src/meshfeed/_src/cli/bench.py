@@ -84,16 +84,8 @@ def bench(
         for _ in range(_WARM_UP_STEPS):
             jax.block_until_ready(next(feed))
         for _ in range(_ROUNDS):
-            before = feed.stats()
-            first = feed.step
-            start = time.perf_counter()
-            batch = None
-            for _ in range(steps):
-                batch = next(feed)
-                if step_seconds:
-                    time.sleep(step_seconds)
-            jax.block_until_ready(batch)
-            rates.append(steps * size / (time.perf_counter() - start))
+            before, first = feed.stats(), feed.step
+            rates.append(steps * size / _seconds_fed(feed, steps, step_seconds))
             stats = feed.stats(since=before)
             record_ids = [feed.record_ids(step) for step in range(first, first + steps)]
             start = time.perf_counter()
@@ -121,6 +113,19 @@ def bench(
     }
 
 
+def _seconds_fed(feed: Feed, steps: int, step_seconds: float) -> float:
+    import jax
+
+    start = time.perf_counter()
+    batch = None
+    for _ in range(steps):
+        batch = next(feed)
+        if step_seconds:
+            time.sleep(step_seconds)
+    jax.block_until_ready(batch)
+    return time.perf_counter() - start
+
+
 def report(result: dict[str, Any]) -> list[str]:
     """Formats the result as lines of text."""
     stages = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in result["seconds_per_batch"].items())
@@ -131,8 +136,8 @@ def report(result: dict[str, Any]) -> list[str]:
     paced = result["paced_records_per_second"]
     if paced:
         lines.append(
-            f"the feed is paced by simulated steps of {result['step_seconds'] * 1e3:g} ms, so it is asked for at most "
-            f"{paced:,.0f} records/s; without --step-ms it runs freely"
+            f"the feed is paced by simulated steps of {result['step_seconds'] * 1e3:g} ms, which limits it to "
+            f"{paced:,.0f} records/s; without --step-ms it runs at full speed"
         )
     lines += [
         f"feed       {result['records_per_second']:>14,.0f} records/s  {result['bytes_per_second'] / 1e6:>10,.1f} MB/s"

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from meshfeed._src.base.types import JsonValue
+
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _step = click.option("--step", type=click.IntRange(min=0), default=None, help="One step only.")
 _SHOWN = 100
@@ -119,7 +121,7 @@ def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> 
 @click.argument("directory", type=click.Path())
 @click.argument("template", type=click.Path(exists=True, dir_okay=False))
 @click.argument("output", type=click.Path())
-@click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Of the feed.")
+@click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Global batch size of the feed.")
 @click.option(
     "--step", type=click.IntRange(min=0), help="Batches delivered by the old run; required for all but elastic files."
 )
@@ -163,7 +165,7 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TB"
 
 
-def _short(value: Any) -> str:
+def _short(value: JsonValue) -> str:
     text = json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 

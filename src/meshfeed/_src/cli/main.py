@@ -43,7 +43,7 @@ class _Commands(click.Group):
             raise _Mistyped(f"meshfeed {args[0]} is now meshfeed {_MOVED[args[0]]}.")
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except (SettingsError, PlanError) as error:
@@ -57,14 +57,14 @@ class _Mesh(click.ParamType):
 
     name = "axis=size,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
         axes: dict[str, int] = {}
         for part in str(value).split(","):
             axis, _, size = part.strip().partition("=")
             if not axis or not size.strip().isdecimal() or int(size) < 1:
                 self.fail(f"{part!r} is not axis=size with a size of at least 1, as in data=8,model=4", param, ctx)
             if axis in axes:
-                self.fail(f"the axis {axis!r} is there twice", param, ctx)
+                self.fail(f"the axis {axis!r} is given twice", param, ctx)
             axes[axis] = int(size)
         return axes
 
@@ -74,8 +74,8 @@ class _Spec(click.ParamType):
 
     name = "entry,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        entries: list[Any] = []
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[object]:
+        entries: list[object] = []
         for part in str(value).split(","):
             axes = [axis.strip() for axis in part.split("+")]
             if not all(axes):
@@ -87,7 +87,7 @@ class _Spec(click.ParamType):
 class _Shape(click.ParamType):
     name = "size,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
         parts = [part.strip() for part in str(value).split(",")]
         if not all(part.isdecimal() and int(part) >= 1 for part in parts):
             self.fail(f"{value!r} is not a list of sizes of at least 1, as in 2048 or 224,224,3", param, ctx)
@@ -111,10 +111,12 @@ def main() -> None:
 @click.option("--hosts", type=click.IntRange(min=1), required=True, help="Number of hosts (JAX processes).")
 @click.option("--devices-per-host", type=click.IntRange(min=1), required=True, help="Devices of each host.")
 @click.option("--mesh", type=_Mesh(), required=True, help="Axes and sizes, slowest first: data=8,model=4.")
-@click.option("--spec", type=_Spec(), required=True, help="Axes a dimension, rows first: data or data+fsdp,None,model.")
+@click.option(
+    "--spec", type=_Spec(), required=True, help="Axes per dimension, rows first: data or data+fsdp,None,model."
+)
 @click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Rows of the global batch.")
 @click.option("--shape", type=_Shape(), default=None, help="Sizes of the dimensions after the rows: shows columns too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, all hosts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all hosts.")
 @click.option("--all", "show_all", is_flag=True, help="Print every host, not only the first and last.")
 def plan(
     hosts: int,
@@ -178,11 +180,16 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
         lines += [line(host) for host in range(half)]
         lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts; --all or --json shows them")
         lines += [line(host) for host in range(table.num_hosts - half, table.num_hosts)]
+    return [*lines, "", *_plan_summary(table, global_shape)]
+
+
+def _plan_summary(table: PlanTable, global_shape: list[int]) -> list[str]:
+    counts = table.num_rows()
     reading = counts[counts > 0]
     each = f"{reading.min():,}" if reading.min() == reading.max() else f"{reading.min():,} to {reading.max():,}"
     widths = (table.columns[..., 1] - table.columns[..., 0]).prod(axis=1)
     times = float((counts * widths).sum() / math.prod(global_shape))
-    lines += ["", f"{len(reading):,} of {table.num_hosts:,} hosts read, {each} rows each."]
+    lines = [f"{len(reading):,} of {table.num_hosts:,} hosts read, {each} rows each."]
     if times > 1:
         lines.append(f"Every value is read {times:g} times over all hosts; load='once' would read it once.")
     return lines
@@ -191,13 +198,13 @@ def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, sho
 @main.command(short_help="Train, kill every host, continue, and compare.", epilog=_example("demo --directory demo-out"))
 @click.option("--quick", is_flag=True, help="A smaller training, on 2 hosts and then on 1: less than a minute.")
 @click.option(
-    "--steps", type=click.IntRange(min=20), default=None, help="Of the training; default: 160, or 24 with --quick."
+    "--steps", type=click.IntRange(min=20), default=None, help="Training steps; default: 160, or 24 with --quick."
 )
 @click.option(
     "--directory",
     type=click.Path(),
     default=None,
-    help="Keep corpus, checkpoints and logs here; else they are removed.",
+    help="Folder for corpus, checkpoints and logs; without it, they are removed at the end.",
 )
 @click.option("--break", "how", type=click.Choice(["seed", "position"]), default=None, hidden=True)
 def demo(quick: bool, steps: int | None, directory: str | None, how: str | None) -> None:
@@ -220,13 +227,18 @@ def demo(quick: bool, steps: int | None, directory: str | None, how: str | None)
     "batch_index",
     type=click.IntRange(min=0),
     default=None,
-    help="Which batch, counted from 0; default: the last one delivered.",
+    help="Index of the batch, from 0; default: the last one delivered.",
 )
-@click.option("--global-batch-size", type=click.IntRange(min=1), default=None, help="Of steps after the state.")
 @click.option(
-    "--array-record", "paths", multiple=True, help="The files: shows each record's file and first bytes. Repeatable."
+    "--global-batch-size", type=click.IntRange(min=1), default=None, help="Batch size of steps after the state."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, all records.")
+@click.option(
+    "--array-record",
+    "paths",
+    multiple=True,
+    help="ArrayRecord files; shows each record's file and first bytes. Repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all records.")
 def replay(
     state: str, batch_index: int | None, global_batch_size: int | None, paths: tuple[str, ...], as_json: bool
 ) -> None:
@@ -272,9 +284,9 @@ def replay(
     "--step-ms",
     type=click.FloatRange(min=0),
     default=0.0,
-    help="Simulated step time (ms): the loop sleeps so long after each batch, which limits the feed's rate.",
+    help="Simulated step time (ms): the loop sleeps that long after each batch, which limits the feed's rate.",
 )
-@click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Order of the records.")
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Whether to shuffle the records.")
 @click.option(
     "--prefetch", type=click.IntRange(min=0), default=2, show_default=True, help="Batches kept ready on the devices."
 )
@@ -282,7 +294,9 @@ def replay(
 @click.option(
     "--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Processes that read and decode."
 )
-@click.option("--record-bytes", type=click.IntRange(min=1), default=None, help="Width of a row; default: record 0's.")
+@click.option(
+    "--record-bytes", type=click.IntRange(min=1), default=None, help="Bytes per row; default: the size of record 0."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     paths: tuple[str, ...], step_ms: float, steps: int, record_bytes: int | None, as_json: bool, **settings: Any

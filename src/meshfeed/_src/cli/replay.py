@@ -33,7 +33,7 @@ def load_state(path: str) -> feed_state.FeedState:
         try:
             value = json.loads(root.read_text())
         except ValueError as error:
-            raise CheckpointError(f"{path}: not JSON ({error}), expected a state as get_state() gives it.") from None
+            raise CheckpointError(f"{path}: not JSON ({error}), expected the result of get_state().") from None
         return feed_state.parse_state(
             value["state"] if isinstance(value, dict) and "meshfeed_iterator" in value else value
         )
@@ -43,7 +43,7 @@ def load_state(path: str) -> feed_state.FeedState:
     holding = [folder for folder in holding if not any("tmp" in part for part in folder.parts[len(root.parts) :])]
     if not holding:
         raise CheckpointError(
-            f"{path}: no state of a feed there. Give a JSON file with what get_state() gave, or a checkpoint's folder."
+            f"{path}: no feed state found. Pass a JSON file with the result of get_state(), or a checkpoint folder."
         )
     return feed_state.parse_state(state_files.read_state(max(holding, key=lambda folder: _step_of(folder, root))))
 

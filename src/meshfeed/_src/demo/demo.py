@@ -1,9 +1,7 @@
-"""``meshfeed demo``: trains, kills all hosts, resumes on different numbers of hosts, and proves that the stream is one.
+"""``meshfeed demo``: trains, kills all hosts, resumes on other numbers of hosts, and proves that the data is identical.
 
-The training script is examples/train_lm.py, unmodified, in real processes. The proof uses only the lines that they
-write; see :mod:`meshfeed._src.demo.proof`.
-
-The ``meshfeed demo`` command: checks dependencies, prepares the folder and runs the demo.
+The training script is examples/train_lm.py, unmodified, in real processes. The proof uses only the lines that they write
+(:mod:`meshfeed._src.demo.proof`).
 """
 
 from __future__ import annotations
@@ -19,12 +17,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshfeed import MeshfeedError, SettingsError
 from meshfeed._src.demo.corpus import Corpus, build_corpus, read_records
 from meshfeed._src.demo.job import Job, Topology
 from meshfeed._src.demo.proof import Check, JobLog, batches_digest, effective, ids_digest, prove, read_job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
 
 _SILENCE_SECONDS = 300.0
 _POLL_SECONDS = 0.1
@@ -126,7 +129,7 @@ class Demo:
       console: a ``rich.console.Console``.
     """
 
-    def __init__(self, plan: Plan, directory: pathlib.Path, console: Any) -> None:
+    def __init__(self, plan: Plan, directory: pathlib.Path, console: Console) -> None:
         self._plan = plan
         self._directory = directory
         self._console = console
@@ -151,12 +154,12 @@ class Demo:
         show(_columns(("[bold]Time[/]", duration), ("[bold]Corpus[/]", text), ("[bold]Training[/]", training)))
         show("\n[bold]One uninterrupted run[/]")
         reference = self._run_leg(Leg(plan.reference), corpus, "uninterrupted")
-        show("\n[bold]The same training, all hosts killed, continued on other numbers of hosts[/]")
+        show("\n[bold]The same training, all hosts killed, resumed on other numbers of hosts[/]")
         jobs = [self._run_leg(leg, corpus, "killed") for leg in plan.legs]
         checks = prove(reference, jobs, read_records(corpus), plan.num_steps)
         self._show_proof(reference, jobs, checks)
         holds = all(check.holds for check in checks)
-        conclusion = "[bold green]All of it holds[/]" if holds else "[bold red]It does not hold[/]"
+        conclusion = "[bold green]All checks pass[/]" if holds else "[bold red]Some checks fail[/]"
         show(f"\n{conclusion}, after {time.monotonic() - start:.0f} s.")
         return holds
 
@@ -213,7 +216,7 @@ class Demo:
     def _ended(self, job: Job, kill_at: int | None, step: int) -> None:
         if kill_at is not None:
             raise MeshfeedError(
-                f"{job.topology}: the job came to its end at step {step} before it could be killed: no checkpoint was "
+                f"{job.topology}: the job ended at step {step} before it could be killed: no checkpoint was "
                 f"complete by then. Use more --steps."
             )
 
@@ -238,7 +241,7 @@ class Demo:
             show(_columns((" ", text)), highlight=False)
 
 
-def _columns(*rows: tuple[str, str]) -> Any:
+def _columns(*rows: tuple[str, str]) -> Table:
     """Returns a two-column grid; the second column wraps at the terminal's width."""
     from rich.table import Table
 
@@ -261,7 +264,7 @@ def _newest_step(checkpoints: pathlib.Path) -> int:
     return max((int(path.name) for path in checkpoints.iterdir() if re.fullmatch(r"\d+", path.name)), default=0)
 
 
-def _progress(console: Any) -> Any:
+def _progress(console: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     return Progress(

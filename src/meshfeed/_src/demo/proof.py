@@ -67,12 +67,12 @@ def read_job(paths: Sequence[pathlib.Path]) -> JobLog:
             number = line["step"]
             step = steps.setdefault(number, Step(line["record_ids"], {}, line["loss"]))
             if step.record_ids != line["record_ids"]:
-                problems.append(f"host {host} has other record ids in step {number} than the hosts before it")
+                problems.append(f"host {host} has different record ids in step {number}")
             for row, digest in line["rows"].items():
                 if step.rows.setdefault(int(row), digest) != digest:
-                    problems.append(f"host {host} holds other bytes in row {row} of step {number}")
+                    problems.append(f"host {host} has different bytes in row {row} of step {number}")
     if len(restored) != 1:
-        problems.append(f"hosts went on from different steps: {sorted(restored)}")
+        problems.append(f"hosts resumed from different steps: {sorted(restored)}")
     return JobLog(min(restored, default=0), steps, problems)
 
 
@@ -134,11 +134,11 @@ def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], n
         Check(
             "steps",
             list(steps) == numbers and len(whole) == num_steps and list(wanted) == numbers,
-            f"{len(whole):,} of {num_steps:,} are there, each with every row",
+            f"{len(whole):,} of {num_steps:,} are complete",
         ),
         Check("record ids", same_ids, whether[same_ids]),
         Check("batches", same_batches, whether[same_batches]),
-        Check("files", right == rows, f"{right:,} of {rows:,} rows are the bytes of the record that their id names"),
+        Check("files", right == rows, f"{right:,} of {rows:,} rows equal the record with their id"),
         Check(
             "epoch",
             once == len(epoch),
@@ -146,7 +146,7 @@ def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], n
             + (": each of the corpus once" if once == len(records) else f", of {len(records):,} in the corpus"),
         ),
         Check(
-            "made again",
+            "replayed",
             not differing,
             f"{again - len(differing):,} of {again:,} steps that the kills undid came back the same"
             + (f"; others did not, first step {differing[0]}" if differing else ""),

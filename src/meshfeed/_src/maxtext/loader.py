@@ -312,7 +312,7 @@ class MultiHostDataLoadIterator:
         _, entry = self._delivered()
         return self._local.beginning if entry is None else decode_value(entry["iterator"]["state"])
 
-    def restart_from(self, local_state: Any) -> None:
+    def restart_from(self, local_state: JsonValue) -> None:
         """Resumes the loaders from a state of :meth:`local_state`, at step 0 of the feed.
 
         Raises:
@@ -368,7 +368,7 @@ class LocalIteratorView:
         next(self._owner)
         return self._owner.last_local_data
 
-    def get_state(self) -> Any:
+    def get_state(self) -> JsonValue:
         """Returns the loader's own state after the last delivered batch.
 
         With several loaders read round-robin, returns a dict with the list of their states. If a loader has no state,
@@ -378,7 +378,7 @@ class LocalIteratorView:
         iterators = state.get("iterators", ())
         return iterators[0] if len(iterators) == 1 else state
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: JsonValue) -> None:
         """Resumes from a state of :meth:`get_state` or of the loader itself; discards the read-ahead.
 
         Raises:
@@ -389,7 +389,7 @@ class LocalIteratorView:
         self._owner.restart_from(state)
 
     @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         iterators = self._local.iterators
         return type(iterators[0]) if len(iterators) == 1 else LocalIteratorView
 

@@ -12,8 +12,8 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -232,12 +232,12 @@ class LoaderIterator:
                 close_within(iterator)
 
 
-def _is_spent(iterator: Any) -> bool:
+def _is_spent(iterator: object) -> bool:
     """Whether this is a finished generator: after an exception, its next() would look like the end of the data."""
     return inspect.isgenerator(iterator) and iterator.gi_frame is None
 
 
-def _next_of(iterator: Any) -> PyTree:
+def _next_of(iterator: Iterator[PyTree]) -> PyTree:
     """Returns the next batch; on TensorFlow's FailedPreconditionError, tries up to 30 times, up to 10 s apart."""
 
     def attempt() -> PyTree:
@@ -259,20 +259,20 @@ def _not_ready(error: Exception) -> bool:
     return isinstance(kind, type) and isinstance(error, kind)
 
 
-def _join(*leaves: Any) -> np.ndarray[Any, Any]:
+def _join(*leaves: np.ndarray) -> np.ndarray[Any, Any]:
     arrays = [np.asarray(leaf) for leaf in leaves]
     whole = memory.empty((sum(len(array) for array in arrays), *arrays[0].shape[1:]), np.result_type(*arrays))
     np.concatenate(arrays, axis=0, out=whole)
     return seal(whole)
 
 
-def _keep(leaf: Any) -> Any:
+def _keep(leaf: object) -> object:
     """Returns an owned copy if needed: the loader may reuse its arrays before the batch is delivered."""
     owned = own(leaf)
     return owned if owned is leaf else seal(owned)
 
 
-def _parts(dataloader: Any, factor: Any) -> tuple[int, bool]:
+def _parts(dataloader: object, factor: object) -> tuple[int, bool]:
     """Returns the number of batches to concatenate, and whether ``dataloader`` is a list read round-robin."""
     setting = "expansion_loading_factor_for_grain"
     what = "a whole number, 1/n with a list of n loaders, or -1 for neither"
@@ -283,27 +283,29 @@ def _parts(dataloader: Any, factor: Any) -> tuple[int, bool]:
             f"Type error: dataloader should be either tf.data.Dataset or Iterable, not {type(dataloader).__name__}.",
             setting="dataloader",
         )
-    if 0 < factor < 1:
-        turns = round(1 / factor)
-        if isinstance(dataloader, list | tuple) and dataloader and all(_is_loader(item) for item in dataloader):
-            if len(dataloader) != turns or abs(turns * factor - 1) > 1e-6:
-                raise SettingsError(
-                    f"{setting}={factor!r} with a list of {len(dataloader)} loaders; expected {turns} of them, one for "
-                    "each host that the checkpoint was saved on in place of this one.",
-                    setting=setting,
-                )
-            return 1, True
-        return 1, False
     if factor > 1 and factor != int(factor):
         raise SettingsError(f"{setting}={factor!r}; it takes {what}.", setting=setting)
-    return max(1, int(factor)), False
+    if not 0 < factor < 1 or not _is_list_of_loaders(dataloader):
+        return max(1, int(factor)), False
+    turns, given = round(1 / factor), len(dataloader)
+    if given != turns or abs(turns * factor - 1) > 1e-6:
+        raise SettingsError(
+            f"{setting}={factor!r} with a list of {given} loaders; expected {turns} of them, one for each host that the "
+            "checkpoint was saved on in place of this one.",
+            setting=setting,
+        )
+    return 1, True
 
 
-def _is_loader(item: Any) -> bool:
+def _is_list_of_loaders(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, list | tuple) and bool(value) and all(_is_loader(item) for item in value)
+
+
+def _is_loader(item: object) -> bool:
     if isinstance(item, Mapping | np.ndarray | jax.Array | str | bytes):
         return False
     return isinstance(item, Iterable) or hasattr(item, "as_numpy_iterator")
 
 
-def _is_one_shot(loader: Any) -> bool:
-    return hasattr(loader, "__next__") and not hasattr(loader, "as_numpy_iterator") and iter(loader) is loader
+def _is_one_shot(loader: object) -> bool:
+    return isinstance(loader, Iterator) and not hasattr(loader, "as_numpy_iterator") and iter(loader) is loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -20,6 +20,9 @@ from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
 from meshfeed._src.remote.client import RemoteClient
 from meshfeed._src.remote.wire import make_payload
 from meshfeed._src.state.files import write_json
+
+Step: TypeAlias = "jax.Array | np.ndarray | np.integer | int"
+"""A step number, also as an array with one element."""
 
 
 class MissingIteratorStateError(CheckpointError, FileNotFoundError):
@@ -47,7 +50,7 @@ class RemoteIterator:
         get_ds_fn: Callable[..., Any],
         preprocessing_fn: Callable[..., Any],
         global_shape: Sequence[int] | None,
-        checkpoint_path: Any,
+        checkpoint_path: epath.PathLike,
         elastic: bool = False,
     ) -> None:
         self.get_ds_fn = get_ds_fn
@@ -85,7 +88,7 @@ class RemoteIterator:
         self._loader, self._mesh = loader, mesh
         return loader
 
-    def reset(self, dummy_array: Any = None) -> None:
+    def reset(self, dummy_array: jax.Array | None = None) -> None:
         """Restarts from the beginning with a new dataset."""
         del dummy_array
         if self._loader is not None:
@@ -103,14 +106,14 @@ class RemoteIterator:
         """
         return next(self.over(_mesh_of(dummy_array)))
 
-    def _path(self, step_array: Any) -> epath.Path:
+    def _path(self, step_array: Step) -> epath.Path:
         step = int(np.asarray(getattr(step_array, "addressable_data", lambda _: step_array)(0)).reshape(-1)[0])
         name = (
             "process_0" if self.elastic else f"process_{coordination.process_index()}-of-{coordination.process_count()}"
         )
         return epath.Path(self.checkpoint_path) / str(step) / "iter" / f"{name}.json"
 
-    def save_state(self, step_array: Any) -> Any:
+    def save_state(self, step_array: Step) -> Step:
         """Writes the state after the last delivered batch; with ``elastic``, on process 0 only."""
         path = self._path(step_array)
         self.over(self._mesh or _mesh_of(step_array))
@@ -119,7 +122,7 @@ class RemoteIterator:
             write_json(path, encode_value(self.iterator.get_state()))
         return step_array
 
-    def restore_state(self, step_array: Any) -> Any:
+    def restore_state(self, step_array: Step) -> Step:
         """Resumes from the file written by ``save_state``; discards the read-ahead.
 
         Raises:
@@ -149,7 +152,7 @@ class RemoteIterator:
             self._loader.close()
 
 
-def _mesh_of(array: Any) -> Mesh:
+def _mesh_of(array: object) -> Mesh:
     """Returns the mesh of an array's sharding; otherwise a mesh of all devices, until a call passes an array."""
     mesh = getattr(getattr(array, "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, Mesh) else Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
@@ -183,7 +186,7 @@ class RemoteIteratorWrapper:
         preprocessing_fn: Callable[..., Any],
         global_mesh: Mesh,
         global_shape: Sequence[int] | None,
-        checkpoint_path: Any = "",
+        checkpoint_path: epath.PathLike = "",
         elastic: bool = False,
     ) -> None:
         what = "functions that can be imported on those hosts, or pickled with all that they refer to"
@@ -218,11 +221,11 @@ class RemoteIteratorWrapper:
         """Restarts from the beginning."""
         self.local_iterator.reset()
 
-    def save_state(self, step: Any) -> None:
+    def save_state(self, step: Step) -> None:
         """Writes, on each host, the state of its loader after the last delivered batch."""
         self.local_iterator.save_state(step)
 
-    def restore_state(self, step: Any) -> None:
+    def restore_state(self, step: Step) -> None:
         """Resumes each host from its file of that step.
 
         Raises:
@@ -241,22 +244,22 @@ class _RemoteMethods:
     def __init__(self, client: RemoteClient) -> None:
         self._client = client
 
-    def get_next(self, dummy_array: Any = None) -> PyTree:
+    def get_next(self, dummy_array: jax.Array | None = None) -> PyTree:
         """Returns the next batch over the CPU mesh."""
         del dummy_array
         return self._client.take()
 
-    def reset(self, dummy_array: Any = None) -> None:
+    def reset(self, dummy_array: jax.Array | None = None) -> None:
         """Restarts from the beginning."""
         del dummy_array
         self._client.call("reset")
 
-    def save_state(self, step: Any) -> Any:
+    def save_state(self, step: Step) -> Step:
         """Writes the state file of each host."""
         self._client.call("save_state", int(np.asarray(step)))
         return step
 
-    def restore_state(self, step: Any) -> Any:
+    def restore_state(self, step: Step) -> Step:
         """Resumes each host from its state file."""
         self._client.call("restore_state", int(np.asarray(step)))
         return step

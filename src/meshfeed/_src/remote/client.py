@@ -1,9 +1,8 @@
-"""The controller side of an endpoint: sends calls, receives batches, and re-raises remote errors.
+"""Calls from the controller to the CPU hosts attached to the accelerators, through JAX's colocated Python.
 
-The object that runs on the CPU hosts attached to the accelerators.
-
-Every method takes and returns arrays only, catches all exceptions, and reports them in the header. Result shapes depend
-on argument shapes only, because Colocated Python compiles a method once per argument shape.
+:class:`RemoteClient` is the controller's side, :class:`Endpoint` the object that runs on the hosts. Colocated Python
+passes only arrays and compiles a method once per argument shape. The endpoint's methods therefore take and return arrays
+whose shapes depend only on the shapes of their arguments; they catch all exceptions and report them in the header.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, PeerError, SettingsError
 from meshfeed._src.base.process import Owner, finalize
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.remote.wire import (
     END,
     ERROR,
@@ -119,7 +118,7 @@ class Endpoint:
         return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 
 
-def _header(endpoint: Any, request: jax.Array, flag: int) -> jax.Array:
+def _header(endpoint: Endpoint, request: jax.Array, flag: int) -> jax.Array:
     target = endpoint._target
     step, position, size = 0, 0, 0
     if target is not None:
@@ -209,7 +208,7 @@ class RemoteClient:
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, name: str, *args: Any) -> list[Any]:
+    def call(self, name: str, *args: JsonValue) -> list[Any]:
         """Returns the answers of the hosts that this process controls, in order of process index.
 
         Raises:

@@ -1,16 +1,13 @@
-"""A feed that runs on the CPU hosts attached to the accelerators, under one controller (JAX's colocated Python).
+"""A feed that runs on the CPU hosts attached to the accelerators, under one controller.
 
 ::
 
     feed = meshfeed.remote.RemoteFeed(make_source, sharding, global_batch_size=1024, shuffle=True)
     for batch in feed: ...
 
-The controller holds no data: each host reads ahead what its devices need and returns arrays on its own CPU devices,
-from which they are copied to the accelerators attached to that host. Colocated Python passes only arrays, so state, call
-arguments and errors are encoded as bytes in arrays, and the end of the data as a flag. On CPU, everything runs in one
+The controller holds no data: each host runs a :class:`meshfeed.Feed` over its CPU devices, created from a pickled
+:class:`FeedRecipe`, and its batches are copied to the accelerators attached to that host. On CPU, everything runs in one
 process.
-
-The feed that an endpoint runs, and the pickled recipe from which each host creates it.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import ArrayLike
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
 from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
@@ -60,7 +58,7 @@ class FeedRecipe:
         return FeedTarget(Feed(self.make_source(), sharding, **self.settings))
 
 
-def make_feed_payload(make_source: Any, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
+def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
     """Returns a pickled :class:`FeedRecipe`.
 
     Raises:
@@ -186,24 +184,8 @@ class RemoteFeed:
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
-        settings: dict[str, Any] = {
-            "global_batch_size": global_batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "num_epochs": num_epochs,
-            "end": end,
-            "mask_key": mask_key,
-            "num_lanes": num_lanes,
-            "load": load,
-            "prefetch": prefetch,
-            "num_workers": num_workers,
-            "num_threads": num_threads,
-            "retry": retry,
-            "bad_records": bad_records,
-            "check_replicas": check_replicas,
-            "timeout_seconds": timeout_seconds,
-            "name": name,
-        }
+        given = locals()  # first of all: nothing but the arguments
+        settings = {name: value for name, value in given.items() if name not in ("self", "make_source", "sharding")}
         self._closed = self._ended = False
         check_settings(**settings)  # fails here rather than on the hosts
         prefix = normalize_sharding(sharding)
@@ -325,7 +307,7 @@ class RemoteFeed:
         return np.array(self._client.call("record_ids", int(step))[0], np.int64)
 
     @hides_own_frames
-    def read(self, record_ids: Any) -> PyTree:
+    def read(self, record_ids: ArrayLike) -> PyTree:
         """Reads and decodes records on one of the hosts: a pytree of numpy arrays ``[len(record_ids), ...]``."""
         return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]
 

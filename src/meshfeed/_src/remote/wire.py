@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
@@ -67,7 +68,7 @@ class Header:
         return cls(*(int(value) for value in np.ascontiguousarray(row[:HEADER_BYTES]).view("<i8")[:6]))
 
 
-def to_rows(row: np.ndarray[Any, Any], sharding: Any, num_rows: int) -> jax.Array:
+def to_rows(row: np.ndarray[Any, Any], sharding: Sharding, num_rows: int) -> jax.Array:
     """Returns uint8 ``[num_rows, len(row)]`` with the same row on each device of this process."""
     return jax.make_array_from_callback((num_rows, len(row)), sharding, lambda _: np.ascontiguousarray(row[None]))
 
@@ -98,7 +99,7 @@ def decode_call(row: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
     return name, args
 
 
-def encode_answer(value: Any) -> bytes:
+def encode_answer(value: PyTree) -> bytes:
     """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.exact_json.encode_value` takes."""
     leaves = jax.tree.leaves(value)
     if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
@@ -157,7 +158,7 @@ def encode_error(error: BaseException) -> bytes:
     )
 
 
-def decode_answer(data: bytes) -> Any:
+def decode_answer(data: bytes) -> PyTree:
     """Returns the decoded value; an exception is returned, not raised."""
     kind, body = data[:1], data[1:]
     if kind == _FAILURE:
@@ -165,7 +166,7 @@ def decode_answer(data: bytes) -> Any:
     return _decode_arrays(body) if kind == _ARRAYS else decode_value(json.loads(body))
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -207,7 +208,7 @@ def _rebuild(encoded: dict[str, Any]) -> BaseException:
     return error
 
 
-def make_payload(value: Any, *, setting: str, what: str) -> bytes:
+def make_payload(value: object, *, setting: str, what: str) -> bytes:
     """Pickles ``value`` for a different interpreter.
 
     Raises:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -14,9 +14,16 @@ import xxhash
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.exact_json import decode_value, encode_value
-from meshfeed._src.base.types import public
+from meshfeed._src.base.hooks import Resumable
+from meshfeed._src.base.types import PyTree, public
 
 _SHORT = 3  # batches to compare if another check already covers the rest
+
+
+class ResumableBatches(Resumable, Protocol):
+    """An iterator over batches with a state."""
+
+    def __next__(self) -> PyTree: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +171,7 @@ class _Run:
                 if callable(close := getattr(thing, "close", None)):
                     close()
 
-    def _compare(self, feed: Any, step: int, how: str, limit: int | None = None) -> None:
+    def _compare(self, feed: ResumableBatches, step: int, how: str, limit: int | None = None) -> None:
         """Compares the batches of ``feed`` from ``step`` on with the uninterrupted run."""
         last = len(self.batches) if limit is None else min(len(self.batches), step + limit)
         for k in range(step, last):
@@ -172,14 +179,14 @@ class _Run:
                 batch = _digest(next(feed))
             except StopIteration:
                 raise AssertionError(
-                    f"{how}: it ended before batch {k}; the run without a break has {len(self.batches)} batches"
+                    f"{how}: it ended before batch {k}; the uninterrupted run has {len(self.batches)} batches"
                 ) from None
             if batch != self.batches[k]:
                 raise AssertionError(f"{how}: batch {k} differs. {self._difference(batch, self.batches[k])}")
         if self.ended and last == len(self.batches):
             self._stays_ended(feed, how)
 
-    def _stays_ended(self, feed: Any, how: str) -> None:
+    def _stays_ended(self, feed: ResumableBatches, how: str) -> None:
         for attempt in range(2):  # a faulty iterator may deliver batches again after its first StopIteration
             try:
                 batch = _digest(next(feed))
@@ -213,36 +220,38 @@ class _Run:
 
     def _origin(self, leaf: str, row: int) -> str:
         if (leaf, row) not in self._row_origins:
-            return "What came there is nowhere in the run without a break."
+            return "The row is not in the uninterrupted run."
         step, number = self._row_origins[leaf, row]
-        return f"What came there is row {number} of batch {step} of the run without a break."
+        return f"The row is row {number} of batch {step} of the uninterrupted run."
 
 
-def _is_feed_state(state: Any) -> bool:
+def _is_feed_state(state: object) -> bool:
     return isinstance(state, dict) and "meshfeed" in state
 
 
-def _save(feed: Any) -> str:
+def _save(feed: ResumableBatches) -> str:
     """Returns the state as JSON text, the form stored in a checkpoint."""
     state = feed.get_state()
     try:
         # The state of a feed is JSON. Other iterators may have tuples and bytes in their state, which a feed encodes.
         return json.dumps(state if _is_feed_state(state) else {"other": encode_value(state)})
     except TypeError as error:
-        raise AssertionError(f"get_state() of {type(feed).__name__} gives what has no JSON form: {error}") from error
+        raise AssertionError(
+            f"get_state() of {type(feed).__name__} returned a value without a JSON form: {error}"
+        ) from error
 
 
-def _restore(feed: Any, text: str) -> None:
+def _restore(feed: ResumableBatches, text: str) -> None:
     state = json.loads(text)
     feed.set_state(state if _is_feed_state(state) else decode_value(state["other"]))
 
 
-def _digest(batch: Any) -> _Batch:
+def _digest(batch: PyTree) -> _Batch:
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     return {jax.tree_util.keystr(path): _blocks(leaf) for path, leaf in leaves}
 
 
-def _blocks(leaf: Any) -> list[_Block]:
+def _blocks(leaf: object) -> list[_Block]:
     if not isinstance(leaf, jax.Array):
         return [_block(leaf, 0, "the host")]
     shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
@@ -258,7 +267,7 @@ def _slices(index: tuple[slice, ...]) -> str:
     return ", ".join(f"{'' if s.start is None else s.start}:{'' if s.stop is None else s.stop}" for s in index)
 
 
-def _block(value: Any, first_row: int, where: str) -> _Block:
+def _block(value: object, first_row: int, where: str) -> _Block:
     if isinstance(value, bytes | str):
         data = value if isinstance(value, bytes) else value.encode()
         return _Block(first_row, where, type(value).__name__, (), (xxhash.xxh3_64_intdigest(data),))
