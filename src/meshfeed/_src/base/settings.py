@@ -198,7 +198,7 @@ def _schedule(value: object) -> BatchSchedule | None:
     return BatchSchedule([(0, _integer("global_batch_size", value, 1, what))])
 
 
-def _shuffle(value: object) -> bool | int | Literal["shards"]:
+def _shuffle(value: object) -> bool | int | str:
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, str) and value == "shards":

@@ -168,7 +168,7 @@ class RemoteFeed:
         sharding: PyTree,
         *,
         global_batch_size: int | BatchSchedule | None = None,
-        shuffle: bool | int = False,
+        shuffle: bool | int | str = False,
         seed: int = 0,
         num_epochs: int | None = 1,
         end: Literal["drop", "pad"] = "drop",
