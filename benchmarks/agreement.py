@@ -86,7 +86,8 @@ def simulate(num_hosts: int, windows: int, threads: int) -> dict[str, Any]:
     import jax
     from jax.experimental import multihost_utils
 
-    from meshfeed._src.agreement.window_report import Part, full_window
+    from meshfeed._src.agreement.messages import WindowReport
+    from meshfeed._src.agreement.rules import full_window
     from meshfeed._src.agreement.windows import WindowAgreement
     from meshfeed._src.base import coordination
 
@@ -126,7 +127,7 @@ def simulate(num_hosts: int, windows: int, threads: int) -> dict[str, Any]:
             for index in hosts
         ]
         for agreement in agreements:
-            agreement.publish(Part(1, info={"bytes": 1}))
+            agreement.publish(WindowReport(1, contents={"bytes": 1}))
         step = 0
         for agreement in agreements:
             agreement.wait_for(0)
@@ -135,21 +136,21 @@ def simulate(num_hosts: int, windows: int, threads: int) -> dict[str, Any]:
             assert len(ends) == 1
             following = ends.pop()
             for agreement in agreements:
-                agreement.publish(Part(following))
+                agreement.publish(WindowReport(following))
             for agreement in agreements:
                 agreement.wait_for(following - 1)
             if following - step == size:
                 break
             step = following
         for agreement in agreements:
-            agreement.publish(Part(agreement.window_end))  # read ahead
+            agreement.publish(WindowReport(agreement.window_end))  # read ahead
         step = following
         begin.wait()
         begun = time.monotonic()
         for number in range(windows):
             start = time.monotonic()
             for agreement in agreements:
-                agreement.publish(Part(agreement.window_end))
+                agreement.publish(WindowReport(agreement.window_end))
             for agreement in agreements:
                 asked = time.monotonic()
                 agreement.wait_for(step)

@@ -89,7 +89,7 @@ def lengths() -> Table:
 
 def hosts() -> Table:
     """Plan and state against the number of hosts; what the coordination service bears is in the benchmark agreement."""
-    from meshfeed._src.agreement.window_report import full_window
+    from meshfeed._src.agreement.rules import full_window
     from meshfeed._src.plan.table import plan_table
 
     rows = []

@@ -17,7 +17,7 @@ import pytest
 from small_pipeline import new_window_reports
 
 from meshfeed import SourceError
-from meshfeed._src.agreement.window_report import Part
+from meshfeed._src.agreement.messages import WindowReport
 from meshfeed._src.remote import wire
 from meshfeed._src.streams.protocol import HostBatch
 
@@ -80,11 +80,11 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
-def published(tree: Any) -> dict[int, Part]:
+def published(tree: Any) -> dict[int, WindowReport]:
     """What a host with a record and a host without one publish of their first window."""
     batches = [HostBatch(0, 4, tree, 8), HostBatch(0, 4, None, 0)]
-    infos = [json.loads(json.dumps(new_window_reports().part_info([batch]))) for batch in batches]
-    return {host: Part(1, info=info) for host, info in enumerate(infos)}
+    infos = [json.loads(json.dumps(new_window_reports().contents([batch]))) for batch in batches]
+    return {host: WindowReport(1, contents=info) for host, info in enumerate(infos)}
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_unpickling")
 def test_a_host_without_records_pads_with_what_the_others_announced() -> None:
     tree = {"x": np.ones((4, 3), np.float32), "y": (np.ones(4, np.int8), [np.ones((4, 0), bool)])}
-    info, verdict = new_window_reports().judge(published(tree), 0, 1)
-    assert verdict is None
+    info, failure = new_window_reports().reduce(published(tree), 0, 1)
+    assert failure is None
     other = new_window_reports()
     other.learn(json.loads(json.dumps(info)))
     zeros = other.materialize(HostBatch(0, 4, None, 0))
@@ -114,16 +114,16 @@ def test_a_host_without_records_pads_with_what_the_others_announced() -> None:
 def test_records_that_cannot_be_described_stop_all_hosts_if_one_needs_them() -> None:
     jax.tree_util.register_pytree_node(Node, lambda node: ((node.x,), None), lambda _, children: Node(*children))
     parts = published(Node(np.ones(4)))
-    _, verdict = new_window_reports().judge(parts, 0, 1)
-    assert verdict is not None
-    error = new_window_reports().verdict_error(verdict.message)
+    _, failure = new_window_reports().reduce(parts, 0, 1)
+    assert failure is not None
+    error = failure.exception()
     assert isinstance(error, SourceError)
     assert str(error).startswith(
         "a host has no record of its own, and records of the structure PyTreeDef(CustomNode(Node"
     )
     assert "Convert them to dicts" in str(error)
-    _, verdict = new_window_reports().judge({0: parts[0]}, 0, 1)
-    assert verdict is None, "no host needs the description"
+    _, failure = new_window_reports().reduce({0: parts[0]}, 0, 1)
+    assert failure is None, "no host needs the description"
 
 
 class Node:

@@ -97,7 +97,7 @@ class Host:
                 byte_limit=1 << 30,
                 timeout_seconds=TIMEOUT_SECONDS,
                 describe=reader.describe,
-                judge=window_reports.judge,
+                reduce=window_reports.reduce,
             )
         pipeline = Pipeline(
             reader,

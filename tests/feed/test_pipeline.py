@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
 from small_pipeline import new_window_reports, numbers_pipeline
 
+from meshfeed._src.agreement.messages import Announcement, Stop
 from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.base.failure import Failure
 from meshfeed._src.streams.protocol import HostBatch
 
 
 class Store:
     """A key-value store in which the announcements of host 0 are there already."""
 
-    def __init__(self, announcements: list[dict[str, Any]]) -> None:
-        self.values = {f"meshfeed/test/a/{number}": json.dumps(value) for number, value in enumerate(announcements)}
+    def __init__(self, announcements: list[Announcement]) -> None:
+        self.values = {
+            f"meshfeed/test/{number}/out": json.dumps({"result": announcement.to_json()})
+            for number, announcement in enumerate(announcements)
+        }
 
     def set(self, key: str, value: str, *, overwrite: bool = False) -> None:
         self.values[key] = value
@@ -28,10 +32,10 @@ class Store:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetch: int) -> None:
-    go_on = {"stop": None, "window": 8, "info": {}}
-    stop = {"upto": 2, "stop": {"1": "the disk is on fire"}, "window": 8, "info": {}}  # host 0 was too late to wait for
+    # host 0 was too late to wait for
+    stop = Stop(2, [Failure("RuntimeError", "the disk is on fire", 1)])
     agreement = WindowAgreement(
-        Store([{"upto": 1, **go_on}, {"upto": 2, **go_on}, stop]),  # type: ignore[arg-type]
+        Store([Announcement(1, 8), Announcement(2, 8), Announcement(2, 8, stop)]),  # type: ignore[arg-type]
         scope="test",
         participants=(0, 1),
         host=1,
@@ -54,5 +58,5 @@ def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetc
 
 def test_windows_leave_room_for_the_largest_batch_of_a_schedule() -> None:
     window_reports = new_window_reports(largest_batch=1024)
-    info = window_reports.part_info([HostBatch(0, 4, {"x": np.zeros(4)}, 32)])
-    assert info["bytes"] == 1024 * 8
+    contents = window_reports.contents([HostBatch(0, 4, {"x": np.zeros(4)}, 32)])
+    assert contents["bytes"] == 1024 * 8

@@ -1,7 +1,7 @@
 """Compares settings and position between hosts before the first batch of each generation of a feed.
 
-Each generation takes one round. Every host publishes its settings, the lowest participant compares them, and all read
-the result. A host that cannot take part (making the feed, opening the data or restoring a state failed) publishes that
+Each generation takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to their
+differences. A host that cannot take part (making the feed, opening the data or restoring a state failed) publishes that
 failure instead, and the others raise an error naming it after a grace period of a few seconds. The grace period, and
 the tracking of refused states, are for hosts that recover: if every host refuses the same state and starts from the
 beginning, none has failed.
@@ -12,21 +12,27 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import AgreementError, PeerError, StalledError
+from meshfeed._src.base.coordination import KeyValueStore, format_hosts
+from meshfeed._src.base.errors import AgreementError, PeerError
+from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import flatten
 from meshfeed._src.streams.protocol import Cursor
 
 _log = logging.getLogger("meshfeed.agree")
-_MAX_MESSAGE = 2000
 _GRACE_SECONDS = 3.0  # for a host that published a failure to recover
+_NAMED_DIFFERENCES = 4
+_MAX_VALUE = 120  # characters of a setting in a message
 
 
-def agreed_settings(settings: FeedSettings, fingerprint: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
+def agreed_settings(
+    settings: FeedSettings, fingerprint: Mapping[str, JsonValue], cursor: Cursor
+) -> dict[str, JsonValue]:
     """Returns what must be equal on all hosts before the first batch: field → JSON value, flat."""
     bad = settings.bad_records
     return {
@@ -57,7 +63,6 @@ class Handshake:
 
     def __init__(self, scope: str, participants: Sequence[int]) -> None:
         self._feed = f"meshfeed/{scope}"
-        self._base = f"{self._feed}/settings"
         # Includes the feed's name because hosts that create different feeds, or in a different order, wait on
         # different keys.
         self._doing = f"agreeing on the settings of {scope.removeprefix('feed/')}"
@@ -83,11 +88,11 @@ class Handshake:
         """
         store = self._store()
         if store is not None:
-            message = {"failed": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]}
             try:
-                store.set(self._key("in", coordination.process_index()), json.dumps(message), overwrite=True)
-            except Exception as failure:  # must not mask ``error``, which the caller raises
-                _log.warning("cannot tell other hosts that this one failed: %s", failure)
+                failure = Failure.of(error, coordination.process_index())
+                self._reduction(store).publish({"failure": failure.to_json()})
+            except Exception as unpublished:  # must not mask ``error``, which the caller raises
+                _log.warning("cannot tell other hosts that this one failed: %s", unpublished)
         self._refused = refused
         self.round += not refused
 
@@ -96,20 +101,24 @@ class Handshake:
         self.in_force = False
         store = self._store() if self._refused else None
         if store is not None:
-            store.delete(self._key("in", coordination.process_index()))
+            self._reduction(store).retract()
         self._refused = False
 
     def leave(self) -> None:
         """Marks this host as done with the feed; it no longer reads or writes the feed's keys."""
         store, self._left = self._store(), True
         if store is not None:
-            coordination.leave(store, self._feed, len(self.participants))
+            leave(store, self._feed, len(self.participants))
 
-    def _store(self) -> coordination.KeyValueStore | None:
+    def _store(self) -> KeyValueStore | None:
         """Returns the store for optional messages, or None if no other host would read them."""
         return coordination.key_value_store() if self.needed and not self._left else None
 
-    def agree(self, settings: Mapping[str, Any], timeout_seconds: float) -> None:
+    def _reduction(self, store: KeyValueStore) -> Reduction:
+        prefix = f"{self._feed}/settings/{self.round}"
+        return Reduction(store, prefix, self.participants, coordination.process_index())
+
+    def agree(self, settings: Mapping[str, JsonValue], timeout_seconds: float) -> None:
         """Compares settings between hosts, once in each generation; an interrupted call can be made again.
 
         Args:
@@ -126,18 +135,13 @@ class Handshake:
             return
         try:
             if self.needed:
-                result = self._exchange(settings, timeout_seconds)
-                while (
-                    result.get("failed") == coordination.process_index()
-                ):  # the others gave this host up in that round
+                while not self._succeeds(settings, timeout_seconds):
                     self.round += 1
-                    result = self._exchange(settings, timeout_seconds)
-                _raise(result)
         except Exception:
             self.round += 1
             raise
         store = self._store()
-        if store is not None and coordination.process_index() == self.participants[0] and self._generation is not None:
+        if store is not None and self._generation is not None and self._reduction(store).is_reducer:
             store.delete(f"{self._feed}/{self._generation}")  # all hosts have left it, so its windows are unused
         following = self.round + 1
         # One statement without calls: signals arrive only at calls, so an interrupt cannot split the update.
@@ -145,138 +149,133 @@ class Handshake:
 
     # ------------------------------------------------------------------ one round
 
-    def _key(self, *parts: Any) -> str:
-        return "/".join(str(part) for part in (self._base, self.round, *parts))
-
-    def _exchange(self, settings: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        store = coordination.require_store()
-        message = {"settings": dict(settings), "refused": self._refused}
-        here, reducer = coordination.process_index(), self.participants[0]
-        start = time.monotonic()
-        if here == reducer:
-            early = store.try_get(self._key("out"))  # left by hosts that gave this one up
-            if early is not None:
-                return json.loads(early)
-        store.set(self._key("in", here), json.dumps(message), overwrite=True)
-        patience = coordination.Patience(store, timeout_seconds)
-        missing: Sequence[int] = ()
-        count, waiting = 0, True
-        while waiting:
-            if here == reducer:
-                values = self._collect(store, patience.deadline)
-                if len(values) == len(self.participants) or any("failed" in value for value in values.values()):
-                    return self._announce(store, values)
-                missing = [host for host in self.participants if host not in values]
-                count = len(missing)
-            else:
-                text = self._wait(store, patience.deadline)
-                if text is not None:
-                    return json.loads(text)
-                missing, count = coordination.missing_hosts(store, self._key("in"), self._key("late"), reducer)
-                missing, count = (missing, count) if missing else ([reducer], 1)
-            waiting = patience.renew(missing)
-        waited = time.monotonic() - start
-        raise StalledError(
-            f"{self._doing}: {coordination.format_missing(missing, count)} did not arrive within {waited:.0f} s (host {here} "
-            f"of {len(self.participants)} is waiting){patience.notes()}. Look at that host's log: it has stopped, is still "
-            "starting, or runs other code than the rest (a feed without name= is known by its place in the order of "
-            "creation).",
-            hosts=tuple(missing),
-            waited_seconds=waited,
-        )
-
-    def _announce(self, store: coordination.KeyValueStore, values: dict[int, Any]) -> dict[str, Any]:
-        text = json.dumps(_compare(values))
-        store.set(self._key("out"), text, overwrite=True)
-        if self.round:  # everybody has come to this round, so everybody has read the last one's result
-            store.delete(f"{self._base}/{self.round - 1}")
-        return json.loads(text)
-
-    def _collect(self, store: coordination.KeyValueStore, deadline: float) -> dict[int, Any]:
-        """What all hosts published; with failures in it once these have lasted."""
-        failed_since: float | None = None
-        while True:
-            texts = coordination.wait_for_hosts(
-                store,
-                self._key("in"),
-                self.participants,
-                deadline,
-                lambda texts: any('"failed"' in text[:12] for text in texts.values()),
-                note=self._key("late"),
+    def _succeeds(self, settings: Mapping[str, JsonValue], timeout_seconds: float) -> bool:
+        """Takes part in a round; returns False if the other hosts gave this one up in it."""
+        reduction = self._reduction(coordination.require_store())
+        outcome = self._outcome(reduction, settings, timeout_seconds)
+        failure = None if outcome["failure"] is None else Failure.from_json(outcome["failure"])
+        if failure is not None:
+            if failure.host == coordination.process_index():
+                return False
+            raise PeerError(
+                f"host {failure.host} failed before its first batch: {failure} See the log of host {failure.host}.",
+                host=failure.host,
+                peer_message=str(failure),
             )
-            values = {host: json.loads(text) for host, text in sorted(texts.items())}
-            failed = any("failed" in value for value in values.values())
-            now = time.monotonic()
-            if not failed or now >= deadline:
-                return values
-            if any("settings" in value and not value["refused"] for value in values.values()):
-                failed_since = failed_since or now
-                if now - failed_since > _GRACE_SECONDS:
-                    return values
-            time.sleep(0.1)
+        differences = outcome["differences"]
+        if differences:
+            raise AgreementError(
+                f"hosts differ in {', and in '.join(differences[:_NAMED_DIFFERENCES])}. Start all hosts with the same "
+                "source, settings and state."
+            )
+        return True
 
-    def _wait(self, store: coordination.KeyValueStore, deadline: float) -> str | None:
-        """The result; one that names the host that is to compare, where that one failed."""
-        reducer = self.participants[0]
+    def _outcome(self, reduction: Reduction, settings: Mapping[str, JsonValue], timeout_seconds: float) -> JsonValue:
+        early = reduction.announced() if reduction.is_reducer else None  # by hosts that gave this one up
+        if early is not None:
+            return reduction.unpack(early, self._doing)
+        reduction.publish({"settings": dict(settings), "refused": self._refused})
+        try:
+            return reduction.result(
+                lambda deadline: self._reduce(reduction, deadline),
+                timeout_seconds=timeout_seconds,
+                doing=self._doing,
+                hint=" (without name=, feeds are matched by their order of creation)",
+                tick=self._give_up_reducer(reduction),
+            )
+        except _GivenUp as given_up:
+            return reduction.announce(given_up.outcome)["result"]
+
+    def _reduce(self, reduction: Reduction, deadline: float) -> dict[str, JsonValue] | None:
+        values = reduction.collect(deadline, _Arrivals(len(self.participants)).complete)
+        if len(values) < len(self.participants) and not any("failure" in value for value in values.values()):
+            return None
+        announcement = reduction.announce(compare(values))
+        reduction.discard_values()
+        store = self._store()
+        if store is not None and self.round:  # every host has come to this round, so has read the last one's result
+            store.delete(f"{self._feed}/settings/{self.round - 1}")
+        return announcement
+
+    def _give_up_reducer(self, reduction: Reduction) -> Callable[[float], None]:
+        """Returns a tick that raises once the reducer's failure has lasted for the grace period."""
         failed_since: float | None = None
-        given_up: str | None = None
 
         def tick(waited: float) -> None:
-            nonlocal failed_since, given_up
-            text = None if self._refused else store.try_get(self._key("in", reducer))
-            value = {} if text is None else json.loads(text)
-            if "failed" not in value:
+            nonlocal failed_since
+            value = None if self._refused else reduction.value_of_reducer()
+            if value is None or "failure" not in value:
                 failed_since = None
                 return
             failed_since = waited if failed_since is None else failed_since
             if waited - failed_since > _GRACE_SECONDS:
-                given_up = json.dumps({"failed": reducer, "message": value["failed"]})
-                raise _GivenUp
+                raise _GivenUp({"failure": value["failure"], "differences": []})
 
-        try:
-            return coordination.wait_for_key(
-                store, self._key("out"), deadline, tick, num_waiting=len(self.participants)
-            )
-        except _GivenUp:
-            assert given_up is not None
-            store.set(self._key("out"), given_up, overwrite=True)
-            return given_up
+        return tick
 
 
 class _GivenUp(Exception):
-    """The comparing host failed and did not recover within the grace period."""
+    """The reducer failed and did not recover within the grace period.
+
+    Attributes:
+      outcome: see :func:`compare`.
+    """
+
+    def __init__(self, outcome: JsonValue) -> None:
+        super().__init__()
+        self.outcome = outcome
 
 
-def _compare(values: dict[int, Any]) -> dict[str, Any]:
+class _Arrivals:
+    """Decides when the reducer has waited long enough.
+
+    Args:
+      num_hosts: number of participants.
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        self._num_hosts = num_hosts
+        self._failed_since: float | None = None
+
+    def complete(self, values: Mapping[int, JsonValue]) -> bool:
+        """Whether all settings are there, or a failure has lasted while a host was ready."""
+        if not any("failure" in value for value in values.values()):
+            self._failed_since = None
+            return len(values) == self._num_hosts
+        if any("settings" in value and not value["refused"] for value in values.values()):
+            now = time.monotonic()
+            self._failed_since = now if self._failed_since is None else self._failed_since
+            return now - self._failed_since > _GRACE_SECONDS
+        return False
+
+
+def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
+    """Reduces what hosts published.
+
+    Args:
+      values: host → ``{"settings": {field: value}, "refused": bool}`` or ``{"failure": …}``.
+
+    Returns:
+      ``failure``: that of the first host with one, or None; ``differences``: one text for each field that differs.
+    """
+    for _, value in sorted(values.items()):
+        if "failure" in value:
+            return {"failure": value["failure"], "differences": []}
+    settings: dict[int, dict[str, JsonValue]] = {host: value["settings"] for host, value in sorted(values.items())}
+    fields = dict.fromkeys(name for value in settings.values() for name in value)
+    differences = [_difference(field, {host: value.get(field) for host, value in settings.items()}) for field in fields]
+    return {"failure": None, "differences": [text for text in differences if text is not None]}
+
+
+def _difference(field: str, values: Mapping[int, JsonValue]) -> str | None:
+    groups: dict[str, list[int]] = {}
     for host, value in values.items():
-        if "failed" in value:
-            return {"failed": host, "message": value["failed"]}
-    differences = []
-    settings = {host: value["settings"] for host, value in values.items()}
-    for field in dict.fromkeys(name for value in settings.values() for name in value):
-        groups: dict[str, list[int]] = {}
-        for host, value in settings.items():
-            groups.setdefault(json.dumps(value.get(field), sort_keys=True), []).append(host)
-        if len(groups) > 1:
-            shown = "; ".join(
-                f"{coordination.format_hosts(hosts)}: {text if len(text) <= 120 else text[:117] + '...'}"
-                for text, hosts in sorted(groups.items(), key=lambda item: item[1][0])
-            )
-            differences.append(f"{field} ({shown})")
-    return {"differences": differences}
+        groups.setdefault(json.dumps(value, sort_keys=True), []).append(host)
+    if len(groups) < 2:
+        return None
+    shown = "; ".join(f"{format_hosts(hosts)}: {_shortened(text)}" for text, hosts in groups.items())
+    return f"{field} ({shown})"
 
 
-def _raise(result: Mapping[str, Any]) -> None:
-    if "failed" in result:
-        host, message = result["failed"], result["message"]
-        raise PeerError(
-            f"host {host} failed before its first batch: {message} See the log of host {host}.",
-            host=host,
-            peer_message=message,
-        )
-    differences = result["differences"]
-    if differences:
-        raise AgreementError(
-            "hosts differ in " + ", and in ".join(differences[:4]) + ". Start all hosts with the same source, settings "
-            "and state."
-        )
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
-from meshfeed._src.base.coordination import next_use, process_count, process_index, reduce_json, require_store
+from meshfeed._src.base.coordination import next_use, process_count, process_index, require_store
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.reduction import reduce_json
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, as_checkpoint_error
 
-
-def _first_error(reports: dict[int, Any]) -> Any:
-    for host, report in sorted(reports.items()):
-        if report is not None:
-            return {"host": host, **report}
-    return None
+R = TypeVar("R")
 
 
-def _all_reports(reports: dict[int, Any]) -> Any:
+def _failure_of(error: BaseException) -> Failure:
+    text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, SettingsError) and error.setting is not None:
+        return Failure("setting", text, process_index(), details={"setting": error.setting})
+    return Failure("damaged" if isinstance(error, DamagedCheckpointError) else "unreadable", text, process_index())
+
+
+def _error_of(failure: Failure) -> MeshfeedError:
+    message = f"host {failure.host}: {failure.message}"
+    if failure.kind == "setting":
+        return SettingsError(message, setting=failure.details["setting"])
+    return as_checkpoint_error(failure.kind, message)
+
+
+def _first_failure(reports: dict[int, JsonValue]) -> JsonValue:
+    return next((report for _, report in sorted(reports.items()) if report is not None), None)
+
+
+def _all_reports(reports: dict[int, JsonValue]) -> JsonValue:
     # JSON object keys are strings; collect() converts them back.
     return {str(host): report for host, report in reports.items()}
 
@@ -45,7 +61,7 @@ class Agreement:
         if len(self._participants) > 1:
             require_store()
 
-    def _reduce(self, value: Any, reduce: Callable[[dict[int, Any]], Any]) -> Any:
+    def _reduce(self, value: JsonValue, reduce: Callable[[dict[int, JsonValue]], JsonValue]) -> JsonValue:
         number, self._round = self._round, self._round + 1
         return reduce_json(
             self._scope,
@@ -68,48 +84,34 @@ class Agreement:
           SettingsError: a keyword's value is wrong on that host.
           CheckpointError: that host could not read for any other reason.
         """
-        report = None
-        if error is not None:
-            kind = "damaged" if isinstance(error, DamagedCheckpointError) else "unreadable"
-            setting = error.setting if isinstance(error, SettingsError) else None
-            text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
-            report = {"kind": kind, "text": text, "setting": setting}
+        failure = None if error is None else _failure_of(error)
         if len(self._participants) == 1:
-            if error is not None:
-                if isinstance(error, MeshfeedError):
-                    raise error
-                raise as_checkpoint_error("unreadable", f"{self._doing}: {report and report['text']}") from error
+            if isinstance(error, MeshfeedError):
+                raise error
+            if failure is not None:
+                raise as_checkpoint_error(failure.kind, f"{self._doing}: {failure.message}") from error
             return
-        failed = self._reduce(report, _first_error)
-        if failed is not None:
-            message = f"host {failed['host']}: {failed['text']}"
-            if failed["setting"] is not None:
-                raise SettingsError(message, setting=failed["setting"]) from error
-            raise as_checkpoint_error(failed["kind"], message) from error
+        first = self._reduce(None if failure is None else failure.to_json(), _first_failure)
+        if first is not None:
+            raise _error_of(Failure.from_json(first)) from error
 
-    def attempt(self, work: Callable[[], Any]) -> Any:
+    def attempt(self, work: Callable[[], R]) -> R:
         """Runs ``work`` and returns its result once every host has succeeded; otherwise raises on every host."""
-        result, error = None, None
         try:
             result = work()
-        except Exception as caught:
-            error = caught
-        self.confirm(error)
+        except Exception as error:
+            self.confirm(error)
+            raise  # confirm raises in its place
+        self.confirm(None)
         return result
 
-    def publish(self, work: Callable[[], Any]) -> Any:
+    def publish(self, work: Callable[[], JsonValue]) -> JsonValue:
         """Runs ``work`` on host 0 and returns its JSON value on all hosts; an error there is raised on all of them."""
         if len(self._participants) == 1:
             return work()
-        value, error = None, None
-        if process_index() == 0:
-            try:
-                value = work()
-            except Exception as caught:
-                error = caught
-        self.confirm(error)
+        value = self.attempt(work if process_index() == 0 else lambda: None)
         return self._reduce(value, lambda reports: reports[0])
 
-    def collect(self, value: Any) -> dict[int, Any]:
+    def collect(self, value: JsonValue) -> dict[int, JsonValue]:
         """Returns every host's JSON value, keyed by host, on all hosts."""
         return {int(host): report for host, report in self._reduce(value, _all_reports).items()}

@@ -18,6 +18,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.failure import Failure
 from meshfeed._src.base.process import Owner, forgotten_processes
 from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import public
@@ -516,7 +517,7 @@ def _continue(feed: Any, state: Any, agreement: Agreement, step: int) -> None:
         feed.set_state(state)
     except Exception as error:
         failure = error
-    reports = agreement.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+    reports = agreement.collect(None if failure is None else Failure.of(failure).to_json())
     failed = sorted(host for host, report in reports.items() if report is not None)
     if not failed:
         return
@@ -524,7 +525,8 @@ def _continue(feed: Any, state: Any, agreement: Agreement, step: int) -> None:
         raise failure
     # This host succeeded but another did not, so undo it.
     feed.set_state(before)
+    reason = Failure.from_json(reports[failed[0]])
     raise CheckpointError(
-        f"step {step}: host {failed[0]} cannot continue the feed: {reports[failed[0]]}. Every feed is as it was.",
+        f"step {step}: host {failed[0]} cannot continue the feed: {reason}. Every feed is as it was.",
         step=step,
     )

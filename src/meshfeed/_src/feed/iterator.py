@@ -18,12 +18,12 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from meshfeed._src.agreement import handshake
-from meshfeed._src.agreement.window_report import spec_with_mask
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
 from meshfeed._src.base.hooks import Resumable, is_stream
 from meshfeed._src.base.process import Finalizer, Owner, finalize, warn_if_forgotten
+from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
 from meshfeed._src.base.stats import PROGRESS, FeedStats, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
@@ -32,6 +32,7 @@ from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.plan.shardings import normalize_sharding, participants
+from meshfeed._src.reading.host_batch import spec_with_mask
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source, describe_source
 from meshfeed._src.state import files as state_files
@@ -463,7 +464,7 @@ class Feed:
           StalledError: nothing has moved for ``timeout_seconds``.
         """
         seconds = self._settings.timeout_seconds
-        report = coordination.ProgressReport(coordination.key_value_store() if self._hosts_agree else None, seconds)
+        report = ProgressReport(coordination.key_value_store() if self._hosts_agree else None, seconds)
 
         def tick(waited: float) -> None:
             report.update()

@@ -24,16 +24,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 
-from meshfeed._src.agreement.window_report import ALL_HOSTS, Part, Stop, WindowReports, closed_message
+from meshfeed._src.agreement.messages import ReportContents, Stop, WindowReport
+from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.arrays.placer import Placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.coordination import format_hosts
-from meshfeed._src.base.errors import MeshfeedError, PeerError, StalledError
+from meshfeed._src.base.errors import MeshfeedError, StalledError
+from meshfeed._src.base.failure import Failure
 from meshfeed._src.base.process import Owner
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import PROGRESS, StatsRecorder
@@ -255,32 +256,33 @@ class Pipeline:
             self._publish(final=self._read_step)
             raise
         except BaseException as error:
-            self._publish(final=self._read_step, error=f"{type(error).__name__}: {error}{_notes(error)}")
+            self._publish(final=self._read_step, error=error)
             raise
         self._stats.read(batch.times, batch.retries)
         self._read_step = batch.step + 1
         if agreement is None:
-            self._window_reports.judge_alone(batch)
+            self._window_reports.check_alone(batch)
         else:
             self._window.append(batch)
             if self._read_step == agreement.window_end:
                 self._publish(final=self._reader.final())
         return batch
 
-    def _publish(self, *, final: int | None, error: str | None = None) -> None:
+    def _publish(self, *, final: int | None, error: BaseException | None = None) -> None:
         if self._agreement is None:
             return
-        failure: Exception | None = None
+        unprepared: Exception | None = None
         try:
-            info: dict[str, Any] = self._window_reports.part_info(self._window)
+            contents = self._window_reports.contents(self._window)
         except Exception as caught:  # published first: the other hosts wait for this window
-            failure, info = caught, {"failed": f"{type(caught).__name__}: {caught}"}
+            unprepared, contents = caught, ReportContents(failed=Failure.of(caught, self._host).to_json())
         if self._reader.empty:
-            info["empty"] = True
+            contents["empty"] = True
         self._window = []
-        self._agreement.publish(Part(self._read_step, final, error, info))
-        if failure is not None and error is None:
-            raise failure
+        failure = None if error is None else Failure.of(error, self._host)
+        self._agreement.publish(WindowReport(self._read_step, final, failure, contents=contents))
+        if unprepared is not None and error is None:
+            raise unprepared
 
     def _next_host_batch(self) -> HostBatch:
         if self._host_stage is not None:
@@ -317,10 +319,10 @@ class Pipeline:
         """Returns the next batch without taking it off, so an interrupted call can be repeated."""
         if self._agreement is not None:
             stop = self._agreement.wait_for(self._step)
-            infos = self._agreement.infos()
-            for info in infos:
-                self._window_reports.learn(info)
-            self._agreement.forget_infos(len(infos))
+            announced = self._agreement.contents()
+            for contents in announced:
+                self._window_reports.learn(contents)
+            self._agreement.forget_contents(len(announced))
             if stop is not None:
                 self._raise_stop(stop)
         batch = self._next_host_batch()
@@ -333,31 +335,13 @@ class Pipeline:
         )
 
     def _raise_stop(self, stop: Stop) -> None:
-        if not stop.errors:
+        if not stop.failures:
             raise StopIteration
-        if self._host in stop.errors and self._host_stage is not None:
+        if self._host_stage is not None and any(failure.host == self._host for failure in stop.failures):
             # This host failed: drop the batches before the failure until peek raises the reader's own error.
             while True:
                 self._host_stage.pop(self._host_stage.peek(self._tick))
-        if ALL_HOSTS in stop.errors:
-            raise self._window_reports.verdict_error(stop.errors[ALL_HOSTS])
-        failed = {host: message for host, message in stop.errors.items() if closed_message(message) is None}
-        host = min(failed or stop.errors)
-        who = format_hosts(list(failed or stop.errors))
-        if not failed:
-            message = closed_message(stop.errors[host]) or ""
-            raise PeerError(
-                f"{who} {message}. This host asks for step {stop.step}, which needs all hosts: let all of them take the "
-                f"same number of steps, or see the log of host {host}.",
-                host=host,
-                peer_message=message,
-            )
-        raise PeerError(
-            f"{who} failed in the read of step {stop.step}: {stop.errors[host]} All hosts delivered the steps before "
-            f"{stop.step}; see the log of host {host}.",
-            host=host,
-            peer_message=stop.errors[host],
-        )
+        raise stop.exception()
 
     # ------------------------------------------------------------------ the caller's side
 
@@ -427,11 +411,6 @@ class Pipeline:
             stage.join()
         self._reader.close()
         self._closed = True
-
-
-def _notes(error: BaseException) -> str:
-    notes = getattr(error, "__notes__", ())
-    return f" ({'; '.join(notes)})" if notes else ""
 
 
 _step_log = logging.getLogger("meshfeed.steps")
@@ -524,7 +503,7 @@ def make_pipeline(
             byte_limit=HOST_READ_AHEAD_BYTES,
             timeout_seconds=settings.timeout_seconds,
             describe=reader.describe,
-            judge=window_reports.judge,
+            reduce=window_reports.reduce,
         )
     return Pipeline(
         reader,

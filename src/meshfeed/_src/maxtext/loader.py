@@ -16,6 +16,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError, SourceError, StateMismatchError
 from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.process import Owner
+from meshfeed._src.base.reduction import reduce_json
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames
@@ -197,7 +198,7 @@ class MultiHostDataLoadIterator:
             raise ValueError(_NO_DATA)
         self._padding_rounds += 1  # every agreement between hosts needs its own number
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
-        result = coordination.reduce_json(
+        result = reduce_json(
             f"{self._feed.name}/padding",
             self._padding_rounds - 1,
             self._local_shape(),

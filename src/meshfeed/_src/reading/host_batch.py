@@ -369,3 +369,10 @@ def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
 def num_bytes(tree: PyTree) -> int:
     """Total bytes of all leaves."""
     return sum([leaf.nbytes for leaf in jax.tree.leaves(tree)])
+
+
+def spec_with_mask(spec: RecordSpec, mask_key: str | None) -> RecordSpec:
+    """Returns the structure of a batch's rows, including the mask."""
+    if mask_key is None:
+        return spec
+    return spec_of_batch(add_mask(spec.zeros(0), mask_key, np.zeros(0, bool)), 0, what="the source")

@@ -11,7 +11,6 @@ controller to the hosts (:func:`make_payload`).
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import struct
@@ -23,8 +22,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
+from meshfeed._src.base.failure import Failure
 from meshfeed._src.base.types import PyTree
 
 OK, END, ERROR = 0, 1, 2
@@ -143,69 +143,15 @@ def take_address(row: np.ndarray[Any, Any]) -> tuple[int, bytes]:
 
 def encode_error(error: BaseException) -> bytes:
     """Encodes the type, arguments, attributes, text and notes of an exception."""
-    attributes = {key: value for key, value in vars(error).items() if _is_json(value)}
-    return (
-        _FAILURE
-        + json.dumps(
-            {
-                "types": [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__[:-1]],
-                "args": [arg for arg in error.args if _is_json(arg)],
-                "text": str(error) or repr(error),
-                "attributes": attributes,
-                "notes": list(getattr(error, "__notes__", ())),
-            }
-        ).encode()
-    )
+    return _FAILURE + json.dumps(Failure.exact(error).to_json()).encode()
 
 
 def decode_answer(data: bytes) -> PyTree:
     """Returns the decoded value; an exception is returned, not raised."""
     kind, body = data[:1], data[1:]
     if kind == _FAILURE:
-        return _rebuild(json.loads(body))
+        return Failure.from_json(json.loads(body)).exception()
     return _decode_arrays(body) if kind == _ARRAYS else decode_value(json.loads(body))
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _known(module: str, name: str) -> type[Exception] | None:
-    """Returns an exception type of Python or meshfeed; the controller may lack other modules."""
-    if module == "builtins" or module.partition(".")[0] == "meshfeed":
-        kind = getattr(importlib.import_module(module), name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
-            return kind
-    return None
-
-
-def _rebuild(encoded: dict[str, Any]) -> BaseException:
-    """Rebuilds an exception with the same type and text, or with the nearest known base class and the type in the text."""
-    error: BaseException | None = None
-    kind: Any = _known(*encoded["types"][0])
-    for args in (encoded["args"], [encoded["text"]]) if kind is not None else ():
-        try:
-            assert kind is not None
-            made = kind.__new__(kind, *args)
-            made.args = tuple(args)
-            made.__dict__.update({key: value for key, value in encoded["attributes"].items() if key != "__notes__"})
-        except Exception:  # a type whose __new__ takes different arguments
-            continue
-        if str(made) == encoded["text"]:
-            error = made
-            break
-    if error is None:
-        text = f"{encoded['types'][0][1]}: {encoded['text']}"
-        near = next(filter(None, (_known(*where) for where in encoded["types"][1:])), MeshfeedError)
-        error = near(text) if issubclass(near, ValueError | RuntimeError | OSError | TypeError) else MeshfeedError(text)
-        error = error if str(error) == text else MeshfeedError(text)
-    for note in encoded["notes"]:
-        error.add_note(note)
-    return error
 
 
 def make_payload(value: object, *, setting: str, what: str) -> bytes:

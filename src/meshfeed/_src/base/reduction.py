@@ -1,0 +1,429 @@
+"""Reductions of JSON values over hosts: all publish a value, one host reduces them, and all receive the result.
+
+The handshake of a feed, its windows, and the rounds of a checkpoint are all reductions. The lowest participant is the
+reducer. A reduction has these keys in the key-value store, below a prefix of its own::
+
+    in/<host>   the value of a host
+    out         the result, announced by the reducer
+    late        while the reducer waits: the stragglers, for the messages of the hosts that wait for the result
+
+In a reduction without stragglers, each host makes two requests, and the reducer a few more. Whoever no longer has
+patience with the stragglers raises an error that names them. Keys are deleted once no host can read them again: by the
+reducer as soon as every host has reached a later reduction, or by the last of all hosts to :func:`leave`. A host that
+was killed does neither. The values of a reduction that it left unfinished are then deleted with the announcement of the
+failure. The announcement itself stays, because survivors cannot distinguish a killed host from a slow one, which must
+still learn why the others did not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from meshfeed._src.base import coordination
+from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_hosts
+from meshfeed._src.base.errors import StalledError
+from meshfeed._src.base.stats import PROGRESS
+from meshfeed._src.base.types import JsonValue
+
+# A blocking get is split into slices to notice Ctrl-C, close and deadlines. The slices grow with the wait and the
+# number of hosts: thousands of hosts in a long wait must not flood the coordinator.
+_MIN_SLICE_SECONDS = 0.5
+_MAX_SLICE_SECONDS = 2.0
+_SLICE_SECONDS_PER_HOST = 5e-4
+_PAUSE_SECONDS_PER_HOST = 2.5e-5
+_MAX_PAUSE_SECONDS = 0.1
+_FIRST_NOTE_SECONDS = 0.2
+_NOTE_SECONDS = 1.0
+_NAMED_HOSTS = 8  # messages and notes stay short in jobs with thousands of hosts
+_REPORT_SECONDS = 5.0
+_ANNOUNCING_SECONDS = 2.0  # longer than a reducer that has all values takes to announce, and a note is old
+
+
+class Stragglers(NamedTuple):
+    """Hosts that have not published their value.
+
+    Attributes:
+      hosts: up to 8 of them, ascending.
+      total: number of all of them.
+    """
+
+    hosts: tuple[int, ...]
+    total: int
+
+    @classmethod
+    def of(cls, hosts: Collection[int]) -> Stragglers:
+        """Keeps the first 8 of ``hosts``."""
+        return cls(tuple(sorted(hosts)[:_NAMED_HOSTS]), len(hosts))
+
+    def __str__(self) -> str:
+        more = self.total - len(self.hosts)
+        return format_hosts(self.hosts) + (f" and {more:,} more" if more else "")
+
+
+_NO_STRAGGLERS = Stragglers((), 0)
+
+
+class Reduction:
+    """One host's side of one reduction.
+
+    Announcements are JSON objects: ``{"result": …}``, or ``{"stalled": …}`` from a reducer without patience.
+
+    Args:
+      store: the key-value store.
+      prefix: key prefix, unique to this reduction.
+      participants: process indices, equal on all hosts.
+      host: this process.
+    """
+
+    def __init__(self, store: KeyValueStore, prefix: str, participants: Sequence[int], host: int) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._participants = frozenset(participants)
+        self._host = host
+        self._collected: dict[int, tuple[str, JsonValue]] = {}  # on the reducer: host → value as text and as JSON
+        self.reducer = min(participants)
+
+    @property
+    def is_reducer(self) -> bool:
+        """Whether this host reduces."""
+        return self._host == self.reducer
+
+    def _value_key(self, host: int) -> str:
+        return f"{self._prefix}/in/{host}"
+
+    # ------------------------------------------------------------------ every host
+
+    def publish(self, value: JsonValue) -> None:
+        """Publishes this host's value, in place of an earlier one."""
+        self._store.set(self._value_key(self._host), json.dumps(value), overwrite=True)
+
+    def retract(self) -> None:
+        """Deletes this host's value."""
+        self._store.delete(self._value_key(self._host))
+
+    def value_of_reducer(self) -> JsonValue | None:
+        """Returns the reducer's value, or None if it has published none."""
+        text = self._store.try_get(self._value_key(self.reducer))
+        return None if text is None else json.loads(text)
+
+    def announced(self) -> dict[str, JsonValue] | None:
+        """Returns the announcement, or None if there is none yet."""
+        text = self._store.try_get(f"{self._prefix}/out")
+        return None if text is None else json.loads(text)
+
+    def wait(self, deadline: float, tick: Callable[[float], None] | None = None) -> dict[str, JsonValue] | None:
+        """Waits for the announcement, in slices; returns None if it does not come in time.
+
+        Args:
+          deadline: in seconds of ``time.monotonic()``.
+          tick: called between slices with the seconds waited so far; may raise.
+        """
+        start = time.monotonic()
+        # With thousands of hosts that wait at the same time, each asks less often.
+        shortest = max(_MIN_SLICE_SECONDS, len(self._participants) * _SLICE_SECONDS_PER_HOST)
+        while True:
+            now = time.monotonic()
+            slice_seconds = min(_MAX_SLICE_SECONDS, shortest + (now - start) / 4)
+            # At least one request, even after the deadline.
+            text = self._store.get(f"{self._prefix}/out", min(slice_seconds, max(deadline - now, 0.001)))
+            if text is not None:
+                return json.loads(text)
+            if time.monotonic() >= deadline:
+                return None
+            if tick is not None:
+                tick(time.monotonic() - start)
+
+    def wait_or_find_stragglers(
+        self, deadline: float, tick: Callable[[float], None] | None = None
+    ) -> tuple[dict[str, JsonValue] | None, Stragglers]:
+        """Waits for the announcement; if it does not come in time, finds out why, in a few requests.
+
+        Returns:
+          The announcement, or None and the stragglers. If there are no stragglers either, the reducer is late.
+        """
+        announcement = self.wait(deadline, tick)
+        if announcement is not None:
+            return announcement, _NO_STRAGGLERS
+        stragglers = self.stragglers()
+        if stragglers.hosts:
+            return self.wait(time.monotonic()), stragglers  # the announcement may have come since
+        # The announcement is on its way, or the stragglers that were noted have come and others have not.
+        announcement = self.wait(time.monotonic() + _ANNOUNCING_SECONDS)
+        return announcement, self.stragglers() if announcement is None else _NO_STRAGGLERS
+
+    def stragglers(self) -> Stragglers:
+        """Finds the hosts that the reducer waits for.
+
+        The reducer, which lists the values anyway, publishes which ones are missing, and the others only look for the
+        values of the hosts named there. If thousands of hosts listed the values themselves, the coordinator would send
+        all values to each of them.
+        """
+        if self._collected:
+            return Stragglers.of(self._participants - self._collected.keys())
+        text = self._store.try_get(f"{self._prefix}/late")
+        hosts, count = ([self.reducer], 1) if text is None else json.loads(text)
+        late = tuple(host for host in hosts if self._store.try_get(self._value_key(host)) is None)
+        return Stragglers(late, count - len(hosts) + len(late))
+
+    # ------------------------------------------------------------------ the reducer
+
+    def collect(
+        self, deadline: float, done: Callable[[Mapping[int, JsonValue]], bool] | None = None
+    ) -> dict[int, JsonValue]:
+        """Collects the values of all participants.
+
+        Lists the values, blocks on one that is missing (a blocked get costs the coordinator nothing), pauses while
+        others arrive, and lists again. This takes few requests with thousands of hosts and adds no delay with few.
+
+        Args:
+          deadline: in seconds of ``time.monotonic()``.
+          done: whether to stop collecting, given the values so far; by default, once there are all.
+
+        Returns:
+          Host → value, ascending, of the hosts that arrived.
+        """
+        noted: frozenset[int] = frozenset()
+        next_note = time.monotonic() + _FIRST_NOTE_SECONDS
+        pause = min(_MAX_PAUSE_SECONDS, len(self._participants) * _PAUSE_SECONDS_PER_HOST)
+        while True:
+            values = self._list()
+            late = self._participants - values.keys()
+            now = time.monotonic()
+            # Rate-limited: the note only serves log and error messages.
+            if late != noted and (not late or now >= next_note or now >= deadline):
+                self._note(late)
+                noted, next_note = late, now + _NOTE_SECONDS
+            if (done(values) if done is not None else not late) or now >= deadline:
+                return values
+            if not late:
+                time.sleep(_MAX_PAUSE_SECONDS)
+            elif self._store.get(self._value_key(max(late)), min(_MIN_SLICE_SECONDS, deadline - now)) is not None:
+                time.sleep(pause)
+
+    def _list(self) -> dict[int, JsonValue]:
+        found = {int(host): text for host, text in self._store.directory(f"{self._prefix}/in").items()}
+        known = self._collected
+        self._collected = {
+            host: known[host] if host in known and known[host][0] == text else (text, json.loads(text))
+            for host, text in sorted(found.items())
+            if host in self._participants
+        }
+        return {host: value for host, (_, value) in self._collected.items()}
+
+    def _note(self, late: frozenset[int]) -> None:
+        if late:
+            self._store.set(f"{self._prefix}/late", json.dumps(Stragglers.of(late)), overwrite=True)
+        else:
+            self._store.delete(f"{self._prefix}/late")
+
+    def announce(self, result: JsonValue) -> dict[str, JsonValue]:
+        """Publishes the result; returns the announcement as the other hosts decode it."""
+        return self._announce({"result": result})
+
+    def _announce(self, announcement: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        text = json.dumps(announcement)
+        self._store.set(f"{self._prefix}/out", text, overwrite=True)
+        return json.loads(text)
+
+    def discard_values(self) -> None:
+        """Deletes all hosts' values, which nobody needs once the announcement is there."""
+        self._store.delete(f"{self._prefix}/in")
+
+    # ------------------------------------------------------------------ all of it
+
+    def result(
+        self,
+        attempt: Callable[[float], dict[str, JsonValue] | None],
+        *,
+        timeout_seconds: float,
+        doing: str,
+        hint: str = "",
+        tick: Callable[[float], None] | None = None,
+    ) -> JsonValue:
+        """Returns the result of a reduction for which this host has published its value.
+
+        Args:
+          attempt: called on the reducer only: collects the values until a deadline on the clock of
+            ``time.monotonic()`` and returns its announcement, or None if values are missing.
+          timeout_seconds: longest wait for stragglers that make no progress.
+          doing: the operation, for the error message.
+          hint: a clause in brackets for the error message.
+          tick: see :meth:`wait`.
+
+        Raises:
+          StalledError: some participants did not arrive; the message names them. The reducer's error is raised on all
+            hosts that wait for it, and on the stragglers when they arrive.
+        """
+        start = time.monotonic()
+        patience = Patience(self._store, timeout_seconds)
+        while True:
+            if self.is_reducer:
+                announcement = attempt(patience.deadline)
+                stragglers = self.stragglers()
+            else:
+                announcement, stragglers = self.wait_or_find_stragglers(patience.deadline, tick)
+            if announcement is None and not patience.renew(stragglers.hosts):
+                announcement = {"stalled": [stragglers, time.monotonic() - start, patience.notes()]}
+                if self.is_reducer:
+                    self._announce(announcement)
+                    self.discard_values()
+            if announcement is not None:
+                return self.unpack(announcement, doing, hint)
+
+    def unpack(self, announcement: Mapping[str, JsonValue], doing: str, hint: str = "") -> JsonValue:
+        """Returns the result of an announcement, or raises the StalledError of a reducer without patience."""
+        if "result" in announcement:
+            return announcement["result"]
+        (hosts, count), waited, notes = announcement["stalled"]
+        if count:
+            what = f"{Stragglers(tuple(hosts), count)} did not arrive within {waited:.0f} s"
+        else:
+            hosts, what = [self.reducer], f"host {self.reducer} did not announce the result within {waited:.0f} s"
+        raise StalledError(
+            f"{doing}: {what} (this is host {self._host} of {len(self._participants)}){notes}. Look at the log of that host: "
+            f"it has stopped, is still starting, or runs different code{hint}.",
+            hosts=tuple(hosts),
+            waited_seconds=waited,
+        )
+
+
+def reduce_json(
+    scope: str,
+    round_number: int,
+    value: JsonValue,
+    reduce: Callable[[dict[int, JsonValue]], JsonValue],
+    *,
+    participants: Sequence[int],
+    timeout_seconds: float,
+    doing: str,
+) -> JsonValue:
+    """Reduces one JSON value per participant to a JSON result that all participants receive.
+
+    Takes few requests per host. The keys are deleted once all participants have the result.
+
+    Args:
+      scope: name of the reduction; unique among concurrent ones.
+      round_number: number of the call with this scope: 0, 1, 2, … on every participant.
+      value: this host's value, JSON.
+      reduce: maps host → value of all participants to the result; runs on the lowest participant only. If it raises,
+        the other participants time out, so return errors as values.
+      participants: process indices, equal on all hosts and including this host.
+      timeout_seconds: how long to wait for the slowest host; longer while it drops records and makes progress.
+      doing: the operation, for the error message.
+
+    Returns:
+      The result, as decoded JSON on every participant, including the one that reduced.
+
+    Raises:
+      StalledError: some participants did not arrive; the message names them.
+      MeshfeedError: there is no key-value store.
+    """
+    here = coordination.process_index()
+    if list(participants) == [here]:  # the JSON round trip gives the same types as with several hosts
+        return json.loads(json.dumps(reduce({here: json.loads(json.dumps(value))})))
+    store = coordination.require_store()
+    prefix = f"meshfeed/{scope}/{round_number}"
+    reduction = Reduction(store, prefix, participants, here)
+
+    def attempt(deadline: float) -> dict[str, JsonValue] | None:
+        values = reduction.collect(deadline)
+        return reduction.announce(reduce(values)) if len(values) == len(participants) else None
+
+    try:
+        reduction.publish(value)
+        return reduction.result(attempt, timeout_seconds=timeout_seconds, doing=doing)
+    finally:
+        leave(store, prefix, len(participants))
+
+
+def leave(store: KeyValueStore, prefix: str, num_hosts: int) -> None:
+    """Marks this host as done with the keys below ``prefix``; the last of ``num_hosts`` hosts deletes them.
+
+    Errors are only logged, and at interpreter exit nothing is done: leftover keys are harmless and end with the job.
+    """
+
+    def count() -> None:
+        if store.increment(f"{prefix}/left") == num_hosts:
+            store.delete(prefix)
+
+    call_briefly(count, name="meshfeed-leave", at_exit=False)
+
+
+class Patience:
+    """How long to wait for stragglers: as long as one of them resumes by dropping records and makes progress.
+
+    Makes no request before the time-out.
+
+    Args:
+      store: where stragglers publish their progress.
+      seconds: longest wait without progress.
+
+    Attributes:
+      deadline: on the clock of ``time.monotonic()``.
+      resuming: host → its progress when last looked at, for hosts that drop records.
+    """
+
+    def __init__(self, store: KeyValueStore, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self.deadline = time.monotonic() + seconds
+        self.resuming: dict[int, str] = {}
+
+    def renew(self, late: Sequence[int]) -> bool:
+        """Extends the deadline if there was progress since the last call; returns whether there was.
+
+        Args:
+          late: the stragglers; the first 8 are looked at.
+        """
+        before = self.resuming
+        found = {host: self._store.try_get(_resuming_key(host)) for host in late[:_NAMED_HOSTS]}
+        self.resuming = {host: text for host, text in found.items() if text is not None}
+        moved = any(before.get(host) != text for host, text in self.resuming.items()) or not (
+            before.keys() <= self.resuming.keys()  # a host that no longer drops records has finished, or arrived
+        )
+        if moved:
+            self.deadline = time.monotonic() + self._seconds
+        return moved
+
+    def notes(self) -> str:
+        """Returns what the stragglers were doing, in brackets, for messages; empty if unknown."""
+        doing = [f"host {host} is {text}" for host, text in self.resuming.items()]
+        return f" ({'; '.join(doing)})" if doing else ""
+
+
+class ProgressReport:
+    """Publishes this host's progress in dropping records on resume, for the :class:`Patience` of other hosts.
+
+    Publishes nothing if no records are dropped.
+
+    Args:
+      store: the key-value store; None if no other host waits.
+      timeout_seconds: time-out of the hosts that wait.
+    """
+
+    def __init__(self, store: KeyValueStore | None, timeout_seconds: float) -> None:
+        self._store = store
+        self._pause = min(_REPORT_SECONDS, timeout_seconds / 4)
+        self._published, self._next = "", 0.0
+
+    def update(self) -> None:
+        """Publishes the progress if it has changed, at most every few seconds."""
+        text, now = str(PROGRESS), time.monotonic()
+        if self._store is not None and text not in ("", self._published) and now >= self._next:
+            self._published, self._next = text, now + self._pause
+            self._store.set(_resuming_key(coordination.process_index()), text, overwrite=True)
+
+    def end(self) -> None:
+        """Deletes what was published."""
+        if self._store is not None and self._published:
+            self._published = ""
+            with contextlib.suppress(Exception):  # the coordinator is gone; what ends the wait is the error to report
+                self._store.delete(_resuming_key(coordination.process_index()))
+
+
+def _resuming_key(host: int) -> str:
+    """One key per host for all its feeds: whoever waits for the host cannot tell which of them keeps it busy."""
+    return f"meshfeed/resuming/{host}"

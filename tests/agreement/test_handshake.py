@@ -1,0 +1,365 @@
+"""The handshake: what differs and where, hosts that fail or refuse a state, and rounds that leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hosts import CountingStore, Job
+
+from meshfeed import AgreementError, PeerError, SkipBad, StalledError
+from meshfeed._src.agreement import handshake
+from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
+from meshfeed._src.base import coordination, reduction
+from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.settings import check_settings
+from meshfeed._src.streams.protocol import Cursor
+
+SEED = {"seed": 0}
+FEED = "meshfeed/feed/train"
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(handshake, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(reduction, "_FIRST_NOTE_SECONDS", 0.0)
+    return Job(CountingStore(), monkeypatch)
+
+
+def make(hosts: int) -> list[Handshake]:
+    return [Handshake("feed/train", range(hosts)) for _ in range(hosts)]
+
+
+def settings_of(host: int, **settings: Any) -> dict[str, Any]:
+    return {host: {"settings": settings, "refused": False}}
+
+
+# ---------------------------------------------------------------------- what is compared
+
+
+def test_equal_settings_differ_in_nothing() -> None:
+    assert compare(settings_of(0, a=1, b=[1, 2]) | settings_of(1, b=[1, 2], a=1)) == {
+        "failure": None,
+        "differences": [],
+    }
+
+
+def test_differences_name_the_field_the_values_and_the_hosts() -> None:
+    values = (
+        settings_of(2, a=1, b={"y": 1, "x": 2}) | settings_of(0, a=2, b={"x": 2, "y": 1}) | settings_of(1, a=1, c="z")
+    )
+    assert compare(values)["differences"] == [
+        "a (host 0: 2; hosts 1, 2: 1)",
+        'b (hosts 0, 2: {"x": 2, "y": 1}; host 1: null)',
+        'c (hosts 0, 2: null; host 1: "z")',
+    ]
+
+
+@pytest.mark.parametrize("length", [117, 118, 119, 500])
+def test_long_values_are_cut(length: int) -> None:
+    (text,) = compare(settings_of(0, a="x" * length) | settings_of(1, a=1))["differences"]
+    shown = text.removeprefix("a (host 0: ").removesuffix("; host 1: 1)")
+    assert len(shown) == min(length + 2, 120)
+    assert shown.endswith('"' if length <= 118 else "...")
+
+
+def test_a_failure_goes_before_differences_and_the_first_host_before_others() -> None:
+    failures = [Failure("OSError", "no disk", host).to_json() for host in range(3)]
+    values = settings_of(0, a=1) | {2: {"failure": failures[2]}, 1: {"failure": failures[1]}} | settings_of(3, a=2)
+    assert compare(values) == {"failure": failures[1], "differences": []}
+
+
+@hypothesis.given(
+    st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(0, 1)), min_size=1, max_size=4), st.randoms()
+)
+def test_any_order_gives_the_same_differences(hosts: list[dict[str, int]], rng: random.Random) -> None:
+    values = {host: {"settings": one, "refused": False} for host, one in enumerate(hosts)}
+    order = list(values)
+    rng.shuffle(order)
+    outcome = compare({host: values[host] for host in order})
+    assert outcome == compare(values)
+    assert json.loads(json.dumps(outcome)) == outcome
+    differ = {field for field in "abc" if len({one.get(field) for one in hosts}) > 1}
+    assert {text[0] for text in outcome["differences"]} == differ
+
+
+def test_all_that_must_be_equal_is_compared() -> None:
+    settings = check_settings(
+        global_batch_size=8,
+        shuffle=True,
+        seed=0,
+        num_epochs=1,
+        end="pad",
+        mask_key="mask",
+        num_lanes=None,
+        load="once",
+        prefetch=2,
+        num_workers=0,
+        num_threads=None,
+        retry=handshake_retry(),
+        bad_records=None,
+        check_replicas=True,
+        timeout_seconds=5,
+        name=None,
+    )
+    cursor = Cursor(None, 3, 24, num_skipped=2)  # type: ignore[arg-type]
+    agreed = agreed_settings(settings, {"source": {"kind": "Memory", "records": 5}}, cursor)
+    assert agreed == {
+        "source.kind": "Memory",
+        "source.records": 5,
+        "position": 24,
+        "step": 3,
+        "load": "once",
+        "mask_key": "mask",
+        "bad_records": None,
+        "num_skipped": None,
+        "check_replicas": True,
+        "global_batch_size": settings.schedule.stages,  # type: ignore[union-attr]
+    }
+    import dataclasses
+
+    skipping = dataclasses.replace(settings, bad_records=SkipBad(0.25), schedule=None)
+    agreed = agreed_settings(skipping, {}, cursor)
+    assert (agreed["bad_records"], agreed["num_skipped"], agreed["global_batch_size"]) == (0.25, 2, None)
+
+
+def handshake_retry() -> Any:
+    import meshfeed
+
+    return meshfeed.Retry()
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+@pytest.mark.parametrize(
+    ("participants", "host", "needed"), [((0, 1), 1, True), ((0,), 0, False), ((0, 2), 1, False), ((1,), 0, False)]
+)
+def test_a_handshake_takes_place_among_several_hosts_of_which_this_is_one(
+    participants: tuple[int, ...], host: int, needed: bool, job: Job
+) -> None:
+    def run() -> None:
+        one = Handshake("feed/train", participants)
+        assert one.needed == needed
+        if not needed:
+            one.fail(OSError("no disk"), refused=True)
+            one.withdraw()
+            one.agree(SEED, 0.05)
+            one.leave()
+            assert one.in_force
+
+    job.on(host, run)
+    assert not job.store.calls
+
+
+def test_a_new_handshake_is_not_in_force() -> None:
+    one = Handshake("feed/train", (1, 0))
+    assert (one.participants, one.round, one.in_force) == ((0, 1), 0, False)
+
+
+def test_hosts_agree_once_in_each_generation_and_leave_few_keys(job: Job) -> None:
+    hosts = make(3)
+
+    def agree(host: int) -> None:
+        hosts[host].agree(SEED, 30)
+
+    assert job.run(range(3), agree) == [None] * 3
+    assert job.store.keys == [f"{FEED}/settings/0/out"]
+    assert all(one.in_force for one in hosts)
+    assert [one.round for one in hosts] == [1] * 3
+    requests = job.store.calls.total()
+    assert job.run(range(3), agree) == [None] * 3
+    assert job.store.calls.total() == requests
+    job.store.set(f"{FEED}/1/0/out", "of a window")
+    for host, one in enumerate(hosts):
+        job.on(host, one.withdraw)
+    assert not any(one.in_force for one in hosts)
+    assert job.run(range(3), agree) == [None] * 3
+    assert job.store.keys == [f"{FEED}/settings/1/out"], "the windows of the last generation and its round are gone"
+    assert [one.round for one in hosts] == [2] * 3
+    for host, one in enumerate(hosts):
+        job.on(host, one.leave)
+    assert job.store.keys == []
+
+
+def test_a_healthy_round_takes_two_requests_of_a_host(job: Job) -> None:
+    job.store.set(f"{FEED}/settings/0/out", '{"result": {"failure": null, "differences": []}}')
+    job.store.calls.clear()
+    job.on(1, make(2)[1].agree, SEED, 30)
+    assert job.store.calls == {"set": 1, "get": 1}
+
+
+def test_after_it_left_a_host_says_nothing(job: Job) -> None:
+    one = make(2)[1]
+    job.on(1, one.leave)
+    assert job.store.keys == [f"{FEED}/left"]
+    job.on(1, one.fail, OSError("no disk"))
+    job.on(1, one.leave)
+    assert job.store.keys == [f"{FEED}/left"]
+    assert job.store._values[f"{FEED}/left"] == "1"
+
+
+def test_hosts_that_differ_raise_the_same_and_meet_in_the_next_round(job: Job) -> None:
+    hosts = make(2)
+    fields = [f"field-{number}" for number in range(6)]
+    for error in job.run(range(2), lambda host: hosts[host].agree(dict.fromkeys(fields, host), 30)):
+        assert isinstance(error, AgreementError)
+        assert str(error) == (
+            "hosts differ in "
+            + ", and in ".join(f"field-{number} (host 0: 0; host 1: 1)" for number in range(4))
+            + ". Start all hosts with the same source, settings and state."
+        )
+    assert not any(one.in_force for one in hosts)
+    assert [one.round for one in hosts] == [1, 1]
+    assert job.run(range(2), lambda host: hosts[host].agree(SEED, 30)) == [None, None]
+    assert job.store.keys == [f"{FEED}/settings/1/out"]
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_hosts_that_do_not_come_are_named(here: int, job: Job) -> None:
+    job.store.set(f"{FEED}/settings/0/in/{1 - here}", '{"settings": {"seed": 0}, "refused": false}')
+    if here == 1:
+        job.store.set(f"{FEED}/settings/0/late", "[[2, 3], 2]")
+    one = make(4)[here]
+    with pytest.raises(StalledError) as caught:
+        job.on(here, one.agree, SEED, 0.05)
+    assert caught.value.hosts == (2, 3)
+    assert str(caught.value) == (
+        f"agreeing on the settings of train: hosts 2, 3 did not arrive within 0 s (this is host {here} of 4). Look at the "
+        "log of that host: it has stopped, is still starting, or runs different code (without name=, feeds are matched by "
+        "their order of creation)."
+    )
+    assert (one.round, one.in_force) == (1, False)
+    late = make(4)[2]
+    if here == 0:
+        with pytest.raises(StalledError):
+            job.on(2, late.agree, SEED, 30)
+        assert late.round == 1, "hosts can meet in the next round"
+
+
+def test_a_reducer_interrupted_after_it_gave_up_raises_that(job: Job) -> None:
+    job.store.set(f"{FEED}/settings/0/out", json.dumps({"stalled": [[[1], 1], 3.0, ""]}))
+    with pytest.raises(StalledError, match="host 1 did not arrive within 3 s"):
+        job.on(0, make(2)[0].agree, SEED, 30)
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_an_interrupted_agreement_can_be_made_again(here: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make(2)[here]
+    real = job.store.get if here else job.store.directory
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job.store, "get" if here else "directory", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        job.on(here, one.agree, SEED, 30)
+    assert (one.round, one.in_force) == (0, False)
+    monkeypatch.setattr(job.store, "get" if here else "directory", real)
+    other = make(2)[1 - here]
+    assert job.run(range(2), lambda host: (one if host == here else other).agree(SEED, 30)) == [None, None]
+
+
+# ---------------------------------------------------------------------- hosts that fail or refuse
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_host_that_failed_is_named_on_the_others_after_the_grace_period(bad: int, job: Job) -> None:
+    hosts = make(3)
+    job.on(bad, hosts[bad].fail, OSError("no disk"))
+    assert hosts[bad].round == 1
+    start = time.monotonic()
+    for error in job.run({0, 1, 2} - {bad}, lambda host: hosts[host].agree(SEED, 30)):
+        assert isinstance(error, PeerError)
+        assert (error.host, error.peer_message) == (bad, "OSError: no disk")
+        assert str(error) == f"host {bad} failed before its first batch: OSError: no disk See the log of host {bad}."
+    assert 0.3 < time.monotonic() - start < 10
+    assert [one.round for one in hosts] == [1] * 3
+    assert job.run(range(3), lambda host: hosts[host].agree(SEED, 30)) == [None] * 3, "the next round is joint"
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_host_that_refused_a_state_and_then_comes_is_waited_for(bad: int, job: Job) -> None:
+    hosts = make(2)
+    job.on(bad, lambda: hosts[bad].fail(ValueError("another seed"), refused=True))
+    assert hosts[bad].round == 0
+
+    def agree(host: int) -> None:
+        if host == bad:
+            time.sleep(0.1)
+            hosts[host].withdraw()
+        hosts[host].agree(SEED, 30)
+
+    assert job.run(range(2), agree) == [None, None]
+    assert [one.round for one in hosts] == [1, 1]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_host_that_was_given_up_joins_the_next_round(bad: int, job: Job) -> None:
+    hosts = make(2)
+    job.on(bad, lambda: hosts[bad].fail(ValueError("another seed"), refused=True))
+    (error,) = job.run([1 - bad], lambda host: hosts[host].agree(SEED, 30))
+    assert isinstance(error, PeerError)
+    assert error.peer_message == "ValueError: another seed"
+    assert job.run(range(2), lambda host: hosts[host].agree(SEED, 30)) == [None, None]
+    assert [one.round for one in hosts] == [2, 2]
+
+
+def test_if_all_refuse_the_same_state_none_has_failed(job: Job) -> None:
+    hosts = make(2)
+    for host, one in enumerate(hosts):
+        job.on(host, lambda one=one: one.fail(ValueError("another seed"), refused=True))
+
+    def agree(host: int) -> None:
+        time.sleep(0.5 * host)  # longer than the grace period
+        hosts[host].agree(SEED, 30)
+
+    assert job.run(range(2), agree) == [None, None]
+
+
+def test_a_failure_is_reported_at_the_deadline_even_if_no_host_is_ready(job: Job) -> None:
+    hosts = make(2)
+    job.on(1, hosts[1].fail, OSError("no disk"))
+    job.on(0, lambda: hosts[0].fail(ValueError("another seed"), refused=True))
+    (error,) = job.run([0], lambda host: hosts[host].agree(SEED, 0.05))
+    assert isinstance(error, PeerError)
+    assert error.host == 1
+
+
+def test_a_withdrawn_failure_is_gone(job: Job) -> None:
+    one = make(2)[1]
+    job.on(1, lambda: one.fail(ValueError("another seed"), refused=True))
+    assert job.store.keys == [f"{FEED}/settings/0/in/1"]
+    job.on(1, one.withdraw)
+    assert job.store.keys == []
+    calls = job.store.calls.total()
+    job.on(1, one.withdraw)
+    assert job.store.calls.total() == calls
+
+
+def test_a_failure_that_cannot_be_published_masks_nothing(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.store.set = None
+    one = make(2)[1]
+    job.on(1, one.fail, OSError("no disk"))
+    assert one.round == 1
+    assert "cannot tell other hosts that this one failed" in caplog.text
+
+
+def test_no_store_is_an_error_of_agree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination, "process_index", lambda: 1)
+    monkeypatch.setattr(coordination, "key_value_store", lambda: None)
+    one = make(2)[1]
+    one.fail(OSError("no disk"))
+    one.leave()
+    with pytest.raises(Exception, match=r"jax\.distributed"):
+        one.agree(SEED, 1)
