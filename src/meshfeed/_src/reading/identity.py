@@ -11,9 +11,12 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base import hooks
+from meshfeed._src.base.coordination import process_index
+from meshfeed._src.base.errors import StalledError
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, StreamSource
 from meshfeed._src.reading.records import read_records, wants_rng
 
@@ -92,8 +95,8 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
     A source's own ``fingerprint()`` replaces the probe of four records. The kind is always included, and the number of
     records if the source has a length.
     """
-    kinded, own = find(source, hooks.Kinded), find(source, hooks.Fingerprinted)
-    identity: dict[str, JsonValue] = {"kind": (kinded and kinded.kind) or type(source).__name__}
+    own = find(source, hooks.Fingerprinted)
+    identity: dict[str, JsonValue] = {"kind": _kind(source)}
     if isinstance(source, Sized):
         identity["records"] = len(source)
     if own is not None:
@@ -102,3 +105,32 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
     if isinstance(source, Sized):  # streams are not probed: opening may be slow, and the first records identify little
         identity["content"] = content_digest(cast("RandomAccessSource", source), retry)
     return identity
+
+
+def _kind(source: RandomAccessSource | StreamSource) -> str:
+    kinded = find(source, hooks.Kinded)
+    return (kinded and kinded.kind) or type(source).__name__
+
+
+def identify_within(
+    source: RandomAccessSource | StreamSource, retry: Retry, timeout_seconds: float
+) -> dict[str, JsonValue]:
+    """Returns :func:`source_identity`, computed on a thread of its own, which may hang in a read.
+
+    Raises:
+      StalledError: it takes longer than ``timeout_seconds``.
+    """
+    identity = SingleCall(lambda: source_identity(source, retry), "meshfeed-identify")
+
+    def tick(waited: float) -> None:
+        if waited >= timeout_seconds:
+            host = process_index()
+            doing = "reading four of its records" if find(source, hooks.Fingerprinted) is None else "its fingerprint()"
+            raise StalledError(
+                f"host {host} cannot identify its source, a {_kind(source)}: {doing} has not returned after {waited:.0f} s "
+                f"(timeout_seconds={timeout_seconds:g}). Look at its storage; raise timeout_seconds if it may take longer.",
+                hosts=(host,),
+                waited_seconds=waited,
+            )
+
+    return identity.result(tick)

@@ -23,7 +23,7 @@ from meshfeed._src.order.shards import ShardOrder, default_num_lanes
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
-from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of, reads_columns
 from meshfeed._src.reading.workers import WorkerReader
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
@@ -73,7 +73,8 @@ class RandomAccessStream:
         self._shard_lengths = self._get_shard_lengths() if settings.shuffle == "shards" else None
         self._order = self._order_of(StepSchedule(self.schedule))
         self.records = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
-        self._identity = source_identity(source, settings.retry)  # may read, which taking a state must not
+        # Here, because it may read, which taking a state must not.
+        self._identity = identify_within(source, settings.retry, settings.timeout_seconds)
         if self.num_steps(self.start()) == 0:
             _log.warning(
                 "the source has %d records in all epochs, fewer than one batch of %d: with end='drop' there is no batch. "

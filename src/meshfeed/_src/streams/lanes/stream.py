@@ -21,7 +21,7 @@ from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
 from meshfeed._src.order.steps import StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
-from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lanes.lane import (
@@ -264,7 +264,8 @@ class LaneStream:
         self._settings = settings
         self.num_lanes = settings.num_lanes or default_num_lanes(self.schedule.sizes)
         self._check_lanes(self.num_lanes)
-        self._identity = source_identity(source, settings.retry)  # may read, which taking a state must not
+        # Here, because it may read, which taking a state must not.
+        self._identity = identify_within(source, settings.retry, settings.timeout_seconds)
         if self._staged is not None:
             self._staged.mixture_config()  # may read too
         self._spec: RecordSpec | None = None
