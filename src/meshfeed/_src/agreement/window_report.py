@@ -7,6 +7,7 @@ the announcement. :mod:`meshfeed._src.agreement.windows` transports both.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +115,7 @@ class WindowReports:
         if self._compare_records and rows:
             spec = spec_of_batch(batch.tree, rows, what="the source")
             contents["records"] = ", ".join(leaf.describe() for leaf in spec.leaves)
-            contents["element"] = tree_to_json(jax.tree.map(lambda leaf: leaf[:0], batch.tree))
+            contents["element"] = tree_to_json(jax.tree.map(_no_rows, batch.tree))
         return contents
 
     def _digests(self, batches: Sequence[HostBatch]) -> Iterator[tuple[str, str]]:
@@ -234,7 +235,15 @@ class WindowReports:
         if self._element is None:
             raise SourceError("no host has a record, so the structure of the padding is unknown. Check the source.")
         rows = self._num_rows(batch.global_batch_size)
-        return jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), tree_from_json(self._element))
+        return jax.tree.map(functools.partial(_zero_rows, rows), tree_from_json(self._element))
+
+
+def _no_rows(leaf: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    return leaf[:0]
+
+
+def _zero_rows(rows: int, leaf: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
 
 def _source_failure(message: str) -> Failure:

@@ -109,7 +109,7 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
 
 def _kind(source: RandomAccessSource | StreamSource) -> str:
     kinded = find(source, hooks.Kinded)
-    return (kinded and kinded.kind) or type(source).__name__
+    return type(source).__name__ if kinded is None or not kinded.kind else kinded.kind
 
 
 def identify_within(
