@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays import load_once
 from meshfeed._src.arrays.load_once import (
-    Deal,
     Loader,
+    MeshAssignment,
     RowAssignment,
     carrier_of,
     load_participants,
@@ -202,8 +202,8 @@ def test_each_row_is_read_by_exactly_one_host(
     assert sorted(row for plan in plans for row in plan.host_rows.tolist()) == list(range(num_rows))
     for host, plan in enumerate(plans):
         assert host in readers or not plan.host_rows.size
-    deal = Deal.over(tuple(mesh.devices.flat), tuple(readers), num_rows)
-    sizes = [stop - start for start, stop in map(deal.rows_of, deal.ranks)]
+    assignment = MeshAssignment.over(tuple(mesh.devices.flat), tuple(readers), num_rows)
+    sizes = [stop - start for start, stop in map(assignment.rows_of, assignment.ranks)]
     assert max(sizes) <= -(-num_rows // (len(readers) * per_host))
 
 

@@ -189,8 +189,8 @@ def _devices_of(mesh: Any) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Deal:
-    """Assignment of the rows of a batch to the devices of one mesh.
+class MeshAssignment:
+    """Which device of one mesh reads which rows of a batch.
 
     Attributes:
       sharding: rows over all devices of the mesh, in mesh order.
@@ -205,7 +205,7 @@ class Deal:
     num_rows: int
 
     @classmethod
-    def over(cls, devices: tuple[Any, ...], readers: tuple[int, ...], num_rows: int) -> Deal:
+    def over(cls, devices: tuple[Any, ...], readers: tuple[int, ...], num_rows: int) -> MeshAssignment:
         """Assigns ``num_rows`` rows to the devices of the hosts ``readers``."""
         places = np.array([device.process_index in readers for device in devices])
         ranks = np.where(places, np.cumsum(places) - 1, -1)
@@ -260,8 +260,8 @@ class RowAssignment:
         self._device_put = device_put or DevicePut(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
         readers = _readers(load, load_participants(prefix, load))
         orders = _device_orders(prefix)
-        self._deals = {devices: Deal.over(devices, readers, global_batch_size) for devices in orders}
-        held = [rows for deal in self._deals.values() for _, _, rows in deal.held_by(process_index)]
+        self._assignments = {devices: MeshAssignment.over(devices, readers, global_batch_size) for devices in orders}
+        held = [rows for assignment in self._assignments.values() for _, _, rows in assignment.held_by(process_index)]
         self._rows = HostPlan(process_index, global_batch_size, merge_ranges(held))
         self._kinds: dict[Any, tuple[tuple[jax.ShapeDtypeStruct, ...], list[_LoadedLeaf]]] = {}
         self._movers: dict[Any, Any] = {}
@@ -312,8 +312,8 @@ class RowAssignment:
                 )
             narrow(leaf[:0], path, x64)  # rejects an unsupported dtype before any work
             specs.append(leaf_spec((plan.global_batch_size, *leaf.shape[1:]), leaf.dtype, sharding, path, x64))
-            deal = self._deals[_devices_of(sharding.mesh)]
-            device_puts.append(_LoadedLeaf(self._device_put, plan, deal, specs[-1], path))
+            assignment = self._assignments[_devices_of(sharding.mesh)]
+            device_puts.append(_LoadedLeaf(self._device_put, plan, assignment, specs[-1], path))
         return tuple(specs), device_puts
 
     def reshard(self, loaded: LoadedBatch) -> PyTree:
@@ -327,26 +327,26 @@ class RowAssignment:
 
     def _reshard(self, loaded: LoadedBatch) -> PyTree:
         out: list[Any] = [None] * len(loaded.arrays)
-        for devices, deal in self._deals.items():
+        for devices, assignment in self._assignments.items():
             numbers = [n for n, spec in enumerate(loaded.specs) if _devices_of(spec.sharding.mesh) == devices]
             specs = tuple(loaded.specs[n] for n in numbers)
-            if not deal.held_by(self._rows.process_index):
+            if not assignment.held_by(self._rows.process_index):
                 moved = [self._device_put.without_blocks(spec.shape, spec.sharding, spec.dtype) for spec in specs]
             else:
-                moved = self._move(deal, specs, tuple(loaded.arrays[n] for n in numbers))
+                moved = self._move(assignment, specs, tuple(loaded.arrays[n] for n in numbers))
             for n, array in zip(numbers, moved, strict=True):
                 out[n] = array
         return jax.tree.unflatten(loaded.treedef, out)
 
     def _move(
-        self, deal: Deal, specs: tuple[jax.ShapeDtypeStruct, ...], arrays: tuple[jax.Array, ...]
+        self, assignment: MeshAssignment, specs: tuple[jax.ShapeDtypeStruct, ...], arrays: tuple[jax.Array, ...]
     ) -> Sequence[jax.Array]:
         if not specs:
             return ()
-        key = (deal, tuple((spec.shape, spec.dtype, spec.sharding) for spec in specs))
+        key = (assignment, tuple((spec.shape, spec.dtype, spec.sharding) for spec in specs))
         mover = self._movers.get(key)
         if mover is None:
-            mover = self._movers[key] = make_mover(deal.sharding, deal.ranks, deal.chunk_rows, specs)
+            mover = self._movers[key] = make_mover(assignment.sharding, assignment.ranks, assignment.chunk_rows, specs)
         with x64_types(self._device_put.x64), self._device_put.allowed(), without_ambient_mesh():
             return mover(arrays)
 
@@ -355,19 +355,19 @@ class _LoadedLeaf:
     """Puts the host arrays of one leaf on devices in the load sharding."""
 
     def __init__(
-        self, device_put: DevicePut, plan: HostPlan, deal: Deal, spec: jax.ShapeDtypeStruct, path: str
+        self, device_put: DevicePut, plan: HostPlan, assignment: MeshAssignment, spec: jax.ShapeDtypeStruct, path: str
     ) -> None:
         self._x64 = device_put.x64
         self._path = path
         self._carrier: Carrier = carrier_of(spec.dtype)
-        held = deal.held_by(plan.process_index)
-        self._block_shape = (deal.chunk_rows, *spec.shape[1:], *self._carrier.extra_shape)
+        held = assignment.held_by(plan.process_index)
+        self._block_shape = (assignment.chunk_rows, *spec.shape[1:], *self._carrier.extra_shape)
         self._local = [None if first == stop else plan.local_rows(first, stop) for _, _, (first, stop) in held]
-        shape = (len(deal.ranks) * deal.chunk_rows, *self._block_shape[1:])
+        shape = (len(assignment.ranks) * assignment.chunk_rows, *self._block_shape[1:])
         whole = tuple(slice(0, size) for size in self._block_shape[1:])
-        indices = [(slice(n * deal.chunk_rows, (n + 1) * deal.chunk_rows), *whole) for n, _, _ in held]
+        indices = [(slice(n * assignment.chunk_rows, (n + 1) * assignment.chunk_rows), *whole) for n, _, _ in held]
         devices = [device for _, device, _ in held]
-        self._put = BlockDevicePut(device_put, shape, deal.sharding, self._carrier.dtype, devices, indices)
+        self._put = BlockDevicePut(device_put, shape, assignment.sharding, self._carrier.dtype, devices, indices)
         self._placeholder = placeholder(self._block_shape, self._carrier.dtype)
         self._nothing_read: jax.Array | None = None
 
