@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import CountingStore, Job
 
-from meshfeed import AgreementError, PeerError, SkipBad, StalledError
+from meshfeed import AgreementError, PeerError, Retry, SkipBad, StalledError
 from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
 from meshfeed._src.base import coordination, reduction
@@ -106,7 +107,7 @@ def test_all_that_must_be_equal_is_compared() -> None:
         prefetch=2,
         num_workers=0,
         num_threads=None,
-        retry=handshake_retry(),
+        retry=Retry(),
         bad_records=None,
         check_replicas=True,
         timeout_seconds=5,
@@ -126,17 +127,9 @@ def test_all_that_must_be_equal_is_compared() -> None:
         "check_replicas": True,
         "global_batch_size": settings.schedule.stages,  # type: ignore[union-attr]
     }
-    import dataclasses
-
     skipping = dataclasses.replace(settings, bad_records=SkipBad(0.25), schedule=None)
     agreed = agreed_settings(skipping, {}, cursor)
     assert (agreed["bad_records"], agreed["num_skipped"], agreed["global_batch_size"]) == (0.25, 2, None)
-
-
-def handshake_retry() -> Any:
-    import meshfeed
-
-    return meshfeed.Retry()
 
 
 # ---------------------------------------------------------------------- rounds
@@ -363,3 +356,21 @@ def test_no_store_is_an_error_of_agree_alone(monkeypatch: pytest.MonkeyPatch) ->
     one.leave()
     with pytest.raises(Exception, match=r"jax\.distributed"):
         one.agree(SEED, 1)
+
+
+def test_the_grace_period_of_the_reducer_begins_with_its_failure_and_ends_if_it_recovers(job: Job) -> None:
+    one = make(2)[1]
+    failed = json.dumps({"failure": Failure("OSError", "no disk", 0).to_json()})
+    give_up = one._give_up_reducer(one._reduction(job.store))
+    give_up(0.0)
+    job.store.set(f"{FEED}/settings/0/in/0", failed)
+    give_up(10.0)
+    give_up(10.25)
+    job.store.delete(f"{FEED}/settings/0/in/0")
+    give_up(10.3)
+    job.store.set(f"{FEED}/settings/0/in/0", failed)
+    give_up(10.35)
+    give_up(10.6)
+    with pytest.raises(handshake._GivenUp) as caught:
+        give_up(10.7)
+    assert caught.value.outcome == {"failure": json.loads(failed)["failure"], "differences": []}

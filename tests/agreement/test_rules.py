@@ -51,6 +51,8 @@ def test_the_first_windows_are_short() -> None:
     assert [next(ends) for _ in range(6)] == [11, 36, 86, 186, 289, 392]
     ends = window_ends(0, lambda: 8)
     assert [next(ends) for _ in range(5)] == [1, 3, 7, 15, 23]
+    ends = window_ends(0, lambda: 4)
+    assert [next(ends) for _ in range(5)] == [1, 2, 4, 8, 12]
     ends = window_ends(0, lambda: 1)
     assert [next(ends) for _ in range(4)] == [1, 2, 3, 4]
 

@@ -1,4 +1,4 @@
-"""The identity of a source: what it is made of, and a source whose reads hang."""
+"""A source whose reads hang while a feed identifies it."""
 
 from __future__ import annotations
 
