@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "streams": "base order plan reading state",
     "sources": "base order reading state",
     "agreement": "base reading state streams",
-    "feed": "agreement arrays base plan sources state streams",
+    "feed": "agreement arrays base plan reading sources state streams",
     "checkpoint": "arrays base state",
     "remote": "base feed plan state",
     "maxtext": "arrays base feed remote sources state streams",
