@@ -90,7 +90,7 @@ def test_a_feed_reads_it_at_random_and_resumes(tmp_path: pathlib.Path) -> None:
 
     def feed() -> Any:
         source = MDS([RAW, RAW], ["int64", "array_f32_2x3"])
-        return meshfeed.Feed(source, mesh, global_batch_size=4, shuffle=True, num_epochs=2)
+        return meshfeed.Feed(source, mesh, global_batch_size=4, shuffle="shards", num_lanes=2, num_epochs=2)
 
     with feed() as first:
         batches = [np.asarray(batch["int64"]) for batch in first]

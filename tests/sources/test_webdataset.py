@@ -88,7 +88,8 @@ def test_a_feed_decodes_it(folder: pathlib.Path) -> None:
 
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     source = WebDataset(f"{folder}/shard-?.tar", decode=by_key)
-    with meshfeed.Feed(source, mesh, global_batch_size=4, shuffle=True) as feed:
+    assert source.shard_lengths().tolist() == [7, 4]
+    with meshfeed.Feed(source, mesh, global_batch_size=4, shuffle="shards") as feed:
         batches = list(feed)
     classes = np.concatenate([np.asarray(batch["cls"]) for batch in batches])
     assert len(batches) == 2

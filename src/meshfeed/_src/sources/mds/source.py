@@ -13,7 +13,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.reading.host_batch import RecordStack
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
@@ -193,6 +193,10 @@ class MDS:
 
     def _corrupt(self, record_id: int, reason: str) -> CorruptDataError:
         return _damaged(self.file_of(record_id), record_id, reason)
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64[files]."""
+        return self._reader.shards.lengths
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the shard that contains a record."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import Decode, JsonValue, Record, public
+from meshfeed._src.base.types import Decode, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
@@ -146,6 +146,10 @@ class WebDataset:
           OSError: if a file cannot be read.
         """
         return self._reader.read(record_ids, _read_rows)
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64[files]."""
+        return self._reader.shards.lengths
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the archive that contains a record."""
