@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot declare: the extension module, and an example that the package contains."""
+"""What pyproject.toml cannot declare: the extension modules, and an example that the package contains."""
 
 import pathlib
 from typing import Any
@@ -18,15 +18,23 @@ class BuildPy(build_py):
             self.copy_file("examples/train_lm.py", str(target / "train_lm.py"))
 
 
-extension = Extension(
-    "meshfeed._src.sources.array_record._riegeli",
-    ["src/meshfeed/_src/sources/array_record/_riegeli.c"],
-    extra_compile_args=["-std=c11", "-O3"],
-    libraries=["dl", "pthread"],
-    optional=True,  # without a C compiler the install succeeds, and the array_record library reads instead
-    py_limited_api=True,
-)
+def extension(name: str, *libraries: str) -> Extension:
+    """Without a C compiler the install succeeds, and Python code does the same work more slowly."""
+    return Extension(
+        f"meshfeed._src.{name}",
+        [f"src/meshfeed/_src/{name.replace('.', '/')}.c"],
+        extra_compile_args=["-std=c11", "-O3"],
+        libraries=list(libraries),
+        optional=True,
+        py_limited_api=True,
+    )
+
+
+extensions = [
+    extension("sources.array_record._riegeli", "dl", "pthread"),
+    extension("sources.tokens._reads"),
+]
 # The limited API of Python 3.11: one wheel serves that version and every later one.
 options: dict[str, Any] = {"bdist_wheel": {"py_limited_api": "cp311"}}
 
-setup(cmdclass={"build_py": BuildPy}, ext_modules=[extension], options=options)
+setup(cmdclass={"build_py": BuildPy}, ext_modules=extensions, options=options)

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.tensorstore import TensorStore
     from meshfeed._src.sources.tf.tf_data import TFData
     from meshfeed._src.sources.tf.tfds import TFDS
+<<<<<<< HEAD
     from meshfeed._src.sources.webdataset.source import WebDataset
+=======
+    from meshfeed._src.sources.tokens.source import Tokens
+>>>>>>> b650a89 (Tokens: windows and documents of flat token files, read in batches without a memory map)
 
 _HOME = {
     "ArrayRecord": "array_record.source",
@@ -34,7 +38,11 @@ _HOME = {
     "TFDS": "tf.tfds",
     "TFData": "tf.tf_data",
     "TensorStore": "tensorstore",
+<<<<<<< HEAD
     "WebDataset": "webdataset.source",
+=======
+    "Tokens": "tokens.source",
+>>>>>>> b650a89 (Tokens: windows and documents of flat token files, read in batches without a memory map)
     "as_source": "recognize",
 }
 
@@ -51,7 +59,11 @@ __all__ = [
     "TFDS",
     "TFData",
     "TensorStore",
+<<<<<<< HEAD
     "WebDataset",
+=======
+    "Tokens",
+>>>>>>> b650a89 (Tokens: windows and documents of flat token files, read in batches without a memory map)
     "as_source",
 ]
 

@@ -45,6 +45,7 @@ def write_files(folder: str) -> None:
             for i in ids:
                 writer.write(int(i).to_bytes(8, "little"))
             writer.close()
+    np.arange(3000, dtype=np.uint16).tofile(root / "tokens.bin")
     ids = np.arange(200, dtype=np.int32)
     for name, array in (("id", ids), ("tokens", np.arange(200 * 8, dtype=np.int32).reshape(200, 8))):
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(root / f"{name}.zarr")}}
@@ -108,6 +109,12 @@ def _memory(folder: str) -> Any:
     from meshfeed import sources
 
     return sources.Memory({"id": np.arange(len(FEW)), "x": np.arange(len(FEW) * 3, dtype=np.float32).reshape(-1, 3)})
+
+
+def _tokens(folder: str) -> Any:
+    from meshfeed import sources
+
+    return sources.Tokens(f"{folder}/tokens.bin", 15, dtype=np.uint16, key="id")
 
 
 def _stream(open_lane: Any, folder: str) -> Any:
@@ -240,6 +247,7 @@ RANDOM: dict[str, tuple[Callable[[str], Any], bool | int, Sequence[int] | None]]
     "grain map": (_part(_grain, lambda grain, records: records), True, FEW),
     "hf map": (_hf_map_style, True, FEW),
     "mixture": (_mixture, True, None),
+    "tokens": (_tokens, True, None),
 }
 """name → (maker, the feed's ``shuffle``, ids of all records)."""
 

@@ -9,7 +9,11 @@ from typing import Any
 _LOAD = "datasets.load_dataset({format!r}, data_files={path!r}, split='train')"
 _ARRAY_RECORD = ("an ArrayRecord file", "meshfeed.sources.ArrayRecord({path!r}, decode=…)")
 _JSON = ("a JSON file", _LOAD.replace("{format!r}", "'json'"))
-_NUMPY = ("a numpy file", "meshfeed.sources.Memory(numpy.load({path!r}, mmap_mode='r'))")
+_NUMPY = (
+    "a numpy file",
+    "meshfeed.sources.Memory(numpy.load({path!r}, mmap_mode='r')), or meshfeed.sources.Tokens({path!r}, sequence_length) "
+    "if it holds one run of tokens",
+)
 _TAR = ("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)")
 _TFRECORD = (
     "a TFRecord file",
@@ -23,8 +27,8 @@ _READERS = {
     "arrayrecord": _ARRAY_RECORD,
     "arrow": ("an Arrow file", "datasets.Dataset.from_file({path!r})"),
     "bin": (
-        "a file of bare tokens",
-        "meshfeed.sources.Memory(numpy.memmap({path!r}, dtype, 'r').reshape(-1, sequence_length))",
+        "a file of tokens",
+        "meshfeed.sources.Tokens({path!r}, sequence_length, dtype=…)",
     ),
     "csv": ("a CSV file", _LOAD.replace("{format!r}", "'csv'")),
     "json": _JSON,

@@ -77,6 +77,11 @@ R = TypeVar("R")
 Part = tuple[list[int], "np.ndarray | None", np.ndarray, "np.ndarray | None"]
 
 
+def files_per_call() -> int:
+    """Returns the maximum number of files that one call may hold open."""
+    return max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
+
+
 def find_files(paths: file_paths.Paths, cache: ShardCache | None, *, source: str) -> list[str]:
     """Expands ``paths`` to files, and checks that URLs come with a cache.
 
@@ -185,7 +190,7 @@ class Shards(Generic[S]):
             yield [int(which[0])], None, rows, None
             return
         touched, index = np.unique(which, return_inverse=True)
-        limit = max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
+        limit = files_per_call()
         if len(touched) <= limit:
             yield touched.tolist(), index, rows, None
             return

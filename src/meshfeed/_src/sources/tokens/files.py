@@ -1,0 +1,306 @@
+"""Recognizes token files by their headers, and finds the documents in them.
+
+============================  =====================================================================
+numpy                         ``.npy`` with its header, one dimension of integers
+llm.c and modded-nanogpt      256 int32 (magic number, version, number of tokens), then the tokens
+Megatron                      bare tokens in ``.bin``; ``.idx`` beside it has the dtype and documents
+bare                          tokens from the first byte to the last; the user gives the dtype
+============================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.shards import Shard, find_files, open_descriptor, shared_pool
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+
+_NPY_MAGIC = b"\x93NUMPY"
+_LLM_C_BYTES = 1024
+_LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic number, version) → dtype
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_BYTES = 34  # magic number, version, dtype code, number of sequences, number of document boundaries
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+_HEAD_BYTES = 1 << 16  # a numpy header of version 1 is no longer
+_SCANNED_BYTES = 1 << 22
+
+
+class StoredFile(Shard):
+    """A file as it was when the source was created; ``num_records`` is not used."""
+
+    source = "token"
+
+    def describe_change(self, path: str) -> str:
+        """Returns what the file was and what it is now, for an error."""
+        return f"{self.num_bytes:,} bytes then, {os.path.getsize(path):,} now"
+
+    def open(self, cache: ShardCache | None) -> Descriptor:
+        """Opens the file, or returns it if it is open.
+
+        Raises:
+          SourceError: if it has been removed or changed since the source was created.
+          CorruptDataError: if it is shorter than it was.
+        """
+        try:
+            return shared_pool.opened(self, "direct", cache, open_descriptor)
+        except SourceError as error:
+            now = os.path.getsize(self.path) if os.path.exists(self.path) else self.num_bytes
+            if now >= self.num_bytes:
+                raise
+            what = f"it had {self.num_bytes:,} bytes when the source was made and has {now:,} now"
+            raise cut_short(self.path, what) from error
+
+    def close(self) -> None:
+        """Closes the file once no read uses it."""
+        shared_pool.drop([self])
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentIndex:
+    """A Megatron index.
+
+    Attributes:
+      file: the ``.idx`` file.
+      num_sequences: sequences, the parts of documents.
+      num_bounds: document boundaries, one more than there are documents.
+    """
+
+    file: StoredFile
+    num_sequences: int
+    num_bounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """Where the tokens of a file are.
+
+    Attributes:
+      stored: the file.
+      dtype: of the stored tokens.
+      offset: of the first token, in bytes.
+      num_tokens: number of tokens.
+      index: Megatron's index; None for other formats.
+    """
+
+    stored: StoredFile
+    dtype: np.dtype[Any]
+    offset: int
+    num_tokens: int
+    index: DocumentIndex | None = None
+
+
+def cut_short(path: str, what: str, record_id: int | None = None) -> CorruptDataError:
+    """Returns the error for a file that lacks bytes."""
+    return CorruptDataError(
+        f"the token file {path} was cut short: {what}. Copy or write it again.", path=path, record_id=record_id
+    )
+
+
+def expand_token_files(paths: file_paths.Paths, cache: ShardCache | None) -> list[str]:
+    """Returns the files that hold tokens, in order: a Megatron index stands for the ``.bin`` beside it."""
+    names = find_files(paths, cache, source="Tokens")
+    return list(dict.fromkeys(f"{name[:-4]}.bin" if name.endswith(".idx") else name for name in names))
+
+
+def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) -> TokenFile:
+    """Reads a file's header and checks it against the file's size.
+
+    Args:
+      path: local path or URL of the tokens.
+      dtype: the user's ``dtype=``; needed without a header.
+      cache: for URLs.
+
+    Raises:
+      SourceError: if the file is missing or does not hold integers, or its dtype is unknown or not ``dtype``.
+      CorruptDataError: if the file is empty or shorter than its header says.
+      OSError: if it cannot be read.
+    """
+    stored = _stored(path, cache)
+    index_path = f"{path[:-4]}.idx"
+    if path.endswith(".bin") and _exists(index_path):
+        return _checked_dtype(_inspect_megatron(stored, _stored(index_path, cache), cache), dtype)
+    head = _read(stored, 0, min(stored.num_bytes, _HEAD_BYTES), cache)
+    if head.startswith(_NPY_MAGIC):
+        return _checked_dtype(_inspect_npy(stored, head), dtype)
+    if (found := _inspect_llm_c(stored, head)) is not None:
+        return _checked_dtype(found, dtype)
+    if dtype is None:
+        raise SourceError(
+            f"Tokens: {path} has no header that tells the dtype of its tokens (numpy, llm.c, or a Megatron .idx beside "
+            "it). Pass dtype=, such as numpy.uint16."
+        )
+    if not stored.num_bytes or stored.num_bytes % dtype.itemsize:
+        raise CorruptDataError(
+            f"the token file {path} has {stored.num_bytes:,} bytes, which is not a positive multiple of the "
+            f"{dtype.itemsize} bytes of {dtype}. It was cut short, or dtype= is wrong.",
+            path=path,
+        )
+    return TokenFile(stored, dtype, 0, stored.num_bytes // dtype.itemsize)
+
+
+def _stored(path: str, cache: ShardCache | None) -> StoredFile:
+    if is_url(path) and cache is not None:
+        return StoredFile(path, *cache.identify(path), 0)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise SourceError(f"Tokens: there is no file {path}. Check the path.") from error
+    return StoredFile(path, status.st_size, str(status.st_mtime_ns), 0)
+
+
+def _exists(path: str) -> bool:
+    if not is_url(path):
+        return os.path.exists(path)
+    file_system, inner = file_paths.open_file_system(path, "Tokens")
+    with file_paths.remote_errors(path, "Tokens"):
+        return file_system.exists(inner)
+
+
+def _read(stored: StoredFile, start: int, stop: int, cache: ShardCache | None, *, fetch: bool = False) -> bytes:
+    """Reads a range of bytes; of a remote file without fetching it whole, unless ``fetch``."""
+    if is_url(stored.path) and not fetch:
+        return file_paths.read_range(stored.path, start, stop, stored.num_bytes, source="Tokens")
+    descriptor, parts = stored.open(cache), []
+    while start < stop:
+        part = os.pread(descriptor.number, min(stop - start, _SCANNED_BYTES), start)
+        if not part:
+            raise cut_short(stored.path, f"it ends at byte {start:,} instead of {stored.num_bytes:,}")
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)
+
+
+def _checked_dtype(file: TokenFile, dtype: np.dtype[Any] | None) -> TokenFile:
+    path = file.stored.path
+    if file.dtype.kind not in "iu":
+        raise SourceError(f"Tokens: {path} holds {file.dtype}. Expected integers.")
+    if dtype is not None and dtype != file.dtype:
+        raise SourceError(f"Tokens: {path} holds {file.dtype}, not {dtype}, as its header says. Leave dtype= out.")
+    return file
+
+
+def _inspect_npy(stored: StoredFile, head: bytes) -> TokenFile:
+    stream = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    except (ValueError, EOFError) as error:
+        raise CorruptDataError(
+            f"{stored.path}: not a numpy file: {error}. Write it again.", path=stored.path
+        ) from error
+    if len(shape) != 1:
+        raise SourceError(
+            f"Tokens: {stored.path} holds an array of shape {shape}. Expected one dimension. For rows of equal length "
+            f"pass meshfeed.sources.Memory(numpy.load({stored.path!r}, mmap_mode='r'))."
+        )
+    return _checked_size(TokenFile(stored, dtype, stream.tell(), int(shape[0])))
+
+
+def _inspect_llm_c(stored: StoredFile, head: bytes) -> TokenFile | None:
+    if len(head) < _LLM_C_BYTES:
+        return None
+    magic, version, num_tokens = np.frombuffer(head, "<i4", 3).tolist()
+    dtype = _LLM_C_DTYPES.get((magic, version))
+    return None if dtype is None else _checked_size(TokenFile(stored, np.dtype(dtype), _LLM_C_BYTES, num_tokens))
+
+
+def _checked_size(file: TokenFile) -> TokenFile:
+    wanted = file.offset + file.num_tokens * file.dtype.itemsize
+    if file.stored.num_bytes < wanted:
+        raise cut_short(
+            file.stored.path, f"it has {file.stored.num_bytes:,} bytes, and {wanted:,} according to its header"
+        )
+    return file
+
+
+def _inspect_megatron(tokens: StoredFile, index: StoredFile, cache: ShardCache | None) -> TokenFile:
+    head = _read(index, 0, min(index.num_bytes, _MEGATRON_BYTES), cache)
+    if not head.startswith(_MEGATRON_MAGIC) or len(head) < _MEGATRON_BYTES or head[9:17] != (1).to_bytes(8, "little"):
+        raise CorruptDataError(
+            f"{index.path} is not a Megatron index of version 1, and beside a .bin it is taken for one. Write it again, "
+            "or move it away.",
+            path=index.path,
+        )
+    dtype = _MEGATRON_DTYPES.get(head[17])
+    if dtype is None:
+        raise SourceError(f"Tokens: {tokens.path} holds the dtype with Megatron's code {head[17]}. Expected integers.")
+    num_sequences, num_bounds = np.frombuffer(head, "<u8", 2, offset=18).tolist()
+    wanted = _MEGATRON_BYTES + 12 * num_sequences + 8 * num_bounds
+    if index.num_bytes < wanted:
+        raise cut_short(index.path, f"it has {index.num_bytes:,} bytes, and {wanted:,} according to its header")
+    num_tokens = 0
+    if num_sequences:
+        at = _MEGATRON_BYTES + 4 * num_sequences
+        last_length = int.from_bytes(_read(index, at - 4, at, cache), "little")
+        last_start = int.from_bytes(_read(index, at + 8 * num_sequences - 8, at + 8 * num_sequences, cache), "little")
+        num_tokens = last_start // np.dtype(dtype).itemsize + last_length
+    found = TokenFile(tokens, np.dtype(dtype), 0, num_tokens, DocumentIndex(index, num_sequences, num_bounds))
+    return _checked_size(found)
+
+
+def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None) -> np.ndarray:
+    """Returns the number of tokens of each document of a file, in order; together they are all of its tokens.
+
+    Args:
+      file: the file. Without an index, all of it is read once.
+      eod: the token that ends a document and belongs to it; not used if there is an index.
+      cache: for URLs.
+
+    Returns:
+      int64[documents].
+
+    Raises:
+      SourceError: if there is neither an index nor ``eod``.
+      CorruptDataError: if the file was cut short, or the index does not list its documents one after the other.
+    """
+    if file.index is not None:
+        return _indexed_lengths(file, file.index, cache)
+    if eod is None:
+        raise SourceError(
+            f"Tokens: {file.stored.path} has no index of its documents. Pass eod=, the token that ends a document."
+        )
+    ends = []
+    step = _SCANNED_BYTES // file.dtype.itemsize
+    for first in range(0, file.num_tokens, step):
+        size = min(step, file.num_tokens - first) * file.dtype.itemsize
+        start = file.offset + first * file.dtype.itemsize
+        part = np.frombuffer(_read(file.stored, start, start + size, cache, fetch=True), file.dtype)
+        ends.append(np.flatnonzero(part == eod) + (first + 1))
+    bounds = np.concatenate([[0], *ends])
+    if bounds[-1] < file.num_tokens:
+        bounds = np.append(bounds, file.num_tokens)
+    return np.diff(bounds)
+
+
+def _indexed_lengths(file: TokenFile, index: DocumentIndex, cache: ShardCache | None) -> np.ndarray:
+    content = memoryview(_read(index.file, 0, index.file.num_bytes, cache, fetch=True))
+    lengths = np.frombuffer(content, "<i4", index.num_sequences, _MEGATRON_BYTES)
+    starts = np.frombuffer(content, "<i8", index.num_sequences, _MEGATRON_BYTES + lengths.nbytes)
+    bounds = np.frombuffer(content, "<i8", index.num_bounds, _MEGATRON_BYTES + lengths.nbytes + starts.nbytes)
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    one_after_another = (
+        (lengths >= 0).all()
+        and np.array_equal(starts, ends[:-1] * file.dtype.itemsize)
+        and bounds.size > 0
+        and (bounds[0], bounds[-1]) == (0, index.num_sequences)
+        and (np.diff(bounds) >= 0).all()
+    )
+    if not one_after_another:
+        raise CorruptDataError(
+            f"{index.file.path}: its documents are not stored one after the other, as Megatron's builder writes them. "
+            "Write the index again.",
+            path=index.file.path,
+        )
+    return np.diff(ends[bounds])

@@ -1,0 +1,130 @@
+"""Reads ranges of tokens of many files into one int32 array.
+
+With ``pread`` instead of a memory map: touching a mapped page that the file no longer has ends the process with SIGBUS,
+while a read returns fewer bytes, which becomes an error that names the file.
+
+The C extension reads and converts a batch in one call without the GIL. Python code reads what it leaves: everything if
+the extension is not installed, and otherwise ranges with an error, which it reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.files.shards import files_per_call
+from meshfeed._src.sources.tokens.files import TokenFile, cut_short
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+
+try:
+    from meshfeed._src.sources.tokens import _reads as extension  # pyright: ignore[reportAttributeAccessIssue] # built from C
+except ImportError as error:  # installed without a C compiler, or built for another system
+    logging.getLogger("meshfeed").debug("token files are read by Python code, which is slower: %s", error)
+    extension: Any = None
+
+_RANGES_PER_CALL = 1024  # Ctrl-C takes effect only between calls
+_NATIVE = ("=", "|", "<" if sys.byteorder == "little" else ">")
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """Ranges of tokens, to be read one after the other into one array.
+
+    Attributes:
+      files: the files that ``file_index`` refers to.
+      file_index: int64[n], the file of each range.
+      starts: int64[n], the first token of each range in its file.
+      lengths: int64[n], the number of tokens of each range.
+      record_ids: int64[n], for errors.
+    """
+
+    files: Sequence[TokenFile]
+    file_index: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    record_ids: np.ndarray
+
+
+def read_ranges(ranges: Ranges, out: np.ndarray, cache: ShardCache | None) -> None:
+    """Reads ranges into ``out``.
+
+    Args:
+      ranges: of files of any dtypes, in any order, repeats and overlaps allowed.
+      out: int32[sum of the lengths], C-contiguous.
+      cache: for URLs.
+
+    Raises:
+      CorruptDataError: if a file ends before the end of a range; names the file and the record.
+      SourceError: if a token does not fit into int32, or a file has changed; names the file.
+      OSError: if a file cannot be read.
+    """
+    places = np.cumsum(ranges.lengths) - ranges.lengths
+    groups = _groups(ranges)
+    for numbers in groups:
+        rows = np.arange(len(places)) if len(groups) == 1 else np.flatnonzero(np.isin(ranges.file_index, numbers))
+        for first in range(0, len(rows), _RANGES_PER_CALL):
+            _read_rows(ranges, numbers, rows[first : first + _RANGES_PER_CALL], places, out, cache)
+
+
+def _groups(ranges: Ranges) -> list[list[int]]:
+    """Returns the files of the ranges, in groups of one dtype that are few enough to be open at once."""
+    if len(ranges.files) == 1:
+        return [[0]]
+    by_dtype: dict[str, list[int]] = {}
+    for number in np.unique(ranges.file_index).tolist():
+        by_dtype.setdefault(ranges.files[number].dtype.str, []).append(number)
+    limit = files_per_call()
+    return [part[i : i + limit] for part in by_dtype.values() for i in range(0, len(part), limit)]
+
+
+def _read_rows(
+    ranges: Ranges,
+    numbers: Sequence[int],
+    rows: np.ndarray,
+    places: np.ndarray,
+    out: np.ndarray,
+    cache: ShardCache | None,
+) -> None:
+    """Reads the ranges ``rows``, which are in the files ``numbers`` of one dtype."""
+    # Held until everything is read: the number of a closed descriptor may be reused.
+    opened = [ranges.files[number].stored.open(cache) for number in numbers]
+    dtype = ranges.files[numbers[0]].dtype
+    of_file = np.searchsorted(numbers, ranges.file_index[rows]) if len(numbers) > 1 else np.zeros(len(rows), np.int64)
+    fds = np.array([descriptor.number for descriptor in opened], np.int64)[of_file]
+    headers = np.array([ranges.files[number].offset for number in numbers], np.int64)[of_file]
+    offsets = headers + ranges.starts[rows] * dtype.itemsize
+    done = 0
+    if extension is not None and dtype.byteorder in _NATIVE:
+        done = extension.read(fds, offsets, ranges.lengths[rows], places[rows], out, dtype.kind, dtype.itemsize)
+    for i in range(done, len(rows)):
+        _read_range(ranges, int(rows[i]), int(fds[i]), int(offsets[i]), out[places[rows[i]] :])
+
+
+def _read_range(ranges: Ranges, row: int, fd: int, offset: int, out: np.ndarray) -> None:
+    file, record_id = ranges.files[int(ranges.file_index[row])], int(ranges.record_ids[row])
+    tokens = np.empty(int(ranges.lengths[row]), file.dtype)
+    view, done = memoryview(tokens.data).cast("B"), 0
+    while done < len(view):
+        number = os.preadv(fd, [view[done:]], offset + done)
+        if not number:
+            where = f"it ends at byte {offset + done:,} or before, within record {record_id}"
+            raise cut_short(file.stored.path, where, record_id)
+        done += number
+    wrong = np.flatnonzero((tokens > _INT32.max) | (tokens < _INT32.min))
+    if wrong.size:
+        raise SourceError(
+            f"{file.stored.path} holds the token {tokens[wrong[0]]} in record {record_id}. Expected tokens that fit into "
+            f"int32. Check that the file holds {file.dtype}.",
+            record_id=record_id,
+        )
+    out[: len(tokens)] = tokens

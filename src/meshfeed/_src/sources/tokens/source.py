@@ -1,0 +1,393 @@
+"""Windows and documents of flat token files, read at random."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+import xxhash
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import ColumnSlices, JsonValue, public
+from meshfeed._src.reading.identity import digest_tree, probe_digest
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, expand_token_files, inspect
+from meshfeed._src.sources.tokens.reads import Ranges, read_ranges
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+
+
+class _Files:
+    """The token files of a source."""
+
+    def __init__(self, paths: file_paths.Paths, dtype: Any, cache: ShardCache | None) -> None:
+        wanted = None if dtype is None else _token_dtype(dtype)
+        self.cache = cache
+        names = expand_token_files(paths, cache)
+        self.files: list[TokenFile] = file_paths.in_threads(lambda name: inspect(name, wanted, cache), names)
+
+    def read(self, ranges: Ranges) -> np.ndarray:
+        """Reads ranges one after the other, int32[sum of the lengths]."""
+        out = memory.empty((int(ranges.lengths.sum()),), np.int32)
+        if out.size:
+            read_ranges(ranges, out, self.cache)
+        return out
+
+    def document_lengths(self, eod: int | None) -> list[np.ndarray]:
+        """Lengths of the documents of each file."""
+        return file_paths.in_threads(lambda file: document_lengths(file, eod, self.cache), self.files)
+
+    def names(self) -> list[str]:
+        return [file.stored.path for file in self.files]
+
+    def fingerprint(self) -> JsonValue:
+        return file_paths.identify_files(self.names(), [file.stored.num_bytes for file in self.files])
+
+    def close(self) -> None:
+        for file in self.files:
+            file.stored.close()
+
+
+class _Pieces(NamedTuple):
+    """Runs of tokens that windows do not leave: files or documents. Only those with at least one window.
+
+    Attributes:
+      file_index: int64[pieces], the file of each.
+      starts: int64[pieces], the first token of each in its file.
+      ends: int64[pieces], windows up to and including the piece.
+    """
+
+    file_index: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+@public("meshfeed.sources")
+class Tokens:
+    """Random-access source over windows of flat token files.
+
+    Record i of a file is ``{key: int32[sequence_length + next_token]}``, the tokens from ``i * stride`` on. Windows never
+    cross files: a file of n tokens has ``max(0, (n - sequence_length - next_token) // stride + 1)`` of them. Files are
+    numbered in the order of ``paths``.
+
+    Formats are recognized by their headers: numpy's ``.npy``; the ``.bin`` of llm.c and modded-nanogpt; Megatron's
+    ``.bin`` with an ``.idx`` beside it (either may be named). Files without a header (nanoGPT, OLMo) need ``dtype``.
+
+    Reads are batched, and neighbouring windows are read together. A source can be pickled, and is safe to read from
+    several threads.
+
+    Args:
+      paths: a path, a glob (expanded in order of name), a URL supported by fsspec, or a list of these.
+      sequence_length: tokens per window, at least 1.
+      stride: tokens from the start of one window to that of the next; by default ``sequence_length``.
+      dtype: integer dtype of files without a header; must match the header of those that have one.
+      eod: the token that ends a document. If given, windows stay within documents, and the formula holds for each
+        document; the files are read once to find them, unless Megatron's index lists them. By default, windows cross
+        documents.
+      next_token: whether windows are one token longer, for inputs ``[:-1]`` and targets ``[1:]``.
+      key: name of the leaf.
+      cache: cache on a local disk; required for URLs.
+
+    Raises:
+      SettingsError: if a setting is out of range, or a URL is given without a cache; names the keyword.
+      SourceError: if there are no files, a file is missing or does not hold integers, a file without a header is given
+        without ``dtype``, or no file is long enough for a window. Reads raise it for a token that does not fit into
+        int32; names the file.
+      CorruptDataError: if a file is shorter than its header or index says, or becomes shorter while it is read; names
+        the file.
+    """
+
+    fresh_arrays = True
+    reads_columns = True
+
+    @hides_own_frames
+    def __init__(
+        self,
+        paths: file_paths.Paths,
+        sequence_length: int,
+        *,
+        stride: int | None = None,
+        dtype: Any = None,
+        eod: int | None = None,
+        next_token: bool = True,
+        key: str = "tokens",
+        cache: ShardCache | None = None,
+    ) -> None:
+        self._length = _positive(sequence_length, "sequence_length")
+        self._stride = self._length if stride is None else _positive(stride, "stride")
+        if not isinstance(next_token, bool | np.bool_):
+            raise SettingsError(f"next_token={next_token!r}; it takes True or False.", setting="next_token")
+        self._eod, self._key = _checked_eod(eod), _checked_key(key)
+        self._width = self._length + int(next_token)
+        self._files = _Files(paths, dtype, cache)
+        self._pieces = self._find_pieces()
+        if not self._pieces.ends.size:
+            longest = max(file.num_tokens for file in self._files.files)
+            raise SourceError(
+                f"Tokens: no window of {self._width:,} tokens fits into the {len(self._files.files):,} file(s), of which "
+                f"the longest has {longest:,} tokens{'' if eod is None else ' in all its documents'}. Use a smaller "
+                "sequence_length."
+            )
+
+    @staticmethod
+    def documents(
+        paths: file_paths.Paths,
+        *,
+        dtype: Any = None,
+        eod: int | None = None,
+        key: str = "tokens",
+        cache: ShardCache | None = None,
+    ) -> TokenDocuments:
+        """Random-access source over the documents of flat token files, for :class:`meshfeed.sources.Packed`.
+
+        Record i is ``{key: int32[n]}`` with the n of document i. The documents are those of Megatron's index, or the
+        pieces of a file that end with ``eod``, which belongs to them; tokens after the last one are a document too.
+
+        Args:
+          paths: as for :class:`Tokens`.
+          dtype: as for :class:`Tokens`.
+          eod: the token that ends a document. Files without an index are read once to find it.
+          key: name of the leaf.
+          cache: cache on a local disk; required for URLs.
+
+        Raises:
+          SettingsError, SourceError, CorruptDataError: as for :class:`Tokens`; also a SourceError for a file without an
+            index if there is no ``eod``.
+        """
+        return TokenDocuments(paths, dtype=dtype, eod=eod, key=key, cache=cache)
+
+    def _find_pieces(self) -> _Pieces:
+        if self._eod is None:
+            lengths = [np.array([file.num_tokens], np.int64) for file in self._files.files]
+        else:
+            lengths = self._files.document_lengths(self._eod)
+        counts = [np.maximum(0, (length - self._width) // self._stride + 1) for length in lengths]
+        starts = [np.cumsum(length) - length for length in lengths]
+        used = [np.flatnonzero(count) for count in counts]
+        return _Pieces(
+            np.repeat(np.arange(len(lengths)), [len(rows) for rows in used]),
+            np.concatenate([start[rows] for start, rows in zip(starts, used, strict=True)]),
+            np.cumsum(np.concatenate([count[rows] for count, rows in zip(counts, used, strict=True)])),
+        )
+
+    def __repr__(self) -> str:
+        number = len(self._files.files)
+        return f"Tokens({number:,} file{'s' * (number != 1)}, {len(self):,} windows of {self._width:,} tokens)"
+
+    def __len__(self) -> int:
+        return int(self._pieces.ends[-1])
+
+    def __getitem__(self, record_id: Any) -> dict[str, np.ndarray]:
+        """Window ``record_id``: ``{key: int32[sequence_length + next_token]}``."""
+        return {self._key: self.read_batch([operator.index(record_id)])[self._key][0]}
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Several windows, in the order of ``record_ids``."""
+        return [{self._key: row} for row in self.read_batch(record_ids)[self._key]]
+
+    def element_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
+        return {self._key: jax.ShapeDtypeStruct((self._width,), np.int32)}
+
+    def read_batch(
+        self, record_ids: np.ndarray | Sequence[int], columns: ColumnSlices | None = None
+    ) -> dict[str, np.ndarray]:
+        """Reads windows.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+          columns: path of the leaf → slice of the window; only these tokens are read.
+
+        Returns:
+          ``{key: int32[n, sequence_length + next_token]}`` in new memory.
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+          SourceError, CorruptDataError, OSError: see the class.
+        """
+        ids = _checked_ids(record_ids, len(self))
+        slices = columns.get(f"['{self._key}']") if columns else None
+        first, stop, step = (slices[0] if slices else slice(None)).indices(self._width)
+        if step != 1:
+            return {self._key: self.read_batch(ids)[self._key][:, slices[0] if slices else slice(None)]}
+        width = max(0, stop - first)
+        piece = np.searchsorted(self._pieces.ends, ids, side="right")
+        within = ids - np.where(piece > 0, self._pieces.ends[piece - 1], 0)
+        starts = self._pieces.starts[piece] + within * self._stride + first
+        ranges = Ranges(self._files.files, self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
+        return {self._key: self._files.read(ranges).reshape(len(ids), width)}
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that holds a window."""
+        return self._files.names()[
+            int(self._pieces.file_index[np.searchsorted(self._pieces.ends, record_id, side="right")])
+        ]
+
+    def file_names(self) -> list[str]:
+        """Returns the paths and URLs of the files, in order."""
+        return self._files.names()
+
+    def fingerprint(self) -> JsonValue:
+        """Returns the identity: files, windows, and a digest of 4 windows spread over the source."""
+        return {
+            "kind": "tokens",
+            "files": self._files.fingerprint(),
+            "records": len(self),
+            "window": [self._width, self._stride],
+            "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
+        }
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._files.close()
+
+
+class TokenDocuments:
+    """Documents of flat token files; made by :meth:`Tokens.documents`."""
+
+    fresh_arrays = True
+
+    @hides_own_frames
+    def __init__(
+        self, paths: file_paths.Paths, *, dtype: Any, eod: int | None, key: str, cache: ShardCache | None
+    ) -> None:
+        self._key, self._files = _checked_key(key), _Files(paths, dtype, cache)
+        lengths = self._files.document_lengths(_checked_eod(eod))
+        self._ends = np.cumsum([len(part) for part in lengths])  # documents up to and including each file
+        joined = np.concatenate(lengths)
+        if not joined.size:
+            raise SourceError(f"Tokens: the {len(lengths):,} file(s) hold no document. Check what wrote them.")
+        # A document of 2**32 tokens or more is rare, and 4 bytes instead of 8 matter at 10**9 documents.
+        self._lengths = joined.astype(np.uint32) if int(joined.max()) < 1 << 32 else joined
+        self._checkpoints = [_checkpoints(part) for part in lengths]
+
+    def __repr__(self) -> str:
+        number = len(self._files.files)
+        return f"Tokens.documents({number:,} file{'s' * (number != 1)}, {len(self):,} documents)"
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def lengths(self) -> np.ndarray:
+        """Returns the number of tokens of each document, uint32[documents]; int64 if one has 2**32 or more."""
+        return self._lengths
+
+    def __getitem__(self, record_id: Any) -> dict[str, np.ndarray]:
+        """Document ``record_id``: ``{key: int32[tokens]}``."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Several documents, in the order of ``record_ids``."""
+        ids = _checked_ids(record_ids, len(self))
+        lengths = self._lengths[ids].astype(np.int64)
+        tokens = self.read_slices(ids, np.zeros_like(ids), lengths)[self._key]
+        ends = np.cumsum(lengths)
+        return [{self._key: tokens[a:b]} for a, b in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
+
+    def read_slices(self, record_ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads parts of documents, one after the other.
+
+        Args:
+          record_ids: int64[n], the documents, repeats allowed.
+          starts: int64[n], the first token of each part in its document.
+          lengths: int64[n], tokens of each part.
+
+        Returns:
+          ``{key: int32[sum of the lengths]}``.
+
+        Raises:
+          SourceError, CorruptDataError, OSError: as for :class:`Tokens`.
+        """
+        file_index = np.searchsorted(self._ends, record_ids, side="right")
+        within = record_ids - np.where(file_index > 0, self._ends[file_index - 1], 0)
+        begins = np.empty(len(record_ids), np.int64)
+        for number in np.unique(file_index).tolist():
+            rows = np.flatnonzero(file_index == number)
+            first = int(self._ends[number - 1]) if number else 0
+            begins[rows] = _starts(
+                self._lengths[first : int(self._ends[number])], self._checkpoints[number], within[rows]
+            )
+        ranges = Ranges(self._files.files, file_index, begins + starts, lengths, record_ids)
+        return {self._key: self._files.read(ranges)}
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that holds a document."""
+        return self._files.names()[int(np.searchsorted(self._ends, record_id, side="right"))]
+
+    def file_names(self) -> list[str]:
+        """Returns the paths and URLs of the files, in order."""
+        return self._files.names()
+
+    def fingerprint(self) -> JsonValue:
+        """Returns the identity: files, documents, and a digest of all lengths."""
+        return {
+            "kind": "token_documents",
+            "files": self._files.fingerprint(),
+            "records": len(self),
+            "lengths": xxhash.xxh3_64(np.ascontiguousarray(self._lengths).data).hexdigest(),
+        }
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._files.close()
+
+
+_STEP = 256  # documents from one checkpoint to the next
+
+
+def _checkpoints(lengths: np.ndarray) -> np.ndarray:
+    """Returns the first token of every 256th document, int64: a table of all would take twice the bytes of lengths."""
+    return (np.cumsum(lengths) - lengths)[::_STEP].copy()
+
+
+def _starts(lengths: np.ndarray, checkpoints: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns the first token of documents in their file, int64[n]."""
+    groups, which = np.unique(ids // _STEP, return_inverse=True)
+    rows = np.minimum(groups[:, None] * _STEP + np.arange(_STEP), len(lengths) - 1)
+    before = np.cumsum(lengths[rows], axis=1, dtype=np.int64)
+    within = ids % _STEP
+    return checkpoints[groups[which]] + np.where(within > 0, before[which, within - 1], 0)
+
+
+def _checked_ids(record_ids: np.ndarray | Sequence[int], number: int) -> np.ndarray:
+    ids = np.asarray(record_ids, np.int64)
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < number:
+        worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise IndexError(f"record id {worst} is out of range: the source has {number:,} records")
+    return ids
+
+
+def _positive(value: Any, setting: str) -> int:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
+        raise SettingsError(f"{setting}={value!r}; it takes a number of tokens of at least 1.", setting=setting)
+    return int(value)
+
+
+def _checked_eod(eod: Any) -> int | None:
+    if eod is not None and (isinstance(eod, bool | np.bool_) or not isinstance(eod, int | np.integer)):
+        raise SettingsError(f"eod={eod!r}; it takes the token that ends a document, an int.", setting="eod")
+    return None if eod is None else int(eod)
+
+
+def _checked_key(key: Any) -> str:
+    if not isinstance(key, str) or not key:
+        raise SettingsError(f"key={key!r}; it takes the name of the leaf, a string that is not empty.", setting="key")
+    return key
+
+
+def _token_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in "iu":
+        raise SettingsError(
+            f"dtype={dtype!r}; it takes the integer dtype of the stored tokens, such as numpy.uint16.", setting="dtype"
+        )
+    return found
