@@ -11,19 +11,18 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.grain.source import Grain
     from meshfeed._src.sources.host_batches import HostBatches
     from meshfeed._src.sources.huggingface.source import HuggingFace
+    from meshfeed._src.sources.map import Map
     from meshfeed._src.sources.mds.source import MDS
     from meshfeed._src.sources.memory import Memory
     from meshfeed._src.sources.mixture.source import Mixture
     from meshfeed._src.sources.recognize import as_source
+    from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
     from meshfeed._src.sources.stream import Stream
     from meshfeed._src.sources.tensorstore import TensorStore
     from meshfeed._src.sources.tf.tf_data import TFData
     from meshfeed._src.sources.tf.tfds import TFDS
-<<<<<<< HEAD
-    from meshfeed._src.sources.webdataset.source import WebDataset
-=======
     from meshfeed._src.sources.tokens.source import Tokens
->>>>>>> b650a89 (Tokens: windows and documents of flat token files, read in batches without a memory map)
+    from meshfeed._src.sources.webdataset.source import WebDataset
 
 _HOME = {
     "ArrayRecord": "array_record.source",
@@ -32,17 +31,16 @@ _HOME = {
     "HostBatches": "host_batches",
     "HuggingFace": "huggingface.source",
     "MDS": "mds.source",
+    "Map": "map",
     "Memory": "memory",
     "Mixture": "mixture.source",
+    "ShuffleBuffer": "shuffle_buffer",
     "Stream": "stream",
     "TFDS": "tf.tfds",
     "TFData": "tf.tf_data",
     "TensorStore": "tensorstore",
-<<<<<<< HEAD
-    "WebDataset": "webdataset.source",
-=======
     "Tokens": "tokens.source",
->>>>>>> b650a89 (Tokens: windows and documents of flat token files, read in batches without a memory map)
+    "WebDataset": "webdataset.source",
     "as_source": "recognize",
 }
 
@@ -53,17 +51,16 @@ __all__ = [
     "HostBatches",
     "HuggingFace",
     "MDS",
+    "Map",
     "Memory",
     "Mixture",
+    "ShuffleBuffer",
     "Stream",
     "TFDS",
     "TFData",
     "TensorStore",
-<<<<<<< HEAD
-    "WebDataset",
-=======
     "Tokens",
->>>>>>> b650a89 (Tokens: windows and documents of flat token files, read in batches without a memory map)
+    "WebDataset",
     "as_source",
 ]
 

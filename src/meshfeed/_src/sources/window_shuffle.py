@@ -32,6 +32,11 @@ def shuffle_windows(lane: Any, window_records: int, key: tuple[int, ...]) -> Win
     return kind(lane, window_records, key)
 
 
+def window_of(size: int, num_lanes: int) -> int:
+    """Returns the records per window and lane of a buffer of ``size`` records; a window of 1 would not shuffle."""
+    return max(min(2, size), size // num_lanes)
+
+
 class WindowShuffle:
     """A lane whose records are shuffled within windows; see :func:`shuffle_windows`."""
 

@@ -23,7 +23,7 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface.arrow import record_to_numpy, table_rows
 from meshfeed._src.sources.huggingface.cut import LaneCut, check_tree, cut_tree, find_leaves, walk
 from meshfeed._src.sources.huggingface.files import Counts, file_sizes, function_name, open_files
-from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows
+from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
 _BLOCK_BYTES = 4 << 20
 
@@ -413,7 +413,7 @@ class HuggingFaceStream:
         lane = self._lane(tree, cut)
         if not self._shuffle_buffer:
             return lane
-        window = max(min(2, self._shuffle_buffer), self._shuffle_buffer // num_lanes)  # a window of 1 does not shuffle
+        window = window_of(self._shuffle_buffer, num_lanes)
         if self._shuffle_buffer < 2 * num_lanes and lane_index == 0:
             _log.warning(
                 "shuffle_buffer=%d over %d lanes is less than two records a lane: each shuffles windows of %d, and the "

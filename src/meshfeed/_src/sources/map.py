@@ -1,0 +1,328 @@
+"""Applies a function to the records of a source: by index to random access, in lanes to streams."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.rng import philox
+from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, RecordIds, Rngs, public
+from meshfeed._src.order.epochs import derive_key
+from meshfeed._src.reading.host_batch import RecordStack, num_rows, spec_of_batch
+from meshfeed._src.reading.identity import content_digest, source_identity
+from meshfeed._src.reading.records import read_records, wants_rng
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source
+
+_FUNCTION_KEY = 105  # purpose of a derived key: the function's numbers differ from those of the source's decoder
+_RANDOM_HOOKS = ("first_record_id", "make_order", "check_record_ids", "replacement_id", "file_of", "file_names")
+_STREAM_HOOKS = ("check_lanes", "file_names")
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def Map(source: Any, function: Callable[..., Any], *, batched: bool = False) -> MappedRecords | MappedStream:
+    """Applies a function to every record of a source.
+
+    The function runs where records are read: in the feed's threads, or in its worker processes. It may return the same
+    arrays from every call and refill them. If it has the parameter ``rng``, it gets a numpy generator that depends only
+    on the feed's seed, the epoch and the record, so random augmentation is part of the stream.
+
+    Args:
+      source: a source of records, or any object that the feed accepts as one.
+      function: ``function(record)`` returns the new record, a pytree of arrays. For streams it may return None, which
+        drops the record. With ``batched``, ``function(records)`` gets a list of n records and returns a pytree of
+        arrays ``[n, ...]``, row i for record i; its result must not depend on which records come together, and
+        ``rng`` is a list of n generators.
+      batched: whether the function takes lists of records.
+
+    Returns:
+      A random-access source if ``source`` is one, otherwise a stream source.
+
+    Raises:
+      SettingsError: ``function`` or ``batched`` is invalid.
+      SourceError: ``source`` is not a source of records. Reads raise it if a function of random-access records returns
+        None, since their number is fixed.
+    """
+    if not callable(function):
+        raise SettingsError(f"function={function!r}; Map takes a function of one record.", setting="function")
+    if not isinstance(batched, bool):
+        raise SettingsError(f"batched={batched!r}; it takes True or False.", setting="batched")
+    records = as_source(source)
+    if isinstance(records, HostBatches):
+        raise SourceError("Map got batches of this host. Expected a source of records. Map them in your own iterable.")
+    if not hooks.is_stream(records):
+        return MappedRecords(records, function, batched)
+    staged = hooks.find(records, hooks.StagedStream) is not None
+    return (StagedMappedStream if staged else MappedStream)(records, function, batched)
+
+
+class _Mapped:
+    """What both kinds of mapped source share."""
+
+    def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
+        self._source, self._function, self._batched = source, function, batched
+        self._passes_rng = hooks.accepts_keyword(function, "rng")
+
+    def __repr__(self) -> str:
+        return f"Map({self._source!r}, {getattr(self._function, '__qualname__', type(self._function).__name__)})"
+
+    def _apply(self, records: Sequence[Record], rngs: Rngs | None) -> PyTree:
+        """The function's result for a list of records, stacked, in memory that only the caller can write."""
+        extra = {"rng": list(rngs)} if rngs is not None else {}
+        batch = own_batch(self._function(list(records), **extra), self._function, "__call__")
+        spec_of_batch(batch, len(records), what="the function of Map")
+        return batch
+
+    def close(self) -> None:
+        """Closes the source."""
+        hooks.close(self._source)
+
+
+class MappedRecords(_Mapped):
+    """A :func:`Map` over random-access records; made by that function."""
+
+    kind = "map"
+    fresh_arrays = True
+
+    def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
+        super().__init__(source, function, batched)
+        self._source_rng = wants_rng(source)
+        self.wants_rng = self._passes_rng or self._source_rng
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _RANDOM_HOOKS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["_source"], name)  # a mixture keeps its own numbers and order
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """The mapped record ``record_id``."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[Record]:
+        """Several mapped records, which may differ in shape; without random numbers."""
+        records = self._records(np.asarray(record_ids, np.int64), None)
+        if not self._batched:
+            return [self._function(record) for record in records]
+        return _rows(self._apply(records, None)) if records else []
+
+    def read_batch(self, record_ids: RecordIds | Sequence[int], rngs: Rngs | None = None) -> PyTree:
+        """Reads mapped records.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+          rngs: one generator per record; for a function or decoder that takes ``rng=``.
+
+        Returns:
+          Pytree of arrays ``[n, ...]``.
+
+        Raises:
+          SourceError: the function returned None, or records that cannot be stacked.
+          Any exception of the source or the function.
+        """
+        ids = np.asarray(record_ids, np.int64)
+        records = self._records(ids, rngs)
+        own = [_own_rng(rng) for rng in rngs] if rngs is not None and self._passes_rng else None
+        if self._batched:
+            return self._apply(records, own)
+        stack = RecordStack(len(ids))
+        for row, record in enumerate(records):
+            stack.add(self._one(record, int(ids[row]), None if own is None else own[row]), int(ids[row]))
+        return stack.take()[0]
+
+    def _one(self, record: Record, record_id: int, rng: np.random.Generator | None) -> Record:
+        try:
+            mapped = self._function(record) if rng is None else self._function(record, rng=rng)
+        except StopIteration as error:
+            raise SourceError(f"the function of Map raised StopIteration at record {record_id}.") from error
+        except SourceError:
+            raise
+        except Exception as error:
+            error.add_note(f"while mapping record {record_id}")
+            raise
+        if mapped is None:
+            raise SourceError(
+                f"the function of Map returned None for record {record_id}. Records can be dropped from streams only, "
+                "since the number of random-access records is fixed. Return a record.",
+                record_id=record_id,
+            )
+        return mapped
+
+    def _records(self, ids: RecordIds, rngs: Rngs | None) -> Sequence[Record]:
+        source = self._source
+        if not len(ids):
+            return []
+        if rngs is not None and self._source_rng:
+            return _rows(read_records(source, ids, rngs))
+        if hooks.find(source, hooks.ItemsReader) is not None:
+            return source.__getitems__(ids.tolist())
+        if hooks.find(source, hooks.BatchReader) is not None:
+            return _rows(source.read_batch(ids))
+        return [source[record_id] for record_id in ids.tolist()]
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: that of the source, and a digest of 4 mapped records unless the function takes ``rng=``."""
+        return {"source": source_identity(self._source), "content": content_digest(self, Retry())}
+
+
+class MappedStream(_Mapped):
+    """A :func:`Map` over a stream; made by that function."""
+
+    kind = "map"
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _STREAM_HOOKS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["_source"], name)
+
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> MappedLane | StackedMappedLane:
+        """Lane ``lane_index`` of ``num_lanes`` of the source, mapped."""
+        lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed)
+        decode = getattr(self._source, "decode", None)
+        key = derive_key(seed, lane_index, _FUNCTION_KEY)
+        return (StackedMappedLane if self._batched else MappedLane)(self, lane, decode, (seed, lane_index, epoch), key)
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: that of the source. A function that changes is not noticed."""
+        return {"source": source_identity(self._source)}
+
+
+class StagedMappedStream(MappedStream):
+    """A map over a mixture of streams, whose stages begin at steps of the feed."""
+
+    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StagedMappedStream:
+        """A copy with a feed's settings."""
+        source = self._source.bind(seed=seed, num_epochs=num_epochs, position_of_step=position_of_step)
+        return StagedMappedStream(source, self._function, self._batched)
+
+    def mixture_config(self) -> JsonValue:
+        """Stages and components of the mixture."""
+        return self._source.mixture_config()
+
+    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
+        """Checks the stages that have begun; see :func:`meshfeed._src.order.mixture.check_stages`."""
+        self._source.check_saved(saved_mixture, position, step)
+
+
+class MappedLane:
+    """One lane of a mapped stream.
+
+    Args:
+      mapped: the stream.
+      lane: the lane of its source.
+      decode: the source's decoder, or None.
+      place: seed, lane index and epoch, for the decoder's random numbers.
+      key: for the function's random numbers.
+    """
+
+    def __init__(
+        self,
+        mapped: MappedStream,
+        lane: LaneIterator,
+        decode: Callable[..., Record] | None,
+        place: tuple[int, int, int],
+        key: int,
+    ) -> None:
+        self._mapped, self._lane, self._decode, self._place, self._key = mapped, lane, decode, place, key
+        self._decode_rng = hooks.accepts_keyword(decode, "rng")
+        self._read = 0  # records of the source, including dropped ones
+
+    @property
+    def state_cost(self) -> str:
+        """That of the source's lane."""
+        return getattr(self._lane, "state_cost", "cheap")
+
+    def __iter__(self) -> Iterator[Record]:
+        return self
+
+    def __next__(self) -> Record:
+        while True:
+            record, rng = self._next()
+            function = self._mapped._function
+            mapped = function(record) if rng is None else function(record, rng=rng)
+            if mapped is not None:
+                return mapped
+
+    def _next(self) -> tuple[Record, np.random.Generator | None]:
+        """The next record of the source, and the generator for the function if it takes one."""
+        record = next(self._lane)
+        seed, lane_index, epoch = self._place
+        if self._decode is not None:
+            extra = {"rng": philox(derive_key(seed, lane_index), epoch, self._read)} if self._decode_rng else {}
+            record = self._decode(record, **extra)
+        rng = philox(self._key, epoch, self._read) if self._mapped._passes_rng else None
+        self._read += 1
+        return record, rng
+
+    def get_state(self) -> JsonValue:
+        """Records read from the source, and its lane's state if it has one."""
+        resumable = hooks.find(self._lane, hooks.Resumable)
+        return {"read": self._read, "source": None if resumable is None else [resumable.get_state()]}
+
+    def set_state(self, state: JsonValue) -> None:
+        """Resumes after the record at which ``state`` was taken; reads and drops if the source's lane has no state."""
+        resumable = hooks.find(self._lane, hooks.Resumable)
+        if state["source"] is not None and resumable is not None:
+            resumable.set_state(state["source"][0])
+        else:
+            with Dropping("a mapped lane", state["read"]) as dropping:
+                for _ in range(state["read"]):
+                    next(self._lane)
+                    dropping.add()
+        self._read = state["read"]
+
+    def close(self) -> None:
+        """Closes the source's lane."""
+        hooks.close(self._lane)
+
+
+class StackedMappedLane(MappedLane):
+    """One lane of a stream mapped in batches."""
+
+    fresh_arrays = True
+
+    def __next__(self) -> Record:
+        return _rows(self.next_batch(1))[0]
+
+    def next_batch(self, num_records: int) -> PyTree:
+        """Up to ``num_records`` mapped records as arrays ``[n, ...]``, n at least 1.
+
+        Raises:
+          StopIteration: the source's lane has ended.
+        """
+        records: list[Record] = []
+        rngs: list[np.random.Generator] = []
+        while len(records) < num_records:
+            try:
+                record, rng = self._next()
+            except StopIteration:
+                if not records:
+                    raise
+                break
+            # The lane may reuse the memory of one record for the next.
+            records.append(own_batch(record, self._lane if self._decode is None else self._decode, "__next__"))
+            if rng is not None:
+                rngs.append(rng)
+        return self._mapped._apply(records, rngs if self._mapped._passes_rng else None)
+
+
+def _own_rng(rng: np.random.Generator) -> np.random.Generator:
+    """A generator for the function that shares no number with the one that the source's decoder gets."""
+    return np.random.Generator(rng.bit_generator.jumped())  # type: ignore[attr-defined] # Philox has it
+
+
+def _rows(batch: PyTree) -> list[Record]:
+    return [jax.tree.map(lambda leaf, row=row: leaf[row], batch) for row in range(num_rows(batch))]

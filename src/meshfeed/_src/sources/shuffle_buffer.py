@@ -1,0 +1,79 @@
+"""Shuffles the records of any stream, with the feed's seed and an exact state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import JsonValue, public
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source
+from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
+
+_HOOKS = ("decode", "check_lanes", "file_names")
+
+
+@public("meshfeed.sources")
+class ShuffleBuffer:
+    """Shuffles a stream within windows of records.
+
+    Each lane reads ``size // num_lanes`` records (at least 2), delivers them in a random order that depends on the feed's
+    seed, the epoch and the lane, and reads the next ones. The state is that of the stream at the start of the window,
+    plus one number: a few hundred bytes for any size. Resuming reads the window again.
+
+    Args:
+      source: a stream, or any object that the feed accepts as one.
+      size: records over all lanes, at least 2. They are in memory, undecoded if the stream has a decoder.
+
+    Raises:
+      SettingsError: ``size`` is not an int of at least 2, or the source is read at random.
+      SourceError: ``source`` is not a source of records.
+    """
+
+    kind = "shuffle_buffer"
+
+    @hides_own_frames
+    def __init__(self, source: Any, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+            raise SettingsError(
+                f"size={size!r}; ShuffleBuffer takes a number of records of at least 2.", setting="size"
+            )
+        self._source, self._size = as_source(source), size
+        if isinstance(self._source, HostBatches):
+            raise SourceError("ShuffleBuffer got batches of this host. Expected a stream of records.")
+        if not hooks.is_stream(self._source):
+            raise SettingsError(
+                f"ShuffleBuffer got a {type(self._source).__name__}, which is read at random. Pass shuffle=True to the "
+                "feed: it shuffles all records, and needs no memory.",
+                setting="source",
+            )
+        if hooks.find(self._source, hooks.StagedStream) is not None:
+            raise SettingsError(
+                "ShuffleBuffer got a mixture. Expected a stream of records: the shares of a mixture hold in every block, "
+                "so shuffle its components instead: Mixture({name: ShuffleBuffer(stream, size)}, weights=…).",
+                setting="source",
+            )
+
+    def __repr__(self) -> str:
+        return f"ShuffleBuffer({self._source!r}, {self._size:,})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOOKS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["_source"], name)
+
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> WindowShuffle:
+        """Lane ``lane_index`` of ``num_lanes`` of the stream, shuffled."""
+        lane = hooks.open_lane(self._source, lane_index, num_lanes, epoch=epoch, seed=seed)
+        return shuffle_windows(lane, window_of(self._size, num_lanes), (seed, epoch, lane_index))
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: that of the stream, and the size."""
+        return {"source": source_identity(self._source), "size": self._size}
+
+    def close(self) -> None:
+        """Closes the stream."""
+        hooks.close(self._source)

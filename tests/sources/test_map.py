@@ -1,0 +1,280 @@
+"""A function over the records of any source, and a shuffle buffer for any stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import meshfeed
+from meshfeed.sources import Map, Memory, Mixture, ShuffleBuffer, Stream
+from meshfeed.testing import check_resumable
+
+NUM = 96
+
+
+def mesh() -> Any:
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def feed_of(source: Any, **settings: Any) -> meshfeed.MultiHostDataLoadIterator:
+    return meshfeed.MultiHostDataLoadIterator(source, mesh(), **{"global_batch_size": 8, "seed": 3, **settings})
+
+
+def values(feed: Any, key: str = "x") -> list[int]:
+    with feed:
+        return [int(value) for batch in feed for value in np.asarray(batch[key]).ravel()]
+
+
+def double(record: dict[str, Any]) -> dict[str, Any]:
+    return {"x": record["x"] * 2}
+
+
+def double_all(records: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"x": np.stack([record["x"] for record in records]) * 2}
+
+
+def add_noise(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"x": record["x"], "noise": rng.integers(0, 2**31, dtype=np.int32)}
+
+
+def add_noise_to_all(records: list[dict[str, Any]], rng: list[np.random.Generator]) -> dict[str, Any]:
+    return {
+        "x": np.stack([record["x"] for record in records]),
+        "noise": np.array([one.integers(0, 2**31) for one in rng], np.int32),
+    }
+
+
+def some(record: dict[str, Any]) -> dict[str, Any] | None:
+    return record if int(record["x"]) % 5 in (1, 3) else None
+
+
+def memory() -> Memory:
+    return Memory({"x": np.arange(NUM)})
+
+
+class Records:
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, record_id: int) -> dict[str, Any]:
+        return {"x": np.int64(record_id)}
+
+
+def open_plain(lane_index: int, num_lanes: int) -> Iterator[dict[str, Any]]:
+    for i in range(lane_index, NUM, num_lanes):
+        yield {"x": np.int64(i)}
+
+
+class Lane:
+    """Refills one array, and has a state."""
+
+    def __init__(self, lane_index: int, num_lanes: int) -> None:
+        self._next, self._step, self._array = lane_index, num_lanes, np.zeros((), np.int64)
+
+    def __iter__(self) -> Lane:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._next >= NUM:
+            raise StopIteration
+        self._array[...] = self._next
+        self._next += self._step
+        return {"x": self._array}
+
+    def get_state(self) -> Any:
+        return {"next": (self._next,)}
+
+    def set_state(self, state: Any) -> None:
+        (self._next,) = state["next"]
+
+
+STREAMS: dict[str, Callable[[], Any]] = {"plain": lambda: Stream(open_plain), "stateful": lambda: Stream(Lane)}
+FUNCTIONS = {"one": (double, False), "batched": (double_all, True)}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_random_access(kind: str) -> None:
+    function, batched = FUNCTIONS[kind]
+    for source in (memory(), Records(), [{"x": np.int64(i)} for i in range(NUM)]):
+        feed = feed_of(Map(source, function, batched=batched), shuffle=True)
+        assert sorted(values(feed)) == [2 * i for i in range(NUM)]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_streams(stream: str, kind: str) -> None:
+    function, batched = FUNCTIONS[kind]
+    plain = values(feed_of(STREAMS[stream](), num_lanes=4))
+    assert values(feed_of(Map(STREAMS[stream](), function, batched=batched), num_lanes=4)) == [2 * x for x in plain]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_none_drops_a_record_of_a_stream(stream: str) -> None:
+    kept = [i for i in range(NUM) if i % 5 in (1, 3)]
+    assert values(feed_of(Map(STREAMS[stream](), some), num_lanes=1)) == kept[: len(kept) // 8 * 8]
+
+
+def test_none_is_an_error_for_random_access() -> None:
+    with pytest.raises(meshfeed.SourceError, match="returned None for record 0"), feed_of(Map(memory(), some)) as feed:
+        next(feed)
+
+
+def noise_of(source: Any, function: Any, batched: bool, **settings: Any) -> dict[int, int]:
+    with feed_of(Map(source, function, batched=batched), **settings) as feed:
+        rows = [(int(x), int(n)) for batch in feed for x, n in zip(batch["x"], batch["noise"], strict=True)]
+    return dict(rows)
+
+
+def test_random_numbers_of_random_access_depend_on_seed_epoch_and_record_alone() -> None:
+    usual = noise_of(memory(), add_noise, False)
+    assert len(set(usual.values())) == NUM
+    assert noise_of(memory(), add_noise_to_all, True, shuffle=True, num_workers=2) == usual
+    assert noise_of(memory(), add_noise, False, seed=4) != usual
+    with feed_of(Map(memory(), add_noise), num_epochs=2) as feed:
+        noise = [int(n) for batch in feed for n in batch["noise"]]
+    assert noise[:NUM] == list(usual.values())
+    assert not set(noise[NUM:]) & set(usual.values())
+
+
+def test_random_numbers_of_streams_differ_by_lane_and_record() -> None:
+    usual = noise_of(Stream(open_plain), add_noise, False, num_lanes=4)
+    assert len(set(usual.values())) == NUM
+    assert noise_of(Stream(Lane), add_noise_to_all, True, num_lanes=4) == usual
+    assert noise_of(Stream(open_plain), add_noise, False, num_lanes=4, seed=1) != usual
+
+
+def test_the_functions_numbers_are_not_the_decoders() -> None:
+    class Noisy(Records):
+        wants_rng = True
+
+        def read_batch(self, record_ids: Any, rngs: Any = None) -> dict[str, Any]:
+            return {"x": np.array([rng.integers(0, 2**31, dtype=np.int32) for rng in rngs])}
+
+    found = noise_of(Noisy(), add_noise, False)
+    assert all(x != noise for x, noise in found.items())
+
+
+def refill(buffer: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
+    buffer[: len(records)] = [int(record["x"]) for record in records]
+    return {"x": buffer[: len(records)]}
+
+
+def test_a_function_may_refill_its_arrays() -> None:
+    for source in (memory(), Stream(Lane)):
+        mapped = Map(source, functools.partial(refill, np.zeros(NUM, np.int64)), batched=True)
+        assert sorted(
+            values(feed_of(mapped, prefetch=4, **({} if source.__class__ is Memory else {"num_lanes": 2})))
+        ) == [*range(NUM)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Map(memory(), double),
+        lambda: Map(memory(), add_noise_to_all, batched=True),
+        lambda: Map(Stream(open_plain), some),
+        lambda: Map(Stream(Lane), some),
+        lambda: Map(Stream(Lane), double_all, batched=True),
+        lambda: Map(Mixture({"a": memory(), "b": memory()}, {"a": 3, "b": 1}, block=8), double),
+        lambda: Map(Mixture({"a": memory(), "b": Stream(Lane)}, {"a": 3, "b": 1}, block=8), add_noise),
+        lambda: Mixture({"a": Map(memory(), double), "b": Map(Stream(Lane), double)}, {"a": 1, "b": 1}, block=8),
+        lambda: Mixture({"a": ShuffleBuffer(Stream(Lane), 16), "b": Stream(Lane)}, {"a": 1, "b": 1}, block=8),
+        lambda: ShuffleBuffer(Stream(Lane), 24),
+        lambda: ShuffleBuffer(Map(Stream(open_plain), some), 24),
+        lambda: Map(ShuffleBuffer(Stream(Lane), 24), add_noise),
+        lambda: Map(Map(memory(), double), add_noise),
+    ],
+)
+def test_resume(make: Callable[[], Any]) -> None:
+    lanes = {"num_lanes": 4} if hasattr(make(), "open") and not hasattr(make(), "__getitem__") else {"shuffle": True}
+
+    def feed() -> Any:
+        return feed_of(make(), num_epochs=2, end="pad", mask_key="mask", **lanes)
+
+    check_resumable(feed, max_steps=14, save_points=[1, 7])
+
+
+def test_a_map_over_a_mixture_keeps_its_record_ids() -> None:
+    mixture = Mixture({"a": memory(), "b": memory()}, {"a": 3, "b": 1}, block=8)
+    with feed_of(mixture) as plain, feed_of(Map(mixture, double)) as mapped:
+        for step in range(10):
+            np.testing.assert_array_equal(plain.record_ids(step), mapped.record_ids(step))
+            np.testing.assert_array_equal(2 * np.asarray(next(plain)["x"]), next(mapped)["x"])
+
+
+def test_records_of_unequal_shape_come_one_by_one() -> None:
+    mapped: Any = Map(memory(), lambda record: {"x": np.arange(int(record["x"]))})
+    assert [len(record["x"]) for record in mapped.__getitems__([3, 0, 5])] == [3, 0, 5]
+    assert len(mapped[7]["x"]) == 7
+
+
+def test_a_changed_function_is_another_source() -> None:
+    with feed_of(Map(memory(), double)) as feed:
+        state = feed.get_state()
+    with feed_of(Map(memory(), lambda record: {"x": record["x"] * 3})) as other:
+        with pytest.raises(meshfeed.StateMismatchError, match="content"):
+            other.set_state(state)
+
+
+def failing(record: dict[str, Any]) -> dict[str, Any]:
+    raise KeyError("no such field")
+
+
+def test_errors_of_the_function_are_raised_as_they_are() -> None:
+    with pytest.raises(KeyError) as error, feed_of(Map(memory(), failing)) as feed:
+        next(feed)
+    assert any("record 0" in note for note in error.value.__notes__)
+    with pytest.raises(KeyError), feed_of(Map(Stream(open_plain), failing), num_lanes=2) as feed:
+        next(feed)
+    with pytest.raises(meshfeed.SourceError, match="first dimension must be the"):
+        with feed_of(Map(memory(), lambda records: {"x": np.zeros(3)}, batched=True)) as feed:
+            next(feed)
+
+
+def test_wrong_settings() -> None:
+    for arguments in ({"function": 3}, {"function": double, "batched": 1}):
+        with pytest.raises(meshfeed.SettingsError):
+            Map(memory(), **arguments)  # type: ignore[arg-type]
+    batches = meshfeed.sources.HostBatches([{"x": np.zeros(8)}])
+    with pytest.raises(meshfeed.SourceError, match="batches of this host"):
+        Map(batches, double)
+    with pytest.raises(meshfeed.SourceError, match="batches of this host"):
+        ShuffleBuffer(batches, 8)
+    for size in (1, 0, True, 2.5):
+        with pytest.raises(meshfeed.SettingsError, match="size"):
+            ShuffleBuffer(Stream(Lane), size)  # type: ignore[arg-type]
+    with pytest.raises(meshfeed.SettingsError, match="shuffle=True to the feed"):
+        ShuffleBuffer(memory(), 8)
+    with pytest.raises(meshfeed.SettingsError, match="shuffle its components"):
+        ShuffleBuffer(Mixture({"a": Stream(Lane)}, {"a": 1}), 8)
+
+
+def test_a_shuffle_buffer_shuffles_within_windows() -> None:
+    def order(**settings: Any) -> list[int]:
+        return values(feed_of(ShuffleBuffer(Stream(Lane), 32), **{"num_lanes": 2, **settings}))
+
+    usual = order()
+    assert sorted(usual) == [*range(NUM)]
+    assert order() == usual != order(seed=4)
+    lane = [x for start in range(0, NUM, 8) for x in usual[start : start + 4]]
+    for number in range(0, len(lane), 16):  # a window of 16 records of lane 0, which has the even ones
+        assert sorted(lane[number : number + 16]) == [*range(2 * number, 2 * number + 32, 2)]
+    two = order(num_epochs=2)
+    assert two[:NUM] == usual
+    assert sorted(two[NUM:]) == sorted(usual)
+    assert two[NUM:] != usual
+
+
+def test_a_buffer_of_another_size_is_refused() -> None:
+    with feed_of(ShuffleBuffer(Stream(Lane), 32), num_lanes=2) as feed:
+        next(feed)
+        state = feed.get_state()
+    with feed_of(ShuffleBuffer(Stream(Lane), 16), num_lanes=2) as other:
+        with pytest.raises(meshfeed.StateMismatchError, match="size"):
+            other.set_state(state)
