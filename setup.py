@@ -31,6 +31,7 @@ def extension(name: str, *libraries: str) -> Extension:
 
 
 extensions = [
+    extension("order._best_fit"),
     extension("sources.array_record._riegeli", "dl", "pthread"),
     extension("sources.tokens._reads"),
 ]

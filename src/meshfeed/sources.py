@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.mds.source import MDS
     from meshfeed._src.sources.memory import Memory
     from meshfeed._src.sources.mixture.source import Mixture
+    from meshfeed._src.sources.packed import Packed
     from meshfeed._src.sources.recognize import as_source
     from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
     from meshfeed._src.sources.stream import Stream
@@ -34,6 +35,7 @@ _HOME = {
     "Map": "map",
     "Memory": "memory",
     "Mixture": "mixture.source",
+    "Packed": "packed",
     "ShuffleBuffer": "shuffle_buffer",
     "Stream": "stream",
     "TFDS": "tf.tfds",
@@ -54,6 +56,7 @@ __all__ = [
     "Map",
     "Memory",
     "Mixture",
+    "Packed",
     "ShuffleBuffer",
     "Stream",
     "TFDS",

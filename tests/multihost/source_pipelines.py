@@ -46,6 +46,8 @@ def write_files(folder: str) -> None:
                 writer.write(int(i).to_bytes(8, "little"))
             writer.close()
     np.arange(3000, dtype=np.uint16).tofile(root / "tokens.bin")
+    documents = [np.append(np.arange(1, length, dtype=np.uint16), np.uint16(0)) for length in DOCUMENT_LENGTHS]
+    np.concatenate(documents).tofile(root / "documents.bin")
     ids = np.arange(200, dtype=np.int32)
     for name, array in (("id", ids), ("tokens", np.arange(200 * 8, dtype=np.int32).reshape(200, 8))):
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(root / f"{name}.zarr")}}
@@ -121,6 +123,25 @@ def _stream(open_lane: Any, folder: str) -> Any:
     from meshfeed import sources
 
     return sources.Stream(open_lane)
+
+
+def _packed_documents(method: str, folder: str) -> Any:
+    from meshfeed import sources
+
+    documents = sources.Tokens.documents(f"{folder}/documents.bin", dtype=np.uint16, eod=0, key="id")
+    return sources.Packed(documents, 8, key="id", method=method, block=32)
+
+
+def _mapped(source: Any) -> Any:
+    from meshfeed import sources
+
+    return sources.Map(source, _add_seven)
+
+
+def _shuffled(folder: str) -> Any:
+    from meshfeed import sources
+
+    return sources.ShuffleBuffer(_stream(open_counter, folder), 48)
 
 
 def _grain(change: Callable[[Any, Any], Any], folder: str) -> Any:
@@ -248,12 +269,17 @@ RANDOM: dict[str, tuple[Callable[[str], Any], bool | int, Sequence[int] | None]]
     "hf map": (_hf_map_style, True, FEW),
     "mixture": (_mixture, True, None),
     "tokens": (_tokens, True, None),
+    "packed": (_part(_packed_documents, "split"), True, None),
+    "packed by best fit": (_part(_packed_documents, "fit"), True, None),
+    "map": (lambda folder: _mapped(_memory(folder)), True, [i + 7 for i in FEW]),
 }
 """name → (maker, the feed's ``shuffle``, ids of all records)."""
 
 STREAMS: dict[str, tuple[Callable[[str], Any], Sequence[int] | None]] = {
     "stream": (_part(_stream, open_counter), FEW),
     "stream without state": (_part(_stream, open_plain), FEW),
+    "mapped stream": (lambda folder: _mapped(_stream(open_counter, folder)), [i + 7 for i in FEW]),
+    "shuffle buffer": (_shuffled, FEW),
     "grain filter": (
         _part(_grain, lambda grain, records: records.filter(lambda r: r["id"] % 3 != 0)),
         [i for i in FEW if i % 3],

@@ -189,6 +189,38 @@ class NumbersRecords(Protocol):
         ...
 
 
+class KnowsLengths(Protocol):
+    """Has records of unequal length, and knows the lengths without reading the records."""
+
+    def lengths(self) -> np.ndarray:
+        """Returns the length of every record, integers ``[len(source)]``."""
+        ...
+
+
+class SlicesReader(Protocol):
+    """Reads parts of records of unequal length."""
+
+    def read_slices(self, record_ids: RecordIds, starts: np.ndarray, lengths: np.ndarray) -> PyTree:
+        """Returns the parts one after the other, arrays ``[sum of lengths, ...]``; the arguments are int64 ``[n]``."""
+        ...
+
+
+class OrdersWithin(Protocol):
+    """Shuffles what its records are made of, not only the records: packed sequences."""
+
+    def with_order(self, *, shuffle: bool | int, seed: int) -> RandomAccessSource:
+        """Returns the source for a feed's settings."""
+        ...
+
+
+class RowLengths(Protocol):
+    """Knows the lengths of what records are made of without reading the records."""
+
+    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the lengths of all segments, int64, and the first segment of each record, int64 ``[n + 1]``."""
+        ...
+
+
 # ---------------------------------------------------------------------- streams and their lanes
 
 

@@ -66,6 +66,9 @@ class RandomAccessStream:
             )
         if len(source) < 1:
             raise SourceError(f"the source {type(source).__name__} is empty: it has 0 records.")
+        within = find(source, hooks.OrdersWithin)
+        if within is not None:
+            source = within.with_order(shuffle=settings.shuffle, seed=settings.seed)
         self.source = source
         self._settings = settings
         self.in_columns = reads_columns(source)

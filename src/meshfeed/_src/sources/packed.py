@@ -1,0 +1,382 @@
+"""Documents of unequal length as sequences of one length, read at random."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from meshfeed._src.base import hooks, memory
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import JsonValue, RecordIds, public
+from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.records import file_of, wants_rng
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source
+
+_log = logging.getLogger("meshfeed.sources.packed")
+_MAPPED_BYTES = 64 << 20  # lengths beyond this are in a temporary file, which the system may drop from memory
+_DOCUMENTS_PER_READ = 4096
+_METHODS, _LONG = ("split", "fit"), ("split", "truncate", "drop")
+
+
+@public("meshfeed.sources")
+class Packed:
+    """Packs documents into sequences of one length, as a random-access source.
+
+    A record is ``{key: int32[L], "segment_ids": int32[L], "positions": int32[L]}``: the tokens of one or more documents,
+    1, 2, … for the parts of documents in the sequence (0 on padding), and the index of each token in its part (0 on
+    padding). Other leaves of the documents with one value per token, such as loss masks, travel with the tokens.
+
+    Documents are packed in blocks of ``block`` consecutive documents. With ``shuffle=True`` the feed permutes the
+    documents within each block, and the blocks, differently in each epoch; every token of the epoch still comes exactly
+    once. The sequence at a place of the stream follows from the documents' lengths, the seed and the place alone, so a
+    state is one number, and resuming takes no longer at the end of an epoch than at its start.
+
+    In a ``Mixture``, the sequences are those of the documents in order, and the mixture shuffles sequences.
+
+    Args:
+      source: random-access documents, or any object that the feed accepts as such: dicts with the leaf ``key`` of shape
+        ``[tokens]``, or bare arrays. ``Tokens.documents`` and other sources with ``lengths()`` know the lengths; all
+        others are read once when the source is created.
+      sequence_length: L, tokens per sequence.
+      key: leaf that holds the tokens.
+      method: ``"split"`` puts the documents of a block end to end and cuts every L tokens, so only the last sequence of a
+        block is padded. ``"fit"`` cuts no document that fits into a sequence: best fit, from the longest to the shortest.
+      block: documents per block.
+      pad_id: token on padding.
+      long: what becomes of a document of more than L tokens: ``"split"`` cuts it, ``"truncate"`` keeps its first L
+        tokens, ``"drop"`` leaves it out.
+
+    Raises:
+      SettingsError: a setting is out of range, or ``source`` has lengths that depend on random numbers; names the keyword.
+      SourceError: the source is not random access, its documents have no leaf ``key`` with one dimension, or no token is
+        left.
+    """
+
+    kind = "packed"
+    fresh_arrays = True
+
+    @hides_own_frames
+    def __init__(
+        self,
+        source: Any,
+        sequence_length: int,
+        *,
+        key: str = "tokens",
+        method: str = "split",
+        block: int = 65_536,
+        pad_id: int = 0,
+        long: str = "split",
+    ) -> None:
+        for name, value, taken in (("method", method, _METHODS), ("long", long, _LONG)):
+            if value not in taken:
+                raise SettingsError(f"{name}={value!r}; it takes {' or '.join(map(repr, taken))}.", setting=name)
+        for name, number in (("sequence_length", sequence_length), ("block", block)):
+            if not _is_int(number) or not 1 <= number < 1 << 31:
+                raise SettingsError(f"{name}={number!r}; it takes an int of at least 1.", setting=name)
+        if not _is_int(pad_id) or not -(1 << 31) <= pad_id < 1 << 31:
+            raise SettingsError(f"pad_id={pad_id!r}; it takes a token, an int32.", setting="pad_id")
+        if not isinstance(key, str) or key in ("", "segment_ids", "positions"):
+            raise SettingsError(f"key={key!r}; it takes the name of the leaf that holds the tokens.", setting="key")
+        self._source, self._key, self._pad_id = _documents(source), key, int(pad_id)
+        self._length = int(sequence_length)
+        self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
+        self._packing = Packing(_lengths(self._source, key), self._length, **self._settings)
+        if not self._packing.num_sequences:
+            raise SourceError(
+                f"Packed: the {len(self._source):,} document(s) leave no token to pack into sequences of "
+                f"{self._length:,} with long={long!r}. Check the documents and the key {key!r}."
+            )
+        self._identity: JsonValue = None
+
+    def __repr__(self) -> str:
+        return f"Packed({self._source!r}, {len(self):,} sequences of {self._length:,} tokens)"
+
+    def __len__(self) -> int:
+        """Number of sequences of one epoch."""
+        return self._packing.num_sequences
+
+    def __getitem__(self, record_id: Any) -> dict[str, np.ndarray]:
+        """Sequence ``record_id`` of the documents in order."""
+        batch = self.read_batch(np.array([operator.index(record_id)]))
+        return {name: leaf[0] for name, leaf in batch.items()}
+
+    def read_batch(self, record_ids: RecordIds | Sequence[int]) -> dict[str, np.ndarray]:
+        """Reads sequences.
+
+        Args:
+          record_ids: int64[n], in any order, repeats allowed.
+
+        Returns:
+          Dict of arrays ``[n, L]`` in new memory.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+          SourceError: a document's length is not what it was, or its leaves do not have one value per token.
+        """
+        ids = np.asarray(record_ids, np.int64)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._end():
+            bad = int(ids[(ids < 0) | (ids >= self._end())][0])
+            raise IndexError(f"record id {bad} is out of range: the source has {len(self):,} records")
+        pieces = self._packing.pieces_at(ids)
+        return self._laid_out(pieces, self._read(pieces))
+
+    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the lengths of all segments of sequences, and the first segment of each sequence; reads nothing."""
+        pieces = self._packing.pieces_at(np.asarray(record_ids, np.int64))
+        return pieces.lengths, pieces.splits
+
+    def stats(self, epoch: int = 0) -> PackingStats:
+        """Returns padding and cut documents of an epoch; goes through all lengths, and reads no document.
+
+        Before a feed shuffles the source, of the documents in order.
+        """
+        return self._packing.stats(epoch)
+
+    def with_order(self, *, shuffle: bool | int, seed: int) -> Packed:
+        """Returns the source with documents in the order of a feed.
+
+        Raises:
+          SettingsError: ``shuffle`` is a number of records or ``"shards"``.
+        """
+        if shuffle is False:
+            return self
+        if shuffle is not True:
+            raise SettingsError(
+                f"shuffle={shuffle!r}, but packed documents are shuffled within the blocks of Packed(block="
+                f"{self._settings['block']}). Pass shuffle=True, and block= to Packed.",
+                setting="shuffle",
+            )
+        other = object.__new__(ShuffledPacked)
+        other.__dict__.update(self.__dict__, _packing=self._packing.shuffled(seed))
+        return other
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: documents, all lengths, and how they are packed."""
+        if self._identity is None:
+            digest = xxhash.xxh3_64()
+            for first in range(0, len(self._packing.lengths), 1 << 20):
+                digest.update(self._packing.lengths[first : first + (1 << 20)].astype("<i8").tobytes())
+            self._identity = {
+                "source": source_identity(self._source),
+                "lengths": digest.hexdigest(),
+                "packing": {
+                    "sequence_length": self._length,
+                    "key": self._key,
+                    "pad_id": self._pad_id,
+                    **self._settings,
+                },
+            }
+        return self._identity
+
+    def file_of(self, record_id: int) -> str | None:
+        """Returns the file of the first document of a sequence."""
+        pieces = self._packing.pieces_at(np.array([record_id], np.int64))
+        return file_of(self._source, int(pieces.documents[0]))
+
+    def close(self) -> None:
+        """Closes the documents."""
+        hooks.close(self._source)
+
+    def _end(self) -> int:
+        return len(self)
+
+    def _read(self, pieces: Pieces) -> dict[str, np.ndarray]:
+        """The tokens and other leaves of pieces, one after the other."""
+        slices = hooks.find(self._source, hooks.SlicesReader)
+        if slices is not None:
+            return slices.read_slices(pieces.documents, pieces.starts, pieces.lengths)
+        documents, which = np.unique(pieces.documents, return_inverse=True)
+        found = [_leaves(record, self._key) for record in _read_items(self._source, documents)]
+        for document, leaves in zip(documents.tolist(), found, strict=True):
+            self._check(document, leaves, found[0])
+        bounds = list(
+            zip(which.tolist(), pieces.starts.tolist(), (pieces.starts + pieces.lengths).tolist(), strict=True)
+        )
+        return {name: np.concatenate([found[i][name][low:high] for i, low, high in bounds]) for name in found[0]}
+
+    def _check(self, document: int, leaves: dict[str, np.ndarray], first: dict[str, np.ndarray]) -> None:
+        wanted = int(self._packing.lengths[document])
+        for name in {**first, **leaves}:
+            leaf, other = leaves.get(name), first.get(name)
+            if leaf is None or other is None:
+                raise SourceError(
+                    f"document {document} and another one differ in the leaf {name!r}.", record_id=document
+                )
+            if leaf.ndim == 0 or len(leaf) != wanted:
+                raise SourceError(
+                    f"leaf {name!r} of document {document} has shape {leaf.shape}, and the document {wanted} tokens. "
+                    "Expected one value per token. Leave other leaves out, such as with Map.",
+                    record_id=document,
+                )
+            if leaf.dtype != other.dtype or leaf.shape[1:] != other.shape[1:]:
+                raise SourceError(
+                    f"leaf {name!r} of document {document} is {leaf.dtype}{list(leaf.shape[1:])} per token, that of "
+                    f"another document {other.dtype}{list(other.shape[1:])}.",
+                    record_id=document,
+                )
+
+    def _laid_out(self, pieces: Pieces, flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Puts the leaves of pieces, one after the other, into rows."""
+        number, size = len(pieces.splits) - 1, self._length
+        ends = np.concatenate([[0], np.cumsum(pieces.lengths)])[pieces.splits]  # tokens before each row
+        filled = np.diff(ends)
+        # Padding is a segment of its own, the last of its row.
+        lengths = np.insert(pieces.lengths, pieces.splits[1:], size - filled)
+        first = pieces.splits[:-1] + np.arange(number)
+        segment = np.arange(len(lengths)) - np.repeat(first, np.diff(pieces.splits) + 1) + 1
+        segment[pieces.splits[1:] + np.arange(number)] = 0
+        begins = (np.cumsum(lengths) - lengths).astype(np.int32)
+        segment_ids, positions = (memory.empty((number, size), np.int32) for _ in range(2))
+        segment_ids.reshape(-1)[:] = np.repeat(segment.astype(np.int32), lengths)
+        np.subtract(np.arange(number * size, dtype=np.int32), np.repeat(begins, lengths), out=positions.reshape(-1))
+        rows = list(zip(range(number), ends[:-1].tolist(), filled.tolist(), strict=True))
+        short = [row for row in rows if row[2] < size]
+        for row, _, count in short:
+            positions[row, count:] = 0
+        leaves = {}
+        for name, values in flat.items():
+            dtype = np.dtype(np.int32) if name == self._key else values.dtype
+            out = memory.empty((number, size, *values.shape[1:]), dtype)
+            if name == self._key:
+                values = _as_tokens(values)
+            if not short:
+                out.reshape(-1, *values.shape[1:])[:] = values
+            else:
+                for row, start, count in rows:
+                    out[row, :count] = values[start : start + count]
+                    out[row, count:] = self._pad_id if name == self._key else 0
+            leaves[name] = out
+        return {**leaves, "segment_ids": segment_ids, "positions": positions}
+
+
+class ShuffledPacked(Packed):
+    """A :class:`Packed` in the order of a feed: the record id of a sequence is its place in the endless stream."""
+
+    kind = "packed"
+    fresh_arrays = True
+    first_record_id = 0
+
+    def make_order(
+        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+    ) -> PlaceOrder:
+        """Returns the order of the sequences, which is that of their ids."""
+        del shuffle, position_of_step
+        return PlaceOrder(len(self), seed, num_epochs)
+
+    def check_record_ids(self, record_ids: RecordIds) -> None:
+        """Raises SourceError for a negative id; every other id is a place in some epoch."""
+        for record_id in record_ids[record_ids < 0].tolist():
+            raise SourceError(f"record id {record_id} is not a place in the stream.", record_id=record_id)
+
+    def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
+        """Returns the id of another sequence of the same epoch."""
+        epoch, place = divmod(record_id, len(self))
+        return epoch * len(self) + epoch_order.replacement_id(seed, epoch, place, attempt, len(self))
+
+    def with_order(self, *, shuffle: bool | int, seed: int) -> Packed:
+        """Not used: the source has an order already."""
+        raise SettingsError("this source is shuffled already.", setting="source")
+
+    def read_batch(self, record_ids: RecordIds | Sequence[int]) -> dict[str, np.ndarray]:
+        """Reads the sequences at places of the stream; see :meth:`Packed.read_batch`."""
+        return super().read_batch(record_ids)
+
+    def _end(self) -> int:
+        return 1 << 62
+
+
+def _documents(source: Any) -> Any:
+    documents = as_source(source)
+    if isinstance(documents, HostBatches) or not hasattr(documents, "__getitem__"):
+        raise SourceError(
+            f"Packed got a {type(documents).__name__}, which is read in order. Expected random-access documents. Pack "
+            "streams with Grain's packing, or convert them to files that are read at random."
+        )
+    if hooks.find(documents, hooks.NumbersRecords) is not None:
+        raise SourceError(
+            "Packed got a mixture. Expected documents of one source. Pack the components: "
+            "Mixture({name: Packed(documents, sequence_length)}, weights=…)."
+        )
+    if wants_rng(documents):
+        raise SettingsError(
+            "Packed got documents whose function takes rng=, so their lengths may differ between epochs. Expected fixed "
+            "documents. Apply the function to the sequences: Map(Packed(documents, …), function).",
+            setting="source",
+        )
+    if not len(documents):
+        raise SourceError(f"Packed got a {type(documents).__name__} with 0 documents.")
+    return documents
+
+
+def _lengths(source: Any, key: str) -> np.ndarray:
+    """The length of every document, uint32 or int64; memory-mapped if there are many."""
+    known = hooks.find(source, hooks.KnowsLengths)
+    if known is not None:
+        lengths = np.asarray(known.lengths())
+        if lengths.shape != (len(source),) or lengths.dtype.kind not in "iu":
+            raise SourceError(
+                f"lengths() of {type(source).__name__} returned {lengths.dtype} of shape {lengths.shape}. Expected one "
+                f"integer per record, [{len(source)}]."
+            )
+        return lengths
+    number = len(source)
+    lengths = np.empty(number, np.uint32)
+    if lengths.nbytes > _MAPPED_BYTES:
+        lengths = np.memmap(tempfile.TemporaryFile(), np.uint32, "w+", shape=(number,))  # noqa: SIM115 (the map holds it)
+    _log.info("reading %d documents once for their lengths", number)
+    with Dropping("the packing of documents: read for their lengths", number, "documents") as progress:
+        for first in range(0, number, _DOCUMENTS_PER_READ):
+            ids = np.arange(first, min(first + _DOCUMENTS_PER_READ, number))
+            lengths[ids] = [len(_leaves(record, key)[key]) for record in _read_items(source, ids)]
+            progress.add(len(ids))
+    return lengths
+
+
+def _read_items(source: Any, ids: np.ndarray) -> Sequence[Any]:
+    if hooks.find(source, hooks.ItemsReader) is not None:
+        return source.__getitems__(ids.tolist())
+    return [source[record_id] for record_id in ids.tolist()]
+
+
+def _leaves(record: Any, key: str) -> dict[str, np.ndarray]:
+    """The leaves of a document as arrays; a bare array is its tokens."""
+    if not isinstance(record, Mapping):
+        record = {key: record}
+    if key not in record:
+        raise SourceError(f"a document has the leaves {sorted(record)}, and not {key!r}. Pass key= to Packed.")
+    leaves = {name: np.asarray(leaf) for name, leaf in record.items()}
+    tokens = leaves[key]
+    if tokens.size == 0 and tokens.dtype.kind == "f":  # numpy's dtype of an empty list
+        leaves[key] = tokens = tokens.astype(np.int32)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise SourceError(
+            f"leaf {key!r} of a document is {tokens.dtype} of shape {tokens.shape}. Expected integers of shape [tokens]. "
+            "Turn text into token ids with Map."
+        )
+    if reserved := sorted({"segment_ids", "positions"} & leaves.keys()):
+        raise SourceError(f"documents have the leaf {reserved[0]!r}, which Packed writes itself. Rename it with Map.")
+    return leaves
+
+
+def _as_tokens(values: np.ndarray) -> np.ndarray:
+    limits = np.iinfo(np.int32)
+    if not np.can_cast(values.dtype, np.int32) and values.size:
+        worst = values[np.argmax(values)] if int(values.max()) > limits.max else values[np.argmin(values)]
+        if not limits.min <= int(worst) <= limits.max:
+            raise SourceError(f"a document holds the token {worst}, which does not fit into int32.")
+    return values
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
