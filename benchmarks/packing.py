@@ -44,9 +44,9 @@ class Documents:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __getitem__(self, record_id: int) -> dict[str, np.ndarray]:
-        end = int(self._ends[record_id])
-        return {"tokens": self._tokens[end - int(self._lengths[record_id]) : end]}
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        end = int(self._ends[index])
+        return {"tokens": self._tokens[end - int(self._lengths[index]) : end]}
 
     def lengths(self) -> np.ndarray:
         return self._lengths

@@ -12,7 +12,7 @@ import argparse
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="of each way in each round")
 
 
-def gathers(arrays: list[np.ndarray], length: int, per_file: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+def gathers(arrays: Sequence[np.ndarray], length: int, per_file: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """Ways to read windows with numpy alone."""
     plain = [np.asarray(array) for array in arrays]
 
-    def gather(sources: list[np.ndarray], ids: np.ndarray) -> np.ndarray:
+    def gather(sources: Sequence[np.ndarray], ids: np.ndarray) -> np.ndarray:
         out = np.empty((len(ids), length + 1), np.int32)
         files, windows = np.divmod(ids, per_file)
         for row, (file, start) in enumerate(zip(files.tolist(), (windows * length).tolist(), strict=True)):
