@@ -208,7 +208,7 @@ class SlicesReader(Protocol):
 class OrdersWithin(Protocol):
     """Shuffles what its records are made of, not only the records: packed sequences."""
 
-    def with_order(self, *, shuffle: bool | int, seed: int) -> RandomAccessSource:
+    def with_order(self, *, shuffle: bool | int | str, seed: int) -> RandomAccessSource:
         """Returns the source for a feed's settings."""
         ...
 

@@ -143,7 +143,7 @@ class Packed:
         """
         return self._packing.stats(epoch)
 
-    def with_order(self, *, shuffle: bool | int, seed: int) -> Packed:
+    def with_order(self, *, shuffle: bool | int | str, seed: int) -> Packed:
         """Returns the source with documents in the order of a feed.
 
         Raises:
@@ -284,7 +284,7 @@ class ShuffledPacked(Packed):
         epoch, place = divmod(record_id, len(self))
         return epoch * len(self) + epoch_order.replacement_id(seed, epoch, place, attempt, len(self))
 
-    def with_order(self, *, shuffle: bool | int, seed: int) -> Packed:
+    def with_order(self, *, shuffle: bool | int | str, seed: int) -> Packed:
         """Not used: the source has an order already."""
         raise SettingsError("this source is shuffled already.", setting="source")
 
