@@ -68,7 +68,7 @@ def test_a_feed_warns_once(caplog: pytest.LogCaptureFixture) -> None:
             with make_feed() as feed:
                 next(feed)
     assert [record.getMessage() for record in caplog.records] == [
-        "each process reads all of the data: OMPI_COMM_WORLD_SIZE=4 shows that this job has several processes, but JAX knows "
+        "each process reads all of the data: OMPI_COMM_WORLD_SIZE=4 shows that this job has several processes, but JAX sees "
         "only this one. Call jax.distributed.initialize() before anything else. If the processes are meant to be "
         "independent jobs, set the environment variable MESHFEED_INDEPENDENT_PROCESSES=1."
     ]

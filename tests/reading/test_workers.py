@@ -466,12 +466,12 @@ def test_garbage_is_collected_between_requests_only() -> None:
 
 def test_what_cannot_travel_is_a_settings_error() -> None:
     lock = threading.Lock()
-    with pytest.raises(SettingsError, match=r"num_workers asks for worker processes.*num_workers=0"):
+    with pytest.raises(SettingsError, match=r"num_workers starts worker processes.*num_workers=0"):
         pickle_task(lambda: lock)
 
 
 def test_a_result_without_a_request_is_refused(echo) -> None:
-    with pytest.raises(MeshfeedError, match="without a request"):
+    with pytest.raises(MeshfeedError, match="no pending request"):
         echo.result(1, 0.1)
 
 

@@ -89,7 +89,7 @@ def test_a_generator_is_read_once_and_cannot_be_resumed():
     next(iterator)
     state = iterator.get_state()
     iterator.set_state(state)  # where it is already
-    with pytest.raises(errors.SourceError, match="a generator, which can be read once and was"):
+    with pytest.raises(errors.SourceError, match="a generator, which can be read only once and has been read"):
         source.iterator()
     other = HostBatches(batch for batch in batches()).iterator()
     with pytest.raises(errors.StateMismatchError, match="A generator can be read once") as error:

@@ -1,4 +1,4 @@
-"""Checks which process this is: a forked child, or one of several that JAX does not know of.
+"""Checks which process this is: a forked child, or one process of a job that ``jax.distributed`` has not joined.
 
 A fork copies every object but no threads, and shares sockets and child processes with the parent. A child that ran its
 parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources therefore
@@ -108,7 +108,7 @@ def forgotten_processes() -> str | None:
     if shown is None:
         return None
     return (
-        f"{shown} shows that this job has several processes, but JAX knows only this one. Call "
+        f"{shown} shows that this job has several processes, but JAX sees only this one. Call "
         f"jax.distributed.initialize() before anything else. If the processes are meant to be independent jobs, set the "
         f"environment variable {INDEPENDENT}=1."
     )

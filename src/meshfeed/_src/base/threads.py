@@ -91,19 +91,19 @@ class Background:
         self._function, self._name = function, name
         self._unclaimed = [None]  # popped by the one thread that runs the function
         self._threads: list[threading.Thread] = []  # more than one only if start() was interrupted
-        self._asked = self._started = self._ended = False
+        self._requested = self._started = self._ended = False
         self._end = WakeUp()
 
     @property
     def unused(self) -> bool:
         """Whether :meth:`start` has never been called."""
-        return not self._asked
+        return not self._requested
 
     def start(self) -> None:
         """Starts the thread, once. Safe to call again after an interrupt."""
         if self._started:
             return
-        self._asked = True
+        self._requested = True
         # Thread.start() waits for an Event, so it runs on a thread that no interrupt reaches.
         _thread.start_new_thread(self._start_thread, ())
         self._started = True
@@ -113,7 +113,7 @@ class Background:
         self._threads.append(thread)
         try:
             thread.start()
-        except RuntimeError:  # the process may start no further thread: this one, which nobody joins, does the work
+        except RuntimeError:  # the process cannot start another thread: this one, which is never joined, does the work
             self._threads.remove(thread)
             self._run()
 
@@ -138,12 +138,12 @@ class Background:
         if threading.current_thread() in self._threads or (not self._started and _claim(self._unclaimed)):
             return True
         deadline = time.monotonic() + seconds
-        while not self._ended and self._asked and time.monotonic() < deadline:
+        while not self._ended and self._requested and time.monotonic() < deadline:
             self._end.wait(lambda: self._ended, deadline - time.monotonic())
         for thread in self._threads if self._ended else ():
             with contextlib.suppress(RuntimeError):  # a duplicate after an interrupt, not started yet; it has no work
                 thread.join(max(0.0, deadline - time.monotonic()))
-        return self._ended or not self._asked
+        return self._ended or not self._requested
 
 
 class Call(Generic[R]):

@@ -251,7 +251,7 @@ class MultiHostDataLoadIterator:
         rows, rest = divmod(global_rows, self.global_mesh.size)
         if rest or not rows:
             raise PlanError(
-                f"global_shape asks for {global_rows} rows, and the mesh has {self.global_mesh.size} devices; it takes a "
+                f"global_shape has {global_rows} rows, but the mesh has {self.global_mesh.size} devices; it takes a "
                 f"multiple of {self.global_mesh.size}."
             )
         self._local.expect_rows(rows * self._local_devices)

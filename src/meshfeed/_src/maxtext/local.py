@@ -2,8 +2,8 @@
 
 MaxText's checkpoint code takes the state from the loader itself, and its ``iter()`` resumes a one-shot iterator after the
 last delivered batch, although the feed reads ahead. Every iterator here therefore has a state: those of the loaders or,
-for loaders without one, the number of batches. Undelivered batches are kept, so that a one-shot iterator without a state
-can go back to the last delivered one.
+for loaders without one, the number of batches. Undelivered batches are kept: a one-shot iterator without a state can
+go back to the last delivered one.
 """
 
 from __future__ import annotations

@@ -132,9 +132,9 @@ class RemoteIterator:
         path = self._path(step_array)
         if not path.exists():
             raise MissingIteratorStateError(
-                f"{path} is not there. The iterator was not saved at this step, or on another number of hosts (there "
-                f"are {coordination.process_count()} now); it is as it was. Restore another step, or set elastic=True for "
-                "data whose state all hosts share."
+                f"{path} does not exist. The iterator was not saved at this step, or by a different number of hosts "
+                f"(there are {coordination.process_count()} now); it is unchanged. Restore a different step, or "
+                "set elastic=True for data whose state all hosts share."
             )
         try:
             state = decode_value(json.loads(path.read_text()))

@@ -42,7 +42,7 @@ def pickle_task(make_task: Callable[[], object], *, setting: str = "num_workers"
         return cloudpickle.dumps(make_task)
     except Exception as error:
         raise SettingsError(
-            f"{setting} asks for worker processes, but the source or its decoder cannot be sent to one: {error}. "
+            f"{setting} starts worker processes, but the source or its decoder cannot be pickled for them: {error}. "
             f"Leave open files, locks and device arrays out of them, or set {setting}=0.",
             setting=setting,
         ) from error
@@ -154,7 +154,7 @@ class _Worker(Generic[Request, Answer]):
 
     def result(self, timeout: float | None) -> Answer:
         if not self._pending:
-            raise MeshfeedError(f"{self.label} was asked for a result without a request")
+            raise MeshfeedError(f"{self.label} has no pending request to return a result for")
         try:
             return self._next_answer(timeout)
         finally:

@@ -252,7 +252,7 @@ class RemoteClient:
             raise StopIteration
         if END in flags:
             raise MeshfeedError(
-                "some hosts beside the accelerators have ended and others have not; their logs say why."
+                "the data has ended on some hosts beside the accelerators and not on others; see their logs."
             )
         return headers
 

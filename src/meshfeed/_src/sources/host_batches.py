@@ -145,8 +145,9 @@ class HostBatches:
         if self._taken:
             if self._first_state is None:
                 raise SourceError(
-                    f"the batches come from a {type(self.iterable).__name__}, which can be read once and was. Expected "
-                    "an iterable that starts again at each iter(). Pass an object whose __iter__ makes a new generator."
+                    f"the batches come from a {type(self.iterable).__name__}, which can be read only once and has been read. "
+                    "Expected an iterable that starts again at each iter(). Pass an object whose __iter__ makes a new "
+                    "generator."
                 )
             if rewind:
                 self.iterable.set_state(self._first_state)
@@ -229,7 +230,7 @@ class HostBatchIterator:
             # Ctrl-C finishes a generator; the next call would then look like the end of the data.
             if inspect.isgenerator(self._iterator) and self._iterator.gi_frame is None:
                 self._failure = SourceError(
-                    f"the generator of host batches was interrupted after {self._delivered} batches and cannot go on. "
+                    f"the generator of host batches was interrupted after {self._delivered} batches and cannot continue. "
                     "Create the feed again with a new one."
                 )
             raise
