@@ -1,17 +1,27 @@
-"""Host batches in the feed: one iterator that several readers must not share."""
+"""Host batches: side by side in the global batch, one iterator that several readers must not share, refusals."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 import time
+import unittest.mock
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType
+from stream_parts import rows_of_host, settings_of
 
 import meshfeed
+from meshfeed._src.state.state import parse_state, seal
+from meshfeed._src.streams import local_batches
+from meshfeed._src.streams.local_batches import LocalBatchStream, rows_of
 
 
 class Resumable:
@@ -206,3 +216,535 @@ def test_data_smaller_than_a_batch_gives_none_and_one_warning(kind: str, caplog:
     with make_feed(source, global_batch_size=8, **options) as feed:
         assert list(feed) == list(feed) == []
     assert [record.levelname for record in caplog.records if "so there is no batch" in record.message] == ["WARNING"]
+
+
+# --- a stream by itself ---------------------------------------------------------------------------------------------
+
+
+class Shards:
+    """Global batches of as many equal parts as there are hosts."""
+
+    def __init__(self, num_hosts: int = 1) -> None:
+        self.num_hosts = num_hosts
+
+    def global_batch_size_of(self, host_rows: int) -> int:
+        return host_rows * self.num_hosts
+
+    def smallest_batch_size(self) -> int:
+        return self.num_hosts
+
+
+def numbers(*batches: list[int]) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.array(rows, np.int64)} for rows in batches]
+
+
+def stream_of(batches: Any, num_hosts: int = 1, **changes: Any) -> LocalBatchStream:
+    settings = settings_of(**{"global_batch_size": None, **changes})
+    return LocalBatchStream(meshfeed.sources.HostBatches(batches), settings, Shards(num_hosts))
+
+
+def open_reader(stream: LocalBatchStream, owners: tuple[int, ...] = (0,), host: int = 0, **options: Any) -> Any:
+    return stream.open_reader(stream.start(), rows_of_host(owners, host), **{"hosts_agree": False, **options})
+
+
+@contextlib.contextmanager
+def on_host(host: int, num_hosts: int) -> Iterator[None]:
+    with (
+        unittest.mock.patch.object(local_batches.coordination, "process_index", return_value=host),
+        unittest.mock.patch.object(local_batches.coordination, "process_count", return_value=num_hosts),
+    ):
+        yield
+
+
+def deliver(
+    batches: list[list[dict[str, np.ndarray]]], state: Any = None, steps: int = 1000, **changes: Any
+) -> tuple[list[list[int]], Any]:
+    """Rows of the batches that hosts with these batches deliver, and the state after them."""
+    num_hosts = len(batches)
+    streams, cursors, readers = [], [], []
+    for host, own in enumerate(batches):
+        with on_host(host, num_hosts):
+            stream = stream_of(own, num_hosts, **changes)
+            cursors.append(stream.start() if state is None else stream.restore(parse_state(state)))
+            rows = rows_of_host(range(num_hosts), host)
+            readers.append(stream.open_reader(cursors[-1], rows, hosts_agree=num_hosts > 1))
+            streams.append(stream)
+    found: list[list[int]] = []
+    while len(found) < steps:
+        try:
+            made = [reader.next() for reader in readers]
+        except StopIteration:
+            break
+        if all(reader.final() is not None for reader in readers):
+            break
+        # A host that was restored after its last batch does not know the structure
+        size = made[0].global_batch_size // num_hosts
+        rows = [[0] * size if batch.tree is None else batch.tree["x"].tolist() for batch in made]
+        found.append([row for own in rows for row in own])
+        ended = {key: rows for batch in made for key, rows in batch.ended.items()}
+        cursors = [s.advance(cursor, b, ended) for s, cursor, b in zip(streams, cursors, made, strict=True)]
+    states = []
+    for host, (stream, cursor) in enumerate(zip(streams, cursors, strict=True)):
+        with on_host(host, num_hosts):
+            states.append(stream.state(cursor).to_json())
+    return found, json.loads(json.dumps(meshfeed.merge_states(states)))
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_the_batches_of_all_hosts_side_by_side_before_and_after_any_resume(data: st.DataObject) -> None:
+    num_hosts, num_epochs = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    end = data.draw(st.sampled_from(["drop", "pad"]))
+    batches, streams = [], []
+    for host in range(num_hosts):
+        full = [[1000 * host + 2 * i + 1, 1000 * host + 2 * i + 2] for i in range(data.draw(st.integers(1, 5)))]
+        short = [[1000 * host + 999]] if data.draw(st.booleans()) else []
+        batches.append(numbers(*full, *short))
+        streams.append((full + ([[*short[0], 0]] if short and end == "pad" else [])) * num_epochs)
+    lengths = [len(rows) for rows in streams]
+    wanted = [
+        [row for rows in streams for row in (rows[step] if step < len(rows) else [0, 0])]
+        for step in range(min(lengths) if end == "drop" else max(lengths))
+    ]
+    options = {
+        "num_epochs": num_epochs,
+        "end": end,
+        "global_batch_size": data.draw(st.sampled_from([None, 2 * num_hosts])),
+    }
+    state, found = None, []
+    for _ in range(data.draw(st.integers(1, 3))):
+        more, state = deliver(batches, state, data.draw(st.integers(1, 4)), **options)
+        found += more
+        assert found == wanted[: len(found)]
+        assert (state["step"], state["position"]) == (len(found), sum(row != 0 for rows in found for row in rows))
+    assert found + deliver(batches, state, **options)[0] == wanted
+
+
+def test_a_short_batch_after_a_resume_is_still_the_short_one() -> None:
+    batches = [numbers([1, 2], [3, 4], [5])]
+    found, state = deliver(batches, steps=2)
+    assert found == [[1, 2], [3, 4]]
+    assert deliver(batches, state) == ([], state)
+    _, padded = deliver(batches, steps=2, end="pad")
+    assert deliver(batches, padded, end="pad")[0] == [[5, 0]]
+
+
+def test_the_state_is_this() -> None:
+    _, state = deliver([numbers([1, 2], [3, 4]), numbers([5, 6], [7])], end="pad", num_epochs=3)
+    entries = [seal({"epoch": epoch, "step": 6, "iterator": {"batches": 2}}) for epoch in (2, 2)]
+    assert state == {
+        "meshfeed": 1,
+        "kind": "host_batches",
+        "position": 21,
+        "segments": [[0, 0, 4]],
+        "fingerprint": {
+            "source": {"kind": "host_batches"}, "elastic": False, "processes": 2, "num_epochs": 3, "end": "pad",
+        },
+        "step": 6,
+        "hosts": dict(zip("01", entries, strict=True)),
+    }  # fmt: skip
+
+
+NO_EFFECT = "{} has no effect on an iterable of host batches; leave it out, and {}."
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "message"),
+    [
+        ({"shuffle": True}, "shuffle", NO_EFFECT.format("shuffle=True", "shuffle where the batches are made")),
+        ({"shuffle": 1}, "shuffle", NO_EFFECT.format("shuffle=1", "shuffle where the batches are made")),
+        (
+            {"num_workers": 2},
+            "num_workers",
+            NO_EFFECT.format("num_workers=Workers(2, gc_every=100)", "give the workers to what makes the batches"),
+        ),
+        ({"num_lanes": 2}, "num_lanes", NO_EFFECT.format("num_lanes=2", "host batches have no lanes")),
+        (
+            {"bad_records": meshfeed.SkipBad(0.5)},
+            "bad_records",
+            NO_EFFECT.format("bad_records=SkipBad(max_fraction=0.5)", "handle bad records where the batches are made"),
+        ),
+        (
+            {"global_batch_size": meshfeed.BatchSchedule([(0, 4), (2, 8)])},
+            "global_batch_size",
+            "a BatchSchedule needs a source of records; an iterable of host batches has batches of one size.",
+        ),
+        (
+            {"load": "once"},
+            "load",
+            "load='once' needs a source of records; with host batches every host brings its own rows.",
+        ),
+    ],
+)
+def test_settings_that_host_batches_cannot_have(changes: dict[str, Any], setting: str, message: str) -> None:
+    with pytest.raises(meshfeed.SettingsError) as caught:
+        stream_of([], **changes)
+    assert (str(caught.value), caught.value.setting) == (message, setting)
+
+
+SINGLE = (
+    "If these are single records, pass the dataset that they come from, not its iterator; if a function generates them, "
+    "wrap it in sources.Stream: meshfeed.sources.Stream(lambda lane_index, num_lanes: "
+    "itertools.islice(make_records(), lane_index, None, num_lanes))."
+)
+FORM = f"a host batch is a pytree of arrays with rows first. {SINGLE}"
+
+
+def message(call: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(meshfeed.SourceError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_what_is_no_host_batch_is_refused_word_for_word() -> None:
+    assert rows_of({"x": np.zeros((3, 2)), "y": np.zeros(9)}) == 3
+    assert message(rows_of, {}) == f"a host batch has no leaves: {{}}; {FORM}"
+    assert message(rows_of, {"x": np.float32(1)}) == (
+        f"leaf ['x'] of a host batch is float32 (dtype float32) of shape (); {FORM}"
+    )
+    assert message(rows_of, 3) == f"leaf (the batch itself) of a host batch is int (dtype int64) of shape (); {FORM}"
+    assert message(open_reader(stream_of([None])).next) == (
+        "the iterable of host batches gave None; a host batch is a pytree of arrays."
+    )
+
+
+def test_batches_of_other_sizes_are_refused_word_for_word() -> None:
+    reader = open_reader(stream_of(numbers([1], [2, 3]), global_batch_size=2))
+    others = "Give batches of that many rows, or leave global_batch_size out to take it from the first."
+    assert message(reader.next) == (
+        "host batch 0 has 1 rows, and others follow; expected 2 rows, which is what this host holds of a global batch of 2, "
+        f"in all batches but the last. {others} {SINGLE}"
+    )
+    reader = open_reader(stream_of(numbers([1, 2], [3], [4, 5])))
+    reader.next()
+    assert message(reader.next) == (
+        "host batch 1 has 1 rows, and others follow; expected 2 rows, which is what this host holds of a global batch of 2, "
+        f"in all batches but the last. {others}"
+    )
+    for end in ("drop", "pad"):
+        reader = open_reader(stream_of(numbers([1, 2], [3, 4, 5]), end=end))
+        reader.next()
+        assert message(reader.next) == (
+            "host batch 1: leaf ['x'] has 3 rows, and this host holds 2 rows of a global batch of 2; give batches of 2 rows."
+        )
+    reader = open_reader(stream_of([np.zeros(3)], global_batch_size=2))
+    assert message(reader.next) == (
+        "host batch 0: leaf (the batch) has 3 rows, and this host holds 2 rows of a global batch of 2; give batches of 2 "
+        f"rows. {SINGLE}"
+    )
+
+
+def test_batches_that_differ_in_structure_are_refused() -> None:
+    different = [*numbers([1, 2], [3, 4]), {"x": np.zeros(2, np.int32)}]
+    reader = open_reader(stream_of(different))
+    assert [reader.next().tree["x"].tolist() for _ in range(2)] == [[1, 2], [3, 4]]
+    assert message(reader.next).startswith(
+        "host batch 2: records have the leaves ['x'] int32[], the first had ['x'] int64[]"
+    )
+    ragged = [{"x": np.zeros(2), "y": np.zeros(3)}]
+    assert "leaf ['y'] of the iterable of host batches is float64 of shape (3,)" in message(
+        open_reader(stream_of(ragged)).next
+    )
+
+
+def test_an_iterable_that_does_not_start_again_has_one_epoch() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            return iter(numbers([1, 2]) if self.passes == 1 else [])
+
+    reader = open_reader(stream_of(Once(), num_epochs=2))
+    reader.next()
+    assert message(reader.next) == (
+        "the iterable of host batches gave none in epoch 1; with num_epochs it must start again at each iter()."
+    )
+
+
+EMPTY = "the host batches are empty: no host has a batch. Check the data, and the code that makes the batches."
+
+
+@pytest.mark.parametrize("end", ["drop", "pad"])
+def test_a_host_without_a_batch(end: str) -> None:
+    assert message(open_reader(stream_of([], end=end)).next) == EMPTY
+    stream = stream_of([], num_hosts=2, end=end)
+    reader = open_reader(stream, (0, 1), 1, hosts_agree=True)
+    assert reader.empty
+    if end == "drop":
+        with pytest.raises(StopIteration):
+            reader.next()
+        return
+    batch = reader.next()
+    assert (batch.tree, batch.global_batch_size, batch.size_from_others, batch.num_bytes) == (None, 2, True, 0)
+    assert batch.entries == {"0": {"epoch": 0, "step": 0, "iterator": {"batches": 0}}}
+    assert batch.ended == {1 << 32 | 1: 1}
+    assert (reader.final(), reader.empty) == (0, True)
+    assert message(stream.read_schedule) == (
+        "the iterable of host batches gave no batch on this host, which therefore cannot derive the global batch size. Pass "
+        "global_batch_size if a host may have no batch."
+    )
+    assert (
+        message(stream_of([]).read_schedule) == "the iterable of host batches is empty: it gave no batch on this host."
+    )
+
+
+def test_padding_has_the_shape_and_size_of_the_batches_before_it() -> None:
+    stream = stream_of(numbers([1, 2], [3]), num_hosts=4, end="pad", mask_key="real")
+    reader = open_reader(stream, (1, 0, 1, 1), 0, hosts_agree=True)
+    first, short, padding = reader.next(), reader.next(), reader.next()
+    for batch, rows, real in (
+        (first, [1, 2], [True] * 2),
+        (short, [3, 0], [True, False]),
+        (padding, [0, 0], [False] * 2),
+    ):
+        assert {key: value.tolist() for key, value in batch.tree.items()} == {"x": rows, "real": real}
+        assert (batch.global_batch_size, batch.num_bytes, batch.size_from_others) == (8, 18, False)
+        assert list(batch.times) == ["read_seconds"]
+    assert (first.ended, short.ended, padding.ended) == ({}, {2 << 32 | 3: 1}, {3 << 32 | 2: 2})
+    assert [batch.entries["0"] for batch in (first, short, padding)] == [
+        {"epoch": 0, "step": 1, "iterator": {"batches": 1}},
+        {"epoch": 0, "step": 2, "iterator": {"batches": 2}},
+        {"epoch": 0, "step": 2, "iterator": {"batches": 2}},
+    ]
+    assert (first.step, short.step, padding.step, reader.final()) == (0, 1, 2, 2)
+    assert (reader.next().step, reader.final()) == (3, 2)
+
+
+def test_padded_rows_are_announced_in_runs() -> None:
+    reader = open_reader(stream_of(numbers([1, 2]), 2, end="pad", global_batch_size=8), (0, 1, 0, 1), hosts_agree=True)
+    assert [reader.next().ended, reader.next().ended] == [{1 << 32 | 4: 2}, {2 << 32: 2, 2 << 32 | 4: 2}]
+
+
+class Uneven:
+    """Batches as MaxText makes them."""
+
+    ends_may_differ = readers_share_a_position = rows_may_vary = True
+
+    def __init__(self, *batches: list[int]) -> None:
+        self.batches = numbers(*batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def test_the_number_of_rows_may_vary_where_the_batches_allow_it() -> None:
+    stream = stream_of(Uneven([1, 2], [3, 4, 5], [6]), num_hosts=2, end="pad")
+    reader = open_reader(stream, (0, 1), hosts_agree=True)
+    cursor, sizes = stream.start(), []
+    for _ in range(3):
+        batch = reader.next()
+        sizes.append((batch.global_batch_size, batch.tree["x"].tolist(), batch.ended))
+        cursor = stream.advance(cursor, batch, {})
+    assert sizes == [(4, [1, 2], {}), (6, [3, 4, 5], {}), (2, [6], {})]
+    assert (cursor.step, cursor.position) == (3, 12)
+    padding = reader.next()
+    assert (padding.global_batch_size, padding.size_from_others, padding.tree) == (2, True, None)
+    assert stream.fingerprint(cursor)["end"] == "drop"
+    state = stream.state(cursor)
+    restored = stream.restore(state)
+    assert (restored.step, restored.position) == (3, 12)
+
+
+def test_an_iterator_that_is_shared_is_moved_by_opening_it_again() -> None:
+    restartable, shared = numbers([1]), Uneven([1])
+    assert not stream_of(restartable).moved_by_opening
+    assert stream_of(shared).moved_by_opening
+    assert stream_of(Resumable()).moved_by_opening
+    assert not stream_of(iter(restartable)).moved_by_opening, "a generator cannot be opened again at all"
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
+
+BATCHES = numbers([1, 2], [3, 4], [5, 6], [7, 8])
+NOT_ELASTIC = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
+EARLIER = "Use an earlier checkpoint."
+CHANGED = "The state was changed or damaged; use an earlier checkpoint."
+JOIN = "Join the states of all hosts with meshfeed.merge_states."
+GAPS = "segments that begin at 0 and join without a gap"
+VALUE = "Pass the saved value, or start a new stream without the state."
+AFTER_3 = deliver([BATCHES], steps=3)[1]
+
+
+def entry_at(**changes: Any) -> dict[str, Any]:
+    return {"hosts": {"0": seal({"epoch": 0, "step": 3, "iterator": {"batches": 3}, **changes})}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "expected"),
+    [
+        ({"hosts": None}, {}, ("hosts", None, "step and hosts of an iterable of host batches", NOT_ELASTIC)),
+        ({"step": None}, {}, ("hosts", None, "step and hosts of an iterable of host batches", NOT_ELASTIC)),
+        ({"hosts": {"7": {}, "1": {}}}, {}, ("hosts", ["1", "7"], "host 0", JOIN)),
+        ({"hosts": {"0": 5}}, {}, ("hosts.0", 5, "an object with a digest", CHANGED)),
+        (entry_at(step=4), {}, ("step", 3, "4 in hosts.0", EARLIER)),
+        (entry_at(step=4), {"end": "pad"}, ("step", 3, "4 in hosts.0", EARLIER)),
+        (entry_at(step=2), {}, ("step", 3, "2 in hosts.0", EARLIER)),
+        ({"position": 5}, {}, ("position", 5, 6, EARLIER)),
+        ({"position": 7}, {}, ("position", 7, 6, EARLIER)),
+        ({"position": 7}, {"end": "pad"}, ("position", 7, 6, EARLIER)),
+        ({"segments": [], "position": 0}, {}, ("position", 0, 0, EARLIER)),
+        ({"segments": [[1, 2, 2]]}, {}, ("segments", [[1, 2, 2]], GAPS, CHANGED)),
+        ({}, {"num_epochs": 2}, ("num_epochs", 1, 2, VALUE)),
+    ],
+)  # fmt: skip
+def test_a_state_of_something_else_is_refused(
+    changes: dict[str, Any], options: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    state = {key: value for key, value in {**AFTER_3, **changes}.items() if value is not None}
+    state["fingerprint"] = {**state["fingerprint"], "end": options.get("end", "drop")}
+    with pytest.raises(meshfeed.StateMismatchError) as caught:
+        stream_of(BATCHES, **options).restore(parse_state(state))
+    error = caught.value
+    assert (error.field, error.saved, error.current, error.remedy) == expected
+
+
+def test_a_state_of_another_number_of_hosts_is_refused() -> None:
+    with on_host(0, 2), pytest.raises(meshfeed.StateMismatchError) as caught:
+        stream_of(BATCHES).restore(parse_state(AFTER_3))
+    assert (caught.value.field, caught.value.saved, caught.value.current) == ("processes", 1, 2)
+
+
+def test_a_generator_cannot_go_on_from_a_state() -> None:
+    with pytest.raises(meshfeed.StateMismatchError) as caught:
+        stream_of(iter(BATCHES)).restore(parse_state(AFTER_3))
+    error = caught.value
+    assert (error.field, error.saved, error.current, error.remedy) == (
+        "hosts.0",
+        "3 batches",
+        "an iterator that can be read once",
+        "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
+    )
+
+
+def test_a_restored_cursor_has_what_was_saved() -> None:
+    cursor = stream_of(BATCHES).restore(parse_state(AFTER_3))
+    assert (cursor.step, cursor.position, cursor.num_lanes) == (3, 6, 0)
+    assert cursor.entries == {"0": {"epoch": 0, "step": 3, "iterator": {"batches": 3}}}
+    assert [cursor.step_schedule.at(step) for step in (2, 3, 4)] == [(4, 2), (6, 2), (8, 2)]
+    assert stream_of(BATCHES).state(cursor).to_json() == AFTER_3
+    padded = {**AFTER_3, "position": 5, "fingerprint": {**AFTER_3["fingerprint"], "end": "pad"}, **entry_at(step=2)}
+    assert stream_of(BATCHES, end="pad").restore(parse_state(padded)).position == 5
+    before = stream_of(BATCHES).state(stream_of(BATCHES).start())
+    assert stream_of(BATCHES).restore(before).entries == {}
+    assert stream_of(BATCHES).records_after(cursor, 9, {}) == 0
+
+
+# --- looking ahead, and closing -------------------------------------------------------------------------------------
+
+
+def test_looking_at_the_first_batch_leaves_it_for_the_reader() -> None:
+    stream = stream_of(iter(BATCHES))
+    assert [(leaf.path, leaf.shape, leaf.dtype) for leaf in stream.record_spec().leaves] == [("['x']", (), np.int64)]
+    assert stream.batch_size_at(stream.start()) == 2
+    reader = open_reader(stream)
+    assert reader.next().tree["x"].tolist() == [1, 2]
+    assert reader.peek()["x"].tolist() == [3, 4]
+    assert reader.peek()["x"].tolist() == [3, 4]
+    assert [reader.next().tree["x"].tolist() for _ in range(3)] == [[3, 4], [5, 6], [7, 8]]
+    assert message(reader.peek) == "the iterable of host batches has no further batch on this host to take a look at."
+
+
+def test_a_look_at_a_batch_that_is_late_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_batches.time, "monotonic", lambda: 7.0)
+    reader = open_reader(stream_of(BATCHES, timeout_seconds=0.01))
+    with reader._taking, pytest.raises(meshfeed.StalledError) as caught:
+        reader.peek()
+    assert (caught.value.hosts, caught.value.waited_seconds) == ((0,), 0.01)
+    assert str(caught.value) == (
+        "host 0 itself is late: it is waiting for host batch 0 for 0.0 s (timeout_seconds=0.01)."
+    )
+
+
+def test_a_failed_look_is_tried_again() -> None:
+    failures = [RuntimeError("not yet")]
+
+    class Failing:
+        def __iter__(self) -> Any:
+            if failures:
+                raise failures.pop()
+            return iter(BATCHES)
+
+    stream = stream_of(Failing())
+    with pytest.raises(RuntimeError, match="not yet"):
+        stream.record_spec()
+    assert stream.read_schedule().sizes == (2,)
+
+
+def test_a_batch_that_fails_in_passing_is_taken_again(caplog: pytest.LogCaptureFixture) -> None:
+    failures = {1: 1, 2: 2}
+
+    class Failing(Resumable):
+        def __next__(self) -> dict[str, np.ndarray]:
+            if failures.get(self.at, 0):
+                failures[self.at] -= 1
+                raise OSError("a blip")
+            return super().__next__()
+
+    reader = open_reader(stream_of(Failing(4)))
+    assert [int(reader.next().tree["x"][0, 0]) for _ in range(4)] == [0, 1, 2, 3]
+    assert [text.split(" failed")[0] for text in caplog.messages] == [
+        "taking batch 1",
+        "taking batch 2",
+        "taking batch 2",
+    ]
+
+
+def test_what_a_reader_waits_for_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(local_batches.time, "monotonic", lambda: now[0])
+    reader = open_reader(stream_of(BATCHES))
+    now[0] += 2
+    assert reader.describe() == "waiting for host batch 0 for 2.0 s"
+    reader.next()
+    now[0] += 0.5
+    assert reader.describe() == "waiting for host batch 1 for 0.5 s"
+    assert (reader.final(), reader.sequential) == (None, True)
+
+
+def test_what_cannot_be_closed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "meshfeed.host_batches")
+
+    def fail() -> None:
+        raise RuntimeError("busy")
+
+    stream = stream_of(BATCHES)
+    reader = open_reader(stream)
+    reader._iterator.close = fail
+    reader.close()
+    stream.source.close = fail  # type: ignore[method-assign]
+    stream.close()
+    assert caplog.messages == [
+        "closing the iterator of host batches failed: busy",
+        "closing the iterable of host batches failed: busy",
+    ]
+
+
+def test_closing_ends_the_iterator_that_was_only_looked_at() -> None:
+    stream = stream_of(BATCHES)
+    stream.record_spec()
+    closed = []
+    assert stream._first is not None
+    stream._first[0].close = lambda: closed.append(True)  # type: ignore[method-assign]
+    stream.close()
+    stream.close()
+    assert closed == [True]
+
+
+def test_what_host_batches_have_not_is_an_error() -> None:
+    stream = stream_of(BATCHES)
+    with pytest.raises(TypeError) as no_length:
+        stream.num_steps(stream.start())
+    assert [
+        str(no_length.value),
+        message(stream.record_ids, stream.start(), 3),
+        message(stream.read, [1]),
+        message(stream.replay_from, stream.start(), 3, None),
+    ] == [
+        "an iterable of host batches has no length that all hosts know.",
+        "record_ids(3): host batches have no record ids.",
+        "read(record_ids): host batches have no record ids; pass a random-access source.",
+        "host batches cannot be read again by the feed; pass a source of records.",
+    ]
+    assert stream.describe_batch(open_reader(stream).next()) == {}

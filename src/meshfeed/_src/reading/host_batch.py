@@ -278,7 +278,7 @@ def _ragged_lists(first: Any, other: Any) -> str:
             a.node_data() == b.node_data() and len(mine) == len(theirs) and all(map(same_but_for_lengths, mine, theirs))
         )
 
-    if not same_but_for_lengths(first, other):
+    if first == other or not same_but_for_lengths(first, other):
         return ""
     return f"{_RAGGED}lists of unequal lengths: "
 

@@ -526,6 +526,9 @@ class LocalBatchStream:
         else:
             iterator = self.source.iterator(None if entry is None else entry["iterator"])
             self._first = None
+        if cursor.step and self.schedule is None and not self._rows_may_vary:
+            # The next batch may be the short one at the end of an epoch, from which no size follows.
+            self.schedule = BatchSchedule([(0, cursor.step_schedule.at(cursor.step - 1)[1])])
         epoch = 0 if entry is None else int(entry["epoch"])
         self._reading = LocalBatchReader(
             self, cursor, host_rows, self._settings, iterator, ready, epoch, hosts_agree=hosts_agree
