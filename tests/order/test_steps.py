@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.settings import BatchSchedule
-from meshfeed._src.order.steps import Segment, StepSchedule, derive_step, parse_segments
+from meshfeed._src.order.steps import Segment, StepSchedule, derive_step, parse_segments, position_at
 
 REMEDY = "The state was changed or damaged; use an earlier checkpoint."
 FORM = "a list of [first_step, first_position, global_batch_size]"
@@ -78,6 +78,15 @@ def test_the_step_follows_from_the_segments_and_the_position(stream: tuple[StepS
             assert derive_step(segments, position, total, pad=pad) == step
     if step and sizes[step - 1] > 1:  # a last batch that is not full
         assert derive_step(segments, position - 1, position - 1, pad=True) == step
+
+
+@given(resumed(), st.integers(1, 30), st.integers(0, 9))
+def test_delivered_segments_go_on_at_their_last_size(
+    stream: tuple[StepSchedule, list[int]], step: int, more: int
+) -> None:
+    schedule, sizes = stream
+    assert position_at(schedule.delivered(step), step + more) == sum(sizes[:step]) + more * sizes[step - 1]
+    assert position_at((), more) == 0
 
 
 def test_far_steps_cost_no_walk() -> None:

@@ -32,7 +32,7 @@ from meshfeed._src.reading.host_batch import (
 
 ALIKE = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
 DECODE = "Give the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
-LEAVE_OUT = "Turn it into numbers before the feed, or leave that column out."
+LEAVE_OUT = "Turn it into numbers with decode= or meshfeed.sources.Map, or leave that column out."
 NO_DTYPE = "a leaf is an array or number of a dtype that JAX has."
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_parts import Numbers, Plain, rows_of_host, run, settings_of
 
+import meshfeed
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.settings import BatchSchedule, SkipBad
 from meshfeed._src.plan.plan import HostRows
@@ -477,3 +478,41 @@ def test_lanes_are_closed_when_one_cannot_be_opened() -> None:
                 num_threads,
             )
         assert closed == [0, 1]
+
+
+# --- mixtures, whose stages begin at steps --------------------------------------------------------------------------
+
+
+def mixed(weights: Any) -> LaneStream:
+    def count_from(base: int) -> meshfeed.sources.Stream:
+        return meshfeed.sources.Stream(
+            lambda lane_index, num_lanes: ({"x": np.int64(base + 100 * lane_index + n)} for n in range(50))
+        )
+
+    parts = {"a": count_from(1), "b": count_from(1001)}
+    return LaneStream(meshfeed.sources.Mixture(parts, weights, block=8), settings_of(num_lanes=4, num_epochs=None))
+
+
+STAGES = [(0, {"a": 1, "b": 1}), (4, {"b": 1})]
+
+
+def test_a_mixture_of_streams_goes_on_in_the_stage_of_the_step() -> None:
+    whole = [batch["x"].tolist() for batch in run(mixed(STAGES), [0], steps=7).batches]
+    assert {row < 1000 for batch in whole[:4] for row in batch} == {True, False}
+    assert {row < 1000 for batch in whole[4:] for row in batch} == {False}
+    for steps in (3, 5):
+        first = run(mixed(STAGES), [0, 1], steps=steps)
+        assert first.state.fingerprint["mixture"]["stages"] == [[0, 0, {"a": 1, "b": 1}], [4, 32, {"b": 1}]]
+        rest = run(mixed(STAGES), [1, 0, 0, 0], steps=7 - steps, state=first.state)
+        assert [batch["x"].tolist() for batch in (*first.batches, *rest.batches)] == whole
+        assert mixed(STAGES).lane_settings(4).num_epochs == 1, "the mixture counts the epochs of its parts"
+
+
+def test_a_stage_of_a_mixture_that_has_begun_cannot_change_and_a_later_one_can() -> None:
+    state = run(mixed(STAGES), [0], steps=3).state
+    assert mixed([STAGES[0], (3, {"a": 1})]).restore(state).step == 3
+    with pytest.raises(StateMismatchError) as caught:
+        mixed([(0, {"a": 3, "b": 1})]).restore(state)
+    assert caught.value.field == "mixture.stages[0]"
+    assert "weights=[(0, {'a': 1, 'b': 1}), (3, {'a': 3, 'b': 1})]" in caught.value.remedy
+    assert mixed(STAGES).record_spec().leaves[0].path == "['x']"

@@ -526,3 +526,40 @@ def test_a_stream_closes_its_source() -> None:
     stream.close()
     assert stream.source.closed
     RandomAccessStream([np.int64(1)], settings_of(end="pad")).close()
+
+
+# --- mixtures, whose stages begin at steps --------------------------------------------------------------------------
+
+
+def mixed(weights: Any) -> RandomAccessStream:
+    parts = {"a": Numbers(30), "b": Numbers(50)}
+    return RandomAccessStream(meshfeed.sources.Mixture(parts, weights, block=8), settings_of(num_epochs=None, seed=3))
+
+
+STAGES = [(0, {"a": 1, "b": 1}), (4, {"b": 1})]
+
+
+def test_a_mixture_goes_on_in_the_stage_of_the_step() -> None:
+    stream = mixed(STAGES)
+    ids = [stream.record_ids(stream.start(), step) for step in range(7)]
+    assert {value >> 48 for batch in ids[:4] for value in batch.tolist()} == {0, 1}
+    assert {value >> 48 for batch in ids[4:] for value in batch.tolist()} == {1}
+    whole = [((batch & (1 << 48) - 1) + 1).tolist() for batch in ids]
+    for steps in (3, 5):
+        first = run(mixed(STAGES), [0, 1], steps=steps)
+        assert first.state.fingerprint["mixture"]["stages"] == [[0, 0, {"a": 1, "b": 1}], [4, 32, {"b": 1}]]
+        rest = run(mixed(STAGES), [1, 0, 0, 0], steps=7 - steps, state=first.state)
+        assert [batch["x"].tolist() for batch in (*first.batches, *rest.batches)] == whole
+    assert stream.num_steps(stream.start()) is None
+    assert stream.read(ids[0])["x"].tolist() == whole[0]
+    with pytest.raises(meshfeed.SourceError, match="2"):
+        stream.read([2 << 48])
+
+
+def test_a_stage_of_a_mixture_that_has_begun_cannot_change_and_a_later_one_can() -> None:
+    state = run(mixed(STAGES), [0], steps=3).state
+    assert mixed([STAGES[0], (3, {"a": 1})]).restore(state).step == 3
+    with pytest.raises(meshfeed.StateMismatchError) as caught:
+        mixed([(0, {"a": 3, "b": 1})]).restore(state)
+    assert caught.value.field == "mixture.stages[0]"
+    assert "weights=[(0, {'a': 1, 'b': 1}), (3, {'a': 3, 'b': 1})]" in caught.value.remedy
