@@ -19,7 +19,7 @@ from meshfeed._src.base.coordination import KeyValueStore, format_hosts
 from meshfeed._src.base.errors import AgreementError, PeerError
 from meshfeed._src.base.failure import Failure
 from meshfeed._src.base.reduction import Reduction, leave
-from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.settings import FeedSettings, balance_json
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import flatten
 from meshfeed._src.streams.protocol import Cursor
@@ -41,6 +41,7 @@ def agreed_settings(
         "step": cursor.step,
         "load": settings.load,
         "mask_key": settings.mask_key,
+        "balance": balance_json(settings),
         "bad_records": None if bad is None else bad.max_fraction,
         "num_skipped": None if bad is None else cursor.num_skipped,
         "check_replicas": settings.check_replicas,

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import math
 import numbers
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
 
 T = TypeVar("T")
+
+Balance: TypeAlias = "Literal['attention', 'tokens'] | Callable[[np.ndarray], float]"
+"""What the rows of a global batch are balanced by; a function gets the segment lengths of one row, int64[segments]."""
 
 
 def _integer(setting: str, value: object, minimum: int, what: str) -> int:
@@ -163,6 +166,7 @@ class FeedSettings:
     num_epochs: int | None
     end: Literal["drop", "pad"]
     mask_key: str | None
+    balance: Balance | None
     num_lanes: int | None
     load: Literal["sharded", "once"] | tuple[int, ...]
     prefetch: int
@@ -235,6 +239,15 @@ def _mask_key(value: object, end: str) -> str | None:
     return value
 
 
+def _balance(value: object) -> Balance | None:
+    if not callable(value) and value not in (None, "attention", "tokens"):
+        raise SettingsError(
+            f"balance={value!r}; it takes None, 'attention', 'tokens', or a function of the segment lengths of one row.",
+            setting="balance",
+        )
+    return cast("Balance | None", value)
+
+
 def _name(value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value or "/" in value):
         raise SettingsError(f"name={value!r}; it takes a string without '/', or None.", setting="name")
@@ -262,6 +275,7 @@ def check_settings(
     num_epochs: object,
     end: object,
     mask_key: object,
+    balance: object = None,
     num_lanes: object,
     load: object,
     prefetch: object,
@@ -287,6 +301,7 @@ def check_settings(
         num_epochs=_optional_integer("num_epochs", num_epochs, "an int of at least 1, or None to repeat forever"),
         end=checked_end,
         mask_key=_mask_key(mask_key, checked_end),
+        balance=_balance(balance),
         num_lanes=_optional_integer("num_lanes", num_lanes),
         load=_load(load),
         prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
@@ -302,6 +317,14 @@ def check_settings(
     )
 
 
+def balance_json(settings: FeedSettings) -> str | None:
+    """Returns ``balance`` as it is shown and compared between hosts: a function by its name."""
+    balance = settings.balance
+    if balance is None or isinstance(balance, str):
+        return balance
+    return getattr(balance, "__qualname__", type(balance).__name__)
+
+
 def settings_json(settings: FeedSettings) -> dict[str, Any]:
     """Returns all settings as JSON, keyed by keyword."""
     value = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
@@ -311,6 +334,7 @@ def settings_json(settings: FeedSettings) -> dict[str, Any]:
     return {
         **value,
         "global_batch_size": stages[0][1] if stages and len(stages) == 1 else stages,
+        "balance": balance_json(settings),
         "num_workers": int(settings.num_workers),
         "load": settings.load if isinstance(settings.load, str) else list(settings.load),
         "retry": {**dataclasses.asdict(retry), "on": [kind.__name__ for kind in retry.on]},

@@ -24,7 +24,15 @@ from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
 from meshfeed._src.base.hooks import Resumable, is_stream
 from meshfeed._src.base.process import Finalizer, Owner, finalize, warn_if_forgotten
 from meshfeed._src.base.reduction import ProgressReport
-from meshfeed._src.base.settings import BatchSchedule, FeedSettings, Retry, SkipBad, check_settings, settings_json
+from meshfeed._src.base.settings import (
+    Balance,
+    BatchSchedule,
+    FeedSettings,
+    Retry,
+    SkipBad,
+    check_settings,
+    settings_json,
+)
 from meshfeed._src.base.stats import PROGRESS, FeedStats, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
@@ -112,6 +120,12 @@ def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> An
       SettingsError: a setting does not apply to this kind of source.
     """
     recognized = as_source(source)
+    if settings.balance is not None and (isinstance(recognized, HostBatches) or is_stream(recognized)):
+        raise SettingsError(
+            f"balance={settings.balance!r} needs the lengths of records that are not read yet, so a random-access source. "
+            "Leave it out, or pack random-access documents with Packed.",
+            setting="balance",
+        )
     if isinstance(recognized, HostBatches):
         return LocalBatchStream(recognized, settings, shards)
     if is_stream(recognized):
@@ -174,6 +188,10 @@ class Feed:
       num_epochs: passes over the source, with no gap between them; None to repeat forever.
       end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step.
       mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
+      balance: orders the rows of each global batch so that the shards of the batch cost about the same: ``"attention"``
+        (the sum of the squares of a row's segment lengths), ``"tokens"`` (their sum), or a function that returns the cost
+        of one row from its segment lengths, int64[segments]. The rows of a step and the state stay the same. For ``Packed``
+        and sources with ``lengths()``.
       num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into.
         Default: the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most
         an eighth of the number of shards.
@@ -208,6 +226,7 @@ class Feed:
         num_epochs: int | None = 1,
         end: Literal["drop", "pad"] = "drop",
         mask_key: str | None = None,
+        balance: Balance | None = None,
         num_lanes: int | None = None,
         load: Literal["sharded", "once"] | Sequence[int] = "sharded",
         prefetch: int = 2,
@@ -253,6 +272,7 @@ class Feed:
                     num_epochs=num_epochs,
                     end=end,
                     mask_key=mask_key,
+                    balance=balance,
                     num_lanes=num_lanes,
                     load=load,
                     prefetch=prefetch,

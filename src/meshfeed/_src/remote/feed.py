@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
 from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
-from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, check_settings
+from meshfeed._src.base.settings import Balance, BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import PyTree, RecordIds, public
@@ -173,6 +173,7 @@ class RemoteFeed:
         num_epochs: int | None = 1,
         end: Literal["drop", "pad"] = "drop",
         mask_key: str | None = None,
+        balance: Balance | None = None,
         num_lanes: int | None = None,
         load: Literal["sharded", "once"] | Sequence[int] = "sharded",
         prefetch: int = 2,

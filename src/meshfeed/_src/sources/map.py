@@ -25,7 +25,7 @@ from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 
 _FUNCTION_KEY = 105  # purpose of a derived key: the function's numbers differ from those of the source's decoder
-_RANDOM_HOOKS = ("first_record_id", "make_order", "check_record_ids", "replacement_id", "file_of", "file_names")
+_RANDOM_HOOKS = ("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths")
 _STREAM_HOOKS = ("check_lanes", "file_names")
 
 
@@ -101,7 +101,7 @@ class MappedRecords(_Mapped):
         self.wants_rng = self._passes_rng or self._source_rng
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _RANDOM_HOOKS:
+        if name not in (*_RANDOM_HOOKS, "file_of", "file_names"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_source"], name)  # a mixture keeps its own numbers and order
 

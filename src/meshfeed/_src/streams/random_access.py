@@ -27,6 +27,7 @@ from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of, reads_columns
 from meshfeed._src.reading.workers import WorkerReader
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
+from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import Cursor, HostBatch, check_fingerprint, required_schedule
 
 _log = logging.getLogger("meshfeed.feed")
@@ -72,6 +73,7 @@ class RandomAccessStream:
         self.source = source
         self._settings = settings
         self.in_columns = reads_columns(source)
+        self.balance = None if settings.balance is None else RowBalance(source, settings.balance)
         self._numbering = find(source, hooks.NumbersRecords)  # a mixture defines its own order
         self._shard_lengths = self._get_shard_lengths() if settings.shuffle == "shards" else None
         self._order = self._order_of(StepSchedule(self.schedule))
@@ -228,8 +230,15 @@ class RandomAccessStream:
     def record_ids(self, cursor: RandomAccessCursor, step: int) -> RecordIds:
         """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
         self._check_step(cursor, step)
-        stop = self.records_after(cursor, step, {})
-        return cursor.order.ids_at(np.arange(cursor.step_schedule.at(step)[0], stop, dtype=np.int64))[0]
+        return self.batch_ids(cursor.order, cursor.step_schedule.at(step)[0], self.records_after(cursor, step, {}))[0]
+
+    def batch_ids(self, order: RecordOrder, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
+        """Returns ids and epochs of the batch at positions ``[start, stop)``, int64 ``[rows]`` each, in row order."""
+        record_ids, epochs = order.ids_between(start, stop)
+        if self.balance is None:
+            return record_ids, epochs
+        rows = self.balance.rows(record_ids)
+        return record_ids[rows], epochs[rows]
 
     def read(self, record_ids: object) -> PyTree:
         """See :class:`meshfeed._src.streams.protocol.FeedStream`."""
@@ -342,6 +351,11 @@ class RandomAccessReader:
 
     def _ids_of(self, position: int, part: _Part) -> tuple[RecordIds, RecordIds]:
         total = self._order.total
+        if self._stream.balance is not None:  # every host places the rows of the whole batch
+            stop = position + part.size if total is None else min(position + part.size, total)
+            record_ids, epochs = self._stream.batch_ids(self._order, position, stop)
+            rows = part.rows[part.rows < stop - position]
+            return record_ids[rows], epochs[rows]
         if total is not None and position + part.size > total:
             positions = position + part.rows
             return self._order.ids_at(positions[positions < total])

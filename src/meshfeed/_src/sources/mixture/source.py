@@ -278,6 +278,29 @@ class RandomMixture:
         replacement = epoch_order.replacement_id(seed, epoch, own_id, attempt, len(self._sources[number]))
         return int(join_ids(number, replacement))
 
+    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of all segments of records, and the first segment of each record; reads nothing.
+
+        Raises:
+          SettingsError: a component does not know them.
+        """
+        numbers, ids = split_ids(record_ids)
+        counts, parts = np.zeros(len(ids), np.int64), []
+        for number, rows in group_by(numbers):
+            known = hooks.find(self._sources[number], hooks.RowLengths)
+            if known is None:
+                raise SettingsError(
+                    f"balance= needs the lengths of records, which component {self._names[number]!r} does not know. Use "
+                    "Packed for all components.",
+                    setting="balance",
+                )
+            lengths, splits = known.row_lengths(ids[rows])
+            counts[rows] = np.diff(splits)
+            parts.append((rows, np.split(lengths, splits[1:-1])))
+        by_row = {row: part for rows, split in parts for row, part in zip(rows.tolist(), split, strict=True)}
+        joined = np.concatenate([by_row[row] for row in range(len(ids))])
+        return joined, np.concatenate([[0], np.cumsum(counts)])
+
     def file_of(self, record_id: int) -> str | None:
         """The component that holds a record, and the file if known."""
         number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)

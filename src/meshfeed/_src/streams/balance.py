@@ -1,0 +1,58 @@
+"""Places the rows of a global batch so that the parts of the mesh get equal work."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.settings import Balance
+from meshfeed._src.base.types import RandomAccessSource, RecordIds
+from meshfeed._src.order.balance import balanced_rows
+
+_POWERS = {"attention": 2, "tokens": 1}
+
+
+class RowBalance:
+    """Orders the rows of a batch by the lengths of their segments, without reading records.
+
+    Args:
+      source: a source that knows the lengths: ``row_lengths`` or ``lengths`` of :mod:`meshfeed._src.base.hooks`.
+      balance: "attention", "tokens", or a function of the segment lengths of one row, int64[segments].
+
+    Raises:
+      SettingsError: the source does not know the lengths of its records.
+    """
+
+    def __init__(self, source: RandomAccessSource, balance: Balance) -> None:
+        self._of_rows = hooks.find(source, hooks.RowLengths)
+        self._of_records = hooks.find(source, hooks.KnowsLengths)
+        self._balance = balance
+        if self._of_rows is None and self._of_records is None:
+            raise SettingsError(
+                f"balance={balance!r} needs a source that knows the lengths of its records, and {type(source).__name__} does "
+                "not. Use Packed, or give the source lengths() -> int[records].",
+                setting="balance",
+            )
+
+    def rows(self, record_ids: RecordIds) -> RecordIds:
+        """Returns which of the records becomes each row, int64[n]."""
+        return balanced_rows(self._costs(record_ids))
+
+    def _costs(self, record_ids: RecordIds) -> np.ndarray:
+        if self._of_rows is not None:
+            lengths, splits = self._of_rows.row_lengths(record_ids)
+        else:
+            assert self._of_records is not None
+            lengths, splits = self._of_records.lengths()[record_ids], np.arange(len(record_ids) + 1)
+        if isinstance(self._balance, str):
+            before = np.concatenate([[0.0], np.cumsum(lengths.astype(np.float64) ** _POWERS[self._balance])])
+            return np.diff(before[splits])
+        costs = np.array([float(self._balance(part)) for part in np.split(lengths, splits[1:-1])])
+        if not (np.isfinite(costs) & (costs >= 0)).all():
+            raise SettingsError(
+                f"balance={self._balance!r} returned {costs[~(np.isfinite(costs) & (costs >= 0))][0]}; it takes a function "
+                "that returns a finite number of at least 0.",
+                setting="balance",
+            )
+        return costs
