@@ -1,6 +1,6 @@
 """What hosts and the reducer send each other about a window of steps, and the JSON forms.
 
-A host's :class:`WindowReport` says how far it has read. The reducer's :class:`Announcement` says how far all hosts can
+A host's :class:`WindowReport` gives how far it has read, the reducer's :class:`Announcement` how far all hosts can
 deliver. Both carry contents for :class:`meshfeed._src.agreement.window_report.WindowReports`.
 """
 
