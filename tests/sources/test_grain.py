@@ -305,7 +305,7 @@ def test_a_data_loader_needs_no_absl_app():
 def test_array_record_is_read_by_our_reader_where_that_is_the_same(tmp_path):
     module = pytest.importorskip("array_record.python.array_record_module")
     from meshfeed._src.sources.array_record.source import ArrayRecord
-    from meshfeed._src.sources.grain.tree import BatchedSource
+    from meshfeed._src.sources.grain.internals import BatchedSource
 
     paths = []
     for name in ("a", "b"):

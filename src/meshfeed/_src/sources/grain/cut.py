@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import grain
 import numpy as np
@@ -24,9 +24,9 @@ import numpy as np
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.sources.files import stream as file_stream
 from meshfeed._src.sources.files.parquet import ParquetFile
-from meshfeed._src.sources.grain import leaves as grain_leaves
-from meshfeed._src.sources.grain import tree as grain_tree
-from meshfeed._src.sources.grain.tree import HOW_TO_OPEN, is_named, private, without_prefetch
+from meshfeed._src.sources.grain import internals, leaves
+from meshfeed._src.sources.grain.internals import Node, Pipeline, Records, is_named, parents, private
+from meshfeed._src.sources.grain.tree import copy_tree, sparse_node, walk, without_prefetch
 
 _logger = logging.getLogger("meshfeed.sources")
 
@@ -37,11 +37,9 @@ _BUFFER_BYTES = 1 << 23  # read buffers of column chunks, over all lanes
 _PARQUET_CYCLE = 16  # files that Grain interleaves
 _OPEN_PARTS = 64  # open files over all lanes, to keep memory independent of the number of lanes
 _MANY = 1 << 16  # above this, parts are not listed: an infinite dataset of datasets has 2**63
-_SEEDED = ("RandomMapIterDataset", "WindowShuffleIterDataset", "PackIterDataset")
-_ONE_TO_ONE = (
-    "PrefetchIterDataset", "MapIterDataset", "MapWithIndexIterDataset", "RandomMapIterDataset", "BatchIterDataset",
-    "WithOptionsIterDataset", "_WithSeedIterDataset", "ZipIterDataset",
-)  # fmt: skip
+
+Copy = Callable[[Node], Node]
+Datasets: TypeAlias = "Sequence[Node | None] | Records"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,30 +66,27 @@ class Place:
         return slice(self.lane_index, None, self.num_lanes)
 
 
-def cut(dataset: Any, place: Place) -> Any:
+def cut(dataset: Pipeline, place: Place) -> Pipeline:
     """One lane of a pipeline: an IterDataset over its part of the data.
 
     Raises:
       SourceError: a node cannot be split into lanes; names the node and shows how to write ``Stream(open)``.
     """
     check(dataset, place.num_lanes)
-    copies: dict[int, Any] = {}
+    copies: dict[int, Node] = {}
 
-    def replace(node: Any) -> Any:
+    def replace(node: Node) -> Node | None:
         if isinstance(node, grain.MapDataset):  # below a user's IterDataset
             return _elements(node, place)
         for names, cutter in _CUTTERS:
-            if is_named(node, *names):
-                return cutter(node, place, lambda child: grain_tree.copy_tree(child, replace, copies))
+            if is_named(node, names):
+                return cutter(node, place, lambda child: copy_tree(child, replace, copies))
         return _cut_foreign(node, place) if _is_sliceable(node) else None
 
-    lane = grain_tree.copy_tree(dataset, replace, copies)
-    # For a dataset without a child, Grain wraps its iterators' class in one more traceback filter on every call.
-    lane.has_child = True
-    return lane
+    return internals.skip_traceback_filter(copy_tree(dataset, replace, copies))
 
 
-def check(dataset: Any, num_lanes: int) -> None:
+def check(dataset: Pipeline, num_lanes: int) -> None:
     """Checks that a pipeline can be split into lanes; reads no data.
 
     Raises:
@@ -102,35 +97,40 @@ def check(dataset: Any, num_lanes: int) -> None:
         raise _refusal(*found, num_lanes)
 
 
-def find_uncuttable(dataset: Any, num_lanes: int) -> tuple[Any, str] | None:
-    """The first node that cannot be split into ``num_lanes`` lanes, and the reason; None if all can. Reads no data."""
-    for node in grain_tree.walk(dataset):
-        if is_named(node, "ElasticIterator", "_DataLoaderPipelineMarkerIterDataset"):
+def find_uncuttable(dataset: Pipeline, num_lanes: int) -> tuple[Node, str] | None:
+    """The first node that cannot be split into ``num_lanes`` lanes, and the reason; None if all can. Reads no data.
+
+    Raises:
+      SourceError: a node that this version of meshfeed does not support.
+    """
+    for node in walk(dataset):
+        internals.check_known(node)
+        if is_named(node, internals.SHARDED):
             return node, "it batches and shards by itself; pass the dataset that it was made of"
         if num_lanes == 1 or isinstance(node, grain.MapDataset):
             continue
-        if is_named(node, "ZipIterDataset"):
+        if is_named(node, internals.ZIP):
             inner = _not_one_to_one(node)
             if inner is not None:
                 return node, f"below it, {inner} drops, adds or moves elements, so that lanes would pair other ones"
-        if is_named(node, "InterleaveIterDataset"):
-            datasets = private(node, "_datasets")
+        if is_named(node, internals.INTERLEAVE):
+            datasets = private(node, "datasets")
             first = _first_left(datasets, num_lanes)
-            inner = find_uncuttable(first, num_lanes) if first is not None and len(datasets) < num_lanes else None
-            if inner is not None:
-                return inner[0], f"{inner[1]}, and {len(datasets)} datasets are fewer than {num_lanes} lanes"
-        elif not grain_tree.parents(node) and not _is_sliceable(node) and not is_named(node, *_LEAVES):
+            found = find_uncuttable(first, num_lanes) if first is not None and len(datasets) < num_lanes else None
+            if found is not None:
+                return found[0], f"{found[1]}, and {len(datasets)} datasets are fewer than {num_lanes} lanes"
+        elif not parents(node) and not _is_sliceable(node) and not is_named(node, _LEAVES):
             return node, "it is a source without set_slice(slice, sequential_slice), so every lane would read all of it"
     return None
 
 
-def _refusal(node: Any, reason: str, num_lanes: int) -> SourceError:
+def _refusal(node: Node, reason: str, num_lanes: int) -> SourceError:
     name = type(node).__name__
     lanes = f"{num_lanes} lanes" if num_lanes > 1 else "lanes"
-    return SourceError(f"cannot cut {name} into {lanes}: {reason}. {HOW_TO_OPEN}")
+    return SourceError(f"cannot cut {name} into {lanes}: {reason}. {internals.HOW_TO_OPEN}")
 
 
-def _derive_seed(seed: Any, salt: Sequence[int]) -> int:
+def _derive_seed(seed: int, salt: Sequence[int]) -> int:
     """A seed derived from (seed, salt); the seed itself if the salt is all zeros."""
     if not any(salt):
         return int(seed)
@@ -138,29 +138,31 @@ def _derive_seed(seed: Any, salt: Sequence[int]) -> int:
     return int(np.random.SeedSequence([int(seed) & 0xFFFFFFFFFFFFFFFF, *salt]).generate_state(1)[0]) >> 1
 
 
-def _elements(records: Any, place: Place) -> Any:
+def _elements(records: Records, place: Place) -> Records:
     """The part's elements of a MapDataset."""
     if place.epoch:
-        records = grain_tree.EpochMapDataset(records, place.epoch)
+        records = internals.EpochMapDataset(records, place.epoch)
     return records if place.num_lanes == 1 else records.slice(place.slice)
 
 
-def _cut_read(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
-    options = private(node, "_read_options")
+def _cut_read(node: Node, place: Place, _copy: Copy) -> Node:
+    options = private(node, "read_options")
     block = max(1, min(_MAX_BLOCK, _BLOCK_ELEMENTS // place.all_lanes))
     if options.prefetch_buffer_size > 0:  # never more elements at once than the user allowed
         block = min(block, options.prefetch_buffer_size)
     read_ahead = options.num_threads > 0 and options.prefetch_buffer_size > 0
-    return grain_leaves.ReadLane(_elements(private(node, "_parent"), place), block, read_ahead)
+    records = internals.parent(node)
+    assert isinstance(records, grain.MapDataset)
+    return leaves.Leaf(leaves.ReadIterator, _elements(records, place), block, read_ahead)
 
 
-def _cut_interleave(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
-    datasets = private(node, "_datasets")
+def _cut_interleave(node: Node, place: Place, _copy: Copy) -> Node:
+    datasets = private(node, "datasets")
     parts, unit = _assign_datasets(datasets, place)
     # A MapDataset of datasets continues with its later epochs past its length.
     later = place.epoch * len(datasets) if isinstance(datasets, grain.MapDataset) else 0
 
-    def make_part(part_index: int) -> Any:
+    def make_part(part_index: int) -> Pipeline | None:
         index, lane_index, num_lanes = parts(part_index)
         part = datasets[index + later]
         if part is None:
@@ -169,8 +171,8 @@ def _cut_interleave(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any
         inner = dataclasses.replace(place, lane_index=lane_index, num_lanes=num_lanes, salt=salt)
         return cut(without_prefetch(part), inner)
 
-    cycle = min(private(node, "_cycle_length"), max(1, _OPEN_PARTS // place.all_lanes))
-    return grain_leaves.InterleaveLane(make_part, parts.count, cycle, unit)
+    cycle = min(private(node, "cycle_length"), max(1, _OPEN_PARTS // place.all_lanes))
+    return leaves.Leaf(leaves.InterleaveIterator, make_part, parts.count, cycle, unit)
 
 
 class _Parts:
@@ -189,7 +191,7 @@ class _Parts:
         return self._more[part_index - self._whole]
 
 
-def _assign_datasets(datasets: Any, place: Place) -> tuple[_Parts, str]:
+def _assign_datasets(datasets: Datasets, place: Place) -> tuple[_Parts, str]:
     """Assigns whole datasets round-robin and splits those that remain, which keeps the lanes even."""
     count = len(datasets)
     rounds = min(count // place.num_lanes, _MANY)
@@ -207,7 +209,7 @@ def _assign_datasets(datasets: Any, place: Place) -> tuple[_Parts, str]:
     return _Parts(place.lane_index, rounds, place.num_lanes, cut_ones), "records"
 
 
-def _first_left(datasets: Any, num_lanes: int) -> Any:
+def _first_left(datasets: Datasets, num_lanes: int) -> Pipeline | None:
     """The first dataset that remains after whole rounds of ``num_lanes``; None if there is none."""
     count = len(datasets)
     if not count % num_lanes or count // num_lanes >= _MANY:
@@ -216,8 +218,8 @@ def _first_left(datasets: Any, num_lanes: int) -> Any:
     return None if first is None else without_prefetch(first)
 
 
-def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
-    paths, options = private(node, "_paths"), private(node, "_read_kwargs")
+def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
+    paths, options = private(node, "paths"), private(node, "read_kwargs")
 
     def rows_of(file_index: int) -> list[int]:
         with ParquetFile(paths[file_index], **options) as file:
@@ -233,11 +235,13 @@ def _cut_parquet(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
     cycle = min(_PARQUET_CYCLE, max(1, _OPEN_PARTS // place.all_lanes))
     # The memory of all open files of all lanes together stays constant.
     block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
-    pieces = [
-        grain_leaves.ParquetLane(paths[piece.file_index], piece.start, piece.stop, block_rows, options)
-        for piece in mine.pieces
-    ]
-    return grain_leaves.InterleaveLane(pieces.__getitem__, len(pieces), cycle, mine.unit)
+
+    def make_part(index: int) -> Pipeline:
+        piece = mine.pieces[index]
+        path = paths[piece.file_index]
+        return leaves.Leaf(leaves.ParquetIterator, path, piece.start, piece.stop, block_rows, options)
+
+    return leaves.Leaf(leaves.InterleaveIterator, make_part, len(mine.pieces), cycle, mine.unit)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -250,43 +254,41 @@ def _warn_shared(num_shared: int, num_files: int, num_lanes: int, times: float, 
     )
 
 
-def _cut_tfrecord(node: Any, place: Place, _copy: Callable[[Any], Any]) -> Any:
-    return grain_leaves.TFRecordLane(private(node, "_path"), place.lane_index, place.num_lanes)
+def _cut_tfrecord(node: Node, place: Place, _copy: Copy) -> Node:
+    return leaves.Leaf(leaves.TFRecordIterator, private(node, "path"), place.lane_index, place.num_lanes)
 
 
-def _cut_limit(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
+def _cut_limit(node: Node, place: Place, copy: Copy) -> Node:
     # The lanes' counts add up to the limit.
-    count = len(range(place.lane_index, private(node, "_count"), place.num_lanes))
-    if not count:
-        return grain_leaves.NoRecords()
-    return _with_parent(node, copy, _count=count)
+    count = len(range(place.lane_index, private(node, "count"), place.num_lanes))
+    return _with_parents(node, copy, count=count) if count else leaves.Leaf(leaves.NoRecordsIterator)
 
 
-def _cut_index(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
-    function = private(node, "_map_fn")
+def _cut_index(node: Node, place: Place, copy: Copy) -> Node:
+    function = private(node, "map_fn")
 
     # The user's function expects the index in the whole stream, not in the lane.
-    def map_with_global_index(index: int, element: Any) -> Any:
+    def map_with_global_index(index: int, element: object) -> object:
         return function(place.lane_index + index * place.num_lanes, element)
 
-    return _with_parent(node, copy, _map_fn=map_with_global_index)
+    return _with_parents(node, copy, map_fn=map_with_global_index)
 
 
-def _cut_seeded(node: Any, place: Place, copy: Callable[[Any], Any]) -> Any:
-    return _with_parent(node, copy, _seed=_derive_seed(private(node, "_seed"), place.salt))
+def _cut_seeded(node: Node, place: Place, copy: Copy) -> Node:
+    return _with_parents(node, copy, seed=_derive_seed(private(node, "seed"), place.salt))
 
 
-def _with_parent(node: Any, copy: Callable[[Any], Any], **changed: Any) -> Any:
-    return grain_tree.shallow_copy(node, _parents=tuple(map(copy, grain_tree.parents(node))), **changed)
+def _with_parents(node: Node, copy: Copy, **changed: Any) -> Node:
+    return internals.shallow_copy(node, parents=tuple(map(copy, parents(node))), **changed)
 
 
-def _is_sliceable(node: Any) -> bool:
+def _is_sliceable(node: Node) -> bool:
     return isinstance(node, grain.IterDataset) and callable(getattr(node, "set_slice", None))
 
 
-def _cut_foreign(node: Any, place: Place) -> Any:
+def _cut_foreign(node: Node, place: Place) -> Node:
     """A user's source, split by its own ``set_slice`` as Grain does for its workers."""
-    new = grain_tree.copy_tree(node, lambda child: child if isinstance(child, grain.MapDataset) else None)
+    new: Any = copy_tree(node, lambda child: child if isinstance(child, grain.MapDataset) else None)
     if place.num_lanes == 1:
         return new
     before = _contents(new)
@@ -296,7 +298,7 @@ def _cut_foreign(node: Any, place: Place) -> Any:
     return new
 
 
-def _contents(node: Any) -> dict[str, Any]:
+def _contents(node: Node) -> dict[str, object]:
     """Ids of the objects that a node's attributes hold, including items of lists, dicts and sets."""
     return {
         name: [id(value), *map(id, value)] if isinstance(value, list | dict | set) else id(value)
@@ -304,29 +306,26 @@ def _contents(node: Any) -> dict[str, Any]:
     }
 
 
-def _not_one_to_one(node: Any) -> str | None:
+def _not_one_to_one(node: Node) -> str | None:
     """The class name of a node below a zip that does not map elements one to one; None if all do."""
-    for child in grain_tree.parents(node):
+    for child in parents(node):
         if isinstance(child, grain.MapDataset):
-            sparse = grain_tree.sparse_node(child)
-            if sparse is not None:
-                return type(sparse).__name__
-            continue
-        if not is_named(child, *_ONE_TO_ONE):
-            return type(child).__name__
-        found = _not_one_to_one(child)
-        if found:
-            return found
+            found = sparse_node(child)
+        else:
+            found = None if is_named(child, internals.ONE_TO_ONE) else child
+        name = _not_one_to_one(child) if found is None and internals.is_pipeline(child) else None
+        if found is not None or name is not None:
+            return type(found).__name__ if name is None else name
     return None
 
 
-_CUTTERS: tuple[tuple[tuple[str, ...], Callable[[Any, Place, Callable[[Any], Any]], Any]], ...] = (
-    (("PrefetchIterDataset",), _cut_read),
-    (("InterleaveIterDataset",), _cut_interleave),
-    (("ParquetIterDataset",), _cut_parquet),
-    (("TFRecordIterDataset",), _cut_tfrecord),
-    (("LimitIterDataset",), _cut_limit),
-    (("MapWithIndexIterDataset",), _cut_index),
-    (_SEEDED, _cut_seeded),
+_CUTTERS: tuple[tuple[Sequence[str], Callable[[Node, Place, Copy], Node]], ...] = (
+    (internals.READ, _cut_read),
+    (internals.INTERLEAVE, _cut_interleave),
+    (internals.PARQUET, _cut_parquet),
+    (internals.TFRECORD, _cut_tfrecord),
+    (internals.LIMIT, _cut_limit),
+    (internals.INDEXED, _cut_index),
+    (internals.SEEDED, _cut_seeded),
 )
-_LEAVES = ("PrefetchIterDataset", "InterleaveIterDataset", "ParquetIterDataset", "TFRecordIterDataset")
+_LEAVES = (*internals.READ, *internals.INTERLEAVE, *internals.PARQUET, *internals.TFRECORD)

@@ -1,7 +1,4 @@
-"""A Grain IterDataset as a stream of lanes.
-
-A Grain MapDataset as a random-access source.
-"""
+"""A Grain MapDataset as a random-access source, and an IterDataset as a stream of lanes."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ import numpy as np
 from meshfeed._src.base.errors import MeshfeedError, SourceError, StateMismatchError
 from meshfeed._src.base.process import finalize
 from meshfeed._src.base.types import JsonValue, Record
-from meshfeed._src.sources.grain import cut as grain_cut
-from meshfeed._src.sources.grain import tree as grain_fingerprint
-from meshfeed._src.sources.grain import tree as grain_tree
+from meshfeed._src.sources.grain import cut, fingerprint, internals, tree
+from meshfeed._src.sources.grain.internals import GrainIterator, Pipeline, Records
 from meshfeed._src.sources.grain.threads import POOL
-from meshfeed._src.sources.grain.tree import without_prefetch
 
 _ENDLESS = 1 << 62  # the most records that a feed can number; repeat() without a count has twice as many
 
@@ -41,15 +36,15 @@ class GrainRecords:
     decode = None
     decode_batch = None
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Records) -> None:
         self._given = dataset
         self._length = min(len(dataset), _ENDLESS)
         if not self._length:
             raise SourceError(f"the Grain dataset {dataset} has no elements. Expected at least one.")
-        grain_tree.check_batched(dataset)
-        grain_tree.warn_batched(dataset)
-        self._dataset = grain_tree.copy_tree(dataset, grain_tree.batched_sources)
-        _ = getattr(self._dataset, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
+        tree.check_batched(dataset)
+        tree.warn_batched(dataset)
+        self._dataset = tree.copy_tree(dataset, tree.batched_sources)
+        internals.set_up(self._dataset)
 
     def __repr__(self) -> str:
         return f"Grain({len(self):,} records)"
@@ -77,7 +72,7 @@ class GrainRecords:
         for index in indices:
             if not 0 <= index < self._length:
                 raise IndexError(f"record id {index} is out of range: the source has {self._length:,} records")
-        records = grain_tree.read_many(self._dataset, indices)
+        records = internals.read_many(self._dataset, indices)
         for index, record in zip(indices, records, strict=True):
             if record is None:
                 raise SourceError(
@@ -89,11 +84,11 @@ class GrainRecords:
 
     def file_names(self) -> list[str]:
         """Paths of the files that the pipeline reads."""
-        return grain_fingerprint.file_names(self._given)
+        return fingerprint.file_names(self._given)
 
     def fingerprint(self) -> JsonValue:
         """Identity: number of records, the transforms with their settings, and the underlying data."""
-        return {"kind": "grain", "records": self._length, **grain_fingerprint.describe(self._given)}
+        return {"kind": "grain", "records": self._length, **fingerprint.describe(self._given)}
 
 
 class GrainStream:
@@ -106,14 +101,12 @@ class GrainStream:
       SourceError: the pipeline batches and shards by itself.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = without_prefetch(dataset)
-        grain_tree.warn_batched(self._dataset)
-        grain_cut.check(self._dataset, 1)
+    def __init__(self, dataset: Pipeline) -> None:
+        self._dataset = tree.without_prefetch(dataset)
+        tree.warn_batched(self._dataset)
+        cut.check(self._dataset, 1)
         # Grain's rebatch yields an empty batch when it resumes from a state saved at the end.
-        self._exact = not any(
-            grain_tree.is_named(node, "RebatchIterDataset") for node in grain_tree.walk(self._dataset)
-        )
+        self._exact = not any(internals.is_named(node, internals.REBATCH) for node in tree.walk(self._dataset))
 
     def __repr__(self) -> str:
         return f"Grain({type(self._dataset).__name__})"
@@ -125,8 +118,8 @@ class GrainStream:
           SourceError: a node cannot be split into ``num_lanes`` lanes (the message shows how to write
             ``Stream(open)``), or the pipeline ends in a ``batch()`` whose last batch is known to be short in some lane.
         """
-        grain_cut.check(self._dataset, num_lanes)
-        grain_tree.check_batched(self._dataset, num_lanes)
+        cut.check(self._dataset, num_lanes)
+        tree.check_batched(self._dataset, num_lanes)
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> GrainLane | StatefulGrainLane:
         """Lane ``lane_index`` of ``num_lanes``, from the beginning.
@@ -136,25 +129,25 @@ class GrainStream:
         Raises:
           SourceError: a node cannot be split into ``num_lanes`` lanes; the message shows how to write ``Stream(open)``.
         """
-        place = grain_cut.Place(lane_index, num_lanes, epoch, num_lanes, (lane_index, epoch))
-        dataset = grain_cut.cut(self._dataset, place)
+        place = cut.Place(lane_index, num_lanes, epoch, num_lanes, (lane_index, epoch))
+        dataset = cut.cut(self._dataset, place)
         iterator = dataset.__iter__()
         stateful = self._exact and _has_state(iterator)
         return (StatefulGrainLane if stateful else GrainLane)(dataset, iterator, lane_index)
 
     def file_names(self) -> list[str]:
         """Paths of the files that the pipeline reads."""
-        return grain_fingerprint.file_names(self._dataset)
+        return fingerprint.file_names(self._dataset)
 
     def fingerprint(self) -> JsonValue:
         """Identity: the transforms with their settings, except prefetching, and the underlying data."""
-        return {"kind": "grain_stream", **grain_fingerprint.describe(self._dataset)}
+        return {"kind": "grain_stream", **fingerprint.describe(self._dataset)}
 
 
 class GrainLane:
     """One lane of a :class:`GrainStream`."""
 
-    def __init__(self, dataset: Any, iterator: Any, lane_index: int) -> None:
+    def __init__(self, dataset: Pipeline, iterator: GrainIterator, lane_index: int) -> None:
         self._dataset = dataset
         self._iterator = iterator
         self._lane_index = lane_index
@@ -212,7 +205,7 @@ class StatefulGrainLane(GrainLane):
         self._iterator, self._ended = iterator, False
 
 
-def _has_state(iterator: Any) -> bool:
+def _has_state(iterator: GrainIterator) -> bool:
     try:
         iterator.get_state()
     except (NotImplementedError, AttributeError):  # a user's iterator without state

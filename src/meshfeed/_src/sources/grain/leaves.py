@@ -1,8 +1,7 @@
 """The leaves of a lane's Grain pipeline, which read its part of the data.
 
-They replace Grain's own leaves, which start threads for every lane.
-
-Rows of Parquet files as elements of a lane, without keeping a whole row group in memory.
+They replace Grain's own leaves, which start threads for every lane, and keep a whole row group of each Parquet file in
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import numpy as np
 from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.base.threads import Call
 from meshfeed._src.sources.files.parquet import ParquetFile
-from meshfeed._src.sources.grain import tree as grain_tree
+from meshfeed._src.sources.grain import internals
+from meshfeed._src.sources.grain.internals import GrainIterator, Pipeline, Records
 from meshfeed._src.sources.grain.threads import POOL
 
 _LENGTH = struct.Struct("<QI")  # TFRecord header: uint64 length, masked CRC of the length
@@ -27,8 +27,23 @@ _CRC_BYTES = 4
 _MIN_WAIT_SECONDS = 1e-3  # per block; a shorter read is not worth a second thread
 
 
-class ReadLane(grain.IterDataset):
-    """Reads a MapDataset from the beginning to the end, one block of elements at a time.
+class Leaf(grain.IterDataset):
+    """A dataset that makes one of the iterators below, with the given arguments."""
+
+    def __init__(self, make: Callable[..., GrainIterator], *args: Any) -> None:
+        super().__init__([arg for arg in args if isinstance(arg, grain.MapDataset)])
+        self._make = make
+        self._args = args
+
+    def __iter__(self) -> GrainIterator:
+        return self._make(*self._args)
+
+    def __str__(self) -> str:
+        return f"{self._make.__name__}{self._args}"
+
+
+class ReadIterator(grain.DatasetIterator):
+    """Reads a MapDataset from the beginning to the end, one block of elements at a time; skips missing elements.
 
     Args:
       records: the MapDataset, already restricted to the lane.
@@ -37,22 +52,7 @@ class ReadLane(grain.IterDataset):
         waits: if it computes, the two threads would contend for the GIL, at some milliseconds per switch.
     """
 
-    def __init__(self, records: Any, block_size: int, read_ahead: bool) -> None:
-        super().__init__(records)
-        self._block_size = block_size
-        self._read_ahead = read_ahead
-
-    def __iter__(self) -> ReadLaneIterator:
-        return ReadLaneIterator(self._parent, self._block_size, self._read_ahead)
-
-    def __str__(self) -> str:
-        return f"ReadLane(block_size={self._block_size})"
-
-
-class ReadLaneIterator(grain.DatasetIterator):
-    """Iterator of :class:`ReadLane`; skips missing elements."""
-
-    def __init__(self, records: Any, block_size: int, read_ahead: bool) -> None:
+    def __init__(self, records: Records, block_size: int, read_ahead: bool) -> None:
         super().__init__()
         self._records = records
         self._length = len(records)
@@ -64,7 +64,7 @@ class ReadLaneIterator(grain.DatasetIterator):
         self._block_start = 0
         self._ahead: tuple[int, Call[Sequence[Any]]] | None = None
         self._singly_until = 0
-        _ = getattr(records, "_stats", None)  # Grain sets this up on first use, which is not thread-safe
+        internals.set_up(records)
 
     def __next__(self) -> Any:
         while self._next_index < self._length:
@@ -101,7 +101,7 @@ class ReadLaneIterator(grain.DatasetIterator):
 
     def _read(self, start: int, stop: int) -> Sequence[Any]:
         began, worked = time.monotonic(), time.thread_time()
-        block = grain_tree.read_many(self._records, range(start, stop))
+        block = internals.read_many(self._records, range(start, stop))
         seconds, working = time.monotonic() - began, time.thread_time() - worked
         # thread_time counts CPU time only: below half of the wall time, the read mostly waits.
         self._waits = seconds > _MIN_WAIT_SECONDS and working < seconds / 2
@@ -126,11 +126,8 @@ class ReadLaneIterator(grain.DatasetIterator):
             ahead[1].cancel()
         self._ahead = None
 
-    def __str__(self) -> str:
-        return f"ReadLaneIterator(block_size={self._block_size})"
 
-
-class InterleaveLane(grain.IterDataset):
+class InterleaveIterator(grain.DatasetIterator):
     """Interleaves parts element by element, in the order of Grain's interleave but without its threads.
 
     Args:
@@ -140,29 +137,14 @@ class InterleaveLane(grain.IterDataset):
       unit: how the parts were split ("files", "records", …); saved in the state.
     """
 
-    def __init__(self, make_part: Callable[[int], Any], num_parts: int, cycle_length: int, unit: str) -> None:
-        super().__init__()
-        self._make_part = make_part
-        self._num_parts = num_parts
-        self._cycle_length = cycle_length
-        self._unit = unit
-
-    def __iter__(self) -> InterleaveLaneIterator:
-        return InterleaveLaneIterator(self._make_part, self._num_parts, self._cycle_length, self._unit)
-
-    def __str__(self) -> str:
-        return f"InterleaveLane({self._num_parts} parts, cycle_length={self._cycle_length})"
-
-
-class InterleaveLaneIterator(grain.DatasetIterator):
-    """Iterator of :class:`InterleaveLane`."""
-
-    def __init__(self, make_part: Callable[[int], Any], num_parts: int, cycle_length: int, unit: str) -> None:
+    def __init__(
+        self, make_part: Callable[[int], Pipeline | None], num_parts: int, cycle_length: int, unit: str
+    ) -> None:
         super().__init__()
         self._make_part = make_part
         self._num_parts = num_parts
         self._unit = unit
-        self._slots: list[tuple[int, Any] | None] = [None] * max(1, min(cycle_length, num_parts))
+        self._slots: list[tuple[int, GrainIterator] | None] = [None] * max(1, min(cycle_length, num_parts))
         self._next_slot = 0
         self._next_part = 0
 
@@ -190,13 +172,12 @@ class InterleaveLaneIterator(grain.DatasetIterator):
     def _advance(self) -> None:
         self._next_slot = (self._next_slot + 1) % len(self._slots)
 
-    def _open(self, part_index: int) -> Any:
+    def _open(self, part_index: int) -> GrainIterator:
         part = self._make_part(part_index)
         if part is None:
             return NoRecordsIterator()
-        part.has_child = True  # see cut()
-        iterator = part.__iter__()
-        iterator._ctx.dataset_options = self._ctx.dataset_options.merge(iterator._ctx.dataset_options)
+        iterator = internals.skip_traceback_filter(part).__iter__()
+        internals.inherit_options(self, iterator)
         return iterator
 
     def get_state(self) -> dict[str, Any]:
@@ -210,7 +191,7 @@ class InterleaveLaneIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if len(state["slots"]) != len(self._slots) or state["cut"] != self._unit:
             raise ValueError(f"parts cut by {state['cut']}, {len(state['slots'])} at a time")
-        opened: list[tuple[int, Any] | None] = []
+        opened: list[tuple[int, GrainIterator] | None] = []
         for entry in state["slots"]:
             if entry is None:
                 opened.append(None)
@@ -230,32 +211,13 @@ class InterleaveLaneIterator(grain.DatasetIterator):
             if slot is not None:
                 slot[1].close()
 
-    def __str__(self) -> str:
-        return f"InterleaveLaneIterator({self._num_parts} parts)"
 
-
-class TFRecordLane(grain.IterDataset):
+class TFRecordIterator(grain.DatasetIterator):
     """Every ``num_lanes``-th record of a TFRecord file, starting at record ``lane_index``.
 
     A record's offset is known only from the record before it, so each lane reads all lengths and skips the data of
     other lanes' records.
     """
-
-    def __init__(self, path: str, lane_index: int, num_lanes: int) -> None:
-        super().__init__()
-        self._path = path
-        self._lane_index = lane_index
-        self._num_lanes = num_lanes
-
-    def __iter__(self) -> TFRecordLaneIterator:
-        return TFRecordLaneIterator(self._path, self._lane_index, self._num_lanes)
-
-    def __str__(self) -> str:
-        return f"TFRecordLane({os.path.basename(self._path)})"
-
-
-class TFRecordLaneIterator(grain.DatasetIterator):
-    """Iterator of :class:`TFRecordLane`."""
 
     def __init__(self, path: str, lane_index: int, num_lanes: int) -> None:
         super().__init__()
@@ -306,19 +268,9 @@ class TFRecordLaneIterator(grain.DatasetIterator):
         if file is not None:
             file.close()
 
-    def __str__(self) -> str:
-        return f"TFRecordLaneIterator({os.path.basename(self._path)})"
-
-
-class NoRecords(grain.IterDataset):
-    """A lane, or a part of one, without records."""
-
-    def __iter__(self) -> NoRecordsIterator:
-        return NoRecordsIterator()
-
 
 class NoRecordsIterator(grain.DatasetIterator):
-    """Iterator of :class:`NoRecords`."""
+    """A lane, or a part of one, without records."""
 
     def __next__(self) -> Any:
         raise StopIteration
@@ -334,8 +286,8 @@ _Block: TypeAlias = "tuple[int, int, dict[str, Any]]"
 """First row in the file, row after the last, columns."""
 
 
-class ParquetLane(grain.IterDataset):
-    """Rows ``[start, stop)`` of one Parquet file, each as a dict of column values.
+class ParquetIterator(grain.DatasetIterator):
+    """Rows ``[start, stop)`` of one Parquet file, each as a dict of column values; its state is the next row.
 
     Args:
       path: path of the file.
@@ -344,24 +296,6 @@ class ParquetLane(grain.IterDataset):
       block_rows: rows decoded at a time.
       options: keyword arguments of ``pyarrow.parquet.ParquetFile``.
     """
-
-    def __init__(self, path: str, start: int, stop: int | None, block_rows: int, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._path = path
-        self._start = start
-        self._stop = stop
-        self._block_rows = block_rows
-        self._options = options
-
-    def __iter__(self) -> ParquetLaneIterator:
-        return ParquetLaneIterator(self._path, self._start, self._stop, self._block_rows, self._options)
-
-    def __str__(self) -> str:
-        return f"ParquetLane({os.path.basename(self._path)}, rows {self._start} to {self._stop})"
-
-
-class ParquetLaneIterator(grain.DatasetIterator):
-    """Iterator of :class:`ParquetLane`; its state is the next row of the file."""
 
     def __init__(self, path: str, start: int, stop: int | None, block_rows: int, options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -431,9 +365,6 @@ class ParquetLaneIterator(grain.DatasetIterator):
         if blocks is not None:
             blocks.close()  # which closes the file
         self._blocks, self._columns, self._block_start, self._block_stop = None, {}, 0, 0
-
-    def __str__(self) -> str:
-        return f"ParquetLaneIterator({os.path.basename(self._path)})"
 
 
 class _Lists:

@@ -39,10 +39,10 @@ def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
     if isinstance(dataset, grain.DataLoader | grain.DatasetIterator):
         return HostBatches(dataset)
     if isinstance(dataset, grain.MapDataset):
-        from meshfeed._src.sources.grain import tree as grain_tree
+        from meshfeed._src.sources.grain import tree
         from meshfeed._src.sources.grain.datasets import GrainRecords
 
-        if grain_tree.sparse_node(dataset) is None:
+        if tree.sparse_node(dataset) is None:
             return GrainRecords(dataset)
         dataset = dataset.to_iter_dataset()
     if isinstance(dataset, grain.IterDataset):

@@ -1,9 +1,4 @@
-"""Daemon threads for prefetching in a Grain iterator that the user created.
-
-``to_iter_dataset`` reads in a ``ThreadPoolExecutor``, whose threads Python joins at exit: if a read hangs, the process
-never ends. The number of threads and the order of elements do not change.
-
-One pool of reader threads for all Grain lanes of a process.
+"""The reader threads of Grain: one pool for all lanes of a process, and daemons in a user's own iterator.
 
 Grain starts 16 threads per ``to_iter_dataset``, one per file of an interleave and a few more: a thousand or more with
 64 lanes. Here all lanes share one pool, which exists as long as any lane is open.
@@ -11,13 +6,13 @@ Grain starts 16 threads per ``to_iter_dataset``, one per file of an interleave a
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from meshfeed._src.base.threads import Call, Threads
+from meshfeed._src.sources.grain import internals
 
 MAX_THREADS = 16
 """The number of threads that one Grain iterator uses by default."""
@@ -59,19 +54,10 @@ class GrainReaderPool:
 POOL = GrainReaderPool(MAX_THREADS)
 
 
-def use_daemon_threads(iterator: Any) -> None:
-    """Replaces the executors of a Grain iterator and of the iterators below it.
+def use_daemon_threads(iterator: object) -> None:
+    """Makes the reader threads of a Grain iterator, and of the iterators below it, daemons.
 
-    Uses attributes that are private to Grain. If a version of Grain renames them, the iterator is left unchanged.
+    ``to_iter_dataset`` reads in a ``ThreadPoolExecutor``, whose threads Python joins at exit: if a read hangs, the
+    process never ends. The number of threads and the order of elements do not change.
     """
-    waiting, seen = [iterator], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        executor = getattr(node, "_executor", None)
-        if isinstance(executor, concurrent.futures.ThreadPoolExecutor):
-            node._executor = Threads(getattr(node, "_target_num_threads", MAX_THREADS), "meshfeed-grain-prefetch")
-            executor.shutdown(wait=False)  # still completes reads that a running iterator has submitted
-        waiting += [*getattr(node, "_parents", ()), *filter(None, [getattr(node, "_iterator", None)])]
+    internals.replace_executors(iterator, lambda num_threads: Threads(num_threads, "meshfeed-grain-prefetch"))

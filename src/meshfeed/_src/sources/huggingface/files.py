@@ -1,57 +1,18 @@
-"""Reads the files of a streaming Hugging Face dataset, starting at any row.
-
-Identity of Hugging Face datasets: a state can resume only if it is equal.
-
-Row counts of a streaming Hugging Face dataset's files, read once for all lanes.
-"""
+"""The files of a streaming Hugging Face dataset: reading them from any row, their sizes and row counts."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 from datasets import Dataset, DownloadConfig, Features
-from datasets.packaged_modules.arrow.arrow import Arrow
-from datasets.packaged_modules.parquet.parquet import Parquet
-from datasets.table import table_cast
-from datasets.utils.file_utils import xgetsize, xopen
-from datasets.utils.sharding import _number_of_shards_in_gen_kwargs, _split_gen_kwargs
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
-from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.parquet import ParquetFile
-
-
-def function_name(function: Any) -> str:
-    """A function's qualified name, which is the same in every process, including those of functions that it wraps."""
-    if function is None:
-        return "none"
-    if isinstance(function, functools.partial):
-        inner = [function.func, *(arg for arg in function.args if callable(arg))]
-        return "partial(" + ", ".join(function_name(part) for part in inner) + ")"
-    name = getattr(function, "__qualname__", None)
-    return name if name is not None else type(function).__qualname__
-
-
-def content_digest(dataset: Any, columns: Sequence[str]) -> str:
-    """A digest of 4 evenly spaced records of a map-style dataset, as stored.
-
-    Args:
-      dataset: a ``datasets.Dataset`` of at least one record.
-      columns: names of stored columns.
-    """
-
-    def digest(ids: np.ndarray) -> str:
-        table = dataset.with_format("arrow")[ids.tolist()].select(list(columns))
-        return hashlib.sha256(repr(table.to_pylist()).encode()).hexdigest()[:16]
-
-    return probe_digest(len(dataset), digest)
+from meshfeed._src.sources.huggingface.internals import Leaf, Node, table_cast, xgetsize, xopen
 
 
 def local_path(path: str) -> str | None:
@@ -92,28 +53,21 @@ class Files(Protocol):
         ...
 
 
-def open_files(leaf: Any, columns: Sequence[str] | None) -> Files:
+def open_files(node: Node, columns: Sequence[str] | None) -> Files:
     """The files of a leaf of a dataset's tree.
 
     Args:
-      leaf: an ArrowExamplesIterable or ExamplesIterable of the library.
+      node: the leaf.
       columns: the columns to read, or None for all; only for files whose columns can be read separately.
     """
-    make, kwargs = getattr(leaf, "generate_tables_fn", None), leaf.kwargs
-    if make is None:
-        return _Generated(leaf.generate_examples_fn, kwargs, is_table=False)
-    builder: Any = getattr(make, "__self__", None)
-    if make is Dataset._generate_tables_from_shards:
-        return _DatasetShards(kwargs["shards"], kwargs["batch_size"], columns)
-    config: Any = getattr(builder, "config", None)
-    # Filters and other on_bad_files settings change which rows are read: leave these to datasets' own reader.
-    if isinstance(builder, Parquet) and config.filters is None and config.on_bad_files == "error":
-        return _ParquetFiles(builder, kwargs["files"], kwargs.get("row_groups_list"), columns)
-    if isinstance(builder, Arrow) and all(local_path(str(path)) for path in kwargs["files"]):
-        return _ArrowFiles([str(path) for path in kwargs["files"]], builder._cast_table)
-    if make is Dataset._generate_tables_from_cache_file:
-        return _ArrowFiles([kwargs["filename"]], None)
-    return _Generated(make, kwargs, is_table=True)
+    leaf = Leaf(node)
+    if leaf.shards is not None:
+        return _DatasetShards(*leaf.shards, columns)
+    if leaf.is_plain_parquet:
+        return _ParquetFiles(leaf, columns)
+    if leaf.arrow_files is not None and all(map(local_path, leaf.arrow_files[0])):
+        return _ArrowFiles(*leaf.arrow_files)
+    return _Generated(leaf)
 
 
 class _ParquetFiles:
@@ -121,22 +75,16 @@ class _ParquetFiles:
 
     is_table = True
 
-    def __init__(
-        self,
-        builder: Any,
-        files: Sequence[Any],
-        row_groups: Sequence[Sequence[int] | None] | None,
-        columns: Sequence[str] | None,
-    ) -> None:
-        self.paths = [str(path) for path in files]
+    def __init__(self, leaf: Leaf, columns: Sequence[str] | None) -> None:
+        self.paths = [str(path) for path in leaf.kwargs["files"]]
         self.count = len(self.paths)
-        self._row_groups = row_groups or [None] * self.count
-        self._features = builder.info.features
-        wanted = builder.config.columns
+        self._row_groups = leaf.kwargs.get("row_groups_list") or [None] * self.count
+        self._features = leaf.builder.info.features
+        wanted = leaf.builder.config.columns
         self._columns = wanted if columns is None else [c for c in columns if wanted is None or c in wanted]
-        self._batch_rows = builder.config.batch_size
+        self._batch_rows = leaf.builder.config.batch_size
         self._schema: pa.Schema | None = None
-        self._download = _download_config(builder)
+        self._download = _download_config(leaf)
 
     def group_rows(self, file_index: int) -> Sequence[int]:
         with self._open(file_index) as file:
@@ -246,27 +194,21 @@ class _DatasetShards:
 class _Generated:
     """Anything that datasets generates from lists of files: CSV, JSON, text, image folders, generators."""
 
-    def __init__(
-        self, generate: Callable[..., Iterator[tuple[Any, Any]]], kwargs: dict[str, Any], is_table: bool
-    ) -> None:
-        self._generate = generate
-        self._parts = _split_gen_kwargs(kwargs, max_num_jobs=_number_of_shards_in_gen_kwargs(kwargs))
+    def __init__(self, leaf: Leaf) -> None:
+        self._generate = leaf.generate
+        self._parts = leaf.parts()
         self.count = len(self._parts)
-        self.is_table = is_table
-        self.paths = _paths_in(kwargs, self.count)
-        self._download = _download_config(getattr(generate, "__self__", None))
+        self.is_table = leaf.is_table
+        self.paths = _paths_in(leaf.kwargs, self.count)
+        self._download = _download_config(leaf)
 
     def group_rows(self, file_index: int) -> None:
         return None
 
     def is_empty(self, file_index: int) -> bool:
-        if self.paths is None:
-            return False
-        path = self.paths[file_index]
-        local = local_path(path)
-        if local is not None:
-            return os.path.isfile(local) and os.path.getsize(local) == 0
-        return xgetsize(path, download_config=self._download) == 0
+        if self.paths is None or self._is_local(file_index):
+            return self._is_empty_local_file(file_index)
+        return xgetsize(self.paths[file_index], download_config=self._download) == 0
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
         if self._is_empty_local_file(file_index):
@@ -284,41 +226,42 @@ class _Generated:
                 yield item.slice(skip)
                 skip = 0
 
+    def _is_local(self, file_index: int) -> bool:
+        return self.paths is not None and local_path(self.paths[file_index]) is not None
+
     def _is_empty_local_file(self, file_index: int) -> bool:
         local = None if self.paths is None else local_path(self.paths[file_index])
         return local is not None and os.path.isfile(local) and os.path.getsize(local) == 0
 
 
-def file_sizes(leaf: Any, paths: Sequence[str]) -> list[int]:
+def file_sizes(node: Node, paths: Sequence[str]) -> list[int]:
     """Sizes in bytes of the local or remote files of a leaf of a dataset's tree.
 
     Raises:
       SourceError: a file is missing; names the file.
     """
-    make = getattr(leaf, "generate_tables_fn", None) or leaf.generate_examples_fn
-    download = _download_config(getattr(make, "__self__", None))
+    download = _download_config(Leaf(node))
 
     def size_of(path: str) -> int:
         try:
             return xgetsize(local_path(path) or path, download_config=download)
         except FileNotFoundError:
             raise SourceError(
-                f"the file {path} of the dataset is missing. Expected every file that the dataset was made from. "
-                "Restore "
-                "it, or make the dataset again from the files that are there."
+                f"the file {path} of the dataset is missing. Restore it, or make the dataset again from the files that "
+                "are there."
             ) from None
 
     return file_paths.in_threads(size_of, paths)  # each remote size is a round trip
 
 
-def _download_config(builder: Any) -> DownloadConfig:
-    """The options with which datasets opens a builder's files, such as the token of a private repository."""
+def _download_config(leaf: Leaf) -> DownloadConfig:
+    """The options with which datasets opens a leaf's files, such as the token of a private repository."""
     return DownloadConfig(
-        storage_options=getattr(builder, "storage_options", None) or {}, token=getattr(builder, "token", None)
+        storage_options=getattr(leaf.builder, "storage_options", None) or {}, token=getattr(leaf.builder, "token", None)
     )
 
 
-def _paths_in(kwargs: dict[str, Any], count: int) -> list[str] | None:
+def _paths_in(kwargs: Mapping[str, object], count: int) -> list[str] | None:
     """The list of ``count`` file names among a generator's arguments; None if there is none."""
     for name in ("base_files", "files", "original_files", *kwargs):
         value = kwargs.get(name)

@@ -1,28 +1,26 @@
-"""Lanes of a streaming Hugging Face dataset.
-
-Streaming Hugging Face datasets as lanes.
-"""
+"""Streaming Hugging Face datasets as lanes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import pyarrow as pa
 from datasets import Features, IterableDataset
-from datasets.features.features import require_decoding
-from datasets.table import cast_table_to_features
 
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.huggingface import internals
 from meshfeed._src.sources.huggingface.arrow import record_to_numpy, table_rows
 from meshfeed._src.sources.huggingface.cut import LaneCut, check_tree, cut_tree, find_leaves, walk
-from meshfeed._src.sources.huggingface.files import Counts, file_sizes, function_name, open_files
+from meshfeed._src.sources.huggingface.files import Counts, file_sizes, open_files
+from meshfeed._src.sources.huggingface.fingerprint import describe_node
+from meshfeed._src.sources.huggingface.internals import Node, cast_table_to_features, require_decoding, tree_of
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
 _BLOCK_BYTES = 4 << 20
@@ -36,10 +34,10 @@ class _Lane:
         self._about = {"epoch": epoch, "cut": list(units)}
         self._error: BaseException | None = None
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Self:
         return self
 
-    def _check(self, state: Any) -> None:
+    def _check(self, state: JsonValue) -> None:
         for field, current in self._about.items():
             if state.get(field) != current:
                 raise StateMismatchError(
@@ -71,7 +69,7 @@ class TableLane(_Lane):
 
     def __init__(
         self,
-        tree: Any,
+        tree: Node,
         columns: Sequence[str] | None,
         features: Features | None,
         lane_index: int,
@@ -84,8 +82,8 @@ class TableLane(_Lane):
         self._columns = columns
         self._features = features
         self._typed_as: tuple[Features, pa.Schema] | None = None
-        tree._init_state_dict()
-        self._tables: Iterator[tuple[Any, pa.Table]] = iter(tree.iter_arrow())
+        internals.start(tree)
+        self._tables: Iterator[tuple[object, pa.Table]] = _tables_of(tree)
         self._table: pa.Table | None = None
         self._before: Any = tree.state_dict()  # state of the tree before `_table`
         self._row = 0  # next row of `_table`
@@ -138,9 +136,9 @@ class TableLane(_Lane):
         """
         self._check(state)
         self.close()
-        self._tree._init_state_dict()
+        internals.start(self._tree)
         self._tree.load_state_dict(state["before"])
-        self._tables = iter(self._tree.iter_arrow())
+        self._tables = _tables_of(self._tree)
         self._before, self._row = state["before"], state["row"]
         self._error = None
 
@@ -221,6 +219,11 @@ class TableLane(_Lane):
         self._block, self._block_start, self._block_stop = block, self._row, stop
 
 
+def _tables_of(tree: Node) -> Iterator[tuple[object, pa.Table]]:
+    assert tree.iter_arrow is not None
+    return iter(tree.iter_arrow())
+
+
 class ExampleLane(_Lane):
     """A lane whose dataset runs Python functions on rows (``map``, ``filter``), or decodes images and audio.
 
@@ -296,10 +299,10 @@ class ReplayedLane:
         self._lane.close()
 
 
-def _makes_tables(node: Any) -> bool:
+def _makes_tables(node: Node) -> bool:
     """Whether a node yields in-memory tables that the user may also hold: from a function or an in-memory dataset."""
     files = getattr(node, "files", None)
-    return getattr(node, "function", None) is not None or (files is not None and files.paths is None)
+    return internals.function_of(node) is not None or (files is not None and files.paths is None)
 
 
 def _rows_of(block: dict[str, PyTree], start: int, stop: int) -> dict[str, PyTree]:
@@ -343,11 +346,6 @@ def _dtypes_of(features: Features | None) -> dict[str, np.dtype]:
 
 _log = logging.getLogger("meshfeed.sources.huggingface")
 _MAX_LISTED = 4
-# Settings of nodes that change the stream.
-_SETTINGS = (
-    *("batch_size", "batched", "drop_last_batch", "remove_columns", "input_columns", "with_indices", "column_names"),
-    *("n", "num_times", "stopping_strategy", "probabilities", "step", "offset"),
-)
 
 
 class HuggingFaceStream:
@@ -364,24 +362,12 @@ class HuggingFaceStream:
     """
 
     def __init__(self, dataset: IterableDataset, columns: Sequence[str] | None, shuffle_buffer: int) -> None:
-        if not hasattr(dataset, "_ex_iterable"):
-            raise SourceError(
-                "this version of datasets keeps streaming datasets in a form that is not known here, so they cannot be "
-                "cut into lanes. Open each lane yourself: meshfeed.sources.Stream(lambda lane_index, num_lanes: "
-                "iter(split_dataset_by_node(dataset, lane_index, num_lanes)))."
-            )
-        if dataset._distributed is not None:
-            raise SourceError(
-                "the dataset was split by node already (split_dataset_by_node). Expected the whole dataset: the feed "
-                "cuts it into lanes, so that it can go on with another number of hosts. Take the split out."
-            )
-        check_tree(dataset._ex_iterable)
+        self._tree = tree_of(dataset)
+        check_tree(self._tree)
         known = None if dataset.features is None else list(dataset.features)
         missing = [name for name in columns or () if known is not None and name not in known]
         if missing:
-            raise SettingsError(
-                f"columns names {missing}, which the dataset has not; it has {known}.", setting="columns"
-            )
+            raise SettingsError(f"unknown columns {missing}; the dataset has {known}.", setting="columns")
         self._dataset = dataset
         self._columns = list(columns) if columns is not None else known
         self._shuffle_buffer = shuffle_buffer
@@ -408,7 +394,7 @@ class HuggingFaceStream:
         """
         shuffles = self._shuffle_buffer > 0
         cut = LaneCut(lane_index, num_lanes, seed, epoch, shuffles, self._columns, counts=self._counts)
-        tree = cut_tree(self._dataset._ex_iterable, cut)
+        tree = cut_tree(self._tree, cut)
         self._warn(cut)
         lane = self._lane(tree, cut)
         if not self._shuffle_buffer:
@@ -430,17 +416,14 @@ class HuggingFaceStream:
 
     def file_names(self) -> list[str]:
         """Paths and URLs of the dataset's files."""
-        leaves = [leaf for leaf in find_leaves(self._dataset._ex_iterable) if hasattr(leaf, "kwargs")]
-        return [path for leaf in leaves for path in open_files(leaf, None).paths or ()]
+        return [path for leaf in find_leaves(self._tree) for path in open_files(leaf, None).paths or ()]
 
     def fingerprint(self) -> JsonValue:
         """Identity: files by base name and size, columns, and the dataset's steps with their function names."""
         paths: list[str] = []
         sizes: list[int] = []
         rows = 0
-        for leaf in find_leaves(self._dataset._ex_iterable):
-            if not hasattr(leaf, "kwargs"):
-                continue
+        for leaf in find_leaves(self._tree):
             files = open_files(leaf, None)
             paths += files.paths or ()
             sizes += file_sizes(leaf, files.paths or ())
@@ -448,7 +431,7 @@ class HuggingFaceStream:
         identity: dict[str, Any] = {
             "kind": "huggingface stream",
             "columns": self._columns,
-            "structure": [_describe(node) for node in walk(self._dataset._ex_iterable)],
+            "structure": [describe_node(node) for node in walk(self._tree)],
             "shuffle_buffer": self._shuffle_buffer,
         }
         if paths:
@@ -457,18 +440,15 @@ class HuggingFaceStream:
             identity["rows"] = rows
         return identity
 
-    def _lane(self, tree: Any, cut: LaneCut) -> TableLane | ExampleLane | ReplayedLane:
+    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | ReplayedLane:
         dataset, features = self._dataset, self._dataset.features
         chosen = {} if features is None else {name: features[name] for name in self._columns or features}
         lane: TableLane | ExampleLane
         if tree.iter_arrow is not None and not any(require_decoding(feature) for feature in chosen.values()):
             lane = TableLane(tree, self._columns, features, cut.lane_index, cut.epoch, cut.units)
         else:
-            part = IterableDataset(tree, info=dataset._info.copy(), token_per_repo_id=dataset._token_per_repo_id)
-            lane = ExampleLane(part, self._columns, cut.lane_index, cut.epoch, cut.units)
-        # batch(by_column=) buffers the rows of the current group, which its state does not include.
-        exact = not any(getattr(node, "is_batch_accumulate_arrow_table_function", False) for node in walk(tree))
-        return lane if exact else ReplayedLane(lane)
+            lane = ExampleLane(internals.dataset_of(tree, dataset), self._columns, cut.lane_index, cut.epoch, cut.units)
+        return lane if all(map(internals.has_exact_state, walk(tree))) else ReplayedLane(lane)
 
     def _warn(self, cut: LaneCut) -> None:
         if not cut.costs or cut.num_lanes in self._warned:
@@ -483,16 +463,3 @@ class HuggingFaceStream:
             listed,
             more,
         )
-
-
-def _describe(node: Any) -> list[Any]:
-    """A description of a node: its class, its function's name and its settings."""
-    settings = {}
-    for name in _SETTINGS:
-        value = getattr(node, name, None)
-        if value is not None:
-            settings[name] = value if isinstance(value, bool | int | float | str) else [str(item) for item in value]
-    function = getattr(node, "mask_function", None) or getattr(node, "function", None)
-    if function is not None:
-        settings["function"] = function_name(function)
-    return [type(node).__name__, settings]

@@ -82,12 +82,12 @@ def _open_table(dataset: Any, columns: Sequence[str] | None) -> HuggingFaceTable
 
     if not len(dataset):
         raise SourceError(f"the dataset has 0 records (columns {dataset.column_names}). Expected at least one.")
-    if dataset._format_type == "custom":
+    if dataset.format["type"] == "custom":
         return HuggingFaceRows(dataset, columns)
     stored = list(dataset.column_names)
     if columns is None:
-        chosen = dataset._format_columns
-        names = stored if chosen is None or dataset._output_all_columns else [name for name in stored if name in chosen]
+        chosen = dataset.format["columns"]
+        names = stored if dataset.format["output_all_columns"] else [name for name in stored if name in chosen]
     else:
         missing = [name for name in columns if name not in stored]
         if missing:

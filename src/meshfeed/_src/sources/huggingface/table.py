@@ -8,15 +8,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset
-from datasets.features.features import require_decoding
 from datasets.table import MemoryMappedTable
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.huggingface.arrow import ColumnRows, record_to_numpy, usable_columns, value_to_numpy
-from meshfeed._src.sources.huggingface.files import content_digest, function_name
+from meshfeed._src.sources.huggingface.fingerprint import content_digest, function_name
+from meshfeed._src.sources.huggingface.internals import require_decoding, row_indices
 
 
 class HuggingFaceTable:
@@ -37,26 +38,28 @@ class HuggingFaceTable:
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
         self._columns = list(columns)
-        self._dtype = (dataset._format_kwargs or {}).get("dtype") if dataset._format_type == "numpy" else None
+        form = dataset.format
+        self._dtype = form["format_kwargs"].get("dtype") if form["type"] == "numpy" else None
         self._prepare()
 
     def _prepare(self) -> None:
         dataset = self._dataset
         features = dataset.features
         self._decoded = [name for name in self._columns if require_decoding(features[name])]
-        table = dataset.data.table
         self._mapped = _is_mapped(dataset.data)
+        self._readers = self._readers_of(dataset.data.table)
+        chunks, self._direct = row_indices(dataset)
+        self._rows = None if chunks is None else _RowMap(chunks)
+        self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
+
+    def _readers_of(self, table: pa.Table) -> dict[str, ColumnRows]:
         usable = [*usable_columns(table.schema), *self._decoded]
         advised = [name for name in self._columns if name in usable]
-        self._readers = {
+        return {
             name: ColumnRows(name, table.column(name).chunks, table.schema.field(name).type, advised)
             for name in self._columns
             if name not in self._decoded
         }
-        # shuffle() and select() leave the table unchanged and keep the row indices in a separate table.
-        indices = dataset._indices
-        self._rows = None if indices is None else _RowMap(indices.table.column(0).chunks)
-        self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_dataset": self._dataset, "_columns": self._columns, "_dtype": self._dtype}
@@ -103,7 +106,13 @@ class HuggingFaceTable:
         if not ids.size:
             one = self.read_batch(np.zeros(1, np.int64))
             return {name: jax.tree.map(lambda leaf: leaf[:0], part) for name, part in one.items()}
-        rows = ids if self._rows is None else self._rows.read(ids)
+        if not self._direct:  # datasets finds the rows, which takes longer
+            table = self._dataset.with_format("arrow")[ids.tolist()]
+            readers = self._readers_of(table)
+            rows = np.arange(len(ids))
+        else:
+            readers = self._readers
+            rows = ids if self._rows is None else self._rows.read(ids)
         batch = {}
         decoded = self._read_decoded(ids) if self._decoded else {}
         for name in self._columns:
@@ -111,7 +120,7 @@ class HuggingFaceTable:
                 batch[name] = decoded[name]
                 continue
             try:
-                part = self._readers[name].read(rows)
+                part = readers[name].read(rows)
             except SourceError as error:
                 raise _in_ids_of_the_dataset(error, rows, ids) from None
             batch[name] = part if self._dtype is None else jax.tree.map(lambda leaf: leaf.astype(self._dtype), part)
@@ -192,7 +201,7 @@ class HuggingFaceRows:
 
     def fingerprint(self) -> JsonValue:
         """Identity: as for a dataset without a transform, plus the transform's name."""
-        transform = (self._dataset._format_kwargs or {}).get("transform")
+        transform = self._dataset.format["format_kwargs"].get("transform")
         stored = list(self._dataset.column_names)
         return {
             "kind": "huggingface",

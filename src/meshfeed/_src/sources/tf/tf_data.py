@@ -1,9 +1,4 @@
-"""tf.data pipelines as lanes.
-
-Detects randomness in a tf.data pipeline that would differ on a different host or after a resume.
-
-One lane of records from a tf.data iterator, which resumes from an iterator checkpoint.
-"""
+"""tf.data pipelines as lanes that resume from iterator checkpoints."""
 
 from __future__ import annotations
 
@@ -15,62 +10,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
-
-
-def loose_randomness(step: Any) -> str | None:
-    """Describes randomness of a step that the pipeline does not determine; None if there is none.
-
-    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, and a
-    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number.
-
-    Args:
-      step: a ``tf.data.Dataset``; the steps before it are not examined.
-    """
-    seeds = [getattr(step, name, None) for name in ("_seed", "_seed2")]
-    if all(seed is not None and int(seed) == 0 for seed in seeds):
-        return f"{_words(type(step).__name__)} without a seed"
-    parallel = getattr(step, "_num_parallel_calls", None) is not None
-    for wrapper in getattr(step, "_functions", list)():
-        graph = wrapper.function.graph.as_graph_def()
-        for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-            for name, is_seeded, draws in _draws(nodes):
-                if not is_seeded:
-                    return f"{name} without a seed in the function of {_words(type(step).__name__)}"
-                if draws and parallel:
-                    return f"{name} in the function of {_words(type(step).__name__)} with num_parallel_calls"
-    return None
-
-
-def _draws(nodes: Any) -> Iterator[tuple[str, bool, bool]]:
-    """The random nodes of a graph: description, whether it has a seed, and whether it is a ``tf.random`` op."""
-    constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
-    for node in nodes:
-        if "seed" in node.attr and "seed2" in node.attr:
-            yield f"tf.random ({node.op})", bool(node.attr["seed"].i or node.attr["seed2"].i), True
-        elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
-            first = 0 if node.op.startswith("RandomDataset") else 2
-            inputs = [name.split(":")[0] for name in node.input[first : first + 2]]
-            known = [_integer(constants[name]) for name in inputs if name in constants]
-            yield _words(node.op), len(known) < 2 or any(known), False
-
-
-def _integer(tensor: Any) -> int:
-    if tensor.tensor_content:
-        return int(np.frombuffer(tensor.tensor_content, np.int64)[0])
-    return int(tensor.int64_val[0]) if tensor.int64_val else 0
-
-
-def _words(kind: str) -> str:
-    """``_ShuffleDataset``, ``ShuffleDatasetV3`` → ``shuffle()``."""
-    name = kind.strip("_").split("Dataset")[0].removeprefix("Parallel").lower()
-    return {"random": "sample_from_datasets() or Dataset.random()"}.get(name, f"{name}()")
-
+from meshfeed._src.sources.tf.internals import Dataset, find_randomness, reshuffles, step_name, steps_of
 
 _log = logging.getLogger("meshfeed.sources.tfdata")
 
@@ -84,34 +28,28 @@ class TFDataLane:
       lane_index: index of the lane, for errors.
 
     Raises:
-      SourceError: ``make`` does not return a tf.data.Dataset, or its pipeline has randomness without a seed.
+      SourceError: the pipeline has randomness without a seed.
     """
 
-    def __init__(self, make: Callable[[], Any], lane_index: int) -> None:
+    def __init__(self, make: Callable[[], Dataset], lane_index: int) -> None:
         import tensorflow as tf
 
         self._tf = tf
         self._make = make
         self._lane_index = lane_index
         self._pipeline: list[str] = []
-        self._iterator: Iterator[Any] = self._start()
+        self._iterator: Iterator[object] = self._start()
         self._records = 0  # records returned since the start
         self._can_checkpoint = True
         self._error: BaseException | None = None
 
-    def _start(self) -> Iterator[Any]:
-        tf, lane_index, dataset = self._tf, self._lane_index, self._make()
-        if not isinstance(dataset, tf.data.Dataset):
-            raise SourceError(
-                f"open returned a {type(dataset).__name__} for lane {lane_index}. Expected a tf.data.Dataset of "
-                "records. Return the dataset, not its iterator; for other iterators use meshfeed.sources.Stream.",
-                lane_index=lane_index,
-            )
-        self._pipeline = _describe(dataset, lane_index)
-        options = tf.data.Options()
+    def _start(self) -> Iterator[object]:
+        dataset, data = self._make(), self._tf.data
+        self._pipeline = _describe(dataset, self._lane_index)
+        options = data.Options()
         options.deterministic = True
         # With FAIL, checkpointing raises if the pipeline has external state; the default omits that state.
-        options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
+        options.experimental_external_state_policy = data.experimental.ExternalStatePolicy.FAIL
         return iter(dataset.with_options(options))
 
     def __iter__(self) -> TFDataLane:
@@ -164,7 +102,7 @@ class TFDataLane:
         """Releases the iterator and the records it prefetched."""
         self._iterator = iter(())
 
-    def _next_element(self) -> Any:
+    def _next_element(self) -> object:
         if self._error is not None:
             raise self._error.with_traceback(None)  # after an error, tf.data may skip records or end silently
         try:
@@ -177,20 +115,20 @@ class TFDataLane:
         self._records += 1
         return element
 
-    def _translate(self, error: Any) -> Exception:
+    def _translate(self, error: Exception) -> Exception:
         """Maps an error to OSError (can be retried) or CorruptDataError; returns other errors unchanged."""
-        errors = self._tf.errors
+        errors, message = self._tf.errors, getattr(error, "message", error)
         if isinstance(error, errors.DataLossError):
             return CorruptDataError(
-                f"lane {self._lane_index} of tf.data read damaged data: {error.message}. Expected what the writer "
-                "wrote. Write or download the file again.",
+                f"lane {self._lane_index} of tf.data read damaged data: {message}. Expected what the writer wrote. Write "
+                "or download the file again.",
                 lane_index=self._lane_index,
             )
         if isinstance(error, errors.UnavailableError | errors.DeadlineExceededError | errors.AbortedError):
-            return OSError(f"lane {self._lane_index} of tf.data: {error.message}")
+            return OSError(f"lane {self._lane_index} of tf.data: {message}")
         return error
 
-    def _to_numpy(self, tensor: Any) -> Any:
+    def _to_numpy(self, tensor: object) -> Record:
         if isinstance(tensor, self._tf.Tensor):
             return tensor.numpy()
         raise SourceError(
@@ -239,38 +177,21 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def steps_of(dataset: Any) -> list[Any]:
-    """The steps of a pipeline, from the last to the sources."""
-    steps, pending = [], [dataset]
-    while pending:
-        steps.append(pending.pop())
-        pending.extend(getattr(steps[-1], "_inputs", list)())
-    return steps
-
-
-def is_shuffle(step: Any) -> bool:
-    """Whether a step is a tf.data ``shuffle``."""
-    return type(step).__name__ == "_ShuffleDataset"
-
-
-def _describe(dataset: Any, lane_index: int) -> list[str]:
-    """The class names of a pipeline's steps, from the last to the sources, and the type of its records.
+def _describe(dataset: Dataset, lane_index: int) -> list[str]:
+    """The names of a pipeline's steps, from the last to the sources, and the type of its records.
 
     Raises:
       SourceError: a step has randomness without a seed.
     """
-    names = []
-    for step in steps_of(dataset):
-        names.append(type(step).__name__.strip("_"))
-        loose = loose_randomness(step)
-        if loose is not None:
-            raise SourceError(
-                f"the pipeline of lane {lane_index} has a {loose}, so no two hosts and no two runs would read the same "
-                "records. Expected randomness that follows from the pipeline. Write shuffle(buffer_size, seed=…), or "
-                "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number.",
-                lane_index=lane_index,
-            )
-    return [*names, str(dataset.element_spec)]
+    steps = steps_of(dataset)
+    for loose in filter(None, map(find_randomness, steps)):
+        raise SourceError(
+            f"the pipeline of lane {lane_index} has a {loose}, so no two hosts and no two runs would read the same "
+            "records. Expected randomness that follows from the pipeline. Write shuffle(buffer_size, seed=…), or "
+            "tf.random.stateless_uniform(shape, seed=…) with a seed made of the record's number.",
+            lane_index=lane_index,
+        )
+    return [*map(step_name, steps), str(dataset.element_spec)]
 
 
 @public("meshfeed.sources")
@@ -323,8 +244,8 @@ class TFData:
         """
         more = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(self._open, name)}
 
-        def make() -> Any:
-            return self._open(lane_index, num_lanes, **more)
+        def make() -> Dataset:
+            return _checked_dataset(self._open(lane_index, num_lanes, **more), lane_index)
 
         if not self._checked:  # only once, since the check builds two pipelines
             _refuse_shared_shuffle(make(), make())
@@ -336,7 +257,19 @@ class TFData:
         return {"kind": "tf.data"} if self._fingerprint is None else {"kind": "tf.data", "given": self._fingerprint}
 
 
-def _refuse_shared_shuffle(first: Any, second: Any) -> None:
+def _checked_dataset(made: object, lane_index: int) -> Dataset:
+    import tensorflow as tf
+
+    if isinstance(made, tf.data.Dataset):
+        return made
+    raise SourceError(
+        f"open returned a {type(made).__name__} for lane {lane_index}. Expected a tf.data.Dataset of records. Return the "
+        "dataset, not its iterator; for other iterators use meshfeed.sources.Stream.",
+        lane_index=lane_index,
+    )
+
+
+def _refuse_shared_shuffle(first: Dataset, second: Dataset) -> None:
     """Checks that two calls of ``open`` do not return the same reshuffling ``shuffle`` object.
 
     Such a shuffle gives each of its iterators a different order, so lanes that share it would lose and repeat records.
@@ -344,14 +277,10 @@ def _refuse_shared_shuffle(first: Any, second: Any) -> None:
     Raises:
       SourceError: they return the same one.
     """
-    shuffles = [step for step in steps_of(first) if is_shuffle(step)]
     again = steps_of(second)
-    for step in shuffles:
-        if getattr(step, "_reshuffle_each_iteration", True) is not False and any(step is other for other in again):
-            raise SourceError(
-                "open returns pipelines that share a shuffle() made outside of it, which gives another order to each "
-                "lane, "
-                "so that records would be lost and repeated. Expected a new one at each call. Call shuffle() inside "
-                "open, "
-                "after shard(), or give it reshuffle_each_iteration=False."
-            )
+    if any(step is other for step in filter(reshuffles, steps_of(first)) for other in again):
+        raise SourceError(
+            "open returns pipelines that share a shuffle() made outside of it, which gives each lane a different order, "
+            "so records would be lost and repeated. Call shuffle() inside open, after shard(), or give it "
+            "reshuffle_each_iteration=False."
+        )

@@ -1,0 +1,350 @@
+"""The private parts of Grain that are used here, and what happens in a version of Grain without them.
+
+Grain has no public way to examine a pipeline, or to split one among more than its own workers. A node whose class or
+attributes are not those listed here is refused by :func:`check_known`, or described by its elements
+(``fingerprint.py``); other parts only save time, and are done without.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, TypeGuard
+
+import grain
+
+from meshfeed._src.base.errors import SourceError
+
+Records: TypeAlias = grain.MapDataset[Any]
+Pipeline: TypeAlias = grain.IterDataset[Any]
+Node: TypeAlias = "Records | Pipeline"
+GrainIterator: TypeAlias = grain.DatasetIterator[Any]
+NODES = (grain.MapDataset, grain.IterDataset)
+
+_logger = logging.getLogger("meshfeed.sources")
+
+# Names of Grain's classes, by what a lane does with them. Compared by name, since most are in private modules.
+READ = ("PrefetchIterDataset",)
+INTERLEAVE = ("InterleaveIterDataset",)
+PARQUET = ("ParquetIterDataset",)
+TFRECORD = ("TFRecordIterDataset",)
+LIMIT = ("LimitIterDataset",)
+INDEXED = ("MapWithIndexIterDataset",)
+SEEDED = ("RandomMapIterDataset", "WindowShuffleIterDataset", "PackIterDataset")
+ZIP = ("ZipIterDataset",)
+REBATCH = ("RebatchIterDataset",)
+BATCH = ("BatchMapDataset", "BatchIterDataset", *REBATCH)
+OPTIONS = ("WithOptionsIterDataset",)
+PROCESSES = ("ProcessPrefetchIterDataset",)
+PREFETCH = ("ThreadPrefetchIterDataset", *PROCESSES, "_MpContextIterDataset", "_LazyWorkerSliceIterDataset")
+SHARDED = ("ElasticIterator", "_DataLoaderPipelineMarkerIterDataset")
+SOURCE = ("SourceMapDataset",)
+MIX = ("MixedMapDataset",)
+SPARSE = ("FilterMapDataset", "FlatMapMapDataset")
+_PASS = ("MapIterDataset", "_WithSeedIterDataset")
+ONE_TO_ONE = (*READ, *INDEXED, "RandomMapIterDataset", "BatchIterDataset", *OPTIONS, *ZIP, *_PASS)
+KEEP_LENGTH = (*READ, *INDEXED, "RandomMapIterDataset", "WindowShuffleIterDataset", "MapIterDataset", *OPTIONS)
+
+_PIPELINES = {
+    *(*READ, *INTERLEAVE, *PARQUET, *TFRECORD, *LIMIT, *INDEXED, *SEEDED, *ZIP, *BATCH, *OPTIONS, *PREFETCH, *SHARDED),
+    *(*_PASS, "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset", "FlatMapIterDataset"),
+    *("MixedIterDataset", "RepeatIterDataset", "_DataLoaderStateIterDataset", "_OperationIterDataset"),
+}
+_RECORDS = {
+    *(*SOURCE, *MIX, *SPARSE, "BatchMapDataset", "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset"),
+    *("RangeMapDataset", "RepeatMapDataset", "ShuffleMapDataset", "SliceMapDataset", "WindowShuffleMapDataset"),
+    *("ZipMapDataset", "_WithSeedMapDataset", "_SamplerMapDataset", "_ShardMapDataset"),
+}
+# Class → attributes without which its nodes cannot be split or described.
+_ATTRIBUTES = {
+    **dict.fromkeys(READ, ("read_options", "parents")),
+    **dict.fromkeys(INTERLEAVE, ("datasets", "cycle_length")),
+    **dict.fromkeys(PARQUET, ("paths", "read_kwargs")),
+    **dict.fromkeys(TFRECORD, ("path",)),
+    **dict.fromkeys(LIMIT, ("count", "parents")),
+    **dict.fromkeys(INDEXED, ("map_fn", "parents")),
+    **dict.fromkeys(SEEDED, ("seed", "parents")),
+    **dict.fromkeys(("BatchMapDataset", "BatchIterDataset"), ("batch_size", "batch_fn", "drop_remainder", "parents")),
+    **dict.fromkeys(PREFETCH, ("parents",)),
+    **dict.fromkeys(PROCESSES, ("worker_init_fn", "parents")),
+    **dict.fromkeys(SOURCE, ("source",)),
+    **dict.fromkeys(MIX, ("selection_map",)),
+}
+CHANGE_NO_RECORD = {
+    *("_parents", "has_child", "_read_options", "_record_metrics"),
+    *("_num_make_iter_threads", "_make_iter_buffer_size", "_iter_buffer_size"),
+}
+"""Attributes that a fingerprint leaves out."""
+REDUNDANT = {"_selection_map", "_map_fn", "original_start", "original_len", "_paths", "_path"}
+"""Attributes that a fingerprint leaves out because others, or ``fingerprint.py``, describe them."""
+
+HOW_TO_OPEN = """\
+Split it yourself instead, with one pipeline per lane:
+
+    def open(lane_index, num_lanes):
+        return iter(make_dataset(files[lane_index::num_lanes]))
+
+    source = meshfeed.sources.Stream(open)"""
+
+
+class RandomAccess(Protocol):
+    """A data source: what ``grain.MapDataset.source`` takes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class ReadsMany(RandomAccess, Protocol):
+    """A data source that also reads several records at once."""
+
+    def __getitems__(self, indices: Sequence[int], /) -> Sequence[Any]: ...
+
+
+def is_named(node: object, names: Sequence[str]) -> bool:
+    """Whether the node is an instance of a class with one of these names, or of a subclass."""
+    return any(base.__name__ in names for base in type(node).__mro__)
+
+
+def is_pipeline(node: Node) -> TypeGuard[Pipeline]:
+    """Whether the node is an IterDataset."""
+    return isinstance(node, grain.IterDataset)
+
+
+def is_foreign(node: object, *known: str) -> bool:
+    """Whether the node's class is the user's: defined in neither Grain, meshfeed nor the packages ``known``."""
+    return type(node).__module__.partition(".")[0] not in ("grain", "meshfeed", *known)
+
+
+def is_unknown(node: Node) -> bool:
+    """Whether the node's class is one of Grain's that is not listed here."""
+    kind = type(node)
+    known = _PIPELINES if is_pipeline(node) else _RECORDS
+    return kind.__module__.partition(".")[0] == "grain" and not any(base.__name__ in known for base in kind.__mro__)
+
+
+def check_known(node: Node) -> None:
+    """Checks that a node of a pipeline is one that can be split or copied for each lane.
+
+    Raises:
+      SourceError: the class is one of Grain's that is not listed here, or lacks a private attribute.
+    """
+    if is_pipeline(node) and is_unknown(node):
+        raise SourceError(
+            f"Grain {grain.__version__} has a {type(node).__name__}, and this version of meshfeed does not support "
+            f"splitting it into lanes. Upgrade meshfeed, or install an older version of Grain. {HOW_TO_OPEN}"
+        )
+    for kind in type(node).__mro__:
+        for name in _ATTRIBUTES.get(kind.__name__, ()):
+            private(node, name)
+
+
+def private(node: Node, name: str) -> Any:
+    """A private attribute of a Grain node; ``name`` without the underscore.
+
+    Raises:
+      SourceError: this version of Grain has no such attribute.
+    """
+    try:
+        return getattr(node, f"_{name}")
+    except AttributeError:
+        raise SourceError(
+            f"{type(node).__name__} of Grain {grain.__version__} has no attribute _{name}, which meshfeed needs to split "
+            f"it into lanes. Upgrade meshfeed, or install an older version of Grain. {HOW_TO_OPEN}"
+        ) from None
+
+
+def parents(node: Node) -> Sequence[Node]:
+    """The datasets that a node reads; empty if a user's class never set them."""
+    return getattr(node, "_parents", ())
+
+
+def parent(node: Node) -> Node:
+    """The only dataset that a node reads."""
+    (only,) = private(node, "parents")
+    return only
+
+
+def source_of(node: Node) -> Any:
+    """The data source, or the MapDataset, of a source node; None for other nodes."""
+    return private(node, "source") if is_named(node, SOURCE) else None
+
+
+def shallow_copy(node: Any, **changed: Any) -> Any:
+    """A copy of one node without cached properties; ``changed`` has private attributes without the underscore."""
+    new = copy.copy(node)
+    for name in list(vars(new)):
+        if isinstance(getattr(type(new), name, None), functools.cached_property):
+            del vars(new)[name]
+    vars(new).update({f"_{name}": value for name, value in changed.items()})
+    return new
+
+
+def skip_traceback_filter(dataset: Pipeline) -> Pipeline:
+    """Marks a lane as the child of another dataset.
+
+    Otherwise Grain wraps its iterators' class in one more traceback filter on every call. Without the attribute, calls
+    are slower.
+    """
+    dataset.has_child = True  # pyright: ignore[reportAttributeAccessIssue]
+    return dataset
+
+
+def inherit_options(outer: GrainIterator, inner: GrainIterator) -> None:
+    """Applies the dataset options of an iterator to one that it opens.
+
+    Raises:
+      SourceError: this version of Grain keeps them elsewhere.
+    """
+    try:
+        context = inner._ctx
+        context.dataset_options = outer._ctx.dataset_options.merge(context.dataset_options)
+    except AttributeError as error:
+        raise SourceError(
+            f"Grain {grain.__version__} keeps the options of an iterator elsewhere ({error}), so they would be lost below "
+            f"an interleave. Upgrade meshfeed, or install an older version of Grain. {HOW_TO_OPEN}"
+        ) from None
+
+
+def set_up(records: Records) -> None:
+    """Makes a dataset safe to read from several threads: Grain sets up its statistics on first use."""
+    _ = getattr(records, "_stats", None)
+
+
+def read_many(records: Records, indices: Sequence[int]) -> Sequence[Any]:
+    """Several elements of a MapDataset, read at once if this version of Grain supports it, else one by one."""
+    batched = getattr(records, "_getitems", None)
+    return [records[index] for index in indices] if batched is None else batched(indices)
+
+
+class BatchedSource:
+    """A data source from which Grain reads many records at once, through its private method ``_getitems``.
+
+    Args:
+      source: the user's data source.
+      reader: reads the same records in its place.
+    """
+
+    def __init__(self, source: RandomAccess, reader: ReadsMany) -> None:
+        self.source = source
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._reader[index]
+
+    def _getitems(self, indices: Sequence[int]) -> Sequence[Any]:
+        return self._reader.__getitems__(indices)
+
+
+def is_read_at_once(source: object) -> bool:
+    """Whether Grain itself reads several records of a data source at once."""
+    return hasattr(source, "_getitems")
+
+
+class EpochMapDataset(grain.MapDataset):
+    """A later epoch of a MapDataset, in Grain's own numbering, in which each epoch is reshuffled."""
+
+    def __init__(self, records: Records, epoch: int) -> None:
+        super().__init__(records)
+        self._records = records
+        self._epoch = epoch
+        self._offset = epoch * len(records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        return self._records[index + self._offset]
+
+    def _getitems(self, indices: Sequence[int]) -> Sequence[Any]:
+        return read_many(self._records, [index + self._offset for index in indices])
+
+    def __str__(self) -> str:
+        return f"EpochMapDataset(epoch={self._epoch})"
+
+
+def array_record_files(source: object) -> list[tuple[str, int]] | None:
+    """Paths and numbers of records of the files of an ``ArrayRecordDataSource``.
+
+    None for other data sources, for one with reader options or row ranges, which meshfeed's reader does not support, and
+    if this version of array_record keeps them elsewhere: then Grain reads the files itself, which takes longer.
+    """
+    if not is_named(source, ("ArrayRecordDataSource",)) or is_foreign(source, "array_record"):
+        return None
+    try:
+        instructions, options = source._read_instructions, source._reader_options_string  # pyright: ignore[reportAttributeAccessIssue]
+        files = [(part.filename, part.num_records) for part in instructions]
+        return None if options or any(part.start for part in instructions) else files
+    except AttributeError:
+        return None
+
+
+def initializes_workers(node: Node) -> bool:
+    """Whether a node of ``mp_prefetch`` has a ``worker_init_fn`` of the user."""
+    initialize = private(node, "worker_init_fn")
+    # Grain passes a list of functions to its own, and is the first of them.
+    only_grains = (
+        isinstance(initialize, functools.partial) and len(initialize.args) > 0 and len(initialize.args[0]) == 1
+    )
+    return initialize is not None and not only_grains
+
+
+def without_shared_memory(make_batch: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A batch function without the shared-memory output that ``mp_prefetch`` enables; None if it has none."""
+    if isinstance(make_batch, functools.partial) and "output_to_shared_memory" in make_batch.keywords:
+        return make_batch.func
+    return None
+
+
+def pads_batches(node: Node) -> bool:
+    """Whether a batch node has a batch function of the user, which may pad the last batch."""
+    return getattr(private(node, "batch_fn"), "__name__", "") != "make_batch"
+
+
+def replace_executors(iterator: object, make: Callable[[int], object]) -> None:
+    """Replaces the thread pools of a Grain iterator and of the iterators below it.
+
+    If Grain keeps them elsewhere, the iterator is left unchanged, with a warning.
+
+    Args:
+      iterator: the iterator.
+      make: number of threads → the new pool.
+    """
+    if not _keeps_executors():
+        return
+    for node in _iterators_below(iterator):
+        executor = getattr(node, "_executor", None)
+        if isinstance(executor, concurrent.futures.ThreadPoolExecutor):
+            node._executor = make(node._target_num_threads)
+            executor.shutdown(wait=False)  # still completes reads that a running iterator has submitted
+
+
+def _iterators_below(iterator: object) -> Iterator[Any]:
+    waiting, seen = [iterator], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            waiting += [*getattr(node, "_parents", ()), *filter(None, [getattr(node, "_iterator", None)])]
+
+
+@functools.cache
+def _keeps_executors() -> bool:
+    iterator = grain.MapDataset.range(1).to_iter_dataset().map(str).__iter__()
+    below = list(_iterators_below(iterator))
+    if any(hasattr(node, "_executor") and hasattr(node, "_target_num_threads") for node in below):
+        return True
+    _logger.warning(
+        "Grain %s keeps its reader threads elsewhere; if one hangs in a read, the process will wait for it at exit",
+        grain.__version__,
+    )
+    return False

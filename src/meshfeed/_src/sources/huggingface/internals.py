@@ -1,0 +1,300 @@
+"""The private parts of datasets that are used here, and what happens in a version of datasets without them.
+
+A streaming dataset is a tree of nodes without a public interface, whose own split into shards cannot be resumed on a
+different number of hosts. :func:`check_known` refuses trees with other nodes than those listed here; this module cannot
+be imported if a function is missing. Only map-style datasets have a public way to fall back to (``table.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, cast
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, IterableDataset
+
+from meshfeed._src.base.errors import SourceError
+
+_REMEDY = (
+    "Upgrade meshfeed, install an older version of datasets, or open each lane yourself: "
+    "meshfeed.sources.Stream(lambda lane_index, num_lanes: iter(split_dataset_by_node(dataset, lane_index, num_lanes)))."
+)
+
+
+def _unknown(what: object) -> SourceError:
+    return SourceError(f"datasets {datasets.__version__} lacks parts that meshfeed needs ({what}). {_REMEDY}")
+
+
+try:
+    from datasets.features.features import require_decoding as require_decoding
+    from datasets.formatting import PythonFormatter as PythonFormatter
+    from datasets.iterable_dataset import StepExamplesIterable, _BaseExamplesIterable
+    from datasets.packaged_modules.arrow.arrow import Arrow
+    from datasets.packaged_modules.parquet.parquet import Parquet
+    from datasets.table import cast_table_to_features as cast_table_to_features
+    from datasets.table import table_cast as table_cast
+    from datasets.utils.file_utils import xgetsize as xgetsize
+    from datasets.utils.file_utils import xopen as xopen
+
+    _FROM_SHARDS = Dataset._generate_tables_from_shards
+    _FROM_CACHE_FILE = Dataset._generate_tables_from_cache_file
+    _CAST_TABLE = Arrow._cast_table
+except (ImportError, AttributeError) as error:
+    raise _unknown(error) from error
+
+State: TypeAlias = "dict[str, Any]"
+Example: TypeAlias = "dict[str, Any]"
+
+
+class Node(Protocol):
+    """A node of the tree of a streaming dataset."""
+
+    @property
+    def features(self) -> Features | None: ...
+
+    @property
+    def iter_arrow(self) -> Callable[[], Iterator[tuple[object, pa.Table]]] | None: ...
+
+    def __iter__(self) -> Iterator[tuple[Any, Example]]: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state_dict: State) -> State: ...
+
+
+# Names of the library's nodes, by what a lane does with them. Compared by name, to tell a renamed one from a missing one.
+LEAVES = ("ExamplesIterable", "ArrowExamplesIterable")
+ARROW_LEAF = "ArrowExamplesIterable"
+SHUFFLED = "BufferShuffledExamplesIterable"
+SELECTED = "SelectColumnsIterable"
+REBATCHED = "RebatchedArrowExamplesIterable"
+FORMATTED = "FormattedExamplesIterable"
+MAPPED = "MappedExamplesIterable"
+FILTERED = "FilteredExamplesIterable"
+SKIPPED = "SkipExamplesIterable"
+TAKEN = "TakeExamplesIterable"
+IN_TURN = "CyclingMultiSourcesExamplesIterable"
+AT_RANDOM = "RandomlyCyclingMultiSourcesExamplesIterable"
+ROW_BY_ROW = (SELECTED, REBATCHED, FORMATTED)
+BY_PART = ("RepeatExamplesIterable", IN_TURN, AT_RANDOM, "VerticallyConcatenatedMultiSourcesExamplesIterable")
+
+_ONE, _SEVERAL = ("ex_iterable",), ("ex_iterables",)
+_FUNCTION = (*_ONE, "function", "with_indices", "batched", "formatting", "is_batch_accumulate_arrow_table_function")
+# Class → attributes without which its nodes cannot be split.
+_NODES = {
+    "ExamplesIterable": ("generate_examples_fn", "kwargs"),
+    ARROW_LEAF: ("generate_tables_fn", "kwargs"),
+    SHUFFLED: (*_ONE, "buffer_size"),
+    SELECTED: (*_ONE, "column_names"),
+    REBATCHED: _ONE,
+    FORMATTED: (*_ONE, "formatting"),
+    MAPPED: _FUNCTION,
+    FILTERED: (*_FUNCTION, "mask_function"),
+    SKIPPED: (*_ONE, "n"),
+    TAKEN: (*_ONE, "n"),
+    "StepExamplesIterable": (*_ONE, "step", "offset"),
+    "RepeatExamplesIterable": (*_ONE, "num_times"),
+    "InterleavedShardsExamplesIterable": _ONE,
+    IN_TURN: (*_SEVERAL, "stopping_strategy"),
+    AT_RANDOM: (*_SEVERAL, "stopping_strategy", "probabilities", "generator"),
+    "VerticallyConcatenatedMultiSourcesExamplesIterable": _SEVERAL,
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable": _SEVERAL,
+}
+_METHODS = ("features", "iter_arrow", "state_dict", "load_state_dict", "_init_state_dict", "_state_dict")
+
+
+class ExamplesNode(_BaseExamplesIterable):
+    """A node of our own in the tree of a streaming dataset: one shard, whose state holds what was read."""
+
+    _sleep_on_threads_shutdown = False  # otherwise datasets sleeps after each pass, to let threads end
+
+    def first_state(self) -> State:
+        """The state before the first example."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> State | None:
+        """The current state, to be changed in place; None if the tree is read without one."""
+        return cast("State | None", self._state_dict)
+
+    def _init_state_dict(self) -> State:
+        self._state_dict = {**self.first_state(), "type": type(self).__name__}
+        return self._state_dict
+
+    @property
+    def num_shards(self) -> int:
+        return 1
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> ExamplesNode:
+        return self
+
+    def reshard_data_sources(self) -> ExamplesNode:
+        return self
+
+
+def tree_of(dataset: IterableDataset) -> Node:
+    """The last node of a streaming dataset.
+
+    Raises:
+      SourceError: this version of datasets keeps its nodes elsewhere, or the dataset was split by node.
+    """
+    if private(dataset, "distributed") is not None:
+        raise SourceError(
+            "the dataset was split by node already (split_dataset_by_node). Pass the whole dataset: the feed splits it "
+            "into lanes, which a different number of hosts can resume."
+        )
+    return private(dataset, "ex_iterable")
+
+
+def dataset_of(tree: Node, dataset: IterableDataset) -> IterableDataset:
+    """A streaming dataset over ``tree``, with the features and access tokens of ``dataset``."""
+    tokens = private(dataset, "token_per_repo_id")
+    try:
+        return IterableDataset(tree, info=dataset.info.copy(), token_per_repo_id=tokens)  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise _unknown(error) from error
+
+
+def private(dataset: Dataset | IterableDataset, name: str) -> Any:
+    """A private attribute of a dataset; ``name`` without the underscore.
+
+    Raises:
+      SourceError: this version of datasets has no such attribute.
+    """
+    try:
+        return getattr(dataset, f"_{name}")
+    except AttributeError:
+        raise _unknown(f"{type(dataset).__name__}._{name}") from None
+
+
+def row_indices(dataset: Dataset) -> tuple[list[pa.Array] | None, bool]:
+    """The rows of the table that a map-style dataset selects, and whether they are known.
+
+    ``shuffle`` and ``select`` leave the table unchanged and keep row numbers in a second table. None for all rows in
+    order.
+    """
+    try:
+        indices = dataset._indices
+        return None if indices is None else indices.table.column(0).chunks, True
+    except AttributeError:
+        return None, False
+
+
+def kind_of(node: Node) -> str:
+    """The name of a node's class."""
+    return type(node).__name__
+
+
+def check_known(node: Node) -> None:
+    """Checks that a node is one that can be split or copied for each lane.
+
+    Raises:
+      SourceError: the class is not listed here, or lacks an attribute.
+    """
+    if kind_of(node) not in _NODES:
+        raise _unknown(f"nodes that it knows, instead of {kind_of(node)}")
+    for name in (*_NODES[kind_of(node)], *_METHODS):
+        if not hasattr(node, name):
+            raise _unknown(f"{kind_of(node)}.{name}")
+
+
+def children_of(node: Any) -> list[Node]:
+    """The nodes that a node reads."""
+    return [node.ex_iterable] if hasattr(node, "ex_iterable") else list(getattr(node, "ex_iterables", ()))
+
+
+def with_children(node: Node, read: Callable[[Node], Node]) -> Any:
+    """A copy of a node that reads ``read(child)`` for each child and shares no iteration state."""
+    mine: Any = copy.copy(node)
+    mine._state_dict = None
+    if hasattr(mine, "_owned_loops_and_tasks"):
+        mine._owned_loops_and_tasks = []
+    if hasattr(mine, "ex_iterable"):
+        mine.ex_iterable = read(mine.ex_iterable)
+    else:
+        mine.ex_iterables = [read(child) for child in mine.ex_iterables]
+    return mine
+
+
+def start(node: Any) -> None:
+    """Sets a node to before its first example."""
+    node._init_state_dict()
+
+
+def every_nth(node: Node, step: int, offset: int) -> Node:
+    """A node that yields the examples ``offset``, ``offset + step``, … of ``node``."""
+    return StepExamplesIterable(node, step=step, offset=offset)  # pyright: ignore[reportArgumentType]
+
+
+def has_exact_state(node: Node) -> bool:
+    """Whether a node's state holds all of its position; ``batch(by_column=)`` also buffers the rows of a group."""
+    return not getattr(node, "is_batch_accumulate_arrow_table_function", False)
+
+
+def function_of(node: Node) -> Callable[..., object] | None:
+    """The user's function of a ``map`` or ``filter``; None for other nodes."""
+    return getattr(node, "mask_function", None) or getattr(node, "function", None)
+
+
+class Leaf:
+    """What a leaf reads: the generator of tables or examples, and its arguments.
+
+    Attributes:
+      generate: the generator, called with ``kwargs``.
+      kwargs: its arguments; lists hold one item per file.
+      is_table: whether it yields Arrow tables.
+      builder: the dataset builder that it belongs to; None if there is none.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self.is_table = kind_of(node) == ARROW_LEAF
+        self.generate: Callable[..., Iterator[tuple[Any, Any]]] = (
+            node.generate_tables_fn if self.is_table else node.generate_examples_fn
+        )
+        self.kwargs: Mapping[str, Any] = node.kwargs
+        self.builder: Any = getattr(self.generate, "__self__", None)
+
+    @property
+    def shards(self) -> tuple[Sequence[Dataset], int] | None:
+        """The shards of a map-style dataset and the rows per table; None for other leaves."""
+        return (self.kwargs["shards"], self.kwargs["batch_size"]) if self.generate is _FROM_SHARDS else None
+
+    @property
+    def arrow_files(self) -> tuple[list[str], Callable[[pa.Table], pa.Table] | None] | None:
+        """Paths of Arrow files, and the function that casts their tables; None for other leaves."""
+        if self.generate is _FROM_CACHE_FILE:
+            return [self.kwargs["filename"]], None
+        if self.is_table and isinstance(self.builder, Arrow):
+            return [str(path) for path in self.kwargs["files"]], self.builder._cast_table
+        return None
+
+    @property
+    def is_plain_parquet(self) -> bool:
+        """Whether it reads all rows of Parquet files; filters and other ``on_bad_files`` settings change the rows."""
+        if not self.is_table or not isinstance(self.builder, Parquet):
+            return False
+        config: Any = self.builder.config
+        return config.filters is None and config.on_bad_files == "error"
+
+    def parts(self) -> list[Mapping[str, Any]]:
+        """The arguments of each file.
+
+        Raises:
+          SourceError: lists among the arguments have different lengths.
+        """
+        lists = {name: value for name, value in self.kwargs.items() if isinstance(value, list)}
+        lengths = {len(value) for value in lists.values()}
+        if len(lengths) > 1:
+            raise SourceError(
+                f"the lists {sorted(lists)} among the dataset's gen_kwargs have different lengths, so it cannot be split "
+                "into files. Pass one list of files, and tuples for other arguments."
+            )
+        if lengths <= {0, 1}:
+            return [self.kwargs]
+        return [
+            {name: [value[index]] if name in lists else value for name, value in self.kwargs.items()}
+            for index in range(lengths.pop())
+        ]

@@ -1,0 +1,160 @@
+"""The private parts of tf.data that are used here: the only way to examine the steps of a pipeline.
+
+They are tried once on a pipeline of known steps. If a version of TensorFlow lacks one, all pipelines are refused, since
+randomness that differs between hosts would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshfeed._src.base.errors import SourceError
+
+_SEEDS = ("_seed", "_seed2")  # both 0: none was given
+
+
+class Dataset(Protocol):
+    """A ``tf.data.Dataset``."""
+
+    @property
+    def element_spec(self) -> object: ...
+
+    def with_options(self, options: Any) -> Iterable[object]: ...
+
+
+def steps_of(dataset: Dataset) -> list[Dataset]:
+    """The steps of a pipeline, from the last to the sources.
+
+    Raises:
+      SourceError: this version of TensorFlow does not expose them.
+    """
+    probe()
+    return _steps(dataset)
+
+
+def find_randomness(step: Dataset) -> str | None:
+    """Describes randomness of a step that the pipeline does not determine; None if there is none.
+
+    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, and a
+    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number.
+
+    Args:
+      step: one of :func:`steps_of`; the steps before it are not examined.
+    """
+    probe()
+    return _find_randomness(step)
+
+
+def reshuffles(step: Dataset) -> bool:
+    """Whether a step is a ``shuffle`` that gives each of its iterators a different order."""
+    return isinstance(step, probe()) and _private(step, "_reshuffle_each_iteration") is not False
+
+
+def step_name(step: Dataset) -> str:
+    """The name of a step's class, which lane states record."""
+    return type(step).__name__.strip("_")
+
+
+@functools.cache
+def probe() -> type:
+    """Checks every private name on pipelines of known steps; returns the class of ``shuffle``.
+
+    Raises:
+      SourceError: a name is missing, or means something else.
+    """
+    import tensorflow as tf
+
+    def draw(_: object) -> object:
+        return tf.random.uniform((), seed=1)
+
+    def draw_dataset(element: object) -> Any:
+        return tf.data.Dataset.from_tensors(draw(element))
+
+    numbers = tf.data.Dataset.range(2)
+    shuffled = numbers.shuffle(2, seed=1)
+    drawing = shuffled.map(draw, num_parallel_calls=2)
+    interleaved = drawing.interleave(draw_dataset, num_parallel_calls=2)
+    expected = [(interleaved, True), (drawing, True), (shuffled, False), (numbers, False)]
+    steps = _steps(interleaved)
+    if [(step, _find_randomness(step) is not None) for step in steps] != expected:
+        raise _unknown("the steps of a pipeline as expected")
+    for step in (shuffled, tf.data.Dataset.random(seed=1)):
+        seeds = [int(_private(step, name)) for name in _SEEDS]
+        if not any(seeds):
+            raise _unknown(f"the seed of {type(step).__name__}")
+    _private(shuffled, "_reshuffle_each_iteration")
+    return type(shuffled)
+
+
+def _private(step: Dataset, name: str) -> Any:
+    try:
+        return getattr(step, name)
+    except AttributeError:
+        raise _unknown(f"{type(step).__name__}.{name}") from None
+
+
+def _unknown(what: str) -> SourceError:
+    import tensorflow as tf
+
+    return SourceError(
+        f"TensorFlow {tf.__version__} does not expose {what}, so a pipeline cannot be checked for randomness that differs "
+        "between hosts. Upgrade meshfeed, install an older version of TensorFlow, or read the records with "
+        "meshfeed.sources.Stream(open), where open returns an iterator."
+    )
+
+
+def _steps(dataset: Dataset) -> list[Dataset]:
+    steps, pending = [], [dataset]
+    while pending:
+        steps.append(pending.pop())
+        try:
+            pending.extend(_private(steps[-1], "_inputs")())
+        except NotImplementedError:  # the abstract method of the base class
+            raise _unknown(f"{type(steps[-1]).__name__}._inputs") from None
+    return steps
+
+
+def _find_randomness(step: Dataset) -> str | None:
+    name = _words(type(step).__name__)
+    seeds = [getattr(step, seed, None) for seed in _SEEDS]  # only on steps that draw
+    if all(seed is not None and int(seed) == 0 for seed in seeds):
+        return f"{name} without a seed"
+    parallel = getattr(step, "_num_parallel_calls", None) is not None  # only on steps that may run in parallel
+    for wrapper in _private(step, "_functions")():
+        graph = wrapper.function.graph.as_graph_def()
+        for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+            for op, is_seeded, draws in _draws(nodes):
+                if not is_seeded:
+                    return f"{op} without a seed in the function of {name}"
+                if draws and parallel:
+                    return f"{op} in the function of {name} with num_parallel_calls"
+    return None
+
+
+def _draws(nodes: Iterable[Any]) -> Iterator[tuple[str, bool, bool]]:
+    """The random nodes of a graph: description, whether it has a seed, and whether it is a ``tf.random`` op."""
+    constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+    for node in nodes:
+        if "seed" in node.attr and "seed2" in node.attr:
+            yield f"tf.random ({node.op})", bool(node.attr["seed"].i or node.attr["seed2"].i), True
+        elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
+            first = 0 if node.op.startswith("RandomDataset") else 2
+            inputs = [name.split(":")[0] for name in node.input[first : first + 2]]
+            known = [_integer(constants[name]) for name in inputs if name in constants]
+            yield _words(node.op), len(known) < 2 or any(known), False
+
+
+def _integer(tensor: Any) -> int:
+    if tensor.tensor_content:
+        return int(np.frombuffer(tensor.tensor_content, np.int64)[0])
+    return int(tensor.int64_val[0]) if tensor.int64_val else 0
+
+
+def _words(kind: str) -> str:
+    """``_ShuffleDataset``, ``ShuffleDatasetV3`` → ``shuffle()``."""
+    name = kind.strip("_").split("Dataset")[0].removeprefix("Parallel").lower()
+    return {"random": "sample_from_datasets() or Dataset.random()"}.get(name, f"{name}()")
