@@ -66,7 +66,6 @@ LAZY = {
     "meshfeed._src.sources.host_batches": "Grain",
     "meshfeed._src.sources.huggingface.source": "datasets",
     "meshfeed._src.sources.recognize": "the library of what was passed",
-    "meshfeed._src.checkpoint.array_handler": "Orbax's handlers, which import each other",
     "meshfeed._src.checkpoint.stored": "xxhash",
 }
 

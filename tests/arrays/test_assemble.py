@@ -13,9 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays.assemble import Assembler, narrow
-from meshfeed._src.arrays.device_put import DevicePut, probe_fast_call
+from meshfeed._src.arrays.device_put import DevicePut
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SourceError
+from meshfeed._src.base.jax_internals import probe_fast_call
 from meshfeed._src.plan.plan import plan_host
 from meshfeed._src.plan.topology import fake_mesh
 

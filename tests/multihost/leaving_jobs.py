@@ -17,7 +17,7 @@ from feed_jobs import data, mesh_of
 from jax.experimental import multihost_utils
 
 import meshfeed
-from meshfeed._src.base import coordination
+from meshfeed._src.base import coordination, jax_internals
 
 
 def make_feed(**options: Any) -> Any:
@@ -179,8 +179,8 @@ def forks(how: str, host: int) -> dict[str, Any]:
 
 def without_a_store(directory: str) -> list[str]:
     """A feed and a checkpointer where the private client of JAX is gone."""
-    real = coordination._client
-    coordination._client = lambda: None
+    real = jax_internals.coordination_client
+    jax_internals.coordination_client = lambda: None
     said = []
     try:
         for make in (make_feed, lambda: meshfeed.checkpoint.Checkpointer(pathlib.Path(directory) / "none")):
@@ -190,5 +190,5 @@ def without_a_store(directory: str) -> list[str]:
             except meshfeed.MeshfeedError as error:
                 said.append(str(error))
     finally:
-        coordination._client = real
+        jax_internals.coordination_client = real
     return said

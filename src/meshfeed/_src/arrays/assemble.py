@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshfeed._src.arrays.device_put import DevicePut, LeafDevicePut, narrow, narrowed_dtype, probe_fast_call
+from meshfeed._src.arrays.device_put import DevicePut, LeafDevicePut, narrow, narrowed_dtype
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.jax_internals import probe_fast_call
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.plan.plan import HostPlan, LeafPlan, broadcast_shardings, cut_spec
 from meshfeed._src.plan.shardings import check_divisible, sharded_dimensions
@@ -63,7 +64,7 @@ class Assembler:
             does not support. The message names the leaf's path.
           PlanError: a leaf's columns are not divisible by the mesh axes of its sharding.
         """
-        arrays, treedef = jax.tree_util.default_registry.flatten(host_tree)
+        arrays, treedef = jax.tree.flatten(host_tree)
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
         shapes = None if record_shapes is None else tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
         kind = (plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))

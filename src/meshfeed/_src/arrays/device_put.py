@@ -1,8 +1,8 @@
 """Puts one leaf's host array on devices as one global ``jax.Array``.
 
-The fast path is the function that JAX's own transfers end in, ``jax._src.lib.xla_client.batched_device_put``. It is
-1.5 to 5 times as fast as the public API because nothing is recomputed per batch. It is private, so it is probed before
-use and abandoned for good, with one log line, if its signature differs. The public path
+The fast path is the function that JAX's own transfers end in, ``batched_device_put``. It is 1.5 to 5 times as fast as the
+public API because nothing is recomputed per batch. It is private, so it is probed before use
+(``base/jax_internals.py``) and abandoned for good, with one log line, if a call fails. The public path
 (``jax.make_array_from_callback``) gives the same array and also makes the first array of each kind: the fast call takes
 its abstract value from that array, which avoids constructing JAX's private classes.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.jax_internals import FastCall
 from meshfeed._src.plan.plan import LeafPlan
 
 _NARROWED = {
@@ -106,30 +106,15 @@ def _check_fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any], path: str) ->
 
 _log = logging.getLogger("meshfeed.put")
 
-FastCall = Callable[..., jax.Array]
-
 # The *_explicit levels are left out: they also cover explicit transfers, so the user means these transfers too.
 _GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
-
-
-def probe_fast_call() -> FastCall | None:
-    """Returns JAX's private call, or None if it does not exist or has different parameters."""
-    try:
-        from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-
-        call = xla_client.batched_device_put
-    except (ImportError, AttributeError):
-        return None
-    # A C++ function: its parameters appear only in its docstring, "batched_device_put(aval: object, ...) -> object".
-    names = re.findall(r"(\w+):", (call.__doc__ or "").partition("->")[0])
-    return call if names[:5] == ["aval", "sharding", "xs", "devices", "committed"] and "enable_x64" in names else None
 
 
 class DevicePut:
     """The transfer path (private or public) shared by all leaves of one feed.
 
     Args:
-      fast_call: the private call (:func:`probe_fast_call`), or None to use only the public API.
+      fast_call: the private call (``jax_internals.probe_fast_call``), or None to use only the public API.
       x64: whether 64-bit dtypes are enabled. Passed explicitly because the ``jax.enable_x64`` context is
         thread-local.
     """

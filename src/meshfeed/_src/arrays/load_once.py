@@ -31,10 +31,11 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.assemble import leaf_paths, leaf_spec
-from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, contiguous, narrow, probe_fast_call, x64_types
+from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, contiguous, narrow, x64_types
 from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_ambient_mesh
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.jax_internals import probe_fast_call
 from meshfeed._src.base.types import PyTree, RecordIds
 from meshfeed._src.plan.plan import HostPlan, RowRange, broadcast_shardings, merge_ranges, participants
 from meshfeed._src.plan.shardings import sharding_leaves

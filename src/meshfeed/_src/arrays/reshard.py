@@ -70,7 +70,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
       dtype: dtype of the original array; may be a PRNG key dtype.
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(lax.optimization_barrier(bits), impl=_prng_impl(dtype))
+        return jax.random.wrap_key_data(lax.optimization_barrier(bits), impl=key_impl(dtype))
     dtype = np.dtype(dtype)
     if bits.dtype == dtype:
         return bits
@@ -83,12 +83,12 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype)
 
 
-def _prng_impl(dtype: Any) -> Any:
-    # "key<fry>" → the implementation; jax.random.key_impl accepts only arrays.
-    impl = getattr(dtype, "_impl", None)
-    if impl is None:
-        raise TypeError(f"{dtype} is not a PRNG key dtype of this JAX version")
-    return getattr(impl, "name", impl)
+@functools.cache
+def key_impl(dtype: Any) -> Any:
+    """The implementation of a PRNG key dtype, as ``jax.random.key_impl`` returns it for arrays."""
+    found = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), jax.ShapeDtypeStruct((), dtype))
+    return found[0]
 
 
 def host_bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

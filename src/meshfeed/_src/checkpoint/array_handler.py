@@ -1,7 +1,4 @@
-"""An Orbax TypeHandler for ``jax.Array`` that saves digests and reads each stored byte once on restore.
-
-Restores for the TypeHandler: converts Orbax's parameter infos and restore arguments to our requests.
-"""
+"""An Orbax TypeHandler for ``jax.Array`` that saves digests and reads each stored byte once on restore."""
 
 from __future__ import annotations
 
@@ -27,6 +24,7 @@ from meshfeed._src.checkpoint.arguments import RestoreOptions, options_of
 from meshfeed._src.checkpoint.digests import ShardDigests
 from meshfeed._src.checkpoint.engine import restore_leaves
 from meshfeed._src.checkpoint.leaves import describe_array, is_key, stored_as
+from meshfeed._src.checkpoint.orbax_internals import metadata_store
 from meshfeed._src.checkpoint.save_layout import MIN_SLICE_BYTES, lay_out
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed._src.checkpoint.tree_restore import array_wanted, saved_sharding
@@ -143,7 +141,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             metadata_key=orbax.get("metadata_key"),
             dispatch=None if orbax.get("dispatcher") is None else self._dispatched,
         )
-        orbax.setdefault("array_metadata_store", _metadata_store())
+        orbax.setdefault("array_metadata_store", metadata_store())
         least = self._min_slice_bytes = orbax.get("min_slice_bytes_for_replica_parallel")
         # Otherwise Orbax slices again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
@@ -246,8 +244,6 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
           DamagedCheckpointError: on every host, if any host read bytes that differ from those written.
           ValueError: ``args`` is None.
         """
-        from meshfeed._src.checkpoint.array_handler import restore_for_handler
-
         if args is None:
             raise ValueError("ArrayRestoreArgs are needed to restore a jax.Array; none were given.")
         await asyncio.gather(*(info.await_path_creation() for info in infos))
@@ -281,16 +277,6 @@ def _outcome(coroutine: Any) -> Any:
         return asyncio.run(coroutine)
     except BaseException as error:
         return error
-
-
-def _metadata_store() -> Any:
-    # Orbax stores the implementation of PRNG keys here, so plain Orbax can restore the keys that we save. The class is
-    # not public. Without it plain Orbax restores such keys as their uint32 data; meshfeed still restores keys.
-    try:
-        from orbax.checkpoint._src.metadata.array_metadata_store import Store
-    except ImportError:
-        return None
-    return Store()
 
 
 def check_metadata_key(key: str | None) -> None:

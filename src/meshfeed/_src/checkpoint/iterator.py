@@ -17,14 +17,11 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint.arguments import check_feed
+from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER
 from meshfeed._src.state import files as state_files
 
 PLAIN_FILE = "metadata"
 """A copy of the state under the name that Orbax's own JSON handlers read."""
-
-# Orbax v1 finds its JSON handler by this name, even in a process that never imports meshfeed. In Orbax v0 only our
-# class has this name, so v0 uses our class.
-_JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler"
 
 
 @public("meshfeed.checkpoint._iterator")  # Orbax writes this name into checkpoints, so it must not change
@@ -43,7 +40,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     @classmethod
     def typestr(cls) -> str:
         """Returns the item kind that Orbax records in a step, to find a handler if no arguments are given."""
-        return _JSON_HANDLER
+        return JSON_HANDLER
 
     async def async_save(self, directory: Any, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state and returns futures that write it."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshfeed._src.arrays.reshard import without_ambient_mesh
+from meshfeed._src.arrays.reshard import key_impl, without_ambient_mesh
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.checkpoint.agreement import Agreement
@@ -223,9 +223,7 @@ def _check_shape(stored: StoredArrays, name: str, found: tuple[int, ...], wanted
 
 
 def _impl_of(dtype: Any) -> str:
-    # JAX does not expose the implementation of a key dtype.
-    impl = getattr(dtype, "_impl", None)
-    return str(getattr(impl, "name", impl))
+    return str(key_impl(dtype))  # as manifests hold it
 
 
 def _default_kind(sharding: Any) -> str | None:

@@ -153,7 +153,7 @@ def _cut_read(node: Node, place: Place, _copy: Copy) -> Node:
     read_ahead = options.num_threads > 0 and options.prefetch_buffer_size > 0
     records = internals.parent(node)
     assert isinstance(records, grain.MapDataset)
-    return leaves.Leaf(leaves.ReadIterator, _elements(records, place), block, read_ahead)
+    return leaves.LaneLeaf(leaves.ReadIterator, _elements(records, place), block, read_ahead)
 
 
 def _cut_interleave(node: Node, place: Place, _copy: Copy) -> Node:
@@ -172,7 +172,7 @@ def _cut_interleave(node: Node, place: Place, _copy: Copy) -> Node:
         return cut(without_prefetch(part), inner)
 
     cycle = min(private(node, "cycle_length"), max(1, _OPEN_PARTS // place.all_lanes))
-    return leaves.Leaf(leaves.InterleaveIterator, make_part, parts.count, cycle, unit)
+    return leaves.LaneLeaf(leaves.InterleaveIterator, make_part, parts.count, cycle, unit)
 
 
 class _Parts:
@@ -239,9 +239,9 @@ def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
     def make_part(index: int) -> Pipeline:
         piece = mine.pieces[index]
         path = paths[piece.file_index]
-        return leaves.Leaf(leaves.ParquetIterator, path, piece.start, piece.stop, block_rows, options)
+        return leaves.LaneLeaf(leaves.ParquetIterator, path, piece.start, piece.stop, block_rows, options)
 
-    return leaves.Leaf(leaves.InterleaveIterator, make_part, len(mine.pieces), cycle, mine.unit)
+    return leaves.LaneLeaf(leaves.InterleaveIterator, make_part, len(mine.pieces), cycle, mine.unit)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -255,13 +255,13 @@ def _warn_shared(num_shared: int, num_files: int, num_lanes: int, times: float, 
 
 
 def _cut_tfrecord(node: Node, place: Place, _copy: Copy) -> Node:
-    return leaves.Leaf(leaves.TFRecordIterator, private(node, "path"), place.lane_index, place.num_lanes)
+    return leaves.LaneLeaf(leaves.TFRecordIterator, private(node, "path"), place.lane_index, place.num_lanes)
 
 
 def _cut_limit(node: Node, place: Place, copy: Copy) -> Node:
     # The lanes' counts add up to the limit.
     count = len(range(place.lane_index, private(node, "count"), place.num_lanes))
-    return _with_parents(node, copy, count=count) if count else leaves.Leaf(leaves.NoRecordsIterator)
+    return _with_parents(node, copy, count=count) if count else leaves.LaneLeaf(leaves.NoRecordsIterator)
 
 
 def _cut_index(node: Node, place: Place, copy: Copy) -> Node:

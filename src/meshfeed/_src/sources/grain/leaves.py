@@ -27,7 +27,7 @@ _CRC_BYTES = 4
 _MIN_WAIT_SECONDS = 1e-3  # per block; a shorter read is not worth a second thread
 
 
-class Leaf(grain.IterDataset):
+class LaneLeaf(grain.IterDataset):
     """A dataset that makes one of the iterators below, with the given arguments."""
 
     def __init__(self, make: Callable[..., GrainIterator], *args: Any) -> None:

@@ -218,7 +218,7 @@ def _take_turns(node: Node, cut: LaneCut) -> Node:
     whole = LaneCut(0, 1, cut.seed, cut.epoch, cut.shuffle_files, counts=cut.counts)
     inner = _cut(node, whole, None)
     cut.units.append("turns")
-    name = kind_of(node).removesuffix("ExamplesIterable").removesuffix("Iterable")
+    name = internals.short_name(node)
     cut.costs.append(
         f"{name} depends on the position of a row in the whole stream, so {cut.num_lanes} lanes read and process every "
         f"row, and each keeps one of {cut.num_lanes}: {cut.num_lanes} × the work of every row"

@@ -188,6 +188,11 @@ def kind_of(node: Node) -> str:
     return type(node).__name__
 
 
+def short_name(node: Node) -> str:
+    """The name of a node's class for messages, such as "Skip"."""
+    return kind_of(node).removesuffix("ExamplesIterable").removesuffix("Iterable")
+
+
 def check_known(node: Node) -> None:
     """Checks that a node is one that can be split or copied for each lane.
 

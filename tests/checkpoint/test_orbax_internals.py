@@ -1,0 +1,44 @@
+"""What happens when a version of Orbax has renamed what is private."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from meshfeed._src.checkpoint import orbax_internals
+from meshfeed.checkpoint import ArrayHandler, Checkpointer
+
+MODULE = "orbax.checkpoint._src.metadata.array_metadata_store"
+
+
+def test_the_names_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    assert type(orbax_internals.metadata_store()).__name__ == "Store"
+    module, _, name = orbax_internals.JSON_HANDLER.rpartition(".")
+    assert getattr(importlib.import_module(module), name).__name__ == "JsonHandler"
+    assert caplog.records == []
+
+
+def test_without_the_metadata_store_keys_are_saved_with_a_warning(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, MODULE, None)
+    key = jax.random.key(3)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"key": key})
+    assert "keeps the metadata of arrays elsewhere" in caplog.text
+    with Checkpointer(tmp_path) as checkpointer:
+        _, restored = checkpointer.restore({"key": key})
+    assert restored["key"].dtype == key.dtype
+    np.testing.assert_array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(key))
+
+
+def test_no_attribute_of_orbaxs_handler_is_overwritten() -> None:
+    theirs, ours = vars(ocp.type_handlers.ArrayHandler()), vars(ArrayHandler())
+    assert not {name for name in ours.keys() - theirs.keys() if hasattr(ocp.type_handlers.ArrayHandler, name)}
+    changed = {name for name in theirs if type(ours[name]) is not type(theirs[name])}
+    assert changed <= {"_array_metadata_store", "_min_slice_bytes_for_replica_parallel"}

@@ -1,0 +1,143 @@
+"""Private names of other libraries are reached in one file each: docs/decisions/private-names.md. Nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SRC = ROOT / "src" / "meshfeed" / "_src"
+# Library → the file that reaches its private parts.
+INTERNALS = {
+    "jax": "base/jax_internals.py",
+    "orbax": "checkpoint/orbax_internals.py",
+    "grain": "sources/grain/internals.py",
+    "array_record": "sources/grain/internals.py",
+    "datasets": "sources/huggingface/internals.py",
+    "tensorflow": "sources/tf/internals.py",
+}
+# Modules without documentation: what they hold may move.
+UNDOCUMENTED = (
+    "datasets.features.features",
+    "datasets.formatting",
+    "datasets.iterable_dataset",
+    "datasets.packaged_modules",
+    "datasets.utils",
+)
+# Private-looking names that belong to no other library's objects, or are documented.
+ALLOWED = {
+    "_exit": "os",
+    "_fields": "named tuples",
+    "_METADATA": "a file of Orbax's checkpoints",
+    "_CHECKPOINT_METADATA": "a file of Orbax's checkpoints",
+    "_examples": "the end of a name",
+    "_seconds": "the end of a name",
+}
+_CLASS_OF_A_NODE = re.compile(r"_?[A-Z]\w+(IterDataset|MapDataset|Iterable|ElasticIterator)")
+PATHS = {str(path.relative_to(SRC)): path for path in sorted(SRC.rglob("*.py"))}
+
+
+def names_defined(tree: ast.AST) -> set[str]:
+    """Names that a file assigns, on anything, or defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.keyword | ast.arg) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[a-zA-Z]\w*", name) is not None and name not in ALLOWED
+
+
+def private_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            full = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in full:
+            library, *parts = name.split(".")
+            private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+            if library in INTERNALS and (private or f"{name}.".startswith(tuple(f"{u}." for u in UNDOCUMENTED))):
+                yield node.lineno, name
+
+
+def private_names(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """Private attributes and strings that name them, unless ``ours`` has the name."""
+    own = names_defined(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            on_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if node.attr not in (ours if on_self else own):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            private = is_private(node.value) and node.value not in own
+            if private or _CLASS_OF_A_NODE.fullmatch(node.value):
+                yield node.lineno, repr(node.value)
+
+
+def found_in(source: str, ours: set[str]) -> list[str]:
+    tree = ast.parse(source)
+    return [f"{line}: {name}" for line, name in sorted({*private_imports(tree), *private_names(tree, ours)})]
+
+
+def test_only_one_file_a_library_reaches_private_names() -> None:
+    ours = {name for path in PATHS.values() for name in names_defined(ast.parse(path.read_text()))}
+    # Between our own files of one folder, and of a class to its subclass.
+    between = {("sources/grain/tree.py", "reader._files"), ("feed/iterator.py", "'_schedule'")}
+    wrong = [
+        f"{name}:{found}"
+        for name, path in PATHS.items()
+        if name not in INTERNALS.values()
+        for found in found_in(path.read_text(), ours)
+        if (name, found.partition(": ")[2]) not in between
+    ]
+    assert not wrong, "reach it in the file of its library, and say what happens without it:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from jax._src import distributed",
+        "import orbax.checkpoint._src.metadata",
+        "from grain._src.python import dataset",
+        "from datasets.iterable_dataset import _BaseExamplesIterable",
+        "from datasets.utils.file_utils import xopen",
+        "dataset._ex_iterable",
+        "getattr(node, '_parents', ())",
+        "type(node).__name__ == 'PrefetchIterDataset'",
+        "kind == 'MappedExamplesIterable'",
+    ],
+)
+def test_a_private_name_elsewhere_is_found(source: str) -> None:
+    assert found_in(source, set())
+
+
+@pytest.mark.parametrize("library", list(INTERNALS))
+def test_the_page_lists_every_private_name(library: str) -> None:
+    tree = ast.parse(PATHS[INTERNALS[library]].read_text())
+    page = (ROOT / "docs" / "decisions" / "private-names.md").read_text()
+    assert f"`{INTERNALS[library]}`" in page
+    strings = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.startswith("__")
+    }
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} - names_defined(tree)
+    named = {name for name in strings | attributes if is_private(name)}
+    named |= {name.rpartition(".")[2] for _, name in private_imports(tree)}
+    # Names of nodes are listed in the file alone.
+    assert [name for name in sorted(named) if name not in page and not _CLASS_OF_A_NODE.fullmatch(name)] == []
