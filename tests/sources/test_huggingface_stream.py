@@ -390,7 +390,7 @@ def test_wrong_datasets_are_refused(parquet):
 
     with pytest.raises(SourceError, match="split by node already"):
         HuggingFace(split_dataset_by_node(parquet, 0, 2))
-    with pytest.raises(SettingsError, match=r"columns names \['nope'\].*\['id', 'x'\]"):
+    with pytest.raises(SettingsError, match=r"unknown columns \['nope'\].*\['id', 'x'\]"):
         HuggingFace(parquet, columns=["nope"])
 
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -57,21 +57,21 @@ class HostBatches:
     elastic = False
 
     @hides_own_frames
-    def __init__(self, iterable: Any) -> None:
+    def __init__(self, iterable: Iterable[PyTree] | Iterator[PyTree]) -> None:
         can_iterate = hasattr(iterable, "__iter__") or hasattr(iterable, "__next__")
         if not can_iterate or isinstance(iterable, str | bytes):
             raise SourceError(
                 f"HostBatches got a {type(iterable).__name__}. Expected an iterable of batches: pytrees of arrays "
                 f"[host_rows, ...].{reader_hint(iterable) or ' If it is a function that makes one, call it first.'}"
             )
-        self.iterable = iterable
+        self.iterable: Any = iterable
         if _is_grain(iterable):
             _parse_flags()
         self._one_shot = hasattr(iterable, "__next__") and (
             not hasattr(iterable, "__iter__") or iter(iterable) is iterable
         )
         # Restoring the state before the first batch rewinds a resumable iterator.
-        self._first_state = iterable.get_state() if self._one_shot and find(iterable, Resumable) is not None else None
+        self._first_state = self.iterable.get_state() if self._one_shot and find(iterable, Resumable) is not None else None
         self._taken = False
         # Every iterator() call on a one-shot shares the same underlying iterator: only the latest reader may use it.
         self._turn = threading.RLock()
@@ -194,9 +194,9 @@ class HostBatchIterator:
     batch, so the call can be retried; any other raises the same error again.
     """
 
-    def __init__(self, batches: HostBatches, iterator: Any, *, restartable: bool) -> None:
+    def __init__(self, batches: HostBatches, iterator: Iterator[PyTree], *, restartable: bool) -> None:
         self._batches = batches
-        self._iterator = iterator
+        self._iterator: Any = iterator
         self._restartable = restartable
         self._delivered = 0
         self._saved = self._take_state()
@@ -319,7 +319,7 @@ class HostBatchIterator:
                 "Pass the kind of iterable that the state was saved with.",
             )
         # On a new iterator if possible: the current one stays usable if the state is rejected.
-        iterator = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
+        iterator: Any = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
             iterator.set_state(exact_json.decode_value(state["state"]))
         except StateMismatchError:
@@ -360,7 +360,7 @@ class HostBatchIterator:
             self.close()
             self._iterator, self._delivered = iterator, wanted
 
-    def _drop(self, iterator: Any, start: int, stop: int) -> None:
+    def _drop(self, iterator: Iterator[PyTree], start: int, stop: int) -> None:
         with Dropping("the host batches", stop - start, "batches") as dropping:
             for position in range(start, stop):
                 try:
@@ -375,7 +375,7 @@ class HostBatchIterator:
                 dropping.add()
 
 
-def _is_grain(thing: Any) -> bool:
+def _is_grain(thing: object) -> bool:
     return any(base.__module__.partition(".")[0] == "grain" for base in type(thing).__mro__)
 
 
@@ -387,7 +387,7 @@ def _parse_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def start(iterable: Any) -> Any:
+def start(iterable: Iterable[PyTree] | Iterator[PyTree]) -> Iterator[PyTree]:
     """An iterator over ``iterable`` that yields NumPy arrays for tf.data and uses daemon threads for Grain."""
     as_numpy = getattr(iterable, "as_numpy_iterator", None)
     restarted: Any = as_numpy() if callable(as_numpy) else iterable

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import jax
@@ -82,7 +82,7 @@ def as_source(obj: Any) -> Any:
     raise _refused(obj)
 
 
-def describe_source(source: Any) -> str:
+def describe_source(source: object) -> str:
     """A short description of a source, such as ``ArrayRecord(12 files, 1,000,000 records)``.
 
     Does not call the repr of a source that is not one of meshfeed's: the repr of a list or dataset may contain or read
@@ -91,7 +91,7 @@ def describe_source(source: Any) -> str:
     try:
         if _is_ours(source):
             return repr(source)
-        count = f"({len(source):,} records)" if hasattr(source, "__len__") else ""
+        count = f"({len(source):,} records)" if isinstance(source, Sized) else ""
     except Exception:  # a repr never raises
         count = ""
     return f"{type(source).__name__}{count}"
@@ -107,7 +107,7 @@ def _by_library(obj: Any) -> Any:
         from meshfeed._src.sources.huggingface.source import HuggingFace
 
         return HuggingFace(obj)
-    if _is_a(obj, "datasets", "DatasetDict", "IterableDatasetDict"):
+    if _is_a(obj, "datasets", "DatasetDict", "IterableDatasetDict") and isinstance(obj, Mapping):
         splits = ", ".join(map(repr, obj))
         raise _refused(obj, f"It holds the splits {splits}. Pass one of them, such as dataset['train'].")
     if _is_a(obj, "tensorflow_datasets", "DatasetBuilder"):
@@ -126,17 +126,17 @@ def _by_library(obj: Any) -> Any:
     return None
 
 
-def _is_a(obj: Any, package: str, *names: str) -> bool:
+def _is_a(obj: object, package: str, *names: str) -> bool:
     """Whether ``obj`` is an instance of a class defined in ``package`` with one of these names, or of a subclass."""
     return any(base.__name__ in names and base.__module__.partition(".")[0] == package for base in type(obj).__mro__)
 
 
-def _is_ours(obj: Any) -> bool:
+def _is_ours(obj: object) -> bool:
     # @public sets __module__ to the module that exports the class.
     return f"{type(obj).__module__}.".startswith(("meshfeed.sources.", "meshfeed._src.sources."))
 
 
-def _is_stream(obj: Any) -> bool:
+def _is_stream(obj: object) -> bool:
     """Whether ``obj`` has ``open(lane_index, num_lanes)``."""
     opener = getattr(obj, "open", None)
     if not callable(opener):
@@ -148,12 +148,12 @@ def _is_stream(obj: Any) -> bool:
     return True
 
 
-def _is_torch_stream(obj: Any) -> bool:
+def _is_torch_stream(obj: object) -> bool:
     # torch's IterableDataset inherits a __getitem__ that only raises.
     return _is_a(obj, "torch", "IterableDataset")
 
 
-def _is_arrays(obj: Any) -> bool:
+def _is_arrays(obj: object) -> bool:
     """Whether ``obj`` is a pytree of arrays, whose rows Memory checks; a list is a Sequence of records instead."""
     if isinstance(obj, list | Iterator) or _is_a(obj, "torch", "Dataset"):
         return False
@@ -161,13 +161,13 @@ def _is_arrays(obj: Any) -> bool:
     return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) or (
         hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and bool(getattr(leaf, "shape", ()))
     )
 
 
-def _refused_path(path: str | bytes | os.PathLike[Any]) -> SourceError:
+def _refused_path(path: str | bytes | os.PathLike[str]) -> SourceError:
     remedy = reader_hint(path) or (
         " Pass a source such as meshfeed.sources.ArrayRecord(path), or a dataset of Grain, Hugging Face or TFDS opened "
         "on it."
@@ -175,10 +175,12 @@ def _refused_path(path: str | bytes | os.PathLike[Any]) -> SourceError:
     return SourceError(f"got the path {os.fspath(path)!r} as a source, and a feed reads records, not paths.{remedy}")
 
 
-def _refused(obj: Any, remedy: str = "") -> SourceError:
-    kind = f"{obj.__module__}.{obj.__qualname__}" if hasattr(obj, "__qualname__") else _name_of(type(obj))
-    return SourceError(f"cannot feed from a {kind}. {remedy + chr(10) if remedy else ''}What is taken:\n{_TAKES}")
+def _refused(obj: object, remedy: str = "") -> SourceError:
+    kind = obj if hasattr(obj, "__qualname__") else type(obj)  # a class or function that was passed uncalled
+    return SourceError(
+        f"cannot feed from a {_name_of(kind)}. {remedy + chr(10) if remedy else ''}What is taken:\n{_TAKES}"
+    )
 
 
-def _name_of(kind: type) -> str:
+def _name_of(kind: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

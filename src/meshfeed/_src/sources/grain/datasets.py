@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class GrainRecords:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, record_id: Any) -> Record:
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Element ``record_id``.
 
         Raises:
@@ -61,7 +61,7 @@ class GrainRecords:
         """
         return self.__getitems__([record_id])[0]
 
-    def __getitems__(self, record_ids: Sequence[int] | np.ndarray) -> Sequence[Record]:
+    def __getitems__(self, record_ids: Sequence[SupportsIndex] | np.ndarray) -> Sequence[Record]:
         """Several elements, in the order of ``record_ids``.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -74,7 +74,7 @@ class HuggingFaceTable:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, record_id: Any) -> dict[str, PyTree]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, PyTree]:
         """Record ``record_id``: a dict of numpy scalars and arrays."""
         row = operator.index(record_id)
         batch = self.read_batch(np.asarray([row], np.int64))
@@ -174,7 +174,7 @@ class HuggingFaceRows:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, record_id: Any) -> dict[str, PyTree]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, PyTree]:
         """Record ``record_id``: a dict of numpy values.
 
         Raises:

@@ -1,17 +1,12 @@
-"""TensorFlow Datasets: ArrayRecord as random access without TensorFlow, TFRecord as lanes through tf.data.
-
-Records of a TFDS split in ArrayRecord files, by id.
-
-Records of a TFDS split in TFRecord files, as lanes through tf.data.
-"""
+"""TensorFlow Datasets: ArrayRecord as random access without TensorFlow, TFRecord as lanes through tf.data."""
 
 from __future__ import annotations
 
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -25,30 +20,47 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
 
+if TYPE_CHECKING:
+    import tensorflow_datasets as tfds
 
-def record_decoder(builder: Any, decode: Any) -> Callable[..., Record]:
+Builder: TypeAlias = "tfds.core.DatasetBuilder"
+Decode: TypeAlias = "Callable[..., Record] | tfds.decode.PartialDecoding | Mapping[str, object] | None"
+
+
+class Instruction(Protocol):
+    """The rows of one file of a split, as tfds describes them."""
+
+    @property
+    def filename(self) -> str | os.PathLike[str]: ...
+
+    @property
+    def skip(self) -> int: ...
+
+    @property
+    def take(self) -> int: ...
+
+    @property
+    def examples_in_shard(self) -> int: ...
+
+
+def record_decoder(builder: Builder, decode: Decode) -> Callable[..., Record]:
     """A function that decodes the bytes of a serialized example into a record.
 
     Args:
       builder: the dataset's builder.
       decode: a function of the bytes, decoders as tfds takes them, or None for the dataset's features.
     """
-    if decode is not None and callable(decode):
+    if callable(decode):
         return decode
-    features = builder.info.features
-    if decode is not None and hasattr(
-        decode, "extract_features"
-    ):  # tfds.decode.PartialDecoding: a subset of the features and their decoders
-        features, decode = decode.extract_features(features), decode.decoders
-    return functools.partial(_decode_features, features, decode)
-
-
-def _decode_features(features: Any, decoders: Any, record: bytes) -> Record:
+    features: Any = builder.info.features
+    decoders: Any = decode
+    if hasattr(decode, "extract_features"):  # PartialDecoding: a subset of the features and their decoders
+        features, decoders = decoders.extract_features(features), decoders.decoders
     # The numpy parser of tfds needs no TensorFlow and works for both file formats.
-    return features.deserialize_example_np(record, decoders=decoders)
+    return functools.partial(features.deserialize_example_np, decoders=decoders)
 
 
-def files_of(instructions: Sequence[Any]) -> list[str]:
+def files_of(instructions: Sequence[Instruction]) -> list[str]:
     """Paths of the files that a split reads."""
     return [str(instruction.filename) for instruction in instructions]
 
@@ -65,7 +77,7 @@ class TFDSRecords:
 
     decode_batch = None
 
-    def __init__(self, builder: Any, split: str, instructions: Sequence[Any], decode: Any) -> None:
+    def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
         self._name = builder.info.full_name
         self._split = split
         self._records = ArrayRecord(files_of(instructions))
@@ -86,7 +98,7 @@ class TFDSRecords:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, record_id: Any) -> Record:
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Record ``record_id``, decoded."""
         return self.__getitems__([operator.index(record_id)])[0]
 
@@ -144,7 +156,7 @@ class TFDSShards:
       decode: see :func:`record_decoder`.
     """
 
-    def __init__(self, builder: Any, split: str, instructions: Sequence[Any], decode: Any) -> None:
+    def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
         self._name = builder.info.full_name
         self._split = split
         self._paths = files_of(instructions)
@@ -200,7 +212,7 @@ class TFDSLane:
         paths: Sequence[str],
         cut: FileCut,
         offsets: Sequence[int],
-        decode: Any,
+        decode: Callable[..., Record],
         lane_index: int,
         epoch: int,
         seed: int,
@@ -315,7 +327,10 @@ class TFDSLane:
 @public("meshfeed.sources")
 @hides_own_frames
 def TFDS(  # named like a class, but returns one of two
-    name_or_builder: Any, split: str, data_dir: str | os.PathLike[str] | None = None, decode: Any = None
+    name_or_builder: Builder | str | os.PathLike[str],
+    split: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    decode: Decode = None,
 ) -> TFDSRecords | TFDSShards:
     """A prepared dataset of TensorFlow Datasets as a source.
 
@@ -361,7 +376,7 @@ def TFDS(  # named like a class, but returns one of two
         ) from None
     if not instructions:
         raise SourceError(f"the split {split!r} of {info.full_name} has 0 records. Expected at least one.")
-    file_format = builder.info.file_format.name
+    file_format = getattr(builder.info.file_format, "name", None)
     if file_format == "ARRAY_RECORD":
         return TFDSRecords(builder, split, instructions, decode)
     if file_format == "TFRECORD":
@@ -372,7 +387,9 @@ def TFDS(  # named like a class, but returns one of two
     )
 
 
-def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
+def _open_builder(
+    name_or_builder: Builder | str | os.PathLike[str], data_dir: str | os.PathLike[str] | None
+) -> Builder:
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -392,7 +409,8 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
     if os.path.isfile(os.path.join(name, "dataset_info.json")):
         return tfds.builder_from_directory(name)
     try:
-        return tfds.builder(name, **({} if data_dir is None else {"data_dir": os.fspath(data_dir)}))
+        more: Any = {} if data_dir is None else {"data_dir": os.fspath(data_dir)}
+        return tfds.builder(name, **more)
     except tfds.core.DatasetNotFoundError:
         where = "the default data_dir" if data_dir is None else repr(os.fspath(data_dir))
         raise SourceError(
@@ -406,7 +424,7 @@ def _open_builder(name_or_builder: Any, data_dir: Any) -> Any:
         ) from error
 
 
-def _prefer_array_record(builder: Any) -> Any:
+def _prefer_array_record(builder: Builder) -> Builder:
     """The builder for the ArrayRecord files if the dataset is also prepared in that format, otherwise ``builder``."""
     import tensorflow_datasets as tfds
 
