@@ -31,6 +31,7 @@ UNDOCUMENTED = (
 # Private-looking names that belong to no other library's objects, or are documented.
 ALLOWED = {
     "_exit": "os",
+    "_is_protocol": "Python's typing",
     "_fields": "named tuples",
     "_METADATA": "a file of Orbax's checkpoints",
     "_CHECKPOINT_METADATA": "a file of Orbax's checkpoints",
