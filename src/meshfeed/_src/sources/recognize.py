@@ -176,11 +176,10 @@ def _refused_path(path: str | bytes | os.PathLike[str]) -> SourceError:
 
 
 def _refused(obj: object, remedy: str = "") -> SourceError:
-    kind = obj if hasattr(obj, "__qualname__") else type(obj)  # a class or function that was passed uncalled
-    return SourceError(
-        f"cannot feed from a {_name_of(kind)}. {remedy + chr(10) if remedy else ''}What is taken:\n{_TAKES}"
-    )
+    named: Any = obj  # a class or function that was passed uncalled has a name of its own
+    kind = f"{named.__module__}.{named.__qualname__}" if hasattr(obj, "__qualname__") else _name_of(type(obj))
+    return SourceError(f"cannot feed from a {kind}. {remedy + chr(10) if remedy else ''}What is taken:\n{_TAKES}")
 
 
-def _name_of(kind: Any) -> str:
+def _name_of(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
