@@ -71,7 +71,9 @@ class HostBatches:
             not hasattr(iterable, "__iter__") or iter(iterable) is iterable
         )
         # Restoring the state before the first batch rewinds a resumable iterator.
-        self._first_state = self.iterable.get_state() if self._one_shot and find(iterable, Resumable) is not None else None
+        self._first_state = (
+            self.iterable.get_state() if self._one_shot and find(iterable, Resumable) is not None else None
+        )
         self._taken = False
         # Every iterator() call on a one-shot shares the same underlying iterator: only the latest reader may use it.
         self._turn = threading.RLock()
