@@ -76,16 +76,22 @@ def private_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+def names_used(tree: ast.AST) -> set[str]:
+    """Attributes that a file reads, and its strings, with and without an underscore before them."""
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return attributes | strings | {f"_{string}" for string in strings}
+
+
 def private_names(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
-    """Private attributes and strings that name them, unless ``ours`` has the name."""
+    """Private attributes and strings that name them, unless the name is one of ``ours``, or the file defines it."""
     own = names_defined(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            on_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if node.attr not in (ours if on_self else own):
+            if node.attr not in ours | own:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            private = is_private(node.value) and node.value not in own
+            private = is_private(node.value) and node.value not in ours | own
             if private or _CLASS_OF_A_NODE.fullmatch(node.value):
                 yield node.lineno, repr(node.value)
 
@@ -96,15 +102,16 @@ def found_in(source: str, ours: set[str]) -> list[str]:
 
 
 def test_only_one_file_a_library_reaches_private_names() -> None:
-    ours = {name for path in PATHS.values() for name in names_defined(ast.parse(path.read_text()))}
-    # Between our own files of one folder, and of a class to its subclass.
-    between = {("sources/grain/tree.py", "reader._shards"), ("feed/iterator.py", "'_schedule'")}
+    trees = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
+    ours = {defined for tree in trees.values() for defined in names_defined(tree)}
+    same_name = {"sources/grain/tree.py reader._shards"}  # of our reader of ArrayRecord files
+    theirs = {used for name in INTERNALS.values() for used in names_used(trees[name])}
     wrong = [
         f"{name}:{found}"
         for name, path in PATHS.items()
         if name not in INTERNALS.values()
-        for found in found_in(path.read_text(), ours)
-        if (name, found.partition(": ")[2]) not in between
+        for found in found_in(path.read_text(), ours - theirs)
+        if f"{name} {found.partition(': ')[2]}" not in same_name
     ]
     assert not wrong, "reach it in the file of its library, and say what happens without it:\n" + "\n".join(wrong)
 
