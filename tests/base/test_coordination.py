@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshfeed import MeshfeedError
-from meshfeed._src.base import coordination
+from meshfeed._src.base import coordination, jax_internals
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_hosts, next_use
 
 
@@ -58,8 +58,8 @@ class State:
 def state(monkeypatch: pytest.MonkeyPatch) -> State:
     """The state of JAX's module, with a client; handlers of forks are not registered."""
     state = State(Client())
-    monkeypatch.setattr(coordination, "_global_state", lambda: state)
-    monkeypatch.setattr(coordination, "_disown_in_children", lambda: None)
+    monkeypatch.setattr(jax_internals, "_global_state", lambda: state)
+    monkeypatch.setattr(jax_internals, "_disown_in_children", lambda: None)
     return state
 
 
@@ -128,16 +128,16 @@ def test_a_client_without_one_of_the_methods_counts_as_none(state: State) -> Non
 
 
 def test_a_jax_without_the_private_state_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordination, "_global_state", lambda: None)
+    monkeypatch.setattr(jax_internals, "_global_state", lambda: None)
     assert coordination.key_value_store() is None
 
 
 def test_a_forked_child_gives_up_the_connection_of_its_parent(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordination, "_inherited", [])
+    monkeypatch.setattr(jax_internals, "_inherited", [])
     client = state.client
-    coordination._disown_client()
+    jax_internals._disown_client()
     assert state.client is None
-    assert coordination._inherited == [client], "kept alive: its destructor would close the parent's connection"
+    assert jax_internals._inherited == [client], "kept alive: its destructor would close the parent's connection"
     with pytest.raises(MeshfeedError, match=r"process \d+ is a forked child .* in the parent only"):
         coordination.require_store()
 
@@ -145,10 +145,10 @@ def test_a_forked_child_gives_up_the_connection_of_its_parent(state: State, monk
 def test_the_handler_of_forks_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[Any] = []
     monkeypatch.setattr(coordination.os, "register_at_fork", lambda **handlers: registered.append(handlers))
-    coordination._disown_in_children.cache_clear()
+    jax_internals._disown_in_children.cache_clear()
     for _ in range(2):
-        coordination._disown_in_children()
-    assert registered == [{"after_in_child": coordination._disown_client}]
+        jax_internals._disown_in_children()
+    assert registered == [{"after_in_child": jax_internals._disown_client}]
 
 
 # ---------------------------------------------------------------------- uses
@@ -172,7 +172,7 @@ def test_a_client_without_weak_references_is_counted_too(state: State, monkeypat
         __slots__ = ()
 
     state.client = 5  # no weak references; no client either, so only the counter looks at it
-    monkeypatch.setattr(coordination, "_client", lambda: state.client)
+    monkeypatch.setattr(jax_internals, "coordination_client", lambda: state.client)
     assert [next_use("a"), next_use("a")] == [0, 1]
     state.client = 6
     assert next_use("a") == 0
