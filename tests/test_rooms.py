@@ -65,6 +65,7 @@ LAZY = {
     "meshfeed._src.sources.grain.tree": "array_record",
     "meshfeed._src.sources.host_batches": "Grain",
     "meshfeed._src.sources.huggingface.source": "datasets",
+    "meshfeed._src.sources.parquet": "pyarrow",
     "meshfeed._src.sources.recognize": "the library of what was passed",
     "meshfeed._src.checkpoint.stored": "xxhash",
 }

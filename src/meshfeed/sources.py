@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.memory import Memory
     from meshfeed._src.sources.mixture.source import Mixture
     from meshfeed._src.sources.packed import Packed
+    from meshfeed._src.sources.parquet import Parquet
     from meshfeed._src.sources.recognize import as_source
     from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
     from meshfeed._src.sources.stream import Stream
@@ -36,6 +37,7 @@ _HOME = {
     "Memory": "memory",
     "Mixture": "mixture.source",
     "Packed": "packed",
+    "Parquet": "parquet",
     "ShuffleBuffer": "shuffle_buffer",
     "Stream": "stream",
     "TFDS": "tf.tfds",
@@ -57,6 +59,7 @@ __all__ = [
     "Memory",
     "Mixture",
     "Packed",
+    "Parquet",
     "ShuffleBuffer",
     "Stream",
     "TFDS",

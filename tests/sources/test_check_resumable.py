@@ -44,8 +44,17 @@ def test_sources_and_pipelines(name: str, folder: str) -> None:
     assert found == len(points) + 2
 
 
+def write_parquet(folder: Path) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = folder / "rows.parquet"
+    if not path.exists():
+        pq.write_table(pa.table({"x": list(range(17))}), path, row_group_size=4)
+    return path
+
+
 FORMATS: dict[str, Callable[[Path], Any]] = {
     "mds": lambda folder: meshfeed.sources.MDS(folder / "mds", ["int64", "array_f32_2x3"]),
+    "parquet": lambda folder: meshfeed.sources.Parquet(write_parquet(folder)),
     "webdataset": lambda folder: meshfeed.sources.WebDataset(
         f"{folder}/tar/shard-*.tar", lambda record: {"x": int(record["cls"])}
     ),

@@ -35,10 +35,7 @@ _READERS = {
     "jsonl": _JSON,
     "mds": ("a shard of Mosaic Streaming", "meshfeed.sources.MDS(folder), with the folder of its index.json"),
     "npy": _NUMPY,
-    "parquet": (
-        "a Parquet file",
-        _LOAD.replace("{format!r}", "'parquet'") + " or grain.experimental.ParquetIterDataset({path!r})",
-    ),
+    "parquet": ("a Parquet file", "meshfeed.sources.Parquet({path!r})"),
     "tar": _TAR,
     "tfrecord": _TFRECORD,
     "tfrecords": _TFRECORD,

@@ -197,11 +197,12 @@ class ColumnRows:
         self._starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
         self._readers: dict[int, _ChunkRows] = {}
 
-    def read(self, row_ids: np.ndarray) -> PyTree:
+    def read(self, row_ids: np.ndarray, record_ids: np.ndarray | None = None) -> PyTree:
         """Reads the rows ``row_ids``.
 
         Args:
           row_ids: int64[n], n at least 1, in any order.
+          record_ids: int64[n], ids of the rows in errors, if they are not ``row_ids``.
 
         Returns:
           An array ``[n, ...]``, or a dict of arrays for a struct. It may be a view of a mapped file, but never of
@@ -210,20 +211,21 @@ class ColumnRows:
         Raises:
           SourceError: a null, or lists of unequal lengths; names the column and the record.
         """
+        ids = row_ids if record_ids is None else record_ids
         if len(self._chunks) == 1:
-            return self._reader(0).read(row_ids, row_ids)
+            return self._reader(0).read(row_ids, ids)
         which = np.searchsorted(self._starts, row_ids, side="right") - 1
         first = int(which[0])
         if (which == first).all():
-            return self._reader(first).read(row_ids - self._starts[first], row_ids)
+            return self._reader(first).read(row_ids - self._starts[first], ids)
         order = np.argsort(which, kind="stable")
         edges = np.flatnonzero(np.diff(which[order])) + 1
         parts = []
         for out_rows in np.split(order, edges):
             chunk_index = int(which[out_rows[0]])
-            part = self._reader(chunk_index).read(row_ids[out_rows] - self._starts[chunk_index], row_ids[out_rows])
+            part = self._reader(chunk_index).read(row_ids[out_rows] - self._starts[chunk_index], ids[out_rows])
             parts.append((out_rows, part))
-        return _merge(parts, len(row_ids), self._name, row_ids)
+        return _merge(parts, len(row_ids), self._name, ids)
 
     def read_range(self, start: int, stop: int) -> PyTree:
         """Rows ``[start, stop)``; see :meth:`read`."""

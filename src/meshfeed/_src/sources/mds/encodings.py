@@ -29,6 +29,7 @@ _SCALARS = {
 _ARRAY_DTYPES = {dtype.itemsize * 8 + {"u": 0, "i": 1, "f": 2}[dtype.kind]: dtype for dtype in _SCALARS.values()}
 _SHAPE_DTYPES = [np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8")]
 _WORD = np.dtype("<u4")
+_HEADER_BYTES = 2 + 63 * 8  # dtype, rank, and the sizes of as many dimensions as there may be
 _HOST_ONLY = {"bytes", "str", "str_decimal"}
 """Encodings whose values no device holds."""
 
@@ -148,32 +149,29 @@ def decoder(encoding: str) -> Callable[[bytes], object]:
     return _DECODERS[kind]
 
 
-def stack(column: Column, values: Sequence[bytes]) -> np.ndarray | None:
-    """Decodes and stacks the values of a column of numbers or arrays.
+def stack(column: Column, rows: np.ndarray) -> np.ndarray | None:
+    """Decodes the values of a column of numbers or arrays.
+
+    Args:
+      column: the column.
+      rows: uint8[n, bytes per value], the stored values.
 
     Returns:
-      A new array ``[n, ...]``; None if the column has no such form, or the values differ in shape, dtype or size.
+      A new array ``[n, ...]``; None if the column has no such form, or the values differ in shape or dtype.
     """
     kind, _, options = column.encoding.partition(":")
-    width = len(values[0])
-    if not width or any(len(value) != width for value in values):
+    if not rows.size or (kind != "ndarray" and kind != "int" and kind not in _SCALARS):
         return None
-    if kind == "ndarray":
-        dtype, shape = _array_options(options)
-    elif kind == "int" or kind in _SCALARS:
-        dtype, shape = _SCALARS.get(kind, _SCALARS["int64"]), ()
-    else:
-        return None
+    dtype, shape = _array_options(options) if kind == "ndarray" else (_SCALARS.get(kind, _SCALARS["int64"]), ())
     first = 0
-    rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), width)
     if dtype is None or shape is None:
-        dtype, shape, first = _array_header(values[0], dtype, shape)
+        dtype, shape, first = _array_header(rows[0, :_HEADER_BYTES].tobytes(), dtype, shape)
         if (rows[:, :first] != rows[0, :first]).any():
             return None
-    if math.prod(shape) * dtype.itemsize != width - first:
+    if math.prod(shape) * dtype.itemsize != rows.shape[1] - first:
         return None
-    out = memory.empty((len(values), *shape), dtype.newbyteorder("="))
-    np.copyto(out.reshape(len(values), -1).view(np.uint8), rows[:, first:])
+    out = memory.empty((len(rows), *shape), dtype.newbyteorder("="))
+    np.copyto(out.reshape(len(rows), -1).view(np.uint8), rows[:, first:])
     return out
 
 

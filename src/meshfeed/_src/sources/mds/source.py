@@ -155,15 +155,22 @@ class MDS:
         check_stackable([column for _, column in self._chosen], what="MDS")
         ids = np.asarray(record_ids, np.int64)
         samples, bounds = self._samples(ids)
+        rows = None
+        if (bounds == bounds[0]).all():  # every value stands at the same place of its sample
+            rows = np.frombuffer(b"".join(samples), np.uint8).reshape(len(samples), -1)
         batch = {}
         for number, column in self._chosen:
-            edges = bounds[:, number : number + 2].tolist()
-            values = [sample[low:high] for sample, (low, high) in zip(samples, edges, strict=True)]
-            stacked = stack(column, values)
-            batch[column.name] = self._stack(column, values, ids) if stacked is None else stacked
+            edges = bounds[:, number : number + 2]
+            stacked = None if rows is None else stack(column, rows[:, edges[0, 0] : edges[0, 1]])
+            batch[column.name] = self._stack(column, samples, edges.tolist(), ids) if stacked is None else stacked
         return batch
 
-    def _stack(self, column: Column, values: Sequence[bytes], ids: np.ndarray) -> PyTree:
+    def _stack(self, column: Column, samples: Sequence[bytes], edges: list[list[int]], ids: np.ndarray) -> PyTree:
+        values = [sample[low:high] for sample, (low, high) in zip(samples, edges, strict=True)]
+        if len({len(value) for value in values}) == 1:
+            stacked = stack(column, np.frombuffer(b"".join(values), np.uint8).reshape(len(values), -1))
+            if stacked is not None:
+                return stacked
         records = RecordStack(len(values))
         for value, record_id in zip(values, ids.tolist(), strict=True):
             records.add({column.name: self._decode_value(column, value, record_id)}, record_id)

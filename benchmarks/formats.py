@@ -1,0 +1,117 @@
+"""MDS and WebDataset beside their own libraries: thousand records/s, shuffled, on one core, from the page cache.
+
+``pip install mosaicml-streaming webdataset`` first; what is not installed is left out. Every record is compared before
+the clock starts. Mosaic Streaming is measured by ``dataset[i]`` over a permutation, which is what its iterator does for a
+sample, and by the iterator itself. WebDataset reads archives from front to back and shuffles in a buffer of 1,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks._measure import Table, Way, main, rates, take_turns
+from meshfeed.sources import MDS, WebDataset
+
+BATCH = 256
+
+
+def repeat(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    while True:
+        yield from make()
+
+
+def taking(records: Iterator[Any]) -> Callable[[], int]:
+    return lambda: sum(1 for _ in itertools.islice(records, BATCH))
+
+
+def shuffled(source: Any, read: Callable[[np.ndarray], object]) -> Callable[[], int]:
+    rng = np.random.default_rng(1)
+
+    def run() -> int:
+        read(rng.integers(0, len(source), BATCH))
+        return BATCH
+
+    return run
+
+
+def mds_ways(folder: str, num_records: int, num_bytes: int) -> dict[str, Way]:
+    if importlib.util.find_spec("streaming") is None:
+        return {}
+    from streaming import MDSWriter, StreamingDataset
+
+    rng = np.random.default_rng(0)
+    columns = {"tokens": "ndarray:int32", "id": "int"}
+    with MDSWriter(out=folder, columns=columns, size_limit=1 << 23) as writer:
+        for i in range(num_records):
+            writer.write({"tokens": rng.integers(0, 50_000, num_bytes // 4, np.int32), "id": i})
+    ours, theirs = MDS(folder), StreamingDataset(local=folder, shuffle=True, batch_size=1)
+    for i, record in enumerate(ours.__getitems__(range(num_records))):
+        other = theirs[i]
+        assert record["id"] == other["id"]
+        np.testing.assert_array_equal(record["tokens"], other["tokens"])
+
+    def one_by_one(ids: np.ndarray) -> None:
+        for i in ids.tolist():
+            theirs[i]
+
+    return {
+        "meshfeed MDS, batches": Way(shuffled(ours, ours.read_batch)),
+        "meshfeed MDS, records": Way(shuffled(ours, ours.__getitems__)),
+        "Mosaic Streaming, dataset[i]": Way(shuffled(ours, one_by_one)),
+        "Mosaic Streaming, iterator": Way(taking(repeat(lambda: iter(theirs)))),
+    }
+
+
+def webdataset_ways(folder: str, num_records: int, num_bytes: int) -> dict[str, Way]:
+    if importlib.util.find_spec("webdataset") is None:
+        return {}
+    import webdataset as wds
+
+    os.makedirs(folder, exist_ok=True)
+    rng = np.random.default_rng(0)
+    with wds.ShardWriter(f"{folder}/%04d.tar", maxsize=1 << 23, verbose=0) as writer:
+        for i in range(num_records):
+            writer.write({"__key__": f"{i:09d}", "bin": rng.bytes(num_bytes), "cls": i % 1000})
+    ours = WebDataset(f"{folder}/*.tar")
+    files = sorted(f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".tar"))
+
+    def library() -> Iterator[Any]:
+        return iter(wds.WebDataset(files, shardshuffle=len(files), seed=0).shuffle(1000))
+
+    plain = wds.WebDataset(files, shardshuffle=False)
+    for record, other in zip(ours.__getitems__(range(num_records)), plain, strict=True):
+        assert record.items() <= other.items()
+    return {
+        "meshfeed WebDataset, records": Way(shuffled(ours, ours.read_raw)),
+        "webdataset, shuffle(1000)": Way(taking(repeat(library))),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--records", type=int, default=20_000, help="in each data set")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.4, help="of each way in each round")
+
+
+def measure(options: argparse.Namespace) -> Iterator[Table]:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with tempfile.TemporaryDirectory() as folder:  # to the end: threads of Mosaic Streaming go on reading
+        for make, num_bytes in itertools.product((mds_ways, webdataset_ways), (400, 8192)):
+            ways = make(f"{folder}/{make.__name__}-{num_bytes}", options.records, num_bytes)
+            if ways:
+                found = take_turns(ways, rounds=options.rounds, seconds=options.seconds)
+                title = f"{make.__name__.removesuffix('_ways')}: {num_bytes:,} bytes per record, shuffled, one core"
+                yield rates(title, "thousand records", found, ours=next(iter(ways)), scale=1000)
+
+
+if __name__ == "__main__":
+    main(__doc__, measure, add_arguments)

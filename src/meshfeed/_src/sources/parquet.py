@@ -1,0 +1,356 @@
+"""Parquet files as one random-access source, read by row group."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import operator
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
+from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.open_files import Lru
+from meshfeed._src.sources.files.parquet import ParquetFile
+from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, Shards, find_files, local_copy
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from meshfeed._src.sources.files.shard_cache import ShardCache
+
+_TAIL_BYTES = 1 << 18  # the footer of most files, in one request
+_MAX_GROUP_BYTES = 512 << 20
+_MAX_GROUPS = 1 << 16
+_MAGIC = b"PAR1"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetShard(Shard):
+    """One Parquet file as it was when the source was created.
+
+    Attributes:
+      schema: the Arrow schema of its columns, serialized.
+    """
+
+    source: ClassVar[str] = "Parquet"
+    schema: bytes = dataclasses.field(repr=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckedFile:
+    """A checked file.
+
+    Attributes:
+      shard: the file.
+      metadata: its footer.
+      group_ends: int64[row groups], the row after the last one of each group.
+    """
+
+    shard: ParquetShard
+    metadata: Any
+    group_ends: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows of one decoded row group, as one item per record.
+
+    Attributes:
+      group: the decoded group.
+      row: row within it.
+    """
+
+    group: pa.Table
+    row: int
+
+
+class _DecodedGroups:
+    """Decoded row groups of all sources of the process, the least recently used dropped first. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._groups: Lru[tuple[str, int, tuple[str, ...]], pa.Table] = Lru(lambda: _MAX_GROUPS, max_bytes)
+        self._locks = [threading.Lock() for _ in range(64)]
+
+    def get(self, file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None) -> pa.Table:
+        """Returns a row group, and decodes it if it is not in memory; threads that need the same group wait for it."""
+        key = (file.shard.key, group, columns)
+        with self._locks[hash(key) % len(self._locks)]:
+            return self._groups.get(key, lambda: _decode_group(file, group, columns, cache))
+
+
+_decoded = _DecodedGroups(_MAX_GROUP_BYTES)
+
+
+@public("meshfeed.sources")
+class Parquet:
+    """Random-access source over the rows of Parquet files, concatenated in file order.
+
+    A record is a dict of columns. A feed stacks numbers, booleans, lists of one length and structs of them; for text and
+    ragged lists, use :class:`meshfeed.sources.Map` or leave the columns out.
+
+    A row group is decoded as a whole when one of its rows is needed. Decoded groups are kept in memory, 512 MiB for all
+    sources of the process. Rows of a shuffled batch come from many groups: pass ``shuffle=`` the number of rows of a few
+    row groups, or write small groups.
+
+    Safe to read from several threads. A source can be pickled, without its decoded groups.
+
+    Args:
+      paths: a path, a glob (expanded in order of name), a URL supported by fsspec, or a list of these. The order of the
+        files determines the record ids.
+      columns: names of the columns to read; None for all.
+      cache: cache on a local disk; required for URLs.
+
+    Raises:
+      SettingsError: if there is a URL and no cache.
+      SourceError: if there are no files, a file is missing, files have different columns, there is no such column or no
+        record, or pyarrow is not installed.
+      CorruptDataError: if a file is empty, truncated or in a different format; names the file.
+    """
+
+    fresh_arrays = True
+
+    @hides_own_frames
+    def __init__(
+        self,
+        paths: file_paths.Paths,
+        columns: Sequence[str] | None = None,
+        *,
+        cache: ShardCache | None = None,
+    ) -> None:
+        names = find_files(paths, cache, source="Parquet")
+        shards = Shards(file_paths.in_threads(lambda name: _inspect(name, cache), names), "Parquet")
+        self._columns = _choose(shards.files, columns)
+        self._cache = cache
+        self._reader = ShardReader(shards, cache, self._check)
+
+    def __repr__(self) -> str:
+        return f"Parquet({self._reader.shards!r})"
+
+    def __len__(self) -> int:
+        return len(self._reader.shards)
+
+    def __getitem__(self, record_id: Any) -> dict[str, Any]:
+        """Returns record ``record_id``: column name → value."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns several records, in the order of ``record_ids``.
+
+        Numbers are numpy scalars and lists of numbers are arrays; other values are Python objects.
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+          CorruptDataError: if a file is damaged; names it.
+        """
+        found = self._reader.read(np.asarray(record_ids, np.int64), self._read_rows)
+        return [{name: _plain(item.group.column(name)[item.row]) for name in self._columns} for item in found]
+
+    def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
+        """Reads records as stacked arrays.
+
+        Args:
+          record_ids: int64[n], n at least 1, in any order, with repeats allowed.
+
+        Returns:
+          Column name → new array ``[n, ...]``, or a dict of arrays for a struct.
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+          SourceError: if a column is text, or holds nulls or lists of different lengths; names it and the record.
+          CorruptDataError: if a file is damaged; names it.
+        """
+        ids = np.asarray(record_ids, np.int64)
+        found = self._reader.read(ids, self._read_rows)
+        slots: dict[int, list[int]] = {}
+        for slot, item in enumerate(found):
+            slots.setdefault(id(item.group), []).append(slot)
+        stacked: dict[str, PyTree] = {}
+        for group_slots in slots.values():
+            places, group = np.array(group_slots), found[group_slots[0]].group
+            rows = np.array([found[slot].row for slot in group_slots])
+            part = _stack(group, rows, ids[places])
+            stacked = part if len(slots) == 1 else _place(stacked, part, places, ids)
+        return stacked
+
+    def _check(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
+        with local_copy(shard, self._cache) as (path, _), ParquetFile(path) as file:
+            ends = np.cumsum(file.group_rows, dtype=np.int64)
+            if len(ends) and ends[-1] != shard.num_records:
+                raise _damaged(
+                    shard.path, f"its row groups have {ends[-1]:,} rows, and its footer {shard.num_records:,}"
+                )
+            return _CheckedFile(shard, file.metadata, ends), file.metadata.serialized_size // 8
+
+    def _read_rows(self, file: _CheckedFile, rows: np.ndarray, first_record_id: int) -> list[_Rows]:
+        numbers = np.searchsorted(file.group_ends, rows, side="right")
+        groups = {}
+        for number in np.unique(numbers).tolist():
+            first = int(file.group_ends[number - 1]) if number else 0
+            try:
+                groups[number] = (_decoded.get(file, number, self._columns, self._cache), first)
+            except CorruptDataError as error:
+                record_id = first_record_id + int(rows[np.flatnonzero(numbers == number)[0]])
+                message = f"record {record_id}: {error}"
+                raise CorruptDataError(message, path=file.shard.path, record_id=record_id) from error
+        return [
+            _Rows(groups[number][0], row - groups[number][1])
+            for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
+        ]
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64[files]."""
+        return self._reader.shards.lengths
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that contains a record."""
+        return self._reader.shards.file_of(record_id)
+
+    def file_names(self) -> list[str]:
+        """Returns the paths and URLs of the files, in record id order."""
+        return self._reader.shards.names()
+
+    def fingerprint(self) -> JsonValue:
+        """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""
+        return {
+            "kind": "parquet",
+            "files": self._reader.shards.identity(),
+            "columns": list(self._columns),
+            "records": len(self),
+            "content": probe_digest(len(self), self._digest),
+        }
+
+    def _digest(self, record_ids: np.ndarray) -> str:
+        found = self._reader.read(record_ids, self._read_rows)
+        return digest_raw(repr(item.group.slice(item.row, 1).to_pylist()).encode() for item in found)
+
+    def close(self) -> None:
+        """Drops the footers of the files; a later read opens them again."""
+        self._reader.close()
+
+
+def _inspect(name: str, cache: ShardCache | None) -> ParquetShard:
+    """Counts the rows of a file from its footer, without fetching the rest of a remote one."""
+    if cache is None or not file_paths.is_url(name):
+        status = os.stat(name)
+        num_bytes, version = status.st_size, str(status.st_mtime_ns)
+        file = ParquetFile(name)
+    else:
+        num_bytes, version = cache.identify(name)
+        file = ParquetFile(name, stream=io.BytesIO(_read_footer(name, num_bytes)))
+    with file:
+        schema = file.schema.remove_metadata().serialize().to_pybytes()
+        return ParquetShard(name, num_bytes, version, file.metadata.num_rows, schema)
+
+
+def _read_footer(url: str, num_bytes: int) -> bytes:
+    """Returns a Parquet file that has the footer of a remote file and no rows."""
+    start = max(0, num_bytes - _TAIL_BYTES)
+    tail = file_paths.read_range(url, start, num_bytes, num_bytes, source="Parquet")
+    length = 8 + int.from_bytes(tail[-8:-4], "little")
+    if tail[-4:] != _MAGIC or length > num_bytes:
+        raise _damaged(url, f"{num_bytes:,} bytes that do not end in a footer")
+    if length > len(tail):
+        tail = file_paths.read_range(url, num_bytes - length, start, num_bytes, source="Parquet") + tail
+    return _MAGIC + tail[-length:]
+
+
+def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the columns to read, and checks that all files have them."""
+    import pyarrow as pa
+
+    filled = [shard for shard in shards if shard.num_records]  # writers guess the types of a file without rows
+    schemas = {shard.schema: shard for shard in reversed(filled)}
+    stored = {path.path: pa.ipc.read_schema(pa.py_buffer(schema)) for schema, path in schemas.items()}
+    first = stored[filled[0].path]
+    chosen = first.names if columns is None else [columns] if isinstance(columns, str) else list(columns)
+    if not chosen or any(name not in first.names for name in chosen):
+        raise SourceError(
+            f"Parquet got columns={columns!r}; {filled[0].path} has {first.names}. Expected names of its columns, at least "
+            "one."
+        )
+    for path, schema in stored.items():
+        for name in chosen:
+            other = schema.field(name).type if name in schema.names else "no such column"
+            if other != first.field(name).type:
+                raise SourceError(
+                    f"Parquet got files with different columns: {name!r} is {first.field(name).type} in {filled[0].path}, "
+                    f"and {other} in {path}. Expected the same in all files. Leave the column or the file out, or write "
+                    "the file again."
+                )
+    return tuple(chosen)
+
+
+def _decode_group(
+    file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None
+) -> tuple[pa.Table, int]:
+    """Returns a decoded row group and its size in bytes."""
+    import pyarrow as pa
+
+    stop = int(file.group_ends[group])
+    start = int(file.group_ends[group - 1]) if group else 0
+    with local_copy(file.shard, cache) as (path, _), ParquetFile(path, metadata=file.metadata) as opened:
+        batches = [batch for _, batch in opened.batches(start, stop, columns, batch_rows=stop - start)]
+    table = pa.Table.from_batches(batches).combine_chunks()
+    return table, table.nbytes
+
+
+def _stack(group: pa.Table, rows: np.ndarray, record_ids: np.ndarray) -> dict[str, PyTree]:
+    from meshfeed._src.sources.huggingface.arrow import ColumnRows, usable_columns
+
+    usable = usable_columns(group.schema)
+    return {
+        name: ColumnRows(name, column.chunks, column.type, usable).read(rows, record_ids)
+        for name, column in zip(group.column_names, group.columns, strict=True)
+    }
+
+
+def _place(
+    stacked: Mapping[str, PyTree], part: Mapping[str, PyTree], places: np.ndarray, ids: np.ndarray
+) -> dict[str, PyTree]:
+    """Copies the rows of one group to their places in the batch."""
+    found: dict[str, PyTree] = dict(stacked)
+    for name, rows in part.items():
+        if isinstance(rows, Mapping):
+            found[name] = _place(found.get(name, {}), rows, places, ids)
+            continue
+        if name not in found:
+            found[name] = memory.empty((len(ids), *rows.shape[1:]), rows.dtype)
+        if found[name].shape[1:] != rows.shape[1:]:
+            raise SourceError(
+                f"ragged rows: column {name!r} has the shape {list(rows.shape[1:])} in record {int(ids[places[0]]):,}, and "
+                f"{list(found[name].shape[1:])} in another record of the same batch. Expected equally long lists. Pad or "
+                "cut them with meshfeed.sources.Map, or pack them.",
+                record_id=int(ids[places[0]]),
+            )
+        found[name][places] = rows
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of Arrow as a numpy scalar or array if it is a number or a list of numbers."""
+    import pyarrow as pa
+
+    kind = value.type
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return None if not value.is_valid else np.dtype(kind.to_pandas_dtype()).type(value.as_py())
+    if hasattr(kind, "value_type") and hasattr(value, "values") and value.is_valid:
+        inner = kind.value_type
+        if pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner):
+            return value.values.to_numpy(zero_copy_only=False)
+    return value.as_py()
+
+
+def _damaged(path: str, reason: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"{path} is no intact Parquet file ({reason}). Expected what the writer wrote. Write or copy it again.",
+        path=path,
+    )
