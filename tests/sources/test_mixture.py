@@ -322,7 +322,6 @@ def test_columns_reach_the_components():
         (lambda: Mixture([memory("web")], {}), SourceError, "Expected a dict"),
         (lambda: Mixture({"": memory("web")}, {"": 1}), SourceError, "named ''"),
         (lambda: Mixture({"a": 3}, {"a": 1}), SourceError, "cannot feed from a int"),
-        (lambda: Mixture({"a": random_mixture()}, {"a": 1}), SourceError, "a mixture itself"),
         (lambda: Mixture({"a": iter([1])}, {"a": 1}), SourceError, "batches of this host"),
         (lambda: random_mixture(on_end="die"), SettingsError, "'repeat' or 'stop'"),
         (lambda: random_mixture(shuffle=True), SettingsError, "pass shuffle= to the feed"),

@@ -84,6 +84,25 @@ def parse_weights(weights: Any, names: Sequence[str]) -> StagedWeights:
     return tuple(stages)
 
 
+def nest_stages(stages: StagedWeights, name: str, inner: StagedWeights) -> StagedWeights:
+    """Replaces the component ``name`` by those of a mixture, named ``name/component``, which share its weight."""
+    found = []
+    for step in sorted({step for step, _ in (*stages, *inner)}):
+        outer_weights, inner_weights = (
+            next(weights for first, weights in reversed(group) if first <= step) for group in (stages, inner)
+        )
+        total = math.fsum(inner_weights.values())
+        weights: dict[str, float] = {}
+        for key, weight in outer_weights.items():
+            if key == name:
+                weights |= {f"{name}/{part}": weight * share / total for part, share in inner_weights.items()}
+            else:
+                weights[key] = weight
+        if not found or found[-1][1] != weights:
+            found.append((step, weights))
+    return tuple(found)
+
+
 def check_all_named(weights: Any, names: Sequence[str]) -> None:
     """Reports components missing from the weights, which would never be read.
 
@@ -426,6 +445,7 @@ class MixtureOrder:
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, or None for an endless stream.
       on_end: "repeat" or "stop".
+      repeat: component → times that it is read per epoch; 1 if not named.
       identities: component → JSON value that must be equal for a state to be usable; default: the number of records.
 
     Raises:
@@ -443,6 +463,7 @@ class MixtureOrder:
         seed: int = 0,
         num_epochs: int | None = None,
         on_end: str = "repeat",
+        repeat: Mapping[str, int] | None = None,
         identities: Mapping[str, JsonValue] | None = None,
     ) -> None:
         self._names = tuple(num_records)
@@ -470,7 +491,8 @@ class MixtureOrder:
         self.num_records = sum(num_records.values())
         self.total: int | None = None
         if num_epochs is not None:
-            self.total = self._blocks.total(list(num_records.values()), num_epochs, on_end)
+            times = [count * (repeat or {}).get(name, 1) for name, count in num_records.items()]
+            self.total = self._blocks.total(times, num_epochs, on_end)
 
     def config(self) -> JsonValue:
         """The part of the fingerprint that describes the order, as JSON; :func:`check_stages` checks ``mixture``."""

@@ -28,7 +28,7 @@ from meshfeed._src.order.epochs import EpochOrder, derive_key
 from meshfeed._src.order.mixture import MIXTURE_VERSION, Stage, StagedBlocks, StagedWeights, check_stages, group_by
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
 from meshfeed._src.reading.records import read_records, wants_rng
-from meshfeed._src.sources.mixture.parts import Joiner, Part, compact_identity
+from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts, compact_identity
 
 _COMPONENT_SEED = 104  # purpose of a derived key; differs from those in order/mixture.py
 
@@ -40,6 +40,7 @@ class RecordsLane:
       source: a random-access source.
       lane_index: 0 … num_lanes - 1.
       num_lanes: number of lanes.
+      length: number of records that are used, from the first.
       epoch: the component's epoch.
       shuffle: see :class:`meshfeed._src.order.epochs.EpochOrder`.
       seed: seed of the order.
@@ -54,13 +55,14 @@ class RecordsLane:
         lane_index: int,
         num_lanes: int,
         *,
+        length: int,
         epoch: int,
         shuffle: bool | int,
         seed: int,
         rng_seed: int,
     ) -> None:
         self._source, self._lane_index, self._num_lanes = source, lane_index, num_lanes
-        self._order = epoch_order.EpochOrder(len(source), shuffle=shuffle, seed=seed, num_epochs=None)
+        self._order = epoch_order.EpochOrder(length, shuffle=shuffle, seed=seed, num_epochs=None)
         self._epoch, self._rng_seed = epoch, rng_seed
         self._wants_rng = wants_rng(source)
         self._taken = 0
@@ -104,10 +106,19 @@ class ComponentLane:
       num_lanes: number of lanes.
       seed: the feed's seed.
       shuffle: order of a random-access source; see :class:`meshfeed._src.order.epochs.EpochOrder`.
+      parts: which part of each component is used, and how often.
     """
 
     def __init__(
-        self, name: str, number: int, source: Any, lane_index: int, num_lanes: int, seed: int, shuffle: bool | int
+        self,
+        name: str,
+        number: int,
+        source: Any,
+        lane_index: int,
+        num_lanes: int,
+        seed: int,
+        shuffle: bool | int,
+        parts: Parts,
     ) -> None:
         self.name = name
         self.epoch = 0
@@ -115,6 +126,8 @@ class ComponentLane:
         self._lane_index, self._num_lanes = lane_index, num_lanes
         self._seed, self._shuffle = seed, shuffle
         self._is_stream = hooks.is_stream(source)
+        self.repeat, self._parts = parts.repeat.get(name, 1), parts
+        self._limit = parts.of_lane(name, lane_index, num_lanes) if self._is_stream else None
         decodes = hooks.find(source, hooks.Decodes) if self._is_stream else None
         self._decode = None if decodes is None else decodes.decode
         self._decode_rng = hooks.accepts_keyword(self._decode, "rng")
@@ -138,6 +151,8 @@ class ComponentLane:
             if self._iterator is None:
                 self._reopen()
             batches, missing = [], num_records
+            if self._limit is not None:
+                missing = min(missing, self._limit - self._taken)
             while missing:
                 batch, count = self._next(missing)
                 if count:
@@ -199,6 +214,7 @@ class ComponentLane:
                 self._source,
                 self._lane_index,
                 self._num_lanes,
+                length=self._parts.length(self.name, self._source),
                 epoch=self.epoch,
                 shuffle=self._shuffle,
                 seed=epoch_order.derive_key(self._seed, _COMPONENT_SEED, self._number),
@@ -353,14 +369,14 @@ class MixtureLane:
                 done += count
             if done == len(rows):
                 return end
-            if self._num_epochs is not None and component.epoch + 1 == self._num_epochs:
+            if self._num_epochs is not None and component.epoch + 1 == self._num_epochs * component.repeat:
                 end = int(rows[done])
                 if self._stops:
                     return end
             component.next_epoch()
 
     def _all_read(self) -> bool:
-        return all(component.epoch >= (self._num_epochs or 0) for component in self._deciding)
+        return all(component.epoch >= (self._num_epochs or 0) * component.repeat for component in self._deciding)
 
     def get_state(self) -> JsonValue:
         """Position in the lane, and the state of each component that has been read."""
@@ -417,9 +433,11 @@ class StreamMixture:
         on_end: str,
         shuffle: bool | int,
         bound: _Bound | None = None,
+        *,
+        parts: Parts,
     ) -> None:
         self.components = dict(components)
-        self.stages, self.block, self.on_end, self.shuffle = stages, block, on_end, shuffle
+        self.stages, self.block, self.on_end, self.shuffle, self.parts = stages, block, on_end, shuffle, parts
         for source in components.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
@@ -442,7 +460,9 @@ class StreamMixture:
                 setting="on_end",
             )
         bound = _Bound(tuple(position_of_step(step) for step, _ in self.stages), seed, num_epochs)
-        clone = StreamMixture(self.components, self.stages, self.block, self.on_end, self.shuffle, bound)
+        clone = StreamMixture(
+            self.components, self.stages, self.block, self.on_end, self.shuffle, bound, parts=self.parts
+        )
         clone._identities = self._identities  # shared, since computing an identity may read records
         return clone
 
@@ -467,7 +487,7 @@ class StreamMixture:
         key = derive_key(bound.seed, _LANE_LAYOUT, lane_index)
         return MixtureLane(
             [
-                ComponentLane(name, number, source, lane_index, num_lanes, bound.seed, self.shuffle)
+                ComponentLane(name, number, source, lane_index, num_lanes, bound.seed, self.shuffle, self.parts)
                 for number, (name, source) in enumerate(self.components.items())
             ],
             StagedBlocks(list(self.components), stages, self.block, key),
@@ -484,7 +504,7 @@ class StreamMixture:
         """Stages and components, for ``check_saved``."""
         for name, source in self.components.items():
             if name not in self._identities:
-                self._identities[name] = compact_identity(source)
+                self._identities[name] = {**compact_identity(source), **self.parts.identity(name)}
         firsts = (0,) * len(self.stages) if self._bound is None else self._bound.first_positions
         stages = [
             Stage(first, weights, step).to_json() for first, (step, weights) in zip(firsts, self.stages, strict=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from meshfeed._src.base import memory
-from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base import hooks, memory
+from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.identity import source_identity
@@ -46,6 +47,77 @@ def check_shapes(shapes: Mapping[str, PyTree]) -> None:
 
 def _no_rows(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Which part of each component is used, and how often.
+
+    Attributes:
+      take: component → number of records, or a fraction of them.
+      repeat: component → times that it is read per epoch.
+    """
+
+    take: dict[str, int | float] = dataclasses.field(default_factory=dict)
+    repeat: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sources: Mapping[str, Any], take: object, repeat: object) -> Parts:
+        """Checks the user's ``take`` and ``repeat``.
+
+        Raises:
+          SettingsError: one of them is not a mapping of components to numbers in range.
+        """
+        for setting, value in (("take", take), ("repeat", repeat)):
+            if value is not None and not (isinstance(value, Mapping) and value.keys() <= sources.keys()):
+                raise SettingsError(
+                    f"{setting}={value!r}; it takes {{name: number}} with names among {list(sources)}.", setting=setting
+                )
+        found = cls(dict(cast("Mapping[str, Any]", take or {})), dict(cast("Mapping[str, Any]", repeat or {})))
+        for name, times in found.repeat.items():
+            if not _is_count(times):
+                raise SettingsError(f"repeat[{name!r}]={times!r}; it takes an int of at least 1.", setting="repeat")
+        for name, part in found.take.items():
+            found._check_take(name, part, sources[name])
+        return found
+
+    def _check_take(self, name: str, part: object, source: Any) -> None:
+        if hooks.is_stream(source):
+            if not _is_count(part):
+                raise SettingsError(
+                    f"take[{name!r}]={part!r}; the component is a stream, whose length is unknown, so it takes a number of "
+                    "records of at least 1.",
+                    setting="take",
+                )
+        elif not (_is_count(part) and cast(int, part) <= len(source)) and not (
+            isinstance(part, float) and 0 < part <= 1 and int(part * len(source))
+        ):
+            raise SettingsError(
+                f"take[{name!r}]={part!r}; it takes a number of records from 1 to {len(source)}, or a float above 0 and up "
+                "to 1.0 that is at least one record.",
+                setting="take",
+            )
+
+    def length(self, name: str, source: Any) -> int:
+        """Number of records of a random-access component that are used."""
+        part = self.take.get(name)
+        if part is None:
+            return len(source)
+        return int(part * len(source)) if isinstance(part, float) else part
+
+    def of_lane(self, name: str, lane_index: int, num_lanes: int) -> int | None:
+        """Number of records per epoch of one lane of a stream; None for all."""
+        part = self.take.get(name)
+        return None if part is None else (int(part) + num_lanes - 1 - lane_index) // num_lanes
+
+    def identity(self, name: str) -> dict[str, JsonValue]:
+        """What is added to a component's identity."""
+        parts = {"take": self.take.get(name), "repeat": self.repeat.get(name)}
+        return {key: value for key, value in parts.items() if value is not None}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_) and bool(value >= 1)
 
 
 class Joiner:

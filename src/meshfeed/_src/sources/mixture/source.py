@@ -21,13 +21,14 @@ from meshfeed._src.order.mixture import (
     check_all_named,
     group_by,
     join_ids,
+    nest_stages,
     parse_weights,
     split_ids,
 )
 from meshfeed._src.reading.records import file_of, read_records, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.mixture.lanes import StreamMixture
-from meshfeed._src.sources.mixture.parts import Joiner, check_shapes, compact_identity
+from meshfeed._src.sources.mixture.parts import Joiner, Parts, check_shapes, compact_identity
 from meshfeed._src.sources.recognize import as_source
 
 
@@ -40,6 +41,8 @@ def Mixture(
     *,
     on_end: str = "repeat",
     shuffle: bool | int = False,
+    take: Mapping[str, int | float] | None = None,
+    repeat: Mapping[str, int] | None = None,
 ) -> RandomMixture | StreamMixture:
     """Mixes several sources into one, by weight.
 
@@ -66,12 +69,19 @@ def Mixture(
         mixture ends.
       shuffle: order of random-access components that are read as lanes, like the feed's ``shuffle`` (which streams do
         not support). Not for random-access mixtures, which use the feed's.
+      take: name → the records of a component that are used, from its first: an int, or a float up to 1.0 for a fraction
+        of a random-access component.
+      repeat: name → how often a component is read in full per epoch of the mixture; 1 if not named. It determines when
+        the mixture ends, and the weights how often records are drawn.
+
+    A component may be a mixture itself: its components become those of this mixture, named ``outer/inner``, and share
+    the weight of the inner mixture by its own weights. ``block`` and ``on_end`` are those of the outer mixture.
 
     Returns:
       A random-access source if every component is one, otherwise a stream source.
 
     Raises:
-      SettingsError: ``weights``, ``block``, ``on_end`` or ``shuffle`` is invalid.
+      SettingsError: ``weights``, ``block``, ``on_end``, ``shuffle``, ``take`` or ``repeat`` is invalid.
       SourceError: no component, or a component that is not a source of records.
     """
     if not isinstance(components, Mapping) or not components:
@@ -84,29 +94,58 @@ def Mixture(
         if not isinstance(name, str) or not name:
             raise SourceError(f"Mixture got a component named {name!r}. Expected a string that is not empty.")
         source = as_source(component)
-        if isinstance(source, HostBatches | RandomMixture | StreamMixture):
-            kind = "batches of this host" if isinstance(source, HostBatches) else "a mixture itself"
-            remedy = "Pass records" if isinstance(source, HostBatches) else "Multiply its weights into the outer ones"
-            raise SourceError(f"component {name!r} is {kind}. Expected a source of records. {remedy}.")
+        if isinstance(source, HostBatches):
+            raise SourceError(
+                f"component {name!r} is batches of this host. Expected a source of records. Pass records."
+            )
         sources[name] = source
+    given = list(sources)
+    sources, stages, parts = _flatten(sources, parse_weights(weights, given), Parts.of(sources, take, repeat))
     names = list(sources)
-    stages = parse_weights(weights, names)
     if isinstance(block, bool) or not isinstance(block, int | np.integer) or block < 1:
         raise SettingsError(f"block={block!r}; it takes a number of records of at least 1.", setting="block")
     for _, stage_weights in stages:
         block_counts(stage_weights, names, int(block))  # raises if a weight is too small for the block
-    check_all_named(weights, names)
+    check_all_named(weights, given)
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
     if any(hooks.is_stream(source) for source in sources.values()):
-        return StreamMixture(sources, stages, int(block), on_end, shuffle)
+        return StreamMixture(sources, stages, int(block), on_end, shuffle, parts=parts)
     if shuffle is not False:
         raise SettingsError(
             f"shuffle={shuffle!r} of a Mixture is for mixtures with a stream among them. All components here are "
             "read at random: pass shuffle= to the feed.",
             setting="shuffle",
         )
-    return RandomMixture(sources, stages, int(block), on_end)
+    return RandomMixture(sources, stages, int(block), on_end, parts)
+
+
+def _flatten(
+    sources: dict[str, Any], stages: StagedWeights, parts: Parts
+) -> tuple[dict[str, Any], StagedWeights, Parts]:
+    """Replaces components that are mixtures by their own components."""
+    for name, source in list(sources.items()):
+        if not isinstance(source, RandomMixture | StreamMixture):
+            continue
+        if name in parts.take or name in parts.repeat:
+            raise SettingsError(
+                f"component {name!r} is a mixture, to which take= and repeat= do not apply. Give them to that mixture.",
+                setting="take" if name in parts.take else "repeat",
+            )
+        inner = {f"{name}/{key}": component for key, component in source.components.items()}
+        if clash := sorted(inner.keys() & sources.keys()):
+            raise SourceError(f"the component {clash[0]!r} is named twice: also as a part of {name!r}. Rename one.")
+        sources = {
+            key: component
+            for outer in sources
+            for key, component in (inner if outer == name else {outer: sources[outer]}).items()
+        }
+        stages = nest_stages(stages, name, source.stages)
+        parts = Parts(
+            parts.take | {f"{name}/{key}": value for key, value in source.parts.take.items()},
+            parts.repeat | {f"{name}/{key}": value for key, value in source.parts.repeat.items()},
+        )
+    return sources, stages, parts
 
 
 def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
@@ -141,27 +180,30 @@ class RandomMixture:
     kind = "mixture"
     fresh_arrays = True  # read_records copies memory that a component may reuse
 
-    def __init__(self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str) -> None:
-        self.components = dict(components)
+    def __init__(
+        self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str, parts: Parts
+    ) -> None:
+        self.components, self.stages, self.parts = dict(components), stages, parts
         self._names = tuple(components)
         self._sources = tuple(components.values())
-        self._stages, self._block, self._on_end = stages, block, on_end
+        self._block, self._on_end = block, on_end
         self.wants_rng = any(map(wants_rng, self._sources))
         self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
         if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
             check_shapes({name: source.element_shapes() for name, source in components.items()})
         self._joiner = Joiner()
-        self._lengths = np.array([len(source) for source in self._sources], np.int64)
+        self._lengths = np.array([parts.length(name, source) for name, source in components.items()], np.int64)
         self._groups, self._group_of, self._first_id = _concatenate(self._sources)
         self._compared = np.zeros(len(self._sources), bool)  # whether a component's structure has been checked
         self._identities: dict[str, JsonValue] | None = None
 
     def __repr__(self) -> str:
-        return f"Mixture({', '.join(f'{name}: {len(source):,} records' for name, source in self.components.items())})"
+        lengths = zip(self._names, self._lengths.tolist(), strict=True)
+        return f"Mixture({', '.join(f'{name}: {length:,} records' for name, length in lengths)})"
 
     def __len__(self) -> int:
         """Total number of records of all components."""
-        return sum(len(source) for source in self._sources)
+        return int(self._lengths.sum())
 
     def __getitem__(self, record_id: Any) -> Record:
         """The record with the id ``component << 48 | id``, as views of a batch of one."""
@@ -171,22 +213,26 @@ class RandomMixture:
     @property
     def first_record_id(self) -> int:
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
-        return int(join_ids(self._names.index(next(iter(self._stages[0][1]))), 0))
+        return int(join_ids(self._names.index(next(iter(self.stages[0][1]))), 0))
 
     def make_order(
         self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
     ) -> MixtureOrder:
         """The order of the mixture for a feed's settings."""
         if self._identities is None:
-            self._identities = {name: compact_identity(source) for name, source in self.components.items()}
+            self._identities = {
+                name: {**compact_identity(source), **self.parts.identity(name)}
+                for name, source in self.components.items()
+            }
         return MixtureOrder(
-            {name: len(source) for name, source in self.components.items()},
-            stages=[Stage(position_of_step(step), weights, step) for step, weights in self._stages],
+            dict(zip(self._names, self._lengths.tolist(), strict=True)),
+            stages=[Stage(position_of_step(step), weights, step) for step, weights in self.stages],
             block=self._block,
             shuffle=shuffle,
             seed=seed,
             num_epochs=num_epochs,
             on_end=self._on_end,
+            repeat=self.parts.repeat,
             identities=self._identities,
         )
 
@@ -204,10 +250,10 @@ class RandomMixture:
                     f"{len(self._sources) - 1}, and ids are component << 48 | id.",
                     record_id=int(mixture_id),
                 )
-            if record_id >= len(self._sources[number]):
+            if record_id >= self._lengths[number]:
                 raise SourceError(
                     f"record id {mixture_id} names record {record_id} of component {self._names[number]!r}, which has "
-                    f"{len(self._sources[number])} records.",
+                    f"{self._lengths[number]} records.",
                     record_id=int(mixture_id),
                 )
 
@@ -275,7 +321,7 @@ class RandomMixture:
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
         number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)
-        replacement = epoch_order.replacement_id(seed, epoch, own_id, attempt, len(self._sources[number]))
+        replacement = epoch_order.replacement_id(seed, epoch, own_id, attempt, int(self._lengths[number]))
         return int(join_ids(number, replacement))
 
     def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
