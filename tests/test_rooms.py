@@ -67,7 +67,6 @@ LAZY = {
     "meshfeed._src.sources.huggingface.source": "datasets",
     "meshfeed._src.sources.parquet": "pyarrow",
     "meshfeed._src.sources.recognize": "the library of what was passed",
-    "meshfeed._src.checkpoint.stored": "xxhash",
 }
 
 

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed._src.checkpoint.array_handler import ArrayHandler
-    from meshfeed._src.checkpoint.arrays import ArraysHandler, ArraysRestore, ArraysSave, restore_once
     from meshfeed._src.checkpoint.checkpointer import Checkpointer
     from meshfeed._src.checkpoint.foreign import convert_state
     from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorRestore, IteratorSave, as_grain_iterator
     from meshfeed._src.checkpoint.manifest import DamagedCheckpointError
-    from meshfeed._src.checkpoint.step import StepMetadata
-    from meshfeed._src.checkpoint.verify import verify
+    from meshfeed._src.checkpoint.step import StepMetadata, verify
+    from meshfeed._src.checkpoint.tree_handler import ArraysHandler, ArraysRestore, ArraysSave, restore_once
 
 _HOMES = {
     "ArrayHandler": "array_handler",
-    "ArraysHandler": "arrays",
-    "ArraysRestore": "arrays",
-    "ArraysSave": "arrays",
+    "ArraysHandler": "tree_handler",
+    "ArraysRestore": "tree_handler",
+    "ArraysSave": "tree_handler",
     "Checkpointer": "checkpointer",
     "DamagedCheckpointError": "manifest",
     "IteratorHandler": "iterator",
@@ -31,8 +30,8 @@ _HOMES = {
     "StepMetadata": "step",
     "as_grain_iterator": "iterator",
     "convert_state": "foreign",
-    "restore_once": "arrays",
-    "verify": "verify",
+    "restore_once": "tree_handler",
+    "verify": "step",
 }
 
 __all__ = [

@@ -8,10 +8,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint_trees import abstract, assert_same, make_mesh, orbax_args, place, registered, special_floats
+from jax.sharding import Mesh
 from orbax.checkpoint._src.multihost import dispatchers
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError
-from meshfeed._src.checkpoint import engine
+from meshfeed._src.checkpoint import restore as checkpoint_restore
 from meshfeed._src.checkpoint.arguments import RestoreOptions
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import (
@@ -336,14 +337,14 @@ def test_names_of_orbax_single_replica_handler(tmp_path, mesh, tree):
 def test_a_fraction_of_the_free_memory_is_a_limit(tmp_path, tree, monkeypatch):
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(tree))
     limits = []
-    exact = engine.UnitReader
+    exact = checkpoint_restore.UnitReader
 
     def reader(stored, **settings):
         limits.append(settings["bytes_in_flight"])
         return exact(stored, **settings)
 
-    monkeypatch.setattr(engine, "UnitReader", reader)
-    monkeypatch.setattr(engine, "_device_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(checkpoint_restore, "UnitReader", reader)
+    monkeypatch.setattr(checkpoint_restore, "_device_bytes", lambda: 1 << 30)
     handler = ArraysHandler(array_handler={"broadcast_memory_scaling_factor": 0.5})
     assert_same(tree, handler.restore(tmp_path / "a", ArraysRestore(abstract(tree))))
     handler = ArraysHandler(
@@ -379,6 +380,24 @@ def test_events_that_orbax_users_graph(tmp_path, mesh):
         "/jax/checkpoint/read/gbytes_per_sec",
     ):
         assert name in seen
+
+
+def test_a_numbered_replica_axis_is_counted_in_each_mesh(tmp_path, mesh):
+    """Also if the meshes of one tree name their axes differently."""
+    other = Mesh(mesh.devices, ("a", "b"), axis_types=mesh.axis_types)
+    state = {"w": place(np.arange(8.0, dtype=np.float32), mesh), "v": place(np.arange(8.0, dtype=np.float32), other)}
+    ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
+    stored = StoredArrays(tmp_path / "a")
+    requests = [
+        checkpoint_restore.LeafRequest(stored.leaf(name), (8,), np.dtype(np.float32), leaf.sharding)
+        for name, leaf in state.items()
+    ]
+    for axis, expected in ((0, ["data", "a"]), (-1, ["model", "b"]), ("b", [None, "b"])):
+        options = RestoreOptions("single_replica", axis, 1)
+        plans = [work.plan for work in checkpoint_restore.plan_all(requests, options).works]
+        assert [plan.broadcast and plan.broadcast[0] for plan in plans] == expected
+        restored = ArraysHandler("single_replica", axis, 1).restore(tmp_path / "a", ArraysRestore(abstract(state)))
+        assert_same(state, restored)
 
 
 def test_replica_axis_is_checked(tmp_path, mesh, tree):

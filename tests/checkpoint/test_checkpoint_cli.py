@@ -35,7 +35,7 @@ def test_inspect(folder):
     assert leaves["lr"]["value"] == "0.2"
     assert row["iterator"]["position"] == 8
     json.dumps(found)
-    with pytest.raises(CheckpointError, match="there: 1, 2"):
+    with pytest.raises(CheckpointError, match="its steps are: 1, 2"):
         checkpoint_commands.inspect(folder, 5)
 
 
@@ -60,7 +60,7 @@ def test_diff(folder):
     assert found["state"] == {"position": [4, 8]}
     assert sorted(found["leaves"]) == ["lr", "w"]
     assert checkpoint_commands.diff(folder / "1", folder / "1")["same"]
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         checkpoint_commands.diff(folder / "1", folder / "7")
 
 

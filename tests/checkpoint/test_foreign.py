@@ -125,7 +125,7 @@ def test_loaders_of_several_hosts_have_read_parts_of_their_own(tmp_path):
 def test_a_loader_whose_workers_are_in_the_middle_of_a_turn(tmp_path, last_seen, step):
     state = {"last_seen_indices": last_seen, "worker_count": 2, "sampler": "SequentialSampler(num_records=64)"}
     (tmp_path / "process_0-of-1.json").write_text(json.dumps(state))
-    with pytest.raises(CheckpointError, match="middle of a turn"):
+    with pytest.raises(CheckpointError, match="middle of a round"):
         convert_state(tmp_path, CountingFeed(batch=3), step=step)
 
 
@@ -351,7 +351,10 @@ def test_lanes_that_are_read_in_epochs(tmp_path, mesh):
         ({}, "no process_"),
         ({"process_0-of-2.json": '{"next_index": 4}'}, r"hosts \[1\] of 2 are missing"),
         ({"process_0-of-1.json": '{"next_in'}, "not JSON"),
-        ({"process_0-of-2.json": '{"next_index": 4}', "process_1-of-2.json": '{"next_index": 8}'}, "different places"),
+        (
+            {"process_0-of-2.json": '{"next_index": 4}', "process_1-of-2.json": '{"next_index": 8}'},
+            "different positions",
+        ),
         ({"process_0-of-1.json": '{"parent": {"next_index": 4}, "buffer": []}'}, "more than a position"),
         ({"process_0-of-1.json": '{"next_index": 3}'}, "are at record 3, and 2 batches of 4 are 8"),
         ({"process_0.json": '{"global_next_index": 3}'}, "position 3 is not a multiple of the batch size 4"),

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.reshard import bits_dtype
 from meshfeed._src.base import memory as base_memory
-from meshfeed._src.checkpoint import engine
-from meshfeed._src.checkpoint.gather import BlockGather, _block_updater, piece_sharding
+from meshfeed._src.checkpoint import restore as checkpoint_restore
+from meshfeed._src.checkpoint.gather import BlockGather, _block_updater
 from meshfeed._src.checkpoint.load_plan import LoadPlan, replica_plan
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once
@@ -110,7 +110,7 @@ def test_buffers_of_one_group_are_gone_before_those_of_the_next(tmp_path, monkey
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
     own = Buffers(monkeypatch)
     # Where the engine lets go of a group's buffers, XLA's threads are given the time to do so, too.
-    monkeypatch.setattr(engine, "gc", types.SimpleNamespace(collect=lambda _: own.settled()))
+    monkeypatch.setattr(checkpoint_restore, "gc", types.SimpleNamespace(collect=lambda _: own.settled()))
     restored = restore_once(tmp_path / "a", abstract(state), memory_limit_bytes=32 << 20, restore="single_replica")
     assert_same(state, restored)
     assert own.most == 16 << 20  # four leaves: 1 MiB on each of four replicas, and as much for the result
@@ -126,7 +126,7 @@ def test_blocks_are_written_into_the_result_in_place(dtype, broadcast):
         plan, ways = replica_plan(sharding, SHAPE, "data", 1), 1
     dtype, rows = jnp.dtype(dtype), 16
     out = jax.ShapeDtypeStruct(SHAPE, bits_dtype(dtype), sharding=sharding)
-    block = jax.ShapeDtypeStruct((ways * rows, SHAPE[1]), bits_dtype(dtype), sharding=piece_sharding(plan))
+    block = jax.ShapeDtypeStruct((ways * rows, SHAPE[1]), bits_dtype(dtype), sharding=plan.piece_sharding)
     compiled = _block_updater(plan).lower(out, block, np.int32(0)).compile()
     memory = compiled.memory_analysis()
     shard = SHAPE[0] * SHAPE[1] // 2 * dtype.itemsize

@@ -12,11 +12,12 @@ from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import engine, manifest
+from meshfeed._src.checkpoint import manifest
+from meshfeed._src.checkpoint import restore as checkpoint_restore
 from meshfeed.checkpoint import Checkpointer, restore_once
 
 
-@pytest.mark.parametrize("part", ["write_arrays_part", "write_tree_part", "join_parts"])
+@pytest.mark.parametrize("part", ["arrays-0", "tree", "manifest"])
 def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
     mesh, feed = make_mesh(4, 2), CountingFeed()
     state = {"w": place(np.ones((64, 8), np.float32), mesh, "data")}
@@ -25,11 +26,15 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         ckpt.save(1, state, feed)
         ckpt.wait()
 
-        def fail(*_):
-            raise OSError(28, "No space left on device")
+        write = manifest.write_part
+
+        def fail(item, name, digests, **content):
+            if name == part:
+                raise OSError(28, "No space left on device")
+            write(item, name, digests, **content)
 
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, part, fail)
+            patch.setattr(manifest, "write_part", fail)
             ckpt.save(2, state, feed)
             with pytest.raises(CheckpointError, match="No space left"):
                 ckpt.wait()
@@ -64,7 +69,7 @@ def test_a_bar_on_terminals(tmp_path, monkeypatch):
     state = {"w": place(np.ones((64, 8), np.float32), make_mesh(4, 2), "data")}
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
         ckpt.save(1, state)
-    monkeypatch.setattr(engine, "_BAR_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr(checkpoint_restore, "_BAR_AFTER_SECONDS", -1.0)
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     restore_once(tmp_path / "c/1", abstract(state))

@@ -97,7 +97,7 @@ def test_a_step_that_is_absent_is_not_called_damaged(folder: pathlib.Path) -> No
     result = run("verify", folder, "--step", 7)
     assert result.exit_code == 1
     assert "DAMAGED" not in result.output
-    assert result.output.startswith(f"Error: step 7 is not in {folder}; there: ")
+    assert result.output.startswith(f"Error: step 7 is not in {folder}; its steps are: ")
 
 
 def test_diff_of_whole_folders_says_what_to_give(folder: pathlib.Path) -> None:

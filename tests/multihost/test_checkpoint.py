@@ -136,6 +136,7 @@ def restore_on_parts(directory: str):
         "local": jnp.arange(200_000),
         "count": jnp.int32(7),
         "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4), 4),
     }
     with Checkpointer(f"{directory}/parts", save_interval_steps=1) as ckpt:
         ckpt.save(1, state)
@@ -147,6 +148,7 @@ def restore_on_parts(directory: str):
             **state,
             "a": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(half, PartitionSpec("y"))),
             "b": jax.ShapeDtypeStruct(values.shape, np.int32, sharding=NamedSharding(turned, PartitionSpec(None, "y"))),
+            "keys": jax.ShapeDtypeStruct((4,), state["key"].dtype, sharding=NamedSharding(half, PartitionSpec("x"))),
         }
         for mode in ("once", "single_replica", "every_host"):
             with Checkpointer(f"{directory}/parts", restore=mode) as other:
@@ -156,6 +158,10 @@ def restore_on_parts(directory: str):
                 for shard in restored[name].addressable_shards:
                     np.testing.assert_array_equal(np.asarray(shard.data), (values + add)[shard.index])
             assert len(restored["a"].addressable_shards) == (2 if jax.process_index() < 2 else 0)
+            assert (restored["keys"].dtype, restored["keys"].shape) == (state["keys"].dtype, (4,))  # on all hosts
+            for shard in restored["keys"].addressable_shards:
+                data, expected = (jax.random.key_data(keys) for keys in (shard.data, state["keys"][shard.index[:1]]))
+                np.testing.assert_array_equal(data, expected)
             for name in ("local", "count", "key"):
                 checkpoint_trees.assert_same(state[name], restored[name])
         part = checkpoint_trees.place(values, half, "x") if jax.process_index() < 2 else restored["a"]

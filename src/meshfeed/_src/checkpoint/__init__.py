@@ -1,5 +1,13 @@
 """Saves and restores arrays and feed state as Orbax checkpoints: handlers, Checkpointer, read-once restore, integrity.
 
 May import base, plan, state and the resharding of arrays. Imported only by cli, demo and the public module.
-Start with ``checkpointer.py``, then ``tree_restore.py``.
+Start with ``checkpointer.py``.
+
+* Save: ``tree_handler.py`` encodes the tree with ``leaves.py`` and ``dtypes.py``, ``array_handler.py`` lays out each array
+  with ``save_layout.py`` for Orbax to write, and both write digests through ``manifest.py``. ``iterator.py`` saves the
+  feed.
+* Restore: ``tree_restore.py`` matches leaves, ``restore.py`` plans with ``load_plan.py``, reads with ``stored.py``, agrees
+  with ``agreement.py`` and gathers with ``gather.py``. ``boxes.py`` has the geometry that planning shares with saving.
+* Integrity: ``step.py`` checks and describes steps; ``commands.py`` is the command line's view of them.
+* ``foreign.py`` converts positions that Grain and MaxText saved. ``arguments.py`` checks what callers pass.
 """

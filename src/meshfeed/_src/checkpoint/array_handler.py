@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
+from jax.sharding import Sharding
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.arrays.reshard import without_ambient_mesh
@@ -20,75 +20,14 @@ from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint import manifest
 from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.arguments import RestoreOptions, options_of
-from meshfeed._src.checkpoint.digests import ShardDigests
-from meshfeed._src.checkpoint.engine import restore_leaves
-from meshfeed._src.checkpoint.leaves import describe_array, is_key, stored_as
+from meshfeed._src.checkpoint.arguments import options_of
+from meshfeed._src.checkpoint.dtypes import stored_as
+from meshfeed._src.checkpoint.leaves import Entry, describe_array, is_key
 from meshfeed._src.checkpoint.orbax_internals import metadata_store
-from meshfeed._src.checkpoint.save_layout import MIN_SLICE_BYTES, lay_out
+from meshfeed._src.checkpoint.restore import LeafRequest
+from meshfeed._src.checkpoint.save_layout import MIN_SLICE_BYTES, ShardDigests, lay_out
 from meshfeed._src.checkpoint.stored import StoredArrays
-from meshfeed._src.checkpoint.tree_restore import array_wanted, saved_sharding
-
-if TYPE_CHECKING:
-    from meshfeed._src.checkpoint.engine import LeafRequest
-    from meshfeed._src.checkpoint.stored import StoredArrays
-
-
-def restore_for_handler(
-    infos: Sequence[Any], args: Sequence[Any], saved: Sequence[Any] | None, options: RestoreOptions
-) -> list[Any]:
-    """Restores the parameters of ``infos`` according to ``args``.
-
-    Args:
-      infos: Orbax's parameter infos, all from one folder.
-      args: ``ArrayRestoreArgs``, or plain ``RestoreArgs`` to use the saved sharding.
-      saved: Orbax's metadata of the same parameters; needed if any sharding is not given.
-      options: how to restore them.
-    """
-    agreement = Agreement(f"restoring {infos[0].parent_dir}", options.timeout_seconds)
-
-    def plan() -> tuple[StoredArrays, list[Any]]:
-        stored = StoredArrays(infos[0].parent_dir, options.memory_limit_bytes, options.metadata_key)
-        wanted = []
-        for number, (info, arg) in enumerate(zip(infos, args, strict=True)):
-            shape = getattr(arg, "global_shape", None)
-            shape = getattr(arg, "shape", None) if shape is None else shape
-            metadata = None if saved is None else saved[number]
-            wanted.append(
-                array_wanted(
-                    stored,
-                    info.name,
-                    shape=shape,
-                    dtype=arg.dtype,
-                    sharding=_sharding(stored, info.name, arg, metadata),
-                    strict=getattr(arg, "strict", True),
-                    any_cast=True,  # Orbax's restore arguments request a dtype explicitly, not through a template tree
-                )
-            )
-        return stored, wanted
-
-    with without_ambient_mesh():  # parameters may be on devices outside the caller's jax.set_mesh
-        stored, wanted = agreement.attempt(plan)
-        requests = [request for request, _ in wanted if request is not None]
-        results = iter(restore_leaves(stored, requests, options, agreement))
-        return [finish(None if request is None else next(results)) for request, finish in wanted]
-
-
-def _sharding(stored: StoredArrays, name: str, arg: Any, metadata: Any) -> Any:
-    mesh, axes = getattr(arg, "mesh", None), getattr(arg, "mesh_axes", None)
-    if mesh is not None and axes is not None:
-        return jax.sharding.NamedSharding(mesh, axes)
-    sharding = getattr(arg, "sharding", None)
-    if sharding is None and metadata is not None:
-        sharding = getattr(metadata, "sharding", None)
-    if sharding is not None and hasattr(sharding, "to_jax_sharding"):
-        try:
-            sharding = sharding.to_jax_sharding()
-        except Exception as error:  # devices of a different topology
-            raise CheckpointError(
-                f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Give one."
-            ) from error
-    return saved_sharding(stored, name) if sharding is None else sharding
+from meshfeed._src.checkpoint.tree_restore import Planned, TreePlan, plan_array, restore_planned
 
 
 @public("meshfeed.checkpoint._array_handler")  # Orbax writes this name into checkpoints, so it must not change
@@ -146,10 +85,10 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         # Otherwise Orbax slices again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
         super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
-        # Share writes among replicas unless an Orbax setting restricts which replicas write.
-        self._share = orbax.get("use_replica_parallel") is not False and orbax.get("replica_id", 0) is not None
-        self._share = self._share and orbax.get("max_replicas_for_replica_parallel") is None
         self._replica = orbax.get("replica_id", 0)
+        # Share writes among replicas unless an Orbax setting restricts which replicas write.
+        unrestricted = self._replica is not None and orbax.get("max_replicas_for_replica_parallel") is None
+        self._share = unrestricted and orbax.get("use_replica_parallel") is not False
         self._local_storage = orbax.get("primary_host", 0) is None  # each host writes to its own folder
         self._status = orbax.get("callback")
 
@@ -160,75 +99,64 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
     ) -> Sequence[orbax_future.Future]:
         """Captures the arrays and returns futures that write them and their digests."""
-        args = list(args or [ocp.type_handlers.SaveArgs()] * len(values))
+        args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
             check_metadata_key(self.restore_options.metadata_key)
         with without_ambient_mesh():  # not across an await: another coroutine on this thread may need the caller's mesh
-            laid_values, entries, pending = self._lay_out(values, infos, args)
-        for shards in pending.values():  # before Orbax starts threads that compete for the GIL
-            shards.capture()
-        futures = list(await super().serialize(laid_values, infos, args))
-        process = process_index()
-        info = infos[0]
+            laid = [self._lay_out(*one) for one in zip(values, infos, args, strict=True)]
+        names = [info.name for info in infos]
+        pending = {name: one.digests for name, one in zip(names, laid, strict=True) if one.digests is not None}
+        for digests in pending.values():  # before Orbax starts threads that compete for the GIL
+            digests.capture()
+        futures = list(await super().serialize([one.array for one in laid], infos, [one.args for one in laid]))
+        process, folder = process_index(), infos[0]
+        entries = {name: one.entry for name, one in zip(names, laid, strict=True) if one.entry is not None}
+        if process != 0 and not self._local_storage:
+            entries = {}
 
         async def write_digests() -> None:
-            await info.await_path_creation()
-
-            digests = {name: shards.compute() for name, shards in pending.items()}
-            keeps = process == 0 or self._local_storage
-            manifest.write_arrays_part(epath.Path(info.parent_dir), process, entries if keeps else {}, digests)
+            await folder.await_path_creation()
+            found = {name: digests.compute() for name, digests in pending.items()}
+            manifest.write_part(folder.parent_dir, f"{manifest.ARRAYS_PART}{process}", found, leaves=entries)
 
         futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
         return futures
 
-    def _lay_out(
-        self, values: Sequence[jax.Array], infos: Sequence[Any], args: list[Any]
-    ) -> tuple[list[jax.Array], dict[str, Any], dict[str, ShardDigests]]:
-        """Returns arrays for Orbax to write, and manifest entries and pending digests by name; updates ``args``."""
-        entries: dict[str, Any] = {}
-        pending: dict[str, ShardDigests] = {}
-        limited = getattr(infos[0].device_host_byte_limiter, "max_bytes", None) is not None if infos else False
-        laid_values: list[jax.Array] = []
-        for number, (value, info) in enumerate(zip(values, infos, strict=True)):
-            entry = describe_array(value)
-            laid_values.append(value)
-            if process_count() > 1 and value.is_fully_addressable:
-                continue  # Orbax rejects it with a clear message
-            _check_hosts(info.name, value)
-            # Under Orbax's limit on host memory, copy early only what Orbax itself copies synchronously.
-            early = not limited or self._is_synchronous(info)
-            if value.size == 0:
-                laid_values[number] = _placeholder(value)
-            elif is_key(value):
-                data = jax.random.key_data(value)
-                entry["cell"] = list(data.sharding.shard_shape(data.shape))
-                entry["chunk"] = entry["cell"]
-                pending[info.name] = ShardDigests(data, tuple(entry["cell"]), replica_id=self._replica, early=early)
-            else:
-                laid = lay_out(
-                    value,
-                    dtype=args[number].dtype,
-                    share=self._share and early,
-                    min_slice_bytes=self._min_slice_bytes,
-                )
-                dtype = np.dtype(args[number].dtype or value.dtype)  # the values are cast to it before they are stored
-                entry.pop("stored", None)
-                entry |= {"dtype": dtype.name, **stored_as(dtype)}
-                entry["cell"] = list(laid.cell)
-                asked = args[number].chunk_byte_size or laid.chunk_byte_size
-                # No dtype: lay_out has already cast.
-                args[number] = dataclasses.replace(args[number], dtype=None, chunk_byte_size=asked)
-                laid_values[number] = laid.array
-                if not self.has_dispatcher():
-                    if asked is None:  # a slice is a chunk (or a few, if Orbax slices too): known without opening it
-                        entry["chunk"] = entry["cell"]
-                    pending[info.name] = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
-            if self.restore_options.metadata_key is not None:
-                entry["metadata_key"] = self.restore_options.metadata_key
-            entries[info.name] = entry
-        return laid_values, entries, pending
+    def _lay_out(self, value: jax.Array, info: ocp.type_handlers.ParamInfo, args: ocp.type_handlers.SaveArgs) -> _Laid:
+        """Returns the array that Orbax writes, and its manifest entry and digests."""
+        if process_count() > 1 and value.is_fully_addressable:
+            return _Laid(value, args)  # Orbax rejects it with a clear message
+        assert info.name is not None
+        _check_hosts(info.name, value)
+        # Under Orbax's limit on host memory, copy early only what Orbax itself copies synchronously.
+        limited = getattr(info.device_host_byte_limiter, "max_bytes", None) is not None
+        early = not limited or self._is_synchronous(info)
+        entry = describe_array(value)
+        if self.restore_options.metadata_key is not None:
+            entry["metadata_key"] = self.restore_options.metadata_key
+        if value.size == 0:
+            return _Laid(_placeholder(value), args, entry)
+        if is_key(value):
+            data = jax.random.key_data(value)
+            cell = data.sharding.shard_shape(data.shape)
+            entry |= {"cell": list(cell), "chunk": list(cell)}
+            return _Laid(value, args, entry, ShardDigests(data, cell, replica_id=self._replica, early=early))
+        share, least = self._share and early, self._min_slice_bytes
+        laid = lay_out(value, dtype=args.dtype, share=share, min_slice_bytes=least)
+        dtype = np.dtype(args.dtype or value.dtype)  # lay_out has cast the values to it
+        entry.pop("stored", None)
+        entry |= {"dtype": dtype.name, **stored_as(dtype), "cell": list(laid.cell)}
+        asked = args.chunk_byte_size or laid.chunk_byte_size
+        args = dataclasses.replace(args, dtype=None, chunk_byte_size=asked)
+        if self.has_dispatcher():
+            return _Laid(laid.array, args, entry)
+        if asked is None:  # a slice is a chunk (or a few, if Orbax slices too): known without opening it
+            entry["chunk"] = entry["cell"]
+        return _Laid(
+            laid.array, args, entry, ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
+        )
 
-    def _is_synchronous(self, info: Any) -> bool:
+    def _is_synchronous(self, info: ocp.type_handlers.ParamInfo) -> bool:
         # Values that Orbax moves to the host later are not copied here: the caller must keep them alive until then.
         return self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
 
@@ -247,12 +175,20 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         if args is None:
             raise ValueError("ArrayRestoreArgs are needed to restore a jax.Array; none were given.")
         await asyncio.gather(*(info.await_path_creation() for info in infos))
-        saved = None
+        saved: Sequence[object] = [None] * len(infos)
         if any(getattr(arg, "sharding", None) is None and getattr(arg, "mesh", None) is None for arg in args):
             saved = await self.metadata(infos)
-        return restore_for_handler(infos, args, saved, self.restore_options)
+        options, directory = self.restore_options, infos[0].parent_dir
+        agreement = Agreement(f"restoring {directory}", options.timeout_seconds)
 
-    def _dispatched(self, stored: StoredArrays, requests: Sequence[LeafRequest]) -> list[jax.Array]:
+        def make_plan() -> TreePlan:
+            stored = StoredArrays(directory, options.memory_limit_bytes, options.metadata_key)
+            leaves = [_plan_parameter(stored, *one) for one in zip(infos, args, saved, strict=True)]
+            return TreePlan(stored, leaves, list)
+
+        return restore_planned(make_plan, options, agreement)
+
+    def _dispatched(self, stored: StoredArrays, requests: Sequence[LeafRequest]) -> Sequence[jax.Array]:
         """Restores through Orbax, whose dispatcher makes the workers read."""
         infos = [stored.param_info(request.leaf.name) for request in requests]
         args = [
@@ -261,22 +197,58 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             )
             for request in requests
         ]
-        restored: list[Any] = []
         # On a separate thread, because the caller may already be inside an event loop.
-        coroutine = super().deserialize(infos, args)
-        worker = threading.Thread(target=lambda: restored.append(_outcome(coroutine)), daemon=True)
-        worker.start()
-        worker.join()
-        if isinstance(restored[0], BaseException):
-            raise restored[0]
-        return list(restored[0])
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            return executor.submit(asyncio.run, super().deserialize(infos, args)).result()
 
 
-def _outcome(coroutine: Any) -> Any:
-    try:
-        return asyncio.run(coroutine)
-    except BaseException as error:
-        return error
+@dataclasses.dataclass
+class _Laid:
+    """A parameter as Orbax writes it.
+
+    Attributes:
+      array: what Orbax writes.
+      args: how Orbax writes it.
+      entry: its manifest entry, or None if Orbax is going to reject it.
+      digests: its digests, or None if there are none.
+    """
+
+    array: jax.Array
+    args: ocp.type_handlers.SaveArgs
+    entry: Entry | None = None
+    digests: ShardDigests | None = None
+
+
+def _plan_parameter(
+    stored: StoredArrays, info: ocp.type_handlers.ParamInfo, arg: ocp.type_handlers.RestoreArgs, saved: object
+) -> Planned:
+    """Plans a parameter from Orbax's restore arguments: ``ArrayRestoreArgs``, or plain ``RestoreArgs``."""
+    assert info.name is not None
+    shape = getattr(arg, "global_shape", None)
+    return plan_array(
+        stored,
+        info.name,
+        getattr(arg, "shape", None) if shape is None else shape,
+        arg.dtype,
+        _sharding(stored, info.name, arg, saved),
+        strict=getattr(arg, "strict", True),
+        any_cast=True,  # Orbax's restore arguments request a dtype explicitly, not through a template tree
+    )
+
+
+def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArgs, saved: object) -> Sharding | None:
+    mesh, axes = getattr(arg, "mesh", None), getattr(arg, "mesh_axes", None)
+    if mesh is not None and axes is not None:
+        return jax.sharding.NamedSharding(mesh, axes)
+    sharding = getattr(arg, "sharding", None) or getattr(saved, "sharding", None)
+    if sharding is not None and hasattr(sharding, "to_jax_sharding"):
+        try:
+            return sharding.to_jax_sharding()
+        except Exception as error:  # devices of a different topology
+            raise CheckpointError(
+                f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Give one."
+            ) from error
+    return stored.saved(name).saved_sharding() if sharding is None else sharding
 
 
 def check_metadata_key(key: str | None) -> None:
@@ -287,8 +259,8 @@ def check_metadata_key(key: str | None) -> None:
     """
     if key is not None:
         raise SettingsError(
-            f"metadata_key={key!r}: Orbax takes it for zarr files without OCDBT only. Set use_ocdbt=False (and not "
-            "use_zarr3) on the handler of the tree, or leave metadata_key out.",
+            f"metadata_key={key!r}: Orbax supports it only for zarr files without OCDBT. Set use_ocdbt=False (and not "
+            "use_zarr3) on the handler of the tree, or omit metadata_key.",
             setting="metadata_key",
         )
 
@@ -299,7 +271,7 @@ def _check_hosts(name: str, value: jax.Array) -> None:
         absent = sorted(set(range(process_count())) - hosts)
         raise CheckpointError(
             f"parameter {name!r} has no device on the hosts {absent}; Orbax saves arrays that have one on every host. "
-            "Save it by a job of its hosts, or replicate it over all hosts before."
+            "Save it in a job of those hosts only, or replicate it over all hosts first."
         )
 
 

@@ -1,14 +1,11 @@
-"""Saves and restores arrays and data position together.
-
-Keeps the last step that the interval skipped, by reference, to save it at the end if it is still unchanged.
-"""
+"""Saves and restores arrays and data position together, as one step."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import secrets
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -17,15 +14,17 @@ from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from meshfeed._src.base.coordination import process_count
-from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.failure import Failure
 from meshfeed._src.base.process import Owner, forgotten_processes
 from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
-from meshfeed._src.base.types import public
+from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.arguments import (
     RESTORE_ORDER,
     SAVE_ORDER,
+    HasState,
+    ResumableFeed,
     as_directory,
     as_step,
     check_feed,
@@ -34,28 +33,27 @@ from meshfeed._src.checkpoint.arguments import (
     naming,
     opening,
 )
-from meshfeed._src.checkpoint.arrays import ArraysHandler, ArraysSave
-from meshfeed._src.checkpoint.digests import digest
 from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorSave
 from meshfeed._src.checkpoint.leaves import encode_tree
-from meshfeed._src.checkpoint.manifest import DamagedCheckpointError
+from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, digest
 from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, StepMetadata, describe_step, find_steps, read_step
 from meshfeed._src.checkpoint.stored import StoredArrays
+from meshfeed._src.checkpoint.tree_handler import ArraysHandler, ArraysSave
 from meshfeed._src.checkpoint.tree_restore import restore_tree
 from meshfeed._src.state import files as state_files
 
 
-def number_of(feed: Any, name: str) -> int | None:
+def _number_of(feed: HasState | None, name: str) -> int | None:
     """Returns an attribute of a feed as an int, or None if the feed is None or has no such number."""
     value = getattr(feed, name, None)
     return None if value is None else int(value)
 
 
-def _feed_marker(feed: Any) -> Any:
+def _feed_marker(feed: HasState | None) -> JsonValue:
     """Returns a value that changes when a feed delivers a batch: its counters, which are cheap, otherwise its state."""
     if feed is None:
         return None
-    numbers = (number_of(feed, "step"), number_of(feed, "position"))
+    numbers = (_number_of(feed, "step"), _number_of(feed, "position"))
     return feed.get_state() if numbers == (None, None) else numbers
 
 
@@ -68,7 +66,7 @@ class SkippedStep:
       feed: the feed, or None.
     """
 
-    def __init__(self, step: int, train_state: Any, feed: Any) -> None:
+    def __init__(self, step: int, train_state: PyTree, feed: HasState | None) -> None:
         self.step = step
         self.feed = feed
         self._leaves, self._structure = jax.tree_util.tree_flatten(train_state)
@@ -76,7 +74,7 @@ class SkippedStep:
         self._feed_marker = _feed_marker(feed)
 
     @property
-    def train_state(self) -> Any:
+    def train_state(self) -> PyTree:
         """The tree as it was given."""
         return jax.tree_util.tree_unflatten(self._structure, self._leaves)
 
@@ -147,7 +145,7 @@ class Checkpointer:
     @suggests_keywords
     def __init__(
         self,
-        directory: Any,
+        directory: epath.PathLike,
         max_to_keep: int | None = 3,
         save_interval_steps: int = 100,
         restore: str = "once",
@@ -158,31 +156,21 @@ class Checkpointer:
         *,
         save_last: bool = True,
         timeout_seconds: float = 1800,
-        array_options: dict[str, Any] | None = None,
-        orbax_options: dict[str, Any] | None = None,
+        array_options: dict[str, object] | None = None,
+        orbax_options: dict[str, object] | None = None,
     ) -> None:
-        for name, value in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
-            if value is None and name == "max_to_keep":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{name}={value!r}: takes a positive int", setting=name)
-        for name, value in (("verify", verify), ("save_last", save_last)):
-            if not isinstance(value, bool):
-                raise SettingsError(f"{name}={value!r}: takes True or False", setting=name)
-        check_settings(timeout_seconds, array_options=array_options, orbax_options=orbax_options)
-        with naming("array_options"):
+        counts = {"save_interval_steps": save_interval_steps}
+        if max_to_keep is not None:
+            counts["max_to_keep"] = max_to_keep
+        check_settings(counts, {"verify": verify, "save_last": save_last}, timeout_seconds)
+        with naming("array_options", array_options):
             self._arrays = ArraysHandler(
                 restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
             )
         self._options = dataclasses.replace(self._arrays.restore_options, timeout_seconds=timeout_seconds)
-        with naming("orbax_options"):
-            options = ocp.CheckpointManagerOptions(
-                **{
-                    "max_to_keep": max_to_keep,
-                    "save_interval_steps": save_interval_steps,
-                    **(orbax_options or {}),
-                }
-            )
+        with naming("orbax_options", orbax_options):
+            settings = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps, **(orbax_options or {})}
+            options = ocp.CheckpointManagerOptions(**settings)
         if (forgotten := forgotten_processes()) is not None:
             raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
         agreement = Agreement("starting a checkpointer", timeout_seconds)
@@ -208,7 +196,7 @@ class Checkpointer:
         return self._directory
 
     @hides_own_frames
-    def save(self, step: int, train_state: Any, feed: Any = None, force: bool = False) -> bool:
+    def save(self, step: int, train_state: PyTree, feed: HasState | None = None, force: bool = False) -> bool:
         """Saves a step. Everything is captured before this returns and written in the background.
 
         Once it returns, arrays may be donated, numpy leaves overwritten, and the feed advanced. Background errors are
@@ -241,16 +229,18 @@ class Checkpointer:
             return False
         return self._write(step, train_state, feed)
 
-    def _write(self, step: int, train_state: Any, feed: Any) -> bool:
+    def _write(self, step: int, train_state: PyTree, feed: HasState | None) -> bool:
         self._last = None
         identity = {
             "id": f"{self._job_id}-{self._saves}",
             "step": step,
-            "feed_step": number_of(feed, "step"),
-            "position": number_of(feed, "position"),
+            "feed_step": _number_of(feed, "step"),
+            "position": _number_of(feed, "position"),
             "parts": [ARRAYS] if feed is None else [ARRAYS, ITERATOR],
         }
-        items: dict[str, Any] = {ARRAYS: ArraysSave(train_state, identity=identity, encoded=encode_tree(train_state))}
+        items: dict[str, ocp.args.CheckpointArgs] = {
+            ARRAYS: ArraysSave(train_state, identity=identity, encoded=encode_tree(train_state))
+        }
         if feed is not None:
             items[ITERATOR] = IteratorSave(feed, identity=identity)
         self._saves += 1
@@ -275,7 +265,9 @@ class Checkpointer:
             )
 
     @hides_own_frames
-    def restore(self, abstract_or_concrete_state: Any, feed: Any = None, step: int | None = None) -> tuple[int, Any]:
+    def restore(
+        self, abstract_or_concrete_state: PyTree, feed: ResumableFeed | None = None, step: int | None = None
+    ) -> tuple[int, PyTree]:
         """Restores the newest intact step, or the requested one, on any number of hosts and devices.
 
         Args:
@@ -329,7 +321,7 @@ class Checkpointer:
             f"{self._directory}: none of its steps is intact: {'; '.join(reasons)}. Move the folder away to start anew."
         )
 
-    def _newest_whole(self, steps: list[int]) -> dict[str, Any]:
+    def _newest_whole(self, steps: list[int]) -> dict[str, JsonValue]:
         passed = []
         for number in sorted(steps, reverse=True):
             try:
@@ -345,7 +337,7 @@ class Checkpointer:
         _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
         return f"step {step}: {reason}"
 
-    def _restore_step(self, step: int, wanted: Any, feed: Any, agreement: Agreement) -> Any:
+    def _restore_step(self, step: int, wanted: PyTree, feed: ResumableFeed | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)
         document = None
         # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
@@ -353,7 +345,7 @@ class Checkpointer:
             document = agreement.attempt(lambda: _document(folder, step))
         stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS, self._options.memory_limit_bytes))
         state = restore_tree(stored, wanted, self._options, agreement)
-        if document is not None:
+        if feed is not None and document is not None:
             _continue(feed, document["state"], agreement, step)
         self._last = None  # a skipped step of the run before the restore is not the last one any more
         return state
@@ -389,7 +381,7 @@ class Checkpointer:
         if step is None:
             steps = self.steps()
             if not steps:
-                raise CheckpointError(f"{self._directory}: no step is there.")
+                raise CheckpointError(f"{self._directory}: contains no steps.")
             step = steps[-1]
         return describe_step(read_step(self._directory, as_step(step, "It is metadata(step).")))
 
@@ -499,7 +491,7 @@ class Checkpointer:
         self.close()
 
 
-def _document(folder: epath.Path, step: int) -> dict[str, Any]:
+def _document(folder: epath.Path, step: int) -> dict[str, JsonValue]:
     if not (folder / ITERATOR).exists():
         raise CheckpointError(
             f"step {step} in {folder.parent} was saved without a feed, so there is no position to continue. Restore it "
@@ -509,7 +501,7 @@ def _document(folder: epath.Path, step: int) -> dict[str, Any]:
     return state_files.read_document(folder / ITERATOR)
 
 
-def _continue(feed: Any, state: Any, agreement: Agreement, step: int) -> None:
+def _continue(feed: ResumableFeed, state: dict[str, JsonValue], agreement: Agreement, step: int) -> None:
     """Sets the feed's state on all hosts or on none."""
     before = feed.get_state()
     failure: BaseException | None = None

@@ -16,16 +16,17 @@ error, and so is a feed that would go wrong in later epochs: Grain reorders a sh
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.exact_json import decode_value, encode_value
-from meshfeed._src.base.types import public
+from meshfeed._src.base.types import JsonValue, public
+from meshfeed._src.checkpoint.arguments import HasState
 from meshfeed._src.state.state import parse_state, seal
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
@@ -35,7 +36,7 @@ _WORKERS = "iterators_in_use_states"
 _SLICES = "remainder_slices"
 
 
-def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
+def read_foreign_files(directory: epath.PathLike) -> tuple[dict[int, JsonValue], int | None]:
     """Reads the states that the hosts wrote, by host, and the number of hosts (None for an elastic state).
 
     Args:
@@ -46,7 +47,7 @@ def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
         valid JSON.
     """
     directory = epath.Path(directory)
-    states: dict[int, Any] = {}
+    states: dict[int, JsonValue] = {}
     counts: set[int | None] = set()
     for path in sorted(directory.iterdir(), key=lambda path: path.name) if directory.exists() else []:
         match = _NAME.fullmatch(path.name)
@@ -59,7 +60,7 @@ def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
         counts.add(int(match[2]) if match[2] else None)
     if not states:
         raise CheckpointError(
-            f"{directory}: no process_<i>-of-<n>.json or process_0.json there. Give the folder in which MaxText or "
+            f"{directory}: contains no process_<i>-of-<n>.json or process_0.json. Give the folder in which MaxText or "
             "Grain keeps the iterator of one step."
         )
     if len(counts) > 1:
@@ -67,13 +68,17 @@ def read_foreign_files(directory: Any) -> tuple[dict[int, Any], int | None]:
     count = counts.pop()
     missing = [] if count is None else sorted(set(range(count)) - set(states))
     if missing:
-        raise CheckpointError(f"{directory}: hosts {missing} of {count} are missing. Bring their files together.")
+        raise CheckpointError(
+            f"{directory}: hosts {missing} of {count} are missing. Copy all hosts' files into one folder."
+        )
     return states, count
 
 
 @public("meshfeed.checkpoint")
-def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuffled: bool = False) -> dict[str, Any]:
-    """Returns a state from which ``feed`` resumes where the files in ``directory`` stopped; does not change the feed.
+def convert_state(
+    directory: epath.PathLike, feed: HasState, *, step: int | None = None, unshuffled: bool = False
+) -> dict[str, JsonValue]:
+    """Returns a state from which ``feed`` resumes from the position in the files of ``directory``; does not change the feed.
 
     ::
 
@@ -90,20 +95,21 @@ def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuff
       a state for ``feed.set_state``, the same on every host.
 
     Raises:
-      CheckpointError: the feed cannot resume exactly; the message says why.
+      CheckpointError: the feed cannot resume exactly; the message gives the reason.
     """
     states, count = read_foreign_files(directory)
     template = feed.get_state()
     if template.get("position"):
         raise CheckpointError("the feed has delivered batches; import a position with a new feed.")
     size = _batch_size(feed)
+    run = _OldRun(directory, states, count, step, template, size)
     if step is None and count is not None:
         raise CheckpointError(
-            f"{directory}: the files hold an index and do not say whether it counts records or batches. Give the number "
+            f"{directory}: the files hold an index but not whether it counts records or batches. Give the number "
             "of batches delivered (step=, on the command line --step)."
         )
     if template["kind"] == "random_access":
-        position = _position(directory, template, states, count, size, step, unshuffled)
+        position = run.position(unshuffled)
         return _stamped({**template, "position": position, "segments": [[0, 0, size]] if position else []})
     if count is None or step is None:
         raise CheckpointError(
@@ -111,204 +117,234 @@ def convert_state(directory: Any, feed: Any, *, step: int | None = None, unshuff
         )
     if template["fingerprint"].get("num_epochs", 1) != 1:
         raise CheckpointError(
-            f"{directory}: the feed reads its stream num_epochs={template['fingerprint']['num_epochs']} times, and the "
-            "files do not say in which epoch each host was. Repeat inside the stream, as before, and pass num_epochs=1."
+            f"{directory}: the feed reads its stream num_epochs={template['fingerprint']['num_epochs']} times, but the "
+            "files do not record each host's epoch. Repeat inside the stream, as before, and pass num_epochs=1."
         )
     moved = {"position": step * size, "step": step, "segments": [[0, 0, size]] if step else []}
     if template["kind"] == "lanes":
-        states = {host: _only_worker(directory, host, state) for host, state in states.items()}
+        states = {host: run.only_worker(host, state) for host, state in states.items()}
     saved = {host: encode_value(_as_grain_gave_it(state)) for host, state in states.items()}
     if template["kind"] == "lanes":
-        return _stamped({**template, **moved, "lanes": _lanes(directory, template, saved, size, step)})
-    return _stamped({**template, **moved, "hosts": _hosts(directory, template, saved, step)})
+        return _stamped({**template, **moved, "lanes": run.lanes(saved, step)})
+    return _stamped({**template, **moved, "hosts": run.hosts(saved, step)})
 
 
-def _stamped(state: dict[str, Any]) -> dict[str, Any]:
+def _stamped(state: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Returns the state with the version number that its content requires."""
     return parse_state({**state, "meshfeed": 1}).to_json()
 
 
-def _batch_size(feed: Any) -> int:
-    size = feed.config().get("global_batch_size") if hasattr(feed, "config") else getattr(feed, "batch", None)
+def _batch_size(feed: HasState) -> int:
+    config = getattr(feed, "config", None)
+    size = getattr(feed, "batch", None) if config is None else config().get("global_batch_size")
     if isinstance(size, list):
         size = size[0][1] if isinstance(size[0], list | tuple) else size[0]
     if not isinstance(size, int):
-        raise CheckpointError("the feed's global_batch_size is not known yet; give it as an int.")
+        raise CheckpointError("the feed's global_batch_size is not known yet; pass it as an int.")
     return size
 
 
-# ---------------------------------------------------------------------- random access
+@dataclasses.dataclass(frozen=True)
+class _OldRun:
+    """The position of a run as its files have it, and the feed that is to continue it.
 
+    Attributes:
+      directory: the folder of the files.
+      states: host → its state.
+      count: number of hosts; None for an elastic state.
+      step: number of batches delivered, or None if unknown.
+      template: state of the feed before its first batch.
+      size: the feed's global batch size.
+    """
 
-def _position(
-    directory: Any,
-    template: Mapping[str, Any],
-    states: Mapping[int, Any],
-    count: int | None,
-    size: int,
-    step: int | None,
-    unshuffled: bool,
-) -> int:
-    """Returns the number of records consumed over all hosts, after every check."""
-    _check_order(directory, template, _samplers_keep_order(states) or unshuffled)
-    if count is None:
-        position, counts_batches = _elastic_position(directory, states[min(states)]), False
-    else:
-        assert step is not None
-        position, counts_batches = _counted_position(directory, states, count, size, step)
-    if step is not None and position != step * size:
-        raise CheckpointError(
-            f"{directory}: the files are at record {position}, and {step} batches of {size} are {step * size}. Give the "
-            "global_batch_size and step of that run; a pipeline that filters can only continue as lanes or host batches."
+    directory: epath.PathLike
+    states: Mapping[int, JsonValue]
+    count: int | None
+    step: int | None
+    template: Mapping[str, JsonValue]
+    size: int
+
+    def _refused(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.directory}: {problem}")
+
+    def position(self, unshuffled: bool) -> int:
+        """Returns the number of records consumed over all hosts, after every check."""
+        self._check_order(self._samplers_keep_order() or unshuffled)
+        step, size = self.step, self.size
+        if self.count is None:
+            position, counts_batches = self._elastic_position(), False
+        else:
+            assert step is not None
+            position, counts_batches = self._counted_position(self.count, step)
+        if step is not None and position != step * size:
+            raise self._refused(
+                f"the files are at record {position}, and {step} batches of {size} are {step * size}. Give the "
+                "global_batch_size and step of that run; a pipeline that filters can only continue as lanes or host batches."
+            )
+        if position % size:
+            raise self._refused(f"position {position} is not a multiple of the batch size {size}.")
+        fingerprint = self.template["fingerprint"]
+        records, num_epochs = fingerprint["source"]["records"], fingerprint.get("num_epochs", 1)
+        if counts_batches and (num_epochs != 1 or self._has_node("Repeat")):
+            raise self._refused(
+                "the old pipeline made batches before to_iter_dataset(), so each of its epochs may have "
+                "dropped a partial batch, which the feed would not. Continue it as host batches."
+            )
+        if num_epochs is not None and position > records * num_epochs:
+            raise self._refused(
+                f"position {position} is beyond the {records * num_epochs} records of the feed. Give the feed "
+                "the data and the number of epochs of that run."
+            )
+        return position
+
+    def _has_node(self, word: str) -> bool:
+        """Returns whether the source is a Grain dataset with a transform whose name contains ``word``."""
+        return any(word in node for node in self.template["fingerprint"]["source"].get("pipeline", ()))
+
+    def _check_order(self, unshuffled: bool) -> None:
+        """Raises if the feed's records cannot be in the order of the old run, in this epoch and in later ones."""
+        fingerprint = self.template["fingerprint"]
+        if "mixture" in fingerprint:
+            raise self._refused(
+                "the feed mixes its components in its own order. Pass the old MapDataset.mix as the source."
+            )
+        if fingerprint.get("shuffle"):
+            raise self._refused(
+                "the feed shuffles, so its first records differ from those consumed. Pass shuffle=False, and "
+                "shuffle inside the MapDataset as before."
+            )
+        num_epochs = fingerprint.get("num_epochs", 1)
+        if num_epochs == 1:
+            return
+        remedy = (
+            "Put .repeat(n), or .repeat() to repeat forever, into the MapDataset, and pass num_epochs=1 to the feed."
         )
-    if position % size:
-        raise CheckpointError(f"{directory}: position {position} is not a multiple of the batch size {size}.")
-    fingerprint = template["fingerprint"]
-    records, num_epochs = fingerprint["source"]["records"], fingerprint.get("num_epochs", 1)
-    if counts_batches and (num_epochs != 1 or _has_node(template, "Repeat")):
-        raise CheckpointError(
-            f"{directory}: the old pipeline made batches before to_iter_dataset(), so each of its epochs may have "
-            "dropped a partial batch, which the feed would not. Continue it as host batches."
+        if self._has_node("Shuffle"):
+            raise self._refused(
+                f"with num_epochs={num_epochs} every epoch of the feed has the order of the first, and Grain "
+                f"shuffles each epoch differently. {remedy}"
+            )
+        if not unshuffled:
+            raise self._refused(
+                f"with num_epochs={num_epochs} every epoch of the feed has the same order, and the files do not record "
+                f"whether the old run shuffled. If it did not, pass unshuffled=True (--unshuffled). If it did: {remedy}"
+            )
+
+    def _samplers_keep_order(self) -> bool:
+        """Returns whether every state is that of a DataLoader whose sampler does not shuffle."""
+        samplers = [str(state.get("sampler")) if isinstance(state, dict) else "" for state in self.states.values()]
+        return all("shuffle=False" in sampler or sampler.startswith("SequentialSampler") for sampler in samplers)
+
+    def _elastic_position(self) -> int:
+        state = self.states[min(self.states)]
+        if not isinstance(state, dict) or set(state) != {_ELASTIC}:
+            raise self._refused(f"process_0.json is not a state of Grain's ElasticIterator: {state!r:.200}")
+        return int(state[_ELASTIC])
+
+    def _counted_position(self, count: int, step: int) -> tuple[int, bool]:
+        """Returns the records consumed by hosts that each count their own, and whether they counted batches."""
+        size = self.size
+        if size % count:
+            raise self._refused(
+                f"{count} hosts wrote it, which cannot have read equal parts of a batch of {size}. Give the "
+                "global_batch_size of that run."
+            )
+        taken = {host: self._elements_taken(host, state) for host, state in self.states.items()}
+        if len(set(taken.values())) > 1:
+            raise self._refused(f"hosts are at different positions ({taken}), so no step ends there.")
+        # With one row per host and batch, batches and records are the same count.
+        elements, rows = next(iter(taken.values())), size // count
+        counts_batches = elements == step and step > 0 and rows > 1
+        return (step * size if counts_batches else elements * count), counts_batches
+
+    def _elements_taken(self, host: int, state: JsonValue) -> int:
+        """Returns how many elements one host's iterator has returned."""
+        if isinstance(state, dict) and _LOADER in state:
+            return self._loader_position(host, state)
+        state = self.only_worker(host, state)
+        if isinstance(state, dict) and set(state) == {"next_index"}:
+            return int(state["next_index"])
+        raise self._refused(
+            f"host {host}'s state has more than a position ({_keys(state)}), as packing, filters and mixtures "
+            "have, so its records are not the first ones of an order. Continue it as a stream with as many lanes as there "
+            "were hosts, or as host batches."
         )
-    if num_epochs is not None and position > records * num_epochs:
-        raise CheckpointError(
-            f"{directory}: position {position} is beyond the {records * num_epochs} records of the feed. Give the feed "
-            "the data and the number of epochs of that run."
-        )
-    return position
 
-
-def _has_node(template: Mapping[str, Any], word: str) -> bool:
-    """Returns whether the source is a Grain dataset with a transform whose name contains ``word``."""
-    return any(word in node for node in template["fingerprint"]["source"].get("pipeline", ()))
-
-
-def _check_order(directory: Any, template: Mapping[str, Any], unshuffled: bool) -> None:
-    """Raises if the feed's records cannot be in the order of the old run, in this epoch and in later ones."""
-    fingerprint = template["fingerprint"]
-    if "mixture" in fingerprint:
-        raise CheckpointError(
-            f"{directory}: the feed mixes its components in an order of its own. Pass the old MapDataset.mix as the source."
-        )
-    if fingerprint.get("shuffle"):
-        raise CheckpointError(
-            f"{directory}: the feed shuffles, so its first records differ from those consumed. Pass shuffle=False, and "
-            "shuffle inside the MapDataset as before."
-        )
-    num_epochs = fingerprint.get("num_epochs", 1)
-    if num_epochs == 1:
-        return
-    remedy = "Put .repeat(n), or .repeat() for ever, into the MapDataset, and pass num_epochs=1 to the feed."
-    if _has_node(template, "Shuffle"):
-        raise CheckpointError(
-            f"{directory}: with num_epochs={num_epochs} every epoch of the feed has the order of the first, and Grain "
-            f"shuffles each epoch differently. {remedy}"
-        )
-    if not unshuffled:
-        raise CheckpointError(
-            f"{directory}: with num_epochs={num_epochs} every epoch of the feed has the same order, and the files do not "
-            f"say whether the old run shuffled. If it did not, say so (unshuffled=True, --unshuffled). If it did: {remedy}"
+    def only_worker(self, host: int, state: JsonValue) -> JsonValue:
+        """Unwraps the state inside ``mp_prefetch``: one worker reads in pipeline order, several alternate by batch."""
+        if not isinstance(state, dict) or _WORKERS not in state:
+            return state
+        workers = state[_WORKERS]
+        alone = state.get("iterators_in_use_indices") == [0] and state.get("next_index_in_datasets") == 1
+        if len(workers) == 1 and alone and not state.get("future_states"):
+            return workers[0]
+        raise self._refused(
+            f"host {host} read with mp_prefetch of {len(workers)} workers (or interleaved as many datasets), "
+            "which take turns by batch, so its records are not the first ones of an order. Continue it as host batches."
         )
 
+    def _loader_position(self, host: int, state: Mapping[str, JsonValue]) -> int:
+        """Returns how many records a Grain DataLoader has read, if they are the first ones of its source."""
+        sampler = str(state.get("sampler"))
+        as_batches = "Continue it as host batches, on the same number of hosts."
+        if "shuffle=True" in sampler:
+            raise self._refused(
+                f"host {host}'s DataLoader shuffled in its sampler ({sampler}); that order is not a feed's. "
+                f"{as_batches}"
+            )
+        if self.count != 1 or re.search(r"shard_count=(?!1\b)", sampler):
+            raise self._refused(
+                f"host {host} is one of several with a DataLoader, whose sampler gives each host a part of its "
+                f"own ({sampler}), so their records are not the first ones of the source. {as_batches}"
+            )
+        # Worker w reads records w, w + num_workers, …; -1 means that it has read none.
+        last_seen = {int(worker): int(last) for worker, last in state[_LOADER].items() if int(last) >= 0}
+        num_workers = len(state[_LOADER])
+        read = sum((last - worker) // num_workers + 1 for worker, last in last_seen.items())
+        if read and max(last_seen.values()) + 1 != read:
+            raise self._refused(
+                f"the {num_workers} workers of the DataLoader are in the middle of a round ({state[_LOADER]}), "
+                f"so their records are not the first ones of the source. Use a step that is a multiple of {num_workers}, or "
+                "continue it as host batches."
+            )
+        return read
 
-def _samplers_keep_order(states: Mapping[int, Any]) -> bool:
-    """Returns whether every state is that of a DataLoader whose sampler does not shuffle."""
-    samplers = [str(state.get("sampler")) if isinstance(state, dict) else "" for state in states.values()]
-    return all("shuffle=False" in sampler or sampler.startswith("SequentialSampler") for sampler in samplers)
+    def lanes(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
+        num_lanes = self.template["num_lanes"]
+        if num_lanes != len(saved) or self.size % num_lanes:
+            raise self._refused(
+                f"{len(saved)} hosts wrote it, and the feed has {num_lanes} lanes for a batch of {self.size}. Pass "
+                f"num_lanes={len(saved)}, with a stream whose lane i is what host i read, without its batch."
+            )
+        records = step * self.size // num_lanes
+        entry = {"records": records, "epoch": 0, "taken": records, "skip": 0, "ended": False}
+        return {str(host): seal({**entry, "state": state}) for host, state in sorted(saved.items())}
 
-
-def _elastic_position(directory: Any, state: Any) -> int:
-    if not isinstance(state, dict) or set(state) != {_ELASTIC}:
-        raise CheckpointError(f"{directory}: process_0.json holds no state of Grain's ElasticIterator: {state!r:.200}")
-    return int(state[_ELASTIC])
-
-
-def _counted_position(directory: Any, states: Mapping[int, Any], count: int, size: int, step: int) -> tuple[int, bool]:
-    """Returns the records consumed by hosts that each count their own, and whether they counted batches."""
-    if size % count:
-        raise CheckpointError(
-            f"{directory}: {count} hosts wrote it, which cannot have read equal parts of a batch of {size}. Give the "
-            "global_batch_size of that run."
-        )
-    taken = {host: _elements_taken(directory, host, state, count) for host, state in states.items()}
-    if len(set(taken.values())) > 1:
-        raise CheckpointError(f"{directory}: hosts stand at different places ({taken}); no step ends there.")
-    # With one row per host and batch, batches and records are the same count.
-    elements, rows = next(iter(taken.values())), size // count
-    counts_batches = elements == step and step > 0 and rows > 1
-    return (step * size if counts_batches else elements * count), counts_batches
-
-
-def _elements_taken(directory: Any, host: int, state: Any, count: int) -> int:
-    """Returns how many elements one host's iterator has returned."""
-    if isinstance(state, dict) and _LOADER in state:
-        return _loader_position(directory, host, state, count)
-    state = _only_worker(directory, host, state)
-    if isinstance(state, dict) and set(state) == {"next_index"}:
-        return int(state["next_index"])
-    raise CheckpointError(
-        f"{directory}: host {host}'s state has more than a position ({_keys(state)}), as packing, filters and mixtures "
-        "have, so its records are not the first ones of an order. Continue it as a stream with as many lanes as there "
-        "were hosts, or as host batches."
-    )
-
-
-def _only_worker(directory: Any, host: int, state: Any) -> Any:
-    """Unwraps the state inside ``mp_prefetch``: one worker reads in pipeline order, several alternate by batch."""
-    if not isinstance(state, dict) or _WORKERS not in state:
-        return state
-    workers = state[_WORKERS]
-    alone = state.get("iterators_in_use_indices") == [0] and state.get("next_index_in_datasets") == 1
-    if len(workers) == 1 and alone and not state.get("future_states"):
-        return workers[0]
-    raise CheckpointError(
-        f"{directory}: host {host} read with mp_prefetch of {len(workers)} workers (or interleaved as many datasets), "
-        "which take turns by batch, so its records are not the first ones of an order. Continue it as host batches."
-    )
+    def hosts(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
+        processes = self.template["fingerprint"]["processes"]
+        if processes != len(saved):
+            raise self._refused(
+                f"{len(saved)} hosts wrote it, and the feed has {processes}; host batches are not elastic. "
+                "Continue on as many hosts, or pass the records as a source."
+            )
+        return {
+            str(host): seal({"iterator": {"batches": step, "state": state}, "epoch": 0})
+            for host, state in sorted(saved.items())
+        }
 
 
-def _loader_position(directory: Any, host: int, state: Mapping[str, Any], count: int) -> int:
-    """Returns how many records a Grain DataLoader has read, if they are the first ones of its source."""
-    sampler = str(state.get("sampler"))
-    as_batches = "Continue it as host batches, on the same number of hosts."
-    if "shuffle=True" in sampler:
-        raise CheckpointError(
-            f"{directory}: host {host}'s DataLoader shuffled in its sampler ({sampler}); that order is not a feed's. "
-            f"{as_batches}"
-        )
-    if count > 1 or re.search(r"shard_count=(?!1\b)", sampler):
-        raise CheckpointError(
-            f"{directory}: host {host} is one of several with a DataLoader, whose sampler gives each host a part of its "
-            f"own ({sampler}), so their records are not the first ones of the source. {as_batches}"
-        )
-    # Worker w reads records w, w + num_workers, …; -1 means that it has read none.
-    last_seen = {int(worker): int(last) for worker, last in state[_LOADER].items() if int(last) >= 0}
-    num_workers = len(state[_LOADER])
-    read = sum((last - worker) // num_workers + 1 for worker, last in last_seen.items())
-    if read and max(last_seen.values()) + 1 != read:
-        raise CheckpointError(
-            f"{directory}: the {num_workers} workers of the DataLoader stand in the middle of a turn ({state[_LOADER]}), "
-            f"so their records are not the first ones of the source. Use a step that is a multiple of {num_workers}, or "
-            "continue it as host batches."
-        )
-    return read
-
-
-def _keys(state: Any) -> str:
+def _keys(state: JsonValue) -> str:
     return ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
 
 
-# ---------------------------------------------------------------------- streams
-
-
-def _as_grain_gave_it(state: Any) -> Any:
+def _as_grain_gave_it(state: JsonValue) -> JsonValue:
     """Restores what ``get_state`` returned before it was written as JSON, which has neither bytes nor tuples."""
     if isinstance(state, dict) and _LOADER in state:
         return json.dumps(state, indent=4).encode()
     return _with_slices(state)
 
 
-def _with_slices(state: Any) -> Any:
+def _with_slices(state: JsonValue) -> JsonValue:
     """Makes slices tuples again: ConcatThenSplitIterDataset compares them with tuples and would resume wrongly."""
     if isinstance(state, list):
         return [_with_slices(item) for item in state]
@@ -317,34 +353,7 @@ def _with_slices(state: Any) -> Any:
     return {key: _as_tuples(item) if key == _SLICES else _with_slices(item) for key, item in state.items()}
 
 
-def _as_tuples(slices: Any) -> Any:
+def _as_tuples(slices: JsonValue) -> JsonValue:
     if isinstance(slices, dict):
         return {key: _as_tuples(item) for key, item in slices.items()}
     return tuple(slices) if isinstance(slices, list) else slices
-
-
-def _lanes(
-    directory: Any, template: Mapping[str, Any], saved: Mapping[int, Any], size: int, step: int
-) -> dict[str, Any]:
-    num_lanes = template["num_lanes"]
-    if num_lanes != len(saved) or size % num_lanes:
-        raise CheckpointError(
-            f"{directory}: {len(saved)} hosts wrote it, and the feed has {num_lanes} lanes for a batch of {size}. Pass "
-            f"num_lanes={len(saved)}, with a stream whose lane i is what host i read, without its batch."
-        )
-    records = step * size // num_lanes
-    entry = {"records": records, "epoch": 0, "taken": records, "skip": 0, "ended": False}
-    return {str(host): seal({**entry, "state": state}) for host, state in sorted(saved.items())}
-
-
-def _hosts(directory: Any, template: Mapping[str, Any], saved: Mapping[int, Any], step: int) -> dict[str, Any]:
-    processes = template["fingerprint"]["processes"]
-    if processes != len(saved):
-        raise CheckpointError(
-            f"{directory}: {len(saved)} hosts wrote it, and the feed has {processes}; host batches are not elastic. "
-            "Continue on as many hosts, or pass the records as a source."
-        )
-    return {
-        str(host): seal({"iterator": {"batches": step, "state": state}, "epoch": 0})
-        for host, state in sorted(saved.items())
-    }

@@ -1,75 +1,58 @@
-"""Moves pieces from the devices that read them to the requested sharding, bit for bit.
+"""Moves what hosts have read to the devices that need it, bit for bit.
 
-It uses ``shard_map`` and explicit collectives, so the compiler chooses neither the collective nor the dtype: unsigned
-bits. Data is only moved, never added.
+Pieces of large leaves reach the requested sharding by ``shard_map`` and explicit collectives, so the compiler chooses
+neither the collective nor the dtype: unsigned bits. Data is only moved, never added. Several leaves are gathered in one
+compiled call; a leaf too large for that is gathered a few rows of each piece at a time, to keep little in flight beyond
+the result.
 
-Gathers one large leaf a few rows of each piece at a time, to keep little in flight beyond the result.
+Small leaves, host values, and leaves whose stored chunks fit no cut of their sharding are exchanged instead: each unit
+is read by one host, with bytes balanced over hosts, and sent to all hosts, packed into a few byte buffers. This costs a
+collective in each of a few rounds instead of one storage request per host and leaf.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
-from meshfeed._src.arrays.reshard import bit_width, bits_dtype, from_bits
+from meshfeed._src.arrays.reshard import bit_width, bits_dtype, from_bits, reshard
 from meshfeed._src.base import memory
-from meshfeed._src.base.coordination import process_index
-from meshfeed._src.checkpoint.load_plan import Grid, LoadPlan
-from meshfeed._src.checkpoint.save_layout import spec_axes
+from meshfeed._src.base.coordination import process_count, process_index
+from meshfeed._src.checkpoint.agreement import Agreement
+from meshfeed._src.checkpoint.boxes import Box, box_shape, box_size, spec_of, ways
+from meshfeed._src.checkpoint.load_plan import Device, LoadPlan, assign_units, parts_in_window
+from meshfeed._src.checkpoint.stored import StoredLeaf, UnitReader, Wanted
+
+Buffers: TypeAlias = Mapping[Device, NDArray[np.generic]]
+"""Host buffers by the device that reads them."""
 
 
-def host_bits_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def host_bits_of(values: NDArray[np.generic]) -> NDArray[np.generic]:
     """Converts host values to the transfer dtype; returns a view if possible."""
-    carrier = bits_dtype(values.dtype)
+    carrier, width = bits_dtype(values.dtype), bit_width(values.dtype)
     if carrier == values.dtype:
         return values
-    if bit_width(values.dtype) < 8 and jnp.issubdtype(values.dtype, jnp.integer):
+    if width < 8 and jnp.issubdtype(values.dtype, jnp.integer):
         # numpy holds int4 and the like as one byte per value; keep only their own bits.
-        return values.astype(np.int8).view(np.uint8) & np.uint8((1 << bit_width(values.dtype)) - 1)
+        return values.astype(np.int8).view(np.uint8) & np.uint8((1 << width) - 1)
     return values.view(carrier)
 
 
-def piece_sharding(plan: LoadPlan) -> NamedSharding:
-    """Returns the sharding of the array of pieces, for a plan that is not direct."""
-    axes = spec_axes(plan.sharding, len(plan.shape))
-    moved = {axis for axis, _ in plan.moved}
-    parts = []
-    for dimension, names in enumerate(axes):
-        kept = tuple(axis for axis in names if axis not in moved)
-        parts.append((*kept, *plan.piece_axes()) if dimension == plan.dimension else kept)
-    return NamedSharding(plan.sharding.mesh, PartitionSpec(*(part or None for part in parts)))
-
-
-def piece_shape(plan: LoadPlan) -> tuple[int, ...]:
-    """Returns the shape of one device's piece, including padding."""
-    moved = {axis for axis, _ in plan.moved}
-    sizes = plan.sharding.mesh.shape
-    shape = []
-    for dimension, names in enumerate(spec_axes(plan.sharding, len(plan.shape))):
-        ways = math.prod(sizes[axis] for axis in names if axis not in moved)
-        shape.append(plan.piece if dimension == plan.dimension else plan.shape[dimension] // ways)
-    return tuple(shape)
-
-
-def wanted_spec(plan: LoadPlan) -> PartitionSpec:
-    """Returns the requested PartitionSpec with one entry per dimension of the leaf."""
-    return PartitionSpec(*(part or None for part in spec_axes(plan.sharding, len(plan.shape))))
-
-
-def receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
+def _receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
     """Runs all collectives of a plan on one device's block; returns rows of ``dimension`` in order, with padding."""
-    sizes = plan.sharding.mesh.shape
     if plan.broadcast is not None:
         axis, first = plan.broadcast
-        count = sizes[axis]
+        count = plan.mesh.shape[axis]
         distance = (lax.axis_index(axis) - first) % count
         reach = 1
         while reach < count:  # devices that have the block forward it, so their number doubles each round
@@ -84,118 +67,70 @@ def receive(block: jax.Array, plan: LoadPlan) -> jax.Array:
     return block
 
 
-def trim(block: jax.Array, plan: LoadPlan) -> jax.Array:
+def _trim(block: jax.Array, plan: LoadPlan) -> jax.Array:
     """Drops the padding rows of a gathered block."""
-    if not plan.shape:
-        return block
-    ways = math.prod(
-        plan.sharding.mesh.shape[axis] for axis in spec_axes(plan.sharding, len(plan.shape))[plan.dimension]
-    )
-    return lax.slice_in_dim(block, 0, plan.shape[plan.dimension] // ways, axis=plan.dimension)
+    return lax.slice(block, [0] * block.ndim, plan.shard_shape)
 
 
 @functools.lru_cache(maxsize=256)
-def _gatherer(plans: tuple[LoadPlan, ...], dtypes: tuple[Any, ...]) -> Any:
+def _gatherer(
+    plans: tuple[LoadPlan, ...], dtypes: tuple[np.dtype[np.generic], ...]
+) -> Callable[..., tuple[jax.Array, ...]]:
     def gather(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(
-            from_bits(trim(receive(block, plan), plan), dtype)
-            for block, plan, dtype in zip(blocks, plans, dtypes, strict=True)
-        )
+        received = (_trim(_receive(block, plan), plan) for block, plan in zip(blocks, plans, strict=True))
+        return tuple(from_bits(block, dtype) for block, dtype in zip(received, dtypes, strict=True))
 
     mapped = jax.shard_map(
         gather,
-        mesh=plans[0].sharding.mesh,
-        in_specs=tuple(piece_sharding(plan).spec for plan in plans),
-        out_specs=tuple(wanted_spec(plan) for plan in plans),
+        mesh=plans[0].mesh,
+        in_specs=tuple(plan.piece_sharding.spec for plan in plans),
+        out_specs=tuple(spec_of(plan.axes) for plan in plans),
         check_vma=False,
     )
     return jax.jit(mapped)
 
 
 def place(
-    buffers: Mapping[Any, np.ndarray[Any, Any]],
-    shape: Sequence[int],
-    sharding: Any,
-    dtype: Any,
-    placed: Sequence[jax.Array] = (),
+    buffers: Buffers, shape: Sequence[int], sharding: Sharding, dtype: DTypeLike, placed: Sequence[jax.Array] = ()
 ) -> jax.Array:
-    """Builds a global array from this process's buffers, keyed by device, and from shards already on their devices."""
+    """Builds a global array from this process's buffers and from shards already on their devices."""
     # Each device needs its own buffer: if two aliased one, donating one shard would overwrite the other.
     shards = [*placed, *(jax.device_put(list(buffers.values()), list(buffers)) if buffers else ())]
-    if shards:
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
     # Without a local shard, JAX cannot infer the dtype.
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards, dtype=None if shards else dtype)
 
 
-def pieces_array(
-    plan: LoadPlan, buffers: Mapping[Any, np.ndarray[Any, Any]], dtype: Any, placed: Sequence[jax.Array] = ()
-) -> jax.Array:
+def _pieces_array(plan: LoadPlan, buffers: Buffers, dtype: DTypeLike, placed: Sequence[jax.Array] = ()) -> jax.Array:
     """Builds the global array of pieces; ``buffers`` and the shards ``placed`` are in the transfer dtype."""
-    sharding = piece_sharding(plan)
     local = next(iter(buffers.values())).shape if buffers else placed[0].shape
-    whole = []
-    for size, part in zip(local, spec_axes(sharding, len(local)), strict=True):
-        whole.append(size * math.prod(sharding.mesh.shape[axis] for axis in part))
-    return place(buffers, whole, sharding, bits_dtype(dtype), placed)
+    shape = [size * ways(plan.mesh, names) for size, names in zip(local, plan.piece_axes, strict=True)]
+    return place(buffers, shape, plan.piece_sharding, bits_dtype(dtype), placed)
 
 
-def gather_group(
-    plans: Sequence[LoadPlan], dtypes: Sequence[Any], buffers: Sequence[Mapping[Any, np.ndarray[Any, Any]]]
-) -> list[jax.Array]:
-    """Gathers several leaves over one mesh in one compiled call.
-
-    Args:
-      plans: plans of leaves over the same mesh, none of them direct.
-      dtypes: the leaves' final dtypes.
-      buffers: for each leaf, device → piece in the transfer dtype, for this process's devices.
-    """
-    arrays = [pieces_array(plan, own, dtype) for plan, own, dtype in zip(plans, buffers, dtypes, strict=True)]
-    gathered = _gatherer(tuple(plans), tuple(np.dtype(dtype) for dtype in dtypes))(*arrays)
-    return list(gathered)
-
-
-def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, local_devices: int, limit: int) -> tuple[int, int]:
-    """Returns how many rows of each piece to read at once under a limit, and how many of those to send at once.
-
-    A unit is always read whole and only once: if a piece is not a whole number of units, the whole piece is read.
-
-    Args:
-      plan: must not be direct.
-      units: units of the stored leaf.
-      itemsize: bytes per value of the requested dtype.
-      local_devices: the largest number of devices per process.
-      limit: bytes in flight per process: the blocks read and their copies in transit.
-    """
-    ways = math.prod(plan.sharding.mesh.shape[axis] for axis in plan.piece_axes())
-    row = max(1, math.prod(piece_shape(plan)) // max(1, plan.piece) * itemsize * local_devices)
-    unit = units.cell[plan.dimension]
-    if plan.shape == units.shape and plan.piece % unit == 0 and plan.shape[plan.dimension] % plan.piece == 0:
-        count, most = plan.piece // unit, max(1, limit // 2 // row)
-        read = max((n for n in range(1, count + 1) if count % n == 0 and n * unit <= most), default=1) * unit
-    else:
-        read = plan.piece
-    return read, min(read, max(1, limit // 2 // (row * (1 + 2 * ways))))
+def gather_group(plans: Sequence[LoadPlan], dtypes: Sequence[DTypeLike], buffers: Sequence[Buffers]) -> list[jax.Array]:
+    """Gathers several leaves over one mesh in one compiled call."""
+    arrays = [_pieces_array(plan, own, dtype) for plan, own, dtype in zip(plans, buffers, dtypes, strict=True)]
+    return list(_gatherer(tuple(plans), tuple(np.dtype(dtype) for dtype in dtypes))(*arrays))
 
 
 @functools.lru_cache(maxsize=256)
-def _block_updater(plan: LoadPlan) -> Any:
-    wanted, dimension = wanted_spec(plan), plan.dimension
-    ways = math.prod(plan.sharding.mesh.shape[axis] for axis in plan.piece_axes())
+def _block_updater(plan: LoadPlan) -> jax.stages.Wrapped:
+    dimension, pieces, wanted = plan.dimension, plan.num_pieces, spec_of(plan.axes)
+
+    def split(array: jax.Array) -> jax.Array:
+        rows = array.shape[dimension] // pieces
+        return array.reshape(*array.shape[:dimension], pieces, rows, *array.shape[dimension + 1 :])
 
     def update(out: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
-        received = receive(block, plan)
         # Reshapes are free, so the donated result is updated in place. It keeps the transfer dtype until the end: with
         # bitcasts around the update, XLA copies the whole result for each block.
-        rows = received.shape[dimension] // ways
-        received = received.reshape(*received.shape[:dimension], ways, rows, *received.shape[dimension + 1 :])
-        pieces = out.reshape(*out.shape[:dimension], ways, plan.piece, *out.shape[dimension + 1 :])
-        return lax.dynamic_update_slice_in_dim(pieces, received, start, dimension + 1).reshape(out.shape)
+        received = split(_receive(block, plan))
+        return lax.dynamic_update_slice_in_dim(split(out), received, start, dimension + 1).reshape(out.shape)
 
     mapped = jax.shard_map(
         update,
-        mesh=plan.sharding.mesh,
-        in_specs=(wanted, piece_sharding(plan).spec, PartitionSpec()),
+        mesh=plan.mesh,
+        in_specs=(wanted, plan.piece_sharding.spec, PartitionSpec()),
         out_specs=wanted,
         check_vma=False,
     )
@@ -203,21 +138,17 @@ def _block_updater(plan: LoadPlan) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _block_frame(plan: LoadPlan, dtype: Any) -> tuple[Any, Any]:
+def _block_frame(
+    plan: LoadPlan, dtype: np.dtype[np.generic]
+) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array] | None]:
     """Programs that create the empty result (transfer dtype, padded) and that finish one shard (None if not needed)."""
-    sizes, mesh, wanted = plan.sharding.mesh.shape, plan.sharding.mesh, wanted_spec(plan)
-    carrier = bits_dtype(dtype)
-    ways = math.prod(sizes[axis] for axis in plan.piece_axes())
-    local = [
-        size // math.prod(sizes[axis] for axis in names)
-        for size, names in zip(plan.shape, spec_axes(plan.sharding, len(plan.shape)), strict=True)
-    ]
-    padded = local[plan.dimension] != ways * plan.piece
-    local[plan.dimension] = ways * plan.piece
-    start = jax.shard_map(lambda: jnp.zeros(local, carrier), mesh=mesh, in_specs=(), out_specs=wanted, check_vma=False)
-    if not padded and carrier == dtype:
+    carrier, local = bits_dtype(dtype), plan.padded_shape
+    start = jax.shard_map(
+        lambda: jnp.zeros(local, carrier), mesh=plan.mesh, in_specs=(), out_specs=spec_of(plan.axes), check_vma=False
+    )
+    if local == plan.shard_shape and carrier == dtype:
         return jax.jit(start), None
-    return jax.jit(start), jax.jit(lambda shard: from_bits(trim(shard, plan), dtype))
+    return jax.jit(start), jax.jit(lambda shard: from_bits(_trim(shard, plan), dtype))
 
 
 class BlockGather:
@@ -229,24 +160,19 @@ class BlockGather:
       rows: rows of each piece per block.
     """
 
-    def __init__(self, plan: LoadPlan, dtype: Any, rows: int) -> None:
+    def __init__(self, plan: LoadPlan, dtype: DTypeLike, rows: int) -> None:
         start, self._end = _block_frame(plan, np.dtype(dtype))
         self._plan, self._dtype = plan, dtype
         self._update = _block_updater(plan)
-        shape = tuple(rows if d == plan.dimension else size for d, size in enumerate(piece_shape(plan)))
+        shape = tuple(rows if d == plan.dimension else size for d, size in enumerate(plan.piece_shape))
         nothing = memory.zeros(shape, bits_dtype(dtype))  # shared: neither written nor donated
         idle = [device for device, box in plan.boxes(process_index()).items() if box is None]
         self._idle = jax.device_put([nothing] * len(idle), idle) if idle else []
         self._out = start()
 
-    def add(self, first: int, blocks: Mapping[Any, np.ndarray[Any, Any]]) -> None:
-        """Sends the rows of every piece starting at row ``first``.
-
-        Args:
-          first: row within each piece.
-          blocks: blocks in the transfer dtype, by the device that reads them. They may be overwritten afterwards.
-        """
-        block = pieces_array(self._plan, blocks, self._dtype, self._idle)
+    def add(self, first: int, blocks: Buffers) -> None:
+        """Sends the rows of every piece starting at row ``first``."""
+        block = _pieces_array(self._plan, blocks, self._dtype, self._idle)
         self._out = self._update(self._out, block, np.int32(first))
         self._out.block_until_ready()  # otherwise the blocks of all rounds would be in flight at once
 
@@ -254,20 +180,123 @@ class BlockGather:
         """Returns the leaf. Call it only once."""
         if self._end is None:
             return self._out
-        shards = [shard.data for shard in self._out.addressable_shards]
+        shards, sharding = [shard.data for shard in self._out.addressable_shards], self._plan.sharding
+        assert sharding is not None
         del self._out
         for index in range(len(shards)):  # one by one, so at most one shard exists twice
             shards[index] = self._end(shards[index]).block_until_ready()
-        return jax.make_array_from_single_device_arrays(self._plan.shape, self._plan.sharding, shards)
+        return jax.make_array_from_single_device_arrays(self._plan.shape, sharding, shards)
 
 
-def cut_block(
-    buffers: Mapping[Any, np.ndarray[Any, Any]], dimension: int, first: int, rows: int
-) -> dict[Any, np.ndarray[Any, Any]]:
+def cut_block(buffers: Buffers, dimension: int, first: int, rows: int) -> dict[Device, NDArray[np.generic]]:
     """Cuts rows out of each piece; copies only if they are not contiguous."""
-    cut = {}
-    for device, buffer in buffers.items():
-        window = tuple(slice(first, first + rows) if d == dimension else slice(None) for d in range(buffer.ndim))
-        part = buffer[window]
-        cut[device] = part if part.flags.c_contiguous else memory.copy(part)
-    return cut
+    window = (*[slice(None)] * dimension, slice(first, first + rows))
+    parts = {device: buffer[window] for device, buffer in buffers.items()}
+    return {device: part if part.flags.c_contiguous else memory.copy(part) for device, part in parts.items()}
+
+
+_ROUND_BYTES = 256 << 20
+_LEAST_ROUND_BYTES = 1 << 16
+
+
+@functools.lru_cache(maxsize=1)
+def _host_mesh(devices: tuple[Device, ...]) -> Mesh:
+    return Mesh(np.array(devices), ("host",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def send_rows(row: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Sends this process's row of bytes and returns all rows, in process order. Rows must have equal length.
+
+    Args:
+      row: uint8[length], the same length on every process.
+
+    Returns:
+      uint8[processes, length].
+    """
+    # One device per process is enough: rows go to hosts, not to devices.
+    first: dict[int, Device] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        first.setdefault(device.process_index, device)
+    mesh = _host_mesh(tuple(device for _, device in sorted(first.items())))
+    spread = NamedSharding(mesh, PartitionSpec("host"))
+    own = jax.device_put(row[None], first[process_index()])
+    array = jax.make_array_from_single_device_arrays((len(first), row.size), spread, [own])
+    (whole,) = reshard([array], [NamedSharding(mesh, PartitionSpec())])
+    return np.asarray(whole.addressable_shards[0].data)
+
+
+class _HostStream:
+    """The units that one host reads, one after the other as bytes."""
+
+    def __init__(self, leaves: Sequence[StoredLeaf], units: Sequence[tuple[int, int]]) -> None:
+        self._leaves = leaves
+        self._units = units
+        boxes = (leaves[index].units.box(number) for index, number in units)
+        sizes = (box_size(box) * leaves[index].itemsize for box, (index, _) in zip(boxes, units, strict=True))
+        self._ends = list(itertools.accumulate(sizes))
+        self._unit: NDArray[np.uint8] = np.empty(0, np.uint8)  # the one that a window cuts
+
+    @property
+    def size(self) -> int:
+        """Bytes of all units."""
+        return self._ends[-1] if self._ends else 0
+
+    def fill(self, window: NDArray[np.uint8], start: int, reader: UnitReader) -> None:
+        """Reads units into ``window``, whose first byte is byte ``start`` of the stream. Windows follow one another."""
+        for item, first, stop in parts_in_window(self._ends, start, start + len(window)):
+            if first == 0:
+                index, number = self._units[item]
+                reader.read([Wanted(self._leaves[index], number, self._keep)])
+            window[: stop - first], window = self._unit[first:stop], window[stop - first :]
+
+    def _keep(self, _: Box, values: NDArray[np.generic]) -> None:
+        self._unit = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    def parse(self, window: NDArray[np.uint8], start: int) -> Iterator[tuple[int, Box, NDArray[np.generic]]]:
+        """Yields (leaf index, box, values) of each unit that ends in a received window. Windows follow one another."""
+        for item, first, stop in parts_in_window(self._ends, start, start + len(window)):
+            index, number = self._units[item]
+            leaf, box = self._leaves[index], self._leaves[index].units.box(number)
+            if first == 0:
+                self._unit = np.empty(box_size(box) * leaf.itemsize, np.uint8)
+            self._unit[first:stop], window = window[: stop - first], window[stop - first :]
+            if stop == len(self._unit):
+                yield index, box, self._unit.view(leaf.dtype).reshape(box_shape(box))
+
+
+def exchange(
+    leaves: Sequence[StoredLeaf],
+    loads: Mapping[int, int],
+    reader: UnitReader,
+    deliver: Callable[[int, Box, NDArray[np.generic]], None],
+    agreement: Agreement,
+    limit_bytes: int | None,
+) -> None:
+    """Reads this host's share of the units, sends them, and delivers all hosts' units.
+
+    Args:
+      leaves: leaves to send; the same on every host.
+      loads: host → bytes that it reads anyway.
+      reader: reads and checks units.
+      deliver: called with (leaf index, box, values) for every unit of every host.
+      agreement: confirms each round before its collective.
+      limit_bytes: limit on memory in flight, for all rows of a round together.
+    """
+    owned = assign_units([(leaf.units, leaf.itemsize) for leaf in leaves], range(process_count()), loads)
+    streams = [_HostStream(leaves, units) for _, units in sorted(owned.items())]
+    own = _HostStream(leaves, owned[process_index()])
+    longest = max(stream.size for stream in streams)
+    width = _row_bytes(longest, len(streams), limit_bytes)
+    for start in range(0, longest, width):
+        row = memory.zeros((width,), np.uint8)
+        agreement.attempt(lambda row=row, start=start: own.fill(row, start, reader))
+        for stream, received in zip(streams, send_rows(row), strict=True):
+            for index, box, values in stream.parse(received, start):
+                deliver(index, box, values)
+
+
+def _row_bytes(longest: int, hosts: int, limit_bytes: int | None) -> int:
+    """Returns the bytes that each host sends per round: few distinct numbers, so few compiled programs."""
+    budget = _ROUND_BYTES if limit_bytes is None else max(1, limit_bytes // 2)
+    width = min(longest, max(_LEAST_ROUND_BYTES, budget // (hosts + 1)))
+    return max(1, min(1 << (width - 1).bit_length(), longest))

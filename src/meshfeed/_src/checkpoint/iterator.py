@@ -1,22 +1,19 @@
-"""An Orbax v0 handler for the state of a feed, for users with their own CheckpointManager or Composite.
-
-Adapts a feed to Grain's iterator interface, for checkpoint managers that accept only Grain iterators.
-"""
+"""The state of a feed as an Orbax v0 item, and as a Grain iterator for managers that accept only those."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Protocol
 
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import process_index
-from meshfeed._src.base.types import public
-from meshfeed._src.checkpoint.arguments import check_feed
+from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.checkpoint.arguments import HasState, ResumableFeed, check_feed, created
 from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER
 from meshfeed._src.state import files as state_files
 
@@ -42,27 +39,27 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         """Returns the item kind that Orbax records in a step, to find a handler if no arguments are given."""
         return JSON_HANDLER
 
-    async def async_save(self, directory: Any, args: IteratorSave) -> list[orbax_future.Future]:
+    async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state and returns futures that write it."""
         check_feed(args.feed, ("get_state",), "Give IteratorSave(feed).")
-        state = args.feed.get_state()
-        process = process_index()
+        state, process = args.feed.get_state(), process_index()
         if not state_files.must_write(state, process):
             return []
         identity = args.identity
 
         async def write() -> None:
-            path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
-            state_files.write_state(path, state, identity=identity, process=process)
+            state_files.write_state(await created(directory), state, identity=identity, process=process)
 
         return [orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
 
-    def save(self, directory: Any, args: IteratorSave) -> None:
+    def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
         """Writes the state before returning."""
         check_feed(args.feed, ("get_state",), "Give IteratorSave(feed).")
         state_files.write_state(directory, args.feed.get_state(), identity=args.identity)
 
-    def restore(self, directory: Any, args: IteratorRestore | None = None) -> Any:
+    def restore(
+        self, directory: epath.PathLike, args: IteratorRestore | None = None
+    ) -> ResumableFeed | dict[str, JsonValue]:
         """Reads the state of all hosts, sets it on ``args.feed`` and returns the feed; without one, returns the state.
 
         Raises:
@@ -77,13 +74,13 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
         args.feed.set_state(state)
         return args.feed
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: epath.PathLike) -> None:
         """Merges the files of all hosts into one. Orbax calls it on the primary host once all hosts have written."""
         state_files.merge_files(directory)
         if state_files.state_paths(directory):
             state_files.write_json(epath.Path(directory) / PLAIN_FILE, state_files.read_state(directory))
 
-    def metadata(self, directory: Any) -> dict[str, Any]:
+    def metadata(self, directory: epath.PathLike) -> dict[str, JsonValue]:
         """Returns the saved state, without a feed."""
         return state_files.read_state(epath.Path(directory))
 
@@ -99,8 +96,8 @@ class IteratorSave(ocp.args.CheckpointArgs):
       identity: links the file to the arrays saved with it; set by :class:`~meshfeed.checkpoint.Checkpointer`.
     """
 
-    feed: Any
-    identity: Mapping[str, Any] | None = None
+    feed: HasState
+    identity: Mapping[str, JsonValue] | None = None
 
 
 @public("meshfeed.checkpoint")
@@ -113,19 +110,23 @@ class IteratorRestore(ocp.args.CheckpointArgs):
       feed: any object with ``set_state(dict)``. None returns the state itself.
     """
 
-    feed: Any = None
+    feed: ResumableFeed | None = None
+
+
+class FeedIterator(ResumableFeed, Iterator[PyTree], Protocol):
+    """A feed that delivers batches."""
 
 
 class GrainIteratorFace:
     """The interface that Orbax's peer-to-peer manager and Grain's own handlers expect: a state as bytes."""
 
-    def __init__(self, feed: Any) -> None:
+    def __init__(self, feed: FeedIterator) -> None:
         self._feed = feed
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         return next(self._feed)
 
     def get_state(self) -> bytes:
@@ -138,7 +139,7 @@ class GrainIteratorFace:
 
 
 @public("meshfeed.checkpoint")
-def as_grain_iterator(feed: Any) -> GrainIteratorFace:
+def as_grain_iterator(feed: FeedIterator) -> GrainIteratorFace:
     """Wraps ``feed`` as an iterator with Grain's interface, including its state.
 
     ::

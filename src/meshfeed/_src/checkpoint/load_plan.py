@@ -2,138 +2,65 @@
 
 A leaf that several devices need, whole or in part, is cut among them along one ``dimension``: over the mesh axes along
 which it is replicated (``gather``) and, if stored chunks span several requested shards, over axes that shard other
-dimensions (``moved``), so that each chunk is needed by one device only. After reading, an all-to-all restores the
-``moved`` axes and an all-gather the ``gather`` axes. Pieces are padded to equal size, so any length can be cut. The
-plan is a pure function of the leaf, its sharding and the stored chunks, so every process computes the same one.
+dimensions (``moved``): each chunk is then needed by one device only. After reading, an all-to-all restores the
+``moved`` axes and an all-gather the ``gather`` axes. Pieces are padded to equal size, so any length can be cut.
 
-Boxes of an array, and regular grids of them: stored chunks, digest cells, and the units that hosts read.
+Everything here is a pure function of leaves, shardings and stored chunks, so every process computes the same plans.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
-from meshfeed._src.checkpoint.save_layout import free_axes, spec_axes
-
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, stop) for each dimension."""
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """Returns the box that covers a whole array."""
-    return tuple((0, size) for size in shape)
-
-
-def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Returns the box of a device's entry in ``Sharding.devices_indices_map``."""
-    return tuple(
-        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True)
-    )
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """Returns a box's extent in each dimension; never negative."""
-    return tuple(max(0, stop - start) for start, stop in box)
-
-
-def intersect(first: Box, second: Box) -> Box:
-    """Returns the intersection of two boxes; it is empty if its ``box_size`` is 0."""
-    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(first, second, strict=True))
-
-
-def box_size(box: Box) -> int:
-    """Returns the number of values in a box."""
-    return math.prod(box_shape(box))
-
-
-def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
-    """Returns slices that select ``box`` in an array whose first value is at the start of ``origin``."""
-    starts = [0] * len(box) if origin is None else [start for start, _ in origin]
-    return tuple(slice(start - first, stop - first) for (start, stop), first in zip(box, starts, strict=True))
-
-
-def take_rows(box: Box, dimension: int, first: int, count: int) -> Box:
-    """Returns ``count`` rows of a box, starting at its row ``first``; fewer if the box ends sooner."""
-    start, stop = box[dimension]
-    begin = min(stop, start + first)
-    return (*box[:dimension], (begin, min(stop, begin + count)), *box[dimension + 1 :])
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """A regular grid over an array, starting at the origin; the last cell of each dimension may be truncated.
-
-    Attributes:
-      shape: shape of the array.
-      cell: shape of a whole cell; every entry is at least 1.
-    """
-
-    shape: tuple[int, ...]
-    cell: tuple[int, ...]
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Number of cells along each dimension."""
-        return tuple(-(-size // cell) for size, cell in zip(self.shape, self.cell, strict=True))
-
-    def __len__(self) -> int:
-        return math.prod(self.counts)
-
-    def box(self, number: int) -> Box:
-        """Returns the box of cell ``number`` in row-major order."""
-        starts = []
-        for count, cell, size in zip(reversed(self.counts), reversed(self.cell), reversed(self.shape), strict=True):
-            number, index = divmod(number, count)
-            starts.append((index * cell, min(size, (index + 1) * cell)))
-        return tuple(reversed(starts))
-
-    def only(self, box: Box) -> int | None:
-        """Returns the number of the cell equal to ``box``, or None if ``box`` is not exactly one whole cell."""
-        number = 0
-        for (start, stop), size, cell in zip(box, self.shape, self.cell, strict=True):
-            index, inside = divmod(start, cell)
-            if inside or stop != min(size, start + cell):
-                return None
-            number = number * -(-size // cell) + index
-        return number
-
-    def touching(self, box: Box) -> Iterator[int]:
-        """Yields the numbers of the cells that overlap ``box``, ascending."""
-        if box_size(box) == 0:
-            return
-        ranges = [range(start // cell, -(-stop // cell)) for (start, stop), cell in zip(box, self.cell, strict=True)]
-        counts = self.counts
-        for indices in itertools.product(*ranges):
-            number = 0
-            for index, count in zip(indices, counts, strict=True):
-                number = number * count + index
-            yield number
-
-
-def joint_cell(shape: Sequence[int], *cells: Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the smallest cell that is a multiple of each of ``cells`` in every dimension, clipped to the array."""
-    joint = []
-    for dimension, size in enumerate(shape):
-        multiple = math.lcm(*(max(1, cell[dimension]) for cell in cells if cell is not None))
-        joint.append(max(1, min(size, multiple)))
-    return tuple(joint)
-
+from meshfeed._src.checkpoint.boxes import (
+    AnyMesh,
+    Axes,
+    Box,
+    Grid,
+    Shape,
+    box_of_index,
+    box_size,
+    clip,
+    free_axes,
+    spec_axes,
+    spec_of,
+    ways,
+)
 
 GOOD_READS = 1.1
 """Bytes read over bytes stored; up to this ratio a leaf is read by the devices that need it."""
 
+_NEARLY_ONCE = 1.05  # ratios and balances this close to the optimum count as equal, so the fewest collectives win
+_NEARLY_EVEN = 1.2
+_HOPELESS_READS = 2.0  # stop adding up the cost of a plan that reads twice the stored bytes
 
-# Stop adding up the cost of a plan that reads twice the stored bytes.
-_HOPELESS_READS = 2.0
+
+class Device(Protocol):
+    """A JAX device, or :data:`HOST`."""
+
+    platform: str
+    process_index: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Host:
+    platform: str = "host"
+    process_index: int = -1
+
+
+HOST: Device = _Host()
+"""The memory of each process, which holds leaves restored as numpy arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,19 +68,19 @@ class LoadPlan:
     """How one leaf is read.
 
     Attributes:
-      sharding: the requested sharding.
+      sharding: the requested sharding; None for a numpy array on every process.
       shape: the requested global shape (of the key data for PRNG keys).
       dimension: the dimension along which pieces are cut; unused without ``gather`` and ``moved``.
-      gather: mesh axes to gather over, major first.
+      gather: mesh axes to gather over.
       moved: (mesh axis, dimension that it shards), in the order of the all-to-alls.
       broadcast: mesh axis and the index on it from which whole pieces are sent, or None.
       piece: rows of ``dimension`` in each piece; the last pieces are padded.
     """
 
-    sharding: Any
-    shape: tuple[int, ...]
+    sharding: Sharding | None
+    shape: Shape
     dimension: int = 0
-    gather: tuple[str, ...] = ()
+    gather: Axes = ()
     moved: tuple[tuple[str, int], ...] = ()
     broadcast: tuple[str, int] | None = None
     piece: int = 0
@@ -163,72 +90,124 @@ class LoadPlan:
         """Whether every device reads exactly what it needs, without collectives."""
         return not (self.gather or self.moved or self.broadcast)
 
-    def boxes(self, process: int | None = None) -> dict[Any, Box | None]:
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of a plan that is not direct."""
+        mesh = self.sharding.mesh if isinstance(self.sharding, NamedSharding) else None
+        assert isinstance(mesh, Mesh)
+        return mesh
+
+    @property
+    def axes(self) -> list[Axes]:
+        """Mesh axes of each dimension of the result, in a plan that is not direct."""
+        assert isinstance(self.sharding, NamedSharding)
+        return spec_axes(self.sharding, len(self.shape))
+
+    @property
+    def shard_shape(self) -> Shape:
+        """Shape of one device's part of the result."""
+        return self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+
+    @property
+    def kept_axes(self) -> list[Axes]:
+        """Mesh axes of each dimension that are not moved."""
+        moved = {axis for axis, _ in self.moved}
+        return [tuple(axis for axis in names if axis not in moved) for names in self.axes]
+
+    @property
+    def cut_axes(self) -> Axes:
+        """Mesh axes that cut ``dimension`` further; the one gathered last comes first."""
+        return (*self.gather, *(axis for axis, _ in reversed(self.moved)))
+
+    @property
+    def piece_axes(self) -> list[Axes]:
+        """Mesh axes of each dimension of the array of all pieces."""
+        return [(*names, *self.cut_axes) if d == self.dimension else names for d, names in enumerate(self.kept_axes)]
+
+    @property
+    def piece_sharding(self) -> NamedSharding:
+        """Sharding of the array of all pieces."""
+        return NamedSharding(self.mesh, spec_of(self.piece_axes))
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces into which a device's part of ``dimension`` is cut."""
+        return ways(self.mesh, self.cut_axes)
+
+    @property
+    def piece_shape(self) -> Shape:
+        """Shape of one device's piece, including padding."""
+        parts = [size // ways(self.mesh, names) for size, names in zip(self.shape, self.kept_axes, strict=True)]
+        return tuple(self.piece if d == self.dimension else part for d, part in enumerate(parts))
+
+    @property
+    def padded_shape(self) -> Shape:
+        """Shape of one device's shard of the result, before the padding of the last pieces is dropped."""
+        rows = self.num_pieces * self.piece
+        return tuple(rows if d == self.dimension else size for d, size in enumerate(self.shard_shape))
+
+    def boxes(self, process: int | None = None) -> dict[Device, Box | None]:
         """Returns device → the box that its process reads for it, or None for devices that only receive.
 
         Args:
           process: only this process's devices; None means all devices.
         """
+        if self.sharding is None:
+            return {HOST: tuple((0, size) for size in self.shape)}
         if self.direct:
-            indices = self.sharding.devices_indices_map(self.shape)
             return {
-                device: box_of_index(index, self.shape)
-                for device, index in indices.items()
+                device: box_of_index(index or (), self.shape)
+                for device, index in self.sharding.devices_indices_map(self.shape).items()
                 if process is None or device.process_index == process
             }
-        mesh = self.sharding.mesh
-        axes = spec_axes(self.sharding, len(self.shape))
-        moved = {axis for axis, _ in self.moved}
-        kept = [[axis for axis in names if axis not in moved] for names in axes]
-        cut = self.piece_axes()
-        boxes: dict[Any, Box | None] = {}
-        by_process = _devices_by_process(mesh)
-        for device, at in itertools.chain(*by_process.values()) if process is None else by_process.get(process, ()):
-            if self.broadcast and at[self.broadcast[0]] != self.broadcast[1]:
+        kept, cut, sizes = self.kept_axes, self.cut_axes, self.mesh.shape
+        extents = [size // ways(self.mesh, names) for size, names in zip(self.shape, kept, strict=True)]
+        boxes: dict[Device, Box | None] = {}
+        for device, at in _devices(self.mesh, process):
+            if self.broadcast is not None and at[self.broadcast[0]] != self.broadcast[1]:
                 boxes[device] = None
                 continue
-            box = []
-            for dimension, size in enumerate(self.shape):
-                start, extent = _share(size, kept[dimension], at, mesh.shape)
-                if dimension == self.dimension:
-                    number = 0
-                    for axis in cut:
-                        number = number * mesh.shape[axis] + at[axis]
-                    # Pieces past the end are empty.
-                    first = start + min(extent, number * self.piece)
-                    box.append((first, min(start + extent, first + self.piece)))
-                else:
-                    box.append((start, start + extent))
+            box: list[tuple[int, int]] = []
+            for dimension, (extent, names) in enumerate(zip(extents, kept, strict=True)):
+                start = _number(names, at, sizes) * extent
+                stop = start + extent
+                if dimension == self.dimension:  # pieces past the end are empty
+                    start = min(stop, start + _number(cut, at, sizes) * self.piece)
+                    stop = min(stop, start + self.piece)
+                box.append((start, stop))
             boxes[device] = tuple(box)
         return boxes
 
-    def piece_axes(self) -> tuple[str, ...]:
-        """Mesh axes that cut ``dimension`` further, major first, so the one gathered last comes first."""
-        return (*self.gather, *(axis for axis, _ in reversed(self.moved)))
+
+def _number(axes: Axes, at: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    number = 0
+    for axis in axes:
+        number = number * sizes[axis] + at[axis]
+    return number
 
 
 @functools.lru_cache(maxsize=64)
-def _devices_by_process(mesh: Any) -> dict[int, list[tuple[Any, dict[str, int]]]]:
+def _devices_by_process(mesh: Mesh) -> dict[int, list[tuple[Device, dict[str, int]]]]:
     """Returns process → its devices, each with its coordinate on every mesh axis."""
-    names = tuple(mesh.axis_names)
-    by_process: dict[int, list[tuple[Any, dict[str, int]]]] = collections.defaultdict(list)
-    for coordinates in np.ndindex(*mesh.devices.shape):
-        device = mesh.devices[coordinates]
-        by_process[device.process_index].append((device, dict(zip(names, coordinates, strict=True))))
+    by_process: dict[int, list[tuple[Device, dict[str, int]]]] = collections.defaultdict(list)
+    for coordinates, device in np.ndenumerate(mesh.devices):
+        by_process[device.process_index].append((device, dict(zip(mesh.axis_names, coordinates, strict=True))))
     return dict(by_process)
 
 
+def _devices(mesh: Mesh, process: int | None) -> Iterable[tuple[Device, dict[str, int]]]:
+    by_process = _devices_by_process(mesh)
+    return itertools.chain(*by_process.values()) if process is None else by_process.get(process, ())
+
+
 @functools.lru_cache(maxsize=256)
-def devices_of_a_process(sharding: Any) -> int:
-    """Returns the largest number of devices that any process has in a sharding."""
-    return max(collections.Counter(device.process_index for device in sharding.device_set).values())
-
-
-def _share(size: int, axes: list[str], at: dict[str, int], sizes: Any) -> tuple[int, int]:
-    number, count = 0, 1
-    for axis in axes:
-        number, count = number * sizes[axis] + at[axis], count * sizes[axis]
-    return number * (size // count), size // count
+def devices_of_a_process(sharding: Sharding | None) -> int:
+    """Returns the largest number of devices that any process has in a sharding; 1 for None."""
+    return (
+        1
+        if sharding is None
+        else max(collections.Counter(device.process_index for device in sharding.device_set).values())
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,11 +228,6 @@ class ReadCost:
         return self.total / self.stored if self.stored else 1.0
 
 
-def clip(box: Box, shape: tuple[int, ...]) -> Box:
-    """Returns the part of a requested box that is stored, in case the requested shape is larger than the stored one."""
-    return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
-
-
 @functools.lru_cache(maxsize=4096)
 def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.inf) -> ReadCost:
     """Returns the cost of reading under ``plan``; a process reads a unit once for all its devices.
@@ -262,104 +236,163 @@ def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.
       plan: the plan.
       units: grid of the units that are read whole.
       itemsize: bytes per stored value.
-      give_up: stop counting at this ratio of bytes read to bytes stored; with thousands of hosts, counting a bad plan
-        in full takes long.
+      give_up: stop counting above this ratio of units read to units stored; with thousands of hosts, counting a bad
+        plan in full takes long.
     """
     most, count = give_up * len(units), 0
-    wanted: dict[int, set[int]] = collections.defaultdict(set)
+    numbers: dict[int, set[int]] = collections.defaultdict(set)
     seen: set[tuple[int, Box]] = set()
     for device, box in plan.boxes().items():
         if box is None or (device.process_index, box) in seen:
             continue
         seen.add((device.process_index, box))
-        own = wanted[device.process_index]
+        own = numbers[device.process_index]
         before = len(own)
-        own.update(units.touching(clip(box, units.shape)) if units.shape else (0,))
+        own.update(units.touching(clip(box, units.shape)))
         count += len(own) - before
         if count > most:
             break
     # If no cell is cut short, all units have the same size and need not be visited.
-    whole = math.prod(units.cell) * itemsize
+    whole = math.prod(units.cell)
     even = all(size % cell == 0 for size, cell in zip(units.shape, units.cell, strict=True))
     costs = {
-        process: len(numbers) * whole if even else sum(box_size(units.box(n)) for n in numbers) * itemsize
-        for process, numbers in wanted.items()
+        process: (len(own) * whole if even else sum(box_size(units.box(n)) for n in own)) * itemsize
+        for process, own in numbers.items()
     }
     return ReadCost(tuple(sorted(costs.items())), math.prod(units.shape) * itemsize)
 
 
-def _candidates(sharding: Any, shape: tuple[int, ...]) -> list[LoadPlan]:
+def _moves(axes: Sequence[Axes], mesh: AnyMesh, dimension: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    """Yields what may be moved to ``dimension``: all axes of any set of the other dimensions, fewest first."""
+    others = [
+        tuple((axis, other) for axis in names if mesh.shape[axis] > 1)
+        for other, names in enumerate(axes)
+        if other != dimension
+    ]
+    others = [other for other in others if other]
+    for count in range(len(others) + 1):
+        for chosen in itertools.combinations(others, count):
+            yield tuple(itertools.chain.from_iterable(chosen))
+
+
+def candidates(sharding: Sharding, shape: Shape) -> list[LoadPlan]:
+    """Returns the plans among which :func:`best_plan` chooses, the direct one first."""
     plans = [LoadPlan(sharding, shape)]
-    if not isinstance(sharding, NamedSharding) or not shape:
+    if not isinstance(sharding, NamedSharding):
         return plans
-    free = free_axes(sharding)
-    sizes = sharding.mesh.shape
-    axes = spec_axes(sharding, len(shape))
-    for dimension in range(len(shape)):
-        others = [
-            tuple((axis, other) for axis in axes[other] if sizes[axis] > 1)
-            for other in range(len(shape))
-            if other != dimension and any(sizes[axis] > 1 for axis in axes[other])
-        ]
-        moves = [
-            tuple(itertools.chain.from_iterable(chosen))
-            for count in range(len(others) + 1)
-            for chosen in itertools.combinations(others, count)
-        ]
-        for moved in moves:
-            if not free and not moved:
-                continue
-            ways = math.prod(sizes[axis] for axis in (*free, *(axis for axis, _ in moved)))
-            extent = shape[dimension] // math.prod(sizes[axis] for axis in axes[dimension])
-            plans.append(LoadPlan(sharding, shape, dimension, free, moved, None, -(-extent // ways)))
+    free, axes = free_axes(sharding), spec_axes(sharding, len(shape))
+    for dimension, extent in enumerate(sharding.shard_shape(shape)):
+        for moved in _moves(axes, sharding.mesh, dimension):
+            if free or moved:
+                pieces = ways(sharding.mesh, (*free, *(axis for axis, _ in moved)))
+                plans.append(LoadPlan(sharding, shape, dimension, free, moved, None, -(-extent // pieces)))
     return plans
 
 
 @functools.lru_cache(maxsize=1024)
-def best_plan(sharding: Any, shape: tuple[int, ...], units: Grid, itemsize: int) -> tuple[LoadPlan, ReadCost]:
-    """Returns the plan of mode ``once`` that reads least, then most evenly, then moves least, and its cost.
-
-    Args:
-      sharding: the requested sharding.
-      shape: the requested shape.
-      units: grid of the units that can be read on their own.
-      itemsize: bytes per stored value.
-    """
-    best: tuple[LoadPlan, ReadCost] | None = None
-    best_score: tuple[float, ...] = ()
+def best_plan(sharding: Sharding, shape: Shape, units: Grid, itemsize: int) -> tuple[LoadPlan, ReadCost]:
+    """Returns the plan of mode ``once`` that reads least, then most evenly, then moves least, and its cost."""
+    best: list[tuple[tuple[float, ...], LoadPlan, ReadCost]] = []
     hosts = len({device.process_index for device in sharding.device_set})
-    for plan in _candidates(sharding, shape):
+    for plan in candidates(sharding, shape):
         cost = read_cost(plan, units, itemsize, _HOPELESS_READS)
-        busiest = max((count for _, count in cost.by_process), default=0)
-        uneven = busiest * hosts / max(1, cost.total)
+        uneven = max((count for _, count in cost.by_process), default=0) * hosts / max(1, cost.total)
         padded = 0.0 if plan.direct else plan.piece * len(sharding.device_set) / max(1, shape[plan.dimension])
-        # Values this close to the optimum count as equal, so the number of collectives decides.
-        score = (max(cost.ratio, 1.05), max(uneven, 1.2), len(plan.moved), len(plan.gather), padded)
-        if best is None or score < best_score:
-            best, best_score = (plan, cost), score
-        if not plan.moved and cost.ratio <= 1.05 and uneven <= 1.2:
+        score = (
+            max(cost.ratio, _NEARLY_ONCE),
+            max(uneven, _NEARLY_EVEN),
+            len(plan.moved),
+            len(plan.gather),
+            padded,
+        )
+        best.append((score, plan, cost))
+        if not plan.moved and score[:2] == (_NEARLY_ONCE, _NEARLY_EVEN):
             break  # good enough, and with thousands of hosts each further candidate takes a second
-    assert best is not None
-    return best
+    _, plan, cost = min(best, key=lambda entry: entry[0])
+    return plan, cost
 
 
 @functools.lru_cache(maxsize=1024)
-def replica_plan(sharding: Any, shape: tuple[int, ...], axis: str | None, index: int) -> LoadPlan:
+def replica_plan(sharding: Sharding, shape: Shape, axis: str | None, index: int) -> LoadPlan:
     """Returns the plan of mode ``single_replica``: devices at ``index`` of ``axis`` read, the others receive."""
-    if axis is None or not isinstance(sharding, NamedSharding) or axis not in free_axes(sharding):
+    free = free_axes(sharding)
+    if axis is None or axis not in free:
         return LoadPlan(sharding, shape)
-    rest = tuple(other for other in free_axes(sharding) if other != axis)
-    dimension, piece, gather = 0, 0, ()
-    if rest and shape:
-        extents = [
-            size // math.prod(sharding.mesh.shape[axis] for axis in axes)
-            for size, axes in zip(shape, spec_axes(sharding, len(shape)), strict=True)
-        ]
-        dimension = max(range(len(shape)), key=lambda d: extents[d])
-        ways = math.prod(sharding.mesh.shape[axis] for axis in rest)
-        if extents[dimension] >= ways:
-            gather, piece = rest, -(-extents[dimension] // ways)
-    if shape and not gather:
-        axes = spec_axes(sharding, len(shape))[dimension]
-        piece = shape[dimension] // math.prod(sharding.mesh.shape[axis] for axis in axes)
-    return LoadPlan(sharding, shape, dimension, gather, (), (axis, index), piece)
+    assert isinstance(sharding, NamedSharding)
+    shard = sharding.shard_shape(shape)
+    if not shape:
+        return LoadPlan(sharding, shape, broadcast=(axis, index))
+    rest = tuple(other for other in free if other != axis)
+    longest = max(range(len(shape)), key=lambda dimension: shard[dimension])
+    pieces = math.prod(sharding.mesh.shape[other] for other in rest)
+    if rest and shard[longest] >= pieces:
+        return LoadPlan(sharding, shape, longest, rest, (), (axis, index), -(-shard[longest] // pieces))
+    return LoadPlan(sharding, shape, 0, (), (), (axis, index), shard[0])
+
+
+def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, limit: int) -> tuple[int, int]:
+    """Returns how many rows of each piece to read at once under a limit, and how many of those to send at once.
+
+    A unit is always read whole and only once: if a piece is not a whole number of units, the whole piece is read.
+
+    Args:
+      plan: must not be direct.
+      units: units of the stored leaf.
+      itemsize: bytes per value of the requested dtype.
+      limit: bytes in flight per process: the blocks read and their copies in transit.
+    """
+    devices = devices_of_a_process(plan.sharding)
+    row = max(1, math.prod(plan.piece_shape) // max(1, plan.piece) * itemsize * devices)
+    unit, read = units.cell[plan.dimension], plan.piece
+    if plan.shape == units.shape and plan.piece % unit == 0 and plan.shape[plan.dimension] % plan.piece == 0:
+        count = plan.piece // unit
+        fitting = [n for n in range(1, count + 1) if count % n == 0 and n * unit * row <= limit // 2]
+        read = max(fitting, default=1) * unit
+    return read, min(read, max(1, limit // 2 // (row * (1 + 2 * plan.num_pieces))))
+
+
+def assign_units(
+    grids: Sequence[tuple[Grid, int]], hosts: Iterable[int], loads: Mapping[int, int]
+) -> dict[int, list[tuple[int, int]]]:
+    """Assigns each unit, largest first, to the host with the fewest bytes to read so far.
+
+    Args:
+      grids: for each leaf, its units and bytes per value.
+      hosts: hosts that may read.
+      loads: bytes that each host reads anyway.
+
+    Returns:
+      host → its (leaf index, unit number) in the order of reading.
+    """
+    heap = [(loads.get(host, 0), host) for host in hosts]
+    owned: dict[int, list[tuple[int, int]]] = {host: [] for _, host in heap}
+    heapq.heapify(heap)
+    sizes = [
+        (-box_size(units.box(number)) * itemsize, index, number)
+        for index, (units, itemsize) in enumerate(grids)
+        for number in range(len(units))
+    ]
+    for size, index, number in sorted(sizes):
+        load, host = heap[0]
+        owned[host].append((index, number))
+        heapq.heapreplace(heap, (load - size, host))
+    return owned
+
+
+def parts_in_window(ends: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the parts of consecutive items inside a window of bytes.
+
+    Args:
+      ends: for each item, the byte after its last one; none is empty.
+      start: first byte of the window.
+      stop: byte after the last one of the window; clipped to the end of the items.
+
+    Yields:
+      (item, first byte within the item, byte after the last one within the item).
+    """
+    stop = min(stop, ends[-1] if ends else 0)
+    item = bisect.bisect_right(ends, start)
+    while start < stop:
+        begin, until = ends[item - 1] if item else 0, min(stop, ends[item])
+        yield item, start - begin, until - begin
+        start, item = until, item + 1

@@ -1,19 +1,26 @@
-"""Reads one step of a checkpoint folder, and checks that its parts are complete and belong together.
-
-Describes a step, for inspection and for restoring it without an abstract tree.
-"""
+"""The steps of a checkpoint folder: checks that one is complete and undamaged, and describes it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import json
+import time
+from collections.abc import Callable
 
 from etils import epath
 
-from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.types import public
-from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
-from meshfeed._src.checkpoint.stored import StoredArrays
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError
+from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.checkpoint.iterator import PLAIN_FILE
+from meshfeed._src.checkpoint.manifest import (
+    FOLDER,
+    RESTORE_EARLIER,
+    DamagedCheckpointError,
+    Manifest,
+    file_problems,
+    read_manifest,
+)
+from meshfeed._src.checkpoint.stored import StoredArrays, StoredLeaf, UnitReader, Wanted
 from meshfeed._src.checkpoint.tree_restore import abstract_tree_of
 from meshfeed._src.state import files as state_files
 
@@ -35,15 +42,25 @@ class StepParts:
     step: int
     directory: epath.Path
     manifest: Manifest
-    document: dict[str, Any] | None
+    document: dict[str, JsonValue] | None
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, JsonValue]:
         """The id, step, feed_step and position recorded in both parts."""
         return self.manifest.identity or {}
 
+    @property
+    def iterator_state(self) -> dict[str, JsonValue] | None:
+        """The feed's state, or None."""
+        return None if self.document is None else self.document["state"]
 
-def find_steps(directory: Any) -> list[int]:
+    @property
+    def stored_bytes(self) -> int:
+        """Total size in bytes of the arrays' files."""
+        return sum(size for size, _ in self.manifest.files.values())
+
+
+def find_steps(directory: epath.PathLike) -> list[int]:
     """Returns the numbers of the steps in a folder, ascending, whether complete or not."""
     directory = epath.Path(directory)
     if not directory.exists():
@@ -51,7 +68,7 @@ def find_steps(directory: Any) -> list[int]:
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
-def read_step(directory: Any, step: int) -> StepParts:
+def read_step(directory: epath.PathLike, step: int) -> StepParts:
     """Checks a step without reading array values: parts, identities, digests of small files, and sizes of the rest.
 
     Raises:
@@ -61,20 +78,20 @@ def read_step(directory: Any, step: int) -> StepParts:
     folder = epath.Path(directory) / str(step)
     if not folder.exists():
         steps = ", ".join(map(str, find_steps(directory))) or "none"
-        raise CheckpointError(f"step {step} is not in {directory}; there: {steps}.", step=step)
+        raise CheckpointError(f"step {step} is not in {directory}; its steps are: {steps}.", step=step)
     arrays = folder / ARRAYS
     try:
         manifest = read_manifest(arrays) if arrays.exists() else None
         if manifest is None or manifest.identity is None:
             raise CheckpointError(
-                f"step {step} in {directory}: it has no whole part {ARRAYS!r} that a Checkpointer wrote. Read plain "
+                f"step {step} in {directory}: it has no complete part {ARRAYS!r} written by a Checkpointer. Read plain "
                 "Orbax checkpoints with meshfeed.checkpoint.restore_once.",
                 step=step,
             )
-        _check_files(arrays, manifest)
-        document = None
-        if (folder / ITERATOR).exists():
-            document = state_files.read_document(folder / ITERATOR)
+        for path, problem in file_problems(arrays, manifest, content=False):
+            raise DamagedCheckpointError(f"{path}: {problem}. {RESTORE_EARLIER}", path=str(path))
+        iterator = folder / ITERATOR
+        document = state_files.read_document(iterator) if iterator.exists() else None
         _check_identities(step, folder, manifest.identity, document)
     except CheckpointError as error:
         error.step = step
@@ -88,19 +105,9 @@ def read_step(directory: Any, step: int) -> StepParts:
     return StepParts(step, folder, manifest, document)
 
 
-def _check_files(arrays: epath.Path, manifest: Manifest) -> None:
-    for name, (size, _) in manifest.files.items():
-        path = arrays / name
-        found = path.stat().length if path.exists() else None
-        if found != size:
-            raise DamagedCheckpointError(
-                f"{path}: {'is missing' if found is None else f'has {found} bytes'}, saved were {size} bytes. Restore "
-                "an earlier step.",
-                path=str(path),
-            )
-
-
-def _check_identities(step: int, folder: epath.Path, identity: dict[str, Any], document: dict[str, Any] | None) -> None:
+def _check_identities(
+    step: int, folder: epath.Path, identity: dict[str, JsonValue], document: dict[str, JsonValue] | None
+) -> None:
     if identity.get("step") != step:
         raise CheckpointError(
             f"{folder}: the arrays were saved as step {identity.get('step')}; the folder was renamed or copied by hand."
@@ -109,12 +116,12 @@ def _check_identities(step: int, folder: epath.Path, identity: dict[str, Any], d
         raise CheckpointError(f"{folder}: the part {ITERATOR!r} is missing; it was saved with one.")
     if document is not None and document["identity"] != identity:
         raise CheckpointError(
-            f"{folder}: the parts do not belong together: {ARRAYS} is of save {_short(identity)}, {ITERATOR} of save "
+            f"{folder}: the parts do not belong together: {ARRAYS} is from save {_short(identity)}, {ITERATOR} from save "
             f"{_short(document['identity'])}. Parts of one step must stay together; restore another step."
         )
 
 
-def _short(identity: Any) -> str:
+def _short(identity: JsonValue) -> str:
     if not isinstance(identity, dict):
         return "unknown"
     return f"{identity.get('id')} (step {identity.get('step')}, position {identity.get('position')})"
@@ -141,20 +148,134 @@ class StepMetadata:
     feed_step: int | None
     position: int | None
     id: str
-    train_state: Any
-    iterator_state: dict[str, Any] | None
+    train_state: PyTree
+    iterator_state: dict[str, JsonValue] | None
     stored_bytes: int
 
 
 def describe_step(parts: StepParts) -> StepMetadata:
     """Returns the metadata of a step whose parts have been checked."""
-    stored = StoredArrays(parts.directory / ARRAYS)
     return StepMetadata(
         step=parts.step,
         feed_step=parts.identity.get("feed_step"),
         position=parts.identity.get("position"),
         id=str(parts.identity.get("id")),
-        train_state=abstract_tree_of(stored),
-        iterator_state=None if parts.document is None else parts.document["state"],
-        stored_bytes=sum(size for size, _ in parts.manifest.files.values()),
+        train_state=abstract_tree_of(StoredArrays(parts.directory / ARRAYS)),
+        iterator_state=parts.iterator_state,
+        stored_bytes=parts.stored_bytes,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of checking one step or item.
+
+    Attributes:
+      path: its folder.
+      step: its number, or None for an item given directly.
+      problems: messages on what is wrong; empty if it is intact.
+      leaves: number of arrays read.
+      bytes_read: bytes of array values read.
+      without_digest: number of leaves that were read but not checked, because plain Orbax saved them.
+      seconds: duration of the check in seconds.
+    """
+
+    path: str
+    step: int | None
+    problems: tuple[str, ...]
+    leaves: int
+    bytes_read: int
+    without_digest: int
+    seconds: float
+
+    @property
+    def intact(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
+
+
+@public("meshfeed.checkpoint")
+def verify(directory: epath.PathLike, step: int | None = None) -> list[Finding]:
+    """Reads everything in a checkpoint folder, or in one item of arrays, and compares it with its digests.
+
+    Args:
+      directory: a Checkpointer's folder, a step's folder, or an item's.
+      step: the only step to check; None checks all steps.
+
+    Returns:
+      a finding per step, in ascending order, or one for the item.
+
+    Raises:
+      CheckpointError: there is nothing to check, or the requested step does not exist.
+    """
+    directory = state_files.readable_path(directory)
+    if not directory.exists():
+        raise CheckpointError(f"{directory}: no such folder. Give a Checkpointer's folder, or a step's.")
+    steps = find_steps(directory)
+    if step is not None and step not in steps:
+        read_step(directory, step)  # absent is not damaged: raises and lists the existing steps
+    if steps:
+        return [_verify_step(directory, number) for number in (steps if step is None else [step])]
+    if directory.name.isdecimal() and (directory / ARRAYS).exists():
+        return [_verify_step(directory.parent, int(directory.name))]
+    if (directory / "_METADATA").exists() or (directory / FOLDER).exists():
+        return [_verify_arrays(directory, None, [])]
+    if state_files.state_paths(directory):
+        problems = _problems(lambda: state_files.read_document(directory))
+        return [Finding(str(directory), None, problems, 0, 0, 0, 0.0)]
+    raise CheckpointError(f"{directory}: contains no steps, no item of arrays and no iterator state.")
+
+
+def _problems(check: Callable[[], object]) -> tuple[str, ...]:
+    try:
+        check()
+    except MeshfeedError as error:
+        return (str(error),)
+    return ()
+
+
+def _verify_step(directory: epath.Path, step: int) -> Finding:
+    problems: list[str] = []
+    try:
+        problems += _check_copy(read_step(directory, step))
+    except CheckpointError as error:
+        problems.append(str(error))
+    return _verify_arrays(directory / str(step) / ARRAYS, step, problems)
+
+
+def _check_copy(parts: StepParts) -> list[str]:
+    """Compares the iterator's plain copy with its state: the copy, which plain Orbax reads, has no digest."""
+    path = parts.directory / ITERATOR / PLAIN_FILE
+    if parts.document is None or not path.exists():
+        return []
+    try:
+        same = json.loads(path.read_text()) == parts.document["state"]
+    except ValueError:
+        same = False
+    return [] if same else [f"{path}: is not a copy of the iterator's state"]
+
+
+def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> Finding:
+    started = time.perf_counter()
+    names: list[str] = []
+    without = count = 0
+    try:
+        stored = StoredArrays(item)
+        if stored.manifest is not None:
+            found = file_problems(item, stored.manifest, content=True)
+            problems += [f"{path}: {problem}" for path, problem in found]
+        names = stored.array_names()
+        stored.open_soon(names)
+        for name in names:
+            reader = UnitReader(stored, verify=True, bytes_in_flight=None)
+            problems += _problems(lambda name=name, reader=reader: _read_leaf(stored.leaf(name), reader))
+            count += reader.bytes_read
+            without += not stored.has_digests(name)
+    except MeshfeedError as error:
+        problems.append(str(error))
+    problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
+    return Finding(str(item), step, tuple(problems), len(names), count, without, time.perf_counter() - started)
+
+
+def _read_leaf(leaf: StoredLeaf, reader: UnitReader) -> None:
+    reader.read(Wanted(leaf, number, lambda box, values: None) for number in range(len(leaf.units)))

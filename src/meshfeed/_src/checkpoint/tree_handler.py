@@ -13,16 +13,16 @@ from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import process_index
-from meshfeed._src.base.types import public
+from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint import manifest
 from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.arguments import RestoreOptions
+from meshfeed._src.checkpoint.arguments import RestoreOptions, created
 from meshfeed._src.checkpoint.array_handler import ArrayHandler, check_metadata_key
-from meshfeed._src.checkpoint.digests import digest
 from meshfeed._src.checkpoint.leaves import EncodedTree, encode_tree
+from meshfeed._src.checkpoint.manifest import digest
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed._src.checkpoint.tree_restore import abstract_tree_of, restore_tree, type_handlers
-from meshfeed._src.state import files as state_files
+from meshfeed._src.state.files import readable_path
 
 
 @public("meshfeed.checkpoint._arrays")  # Orbax writes this name into checkpoints, so it must not change
@@ -51,7 +51,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         memory_limit_bytes: int | None = None,
         *,
         verify: bool = True,
-        array_handler: Mapping[str, Any] | None = None,
+        array_handler: Mapping[str, object] | None = None,
         **orbax: Any,
     ) -> None:
         arrays = ArrayHandler(
@@ -63,31 +63,29 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         self._all_primary = (array_handler or {}).get("primary_host", 0) is None
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
 
-    async def async_save(self, directory: Any, args: ArraysSave) -> list[orbax_future.Future]:
+    async def async_save(self, directory: epath.Path, args: ArraysSave) -> list[orbax_future.Future]:
         """Captures the tree and returns futures that write it."""
-        encoded = args.encoded or encode_tree(args.tree)
+        encoded, identity = args.encoded or encode_tree(args.tree), args.identity
         futures: list[orbax_future.Future] = []
         # Orbax rejects a tree without leaves; such a tree is stored in our manifest only.
         if jax.tree.leaves(encoded.tree):
-            save_args = args.save_args
-            futures += await self._orbax.async_save(directory, args=ocp.args.PyTreeSave(encoded.tree, save_args)) or []
+            plain = ocp.args.PyTreeSave(encoded.tree, args.save_args)
+            futures += await self._orbax.async_save(directory, args=plain) or []
+
+        async def write() -> None:
+            path = await created(directory)
+            digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
+            for name, values in encoded.host_arrays.items():
+                shape = [max(1, size) for size in values.shape]
+                encoded.leaves[name] |= {"cell": shape, "chunk": shape}
+            content = {"leaves": encoded.leaves, "skeleton": encoded.skeleton, "identity": identity}
+            manifest.write_part(path, manifest.TREE_PART, digests, **content)
+
         if process_index() == 0 or self._all_primary:
-            identity = args.identity
-
-            async def write() -> None:
-                # Depending on its version, Orbax passes a path or a handle to a folder that does not exist yet.
-                path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
-
-                digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
-                leaves = encoded.leaves
-                for name, values in encoded.host_arrays.items():
-                    leaves[name]["cell"] = leaves[name]["chunk"] = [max(1, size) for size in values.shape]
-                manifest.write_tree_part(path, identity, leaves, digests, encoded.skeleton)
-
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
         return futures
 
-    def save(self, directory: Any, args: ArraysSave) -> None:
+    def save(self, directory: epath.PathLike, args: ArraysSave) -> None:
         """Writes the tree before returning."""
 
         async def run() -> None:
@@ -96,7 +94,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
         asyncio.run(run())
 
-    def restore(self, directory: Any, args: ArraysRestore | None = None) -> Any:
+    def restore(self, directory: epath.PathLike, args: ArraysRestore | None = None) -> PyTree:
         """Reads the tree. Every process of the job must call it.
 
         Args:
@@ -107,32 +105,25 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
           CheckpointError: the same on every host; it names the host that could not read and the parameter.
           DamagedCheckpointError: likewise, if stored bytes differ from those written.
         """
-        args = args or ArraysRestore()
-        agreement = Agreement(f"restoring {directory}", self.restore_options.timeout_seconds)
-        options = self.restore_options
+        args, options = args or ArraysRestore(), self.restore_options
+        agreement = Agreement(f"restoring {directory}", options.timeout_seconds)
         stored = agreement.attempt(lambda: StoredArrays(directory, options.memory_limit_bytes, options.metadata_key))
         return restore_tree(
             stored, args.abstract_tree, options, agreement, partial=args.partial_restore, strict=args.strict
         )
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: epath.PathLike) -> None:
         """Merges the files of all hosts. Orbax calls it on the primary host once all hosts have written."""
         directory = epath.Path(directory)
         if (directory / "_METADATA").exists():
             self._orbax.finalize(directory)
         stored = StoredArrays(directory)
         # Record the chunk shapes that were not known while saving, so a restore need not open each array to plan.
-        unknown: list[str] = []
-        chunks: dict[str, list[int]] = {}
-        if stored.manifest is not None:
-            for name, entry in stored.manifest.leaves.items():
-                if "dtype" in entry and "chunk" not in entry and entry.get("stored") != "nothing":
-                    unknown.append(name)
-            stored.open_soon(unknown)
-            chunks = {name: stored.chunk_of(name) for name in unknown}
-        manifest.join_parts(directory, chunks)
+        unknown = stored.names_without_chunk()
+        stored.open_soon(unknown)
+        manifest.join_parts(directory, {name: stored.chunk_of(name) for name in unknown})
 
-    def metadata(self, directory: Any) -> Any:
+    def metadata(self, directory: epath.PathLike) -> PyTree:
         """Returns the saved tree as ``jax.ShapeDtypeStruct`` with shardings, numpy dtypes and values."""
         return abstract_tree_of(StoredArrays(directory))
 
@@ -152,9 +143,9 @@ class ArraysSave(ocp.args.CheckpointArgs):
         Orbax creates any folder.
     """
 
-    tree: Any
-    save_args: Any = None
-    identity: Mapping[str, Any] | None = None
+    tree: PyTree
+    save_args: PyTree = None
+    identity: Mapping[str, JsonValue] | None = None
     encoded: EncodedTree | None = None
 
 
@@ -172,13 +163,15 @@ class ArraysRestore(ocp.args.CheckpointArgs):
       strict: reject shapes that differ from the stored ones. If False, truncate arrays or pad them with zeros.
     """
 
-    abstract_tree: Any = None
+    abstract_tree: PyTree = None
     partial_restore: bool = False
     strict: bool = True
 
 
 @public("meshfeed.checkpoint")
-def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | None = None, **options: Any) -> Any:
+def restore_once(
+    directory: epath.PathLike, abstract_tree: PyTree, memory_limit_bytes: int | None = None, **options: Any
+) -> PyTree:
     """Restores arrays from a checkpoint item of meshfeed or plain Orbax, reading each stored byte once per job.
 
     Every process of the job must call it. If plain Orbax saved the checkpoint without replica-parallel slices, or with
@@ -195,7 +188,7 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
       CheckpointError: the same on every host; it names the host that could not read and the parameter.
       DamagedCheckpointError: likewise, if stored bytes differ from those written.
     """
-    chosen = RestoreOptions(**{"restore": "once", "memory_limit_bytes": memory_limit_bytes, **options})
+    chosen = RestoreOptions(memory_limit_bytes=memory_limit_bytes, **options)
     agreement = Agreement(f"restoring {directory}", chosen.timeout_seconds)
     stored = agreement.attempt(
         lambda: StoredArrays(find_item(directory), chosen.memory_limit_bytes, chosen.metadata_key)
@@ -203,9 +196,9 @@ def restore_once(directory: Any, abstract_tree: Any, memory_limit_bytes: int | N
     return restore_tree(stored, abstract_tree, chosen, agreement)
 
 
-def find_item(directory: Any) -> epath.Path:
+def find_item(directory: epath.PathLike) -> epath.Path:
     """Returns the folder of the arrays: ``directory`` itself, or the only item inside it."""
-    directory = state_files.readable_path(directory)
+    directory = readable_path(directory)
     if (directory / "_METADATA").exists() or (directory / manifest.FOLDER).exists() or not directory.exists():
         return directory
     found = [path for path in directory.iterdir() if path.is_dir() and (path / "_METADATA").exists()]
