@@ -66,7 +66,7 @@ def test_every_node_of_this_version_is_known():
         for name, kind in vars(iterable_dataset).items()
         if inspect.isclass(kind) and issubclass(kind, base) and kind is not base
     }
-    assert found == set(internals._NODES)
+    assert found <= set(internals._NODES)  # older versions lack some
 
 
 @pytest.mark.parametrize("name", list(STREAMS))
