@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, Workers
     from meshfeed._src.base.stats import FeedStats
     from meshfeed._src.feed.iterator import Feed, MultiHostDataLoadIterator
-    from meshfeed._src.sources.files.shard_cache import ShardCache
+    from meshfeed._src.sources.files.shard_cache import CacheStats, ShardCache
     from meshfeed._src.state.state import merge_states
 
 __version__ = "0.1.0"
@@ -43,6 +43,7 @@ _HOME = {
     "PlanError": "meshfeed._src.base.errors",
     "Retry": "meshfeed._src.base.settings",
     "SettingsError": "meshfeed._src.base.errors",
+    "CacheStats": "meshfeed._src.sources.files.shard_cache",
     "ShardCache": "meshfeed._src.sources.files.shard_cache",
     "SkipBad": "meshfeed._src.base.settings",
     "SourceError": "meshfeed._src.base.errors",
@@ -66,6 +67,7 @@ __all__ = [
     "PlanError",
     "Retry",
     "SettingsError",
+    "CacheStats",
     "ShardCache",
     "SkipBad",
     "SourceError",

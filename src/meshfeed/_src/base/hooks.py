@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -151,6 +151,43 @@ class Sharded(Protocol):
 
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64 ``[files]``, in the order of their record ids."""
+        ...
+
+
+class CachedFile(Hashable, Protocol):
+    """A file that is read through a cache on a local disk. Equal to itself in every batch."""
+
+    num_bytes: int
+    """Size of the copy in bytes; 0 if not known."""
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How many bytes of files the cache keeps ahead of the reads."""
+        ...
+
+    @property
+    def plan_bytes(self) -> int:
+        """How many bytes of files the cache wants to know the next uses of."""
+        ...
+
+    def follow(self, next_use: Callable[[CachedFile], float]) -> None:
+        """Tells the cache how to look up when a file is needed next, as long as the owner of ``next_use`` exists."""
+        ...
+
+    def is_here(self) -> bool:
+        """Whether the copy is complete."""
+        ...
+
+    def fetch(self, next_use: float) -> bool:
+        """Fetches the file; returns False if there is no room without evicting a file that is needed sooner."""
+        ...
+
+
+class CachesFiles(Protocol):
+    """Reads files through a cache, which fetches them ahead of the reads."""
+
+    def cached_files(self, record_ids: RecordIds) -> Sequence[CachedFile]:
+        """Returns the files that hold these records and are read through a cache; reads nothing."""
         ...
 
 

@@ -25,7 +25,7 @@ from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, Sha
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from meshfeed._src.sources.files.shard_cache import ShardCache
+    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
 _TAIL_BYTES = 1 << 18  # the footer of most files, in one request
 _MAX_GROUP_BYTES = 512 << 20
@@ -217,6 +217,10 @@ class Parquet:
     def file_names(self) -> list[str]:
         """Returns the paths and URLs of the files, in record id order."""
         return self._reader.shards.names()
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
+        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
+        return self._reader.cached_files(record_ids)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -22,6 +24,7 @@ from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.shards import ShardOrder, default_num_lanes
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
+from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
 from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of, reads_columns
@@ -304,6 +307,36 @@ class _Part:
         self.first = int(rows[0]) if neighbours else None
 
 
+def _ids_of(stream: RandomAccessStream, order: RecordOrder, position: int, part: _Part) -> tuple[RecordIds, RecordIds]:
+    """Returns record ids and epochs of this host's rows of the batch at ``position``, without padding."""
+    total = order.total
+    if stream.balance is not None:  # every host places the rows of the whole batch
+        stop = position + part.size if total is None else min(position + part.size, total)
+        record_ids, epochs = stream.batch_ids(order, position, stop)
+        rows = part.rows[part.rows < stop - position]
+        return record_ids[rows], epochs[rows]
+    if total is not None and position + part.size > total:
+        positions = position + part.rows
+        return order.ids_at(positions[positions < total])
+    if part.first is None:
+        return order.ids_at(position + part.rows)
+    start = position + part.first
+    return order.ids_between(start, start + part.num_rows)
+
+
+def _files_of_steps(
+    source: hooks.CachesFiles, stream: RandomAccessStream, cursor: RandomAccessCursor, host_rows: HostRows
+) -> Iterator[Sequence[hooks.CachedFile]]:
+    """Yields the files that each step from the cursor on needs on this host."""
+    last = stream.num_steps(cursor)
+    part: _Part | None = None
+    for step in itertools.count(cursor.step) if last is None else range(cursor.step, last):
+        position, size = cursor.step_schedule.at(step)
+        if part is None or part.size != size:
+            part = _Part(size, host_rows.rows(size), None)
+        yield source.cached_files(_ids_of(stream, cursor.order, position, part)[0])
+
+
 class RandomAccessReader:
     """Reads steps of a random-access source: in the calling thread, in a thread pool, or in worker processes.
 
@@ -331,6 +364,12 @@ class RandomAccessReader:
         self._threads: Threads | None = None
         self._workers: WorkerReader | None = None
         self._ahead = 1
+        self._first_step = cursor.step
+        self._fetches: FetchAhead | None = None
+        files = find(stream.source, hooks.CachesFiles)
+        if files is not None:
+            self._fetches = FetchAhead(_files_of_steps(files, stream, cursor, host_rows))
+            weakref.finalize(self, self._fetches.close).atexit = False  # a reader that nobody closed
         self._spec: RecordSpec | None = None
         self._part: _Part | None = None
         # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
@@ -349,25 +388,10 @@ class RandomAccessReader:
             part = self._part = _Part(size, self._host_rows.rows(size), self._host_rows.columns(size))
         return part
 
-    def _ids_of(self, position: int, part: _Part) -> tuple[RecordIds, RecordIds]:
-        total = self._order.total
-        if self._stream.balance is not None:  # every host places the rows of the whole batch
-            stop = position + part.size if total is None else min(position + part.size, total)
-            record_ids, epochs = self._stream.batch_ids(self._order, position, stop)
-            rows = part.rows[part.rows < stop - position]
-            return record_ids[rows], epochs[rows]
-        if total is not None and position + part.size > total:
-            positions = position + part.rows
-            return self._order.ids_at(positions[positions < total])
-        if part.first is None:
-            return self._order.ids_at(position + part.rows)
-        start = position + part.first
-        return self._order.ids_between(start, start + part.num_rows)
-
     def _submit(self, step: int) -> tuple[RecordIds, Callable[[], ReadRows] | None]:
         position, size = self._step_schedule.at(step)
         part = self._part_of(size)
-        record_ids, epochs = self._ids_of(position, part)
+        record_ids, epochs = _ids_of(self._stream, self._order, position, part)
         if not record_ids.size:
             return record_ids, None
         if self._workers is not None:
@@ -381,6 +405,8 @@ class RandomAccessReader:
         step = self._next_step
         if self._last is not None and step >= self._last:
             raise StopIteration
+        if self._fetches is not None and step > self._first_step:  # a replay reads one step, and needs nothing ahead
+            self._fetches.reached(step - self._first_step)
         if self._ahead == 1:
             record_ids, result = self._submit(step)
         else:
@@ -441,6 +467,8 @@ class RandomAccessReader:
     def close(self) -> None:
         """Stops threads and worker processes."""
         self._pending.clear()
+        if self._fetches is not None:
+            self._fetches.close()
         if self._threads is not None:
             self._threads.close()
         if self._workers is not None:

@@ -29,7 +29,7 @@ from meshfeed._src.sources.files.shards import (
 )
 
 if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import ShardCache
+    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
 
 @public("meshfeed.sources")
@@ -253,6 +253,10 @@ class ArrayRecord:
     def fingerprint_files(self) -> JsonValue:
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
         return self._shards.identity()
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
+        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
+        return self._shards.cached_files(record_ids, self._cache)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""

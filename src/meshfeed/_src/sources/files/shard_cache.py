@@ -28,13 +28,17 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import pathlib
 import re
 import secrets
+import shutil
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import xxhash
@@ -165,7 +169,8 @@ def _stalled(path: pathlib.Path, holder: str, seconds: float) -> StalledError:
 _log = logging.getLogger("meshfeed.sources.shard_cache")
 
 _POLL_SECONDS = 0.02
-_MAX_POLL_SECONDS = 0.5
+_MAX_POLL_SECONDS = 0.05
+_AHEAD_BYTES = 4 << 30  # without max_bytes
 _HASH_BYTES = 1 << 22
 _INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
@@ -205,6 +210,82 @@ class _Entry:
         return self.num_bytes + (self.copy_bytes or _INFLATION * self.num_bytes)
 
 
+class _NoRoom(Exception):
+    """There is no room without evicting a file that is needed sooner."""
+
+
+@public("meshfeed")
+@dataclasses.dataclass(frozen=True)
+class CacheStats:
+    """What a :class:`ShardCache` did in this process.
+
+    Attributes:
+      hits: opens of a file that was there.
+      misses: opens that had to wait for a file.
+      wait_seconds: the time that they waited, summed over threads.
+      fetched: files fetched by this process.
+      fetched_ahead: how many of them were fetched before a read needed them.
+      fetched_bytes: their bytes, as stored remotely.
+      evicted: files removed to make room.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    wait_seconds: float = 0.0
+    fetched: int = 0
+    fetched_ahead: int = 0
+    fetched_bytes: int = 0
+    evicted: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file that is read through a cache; see :class:`meshfeed._src.base.hooks.CachedFile`.
+
+    Attributes:
+      cache: the cache.
+      url: URL or path of the file.
+      compression: see :meth:`ShardCache.open`.
+      num_bytes: size of the copy in bytes; 0 if not known.
+    """
+
+    cache: ShardCache
+    url: str
+    compression: str | None
+    num_bytes: int = dataclasses.field(compare=False)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """See ``CachedFile``."""
+        return self.cache.ahead_bytes
+
+    @property
+    def plan_bytes(self) -> int:
+        """See ``CachedFile``."""
+        return self.cache.ahead_bytes + (self.cache.max_bytes or 0)
+
+    def follow(self, next_use: Callable[[Any], float]) -> None:
+        """See ``CachedFile``."""
+        self.cache._follow(next_use)
+
+    def is_here(self) -> bool:
+        """See ``CachedFile``. Counts as a use, so that other processes do not evict the copy."""
+        entry = self.cache._entry(self.url, self.compression, self.num_bytes)
+        if not _is_whole(entry):
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(entry.path)
+        return True
+
+    def fetch(self, next_use: float) -> bool:
+        """See ``CachedFile``."""
+        try:
+            self.cache._fetch_once(self.cache._entry(self.url, self.compression, self.num_bytes), next_use)
+        except _NoRoom:
+            return False
+        return True
+
+
 @public("meshfeed")
 class ShardCache:
     """A folder on a local disk that caches remote files.
@@ -220,8 +301,11 @@ class ShardCache:
 
     Args:
       directory: a folder on a local disk; created if needed.
-      max_bytes: maximum total size of the copies in bytes, or None for no limit. The least recently opened copies are
-        removed first. Open files keep their disk space until closed.
+      max_bytes: maximum total size of the copies in bytes, or None for no limit. The copies that a feed needs last are
+        removed first; among those that it does not need, the least recently opened. Open files keep their disk space
+        until closed.
+      ahead_bytes: a feed fetches the files that its next batches need before it reads them, up to this many bytes; 0 to
+        fetch a file only when a batch needs it. Default: half of ``max_bytes``, or 4 GiB.
       retry: retry policy of each fetch.
       checksums: ``{URL or base name: "<algorithm>:<hex digest>"}``, with an algorithm of hashlib or ``xxh3_64``. Files
         without a checksum are checked by size, and by MD5 if the store provides one (Google, Azure).
@@ -238,6 +322,7 @@ class ShardCache:
         directory: str | os.PathLike[str],
         max_bytes: int | None = None,
         *,
+        ahead_bytes: int | None = None,
         retry: Retry = Retry(),  # noqa: B008  # frozen
         checksums: Mapping[str, str] | None = None,
         stall_seconds: float = 60.0,
@@ -247,12 +332,21 @@ class ShardCache:
                 f"max_bytes={max_bytes!r}. Expected a positive int, the bytes that the cache may hold, or None.",
                 setting="max_bytes",
             )
+        if ahead_bytes is not None and (
+            isinstance(ahead_bytes, bool) or not isinstance(ahead_bytes, int) or ahead_bytes < 0
+        ):
+            raise SettingsError(
+                f"ahead_bytes={ahead_bytes!r}. Expected an int >= 0, the bytes to fetch ahead of the reads, or None.",
+                setting="ahead_bytes",
+            )
+        self.ahead_bytes = ahead_bytes if ahead_bytes is not None else max_bytes // 2 if max_bytes else _AHEAD_BYTES
         self.directory = pathlib.Path(directory).expanduser().absolute()
         self.max_bytes = max_bytes
         self._retry = retry
         self._checksums = dict(checksums or {})
         self._stall_seconds = stall_seconds
         self._entries: dict[tuple[str, str | None], _Entry] = {}
+        self._forget_process()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._room():
@@ -265,6 +359,43 @@ class ShardCache:
                 "that can be made and written.",
                 setting="directory",
             ) from error
+
+    def _forget_process(self) -> None:
+        """Resets what belongs to this process."""
+        self._plans: list[weakref.WeakMethod[Callable[[Any], float]]] = []
+        self._files: dict[str, RemoteFile] = {}  # by the name of the copy
+        self._stats = CacheStats()
+        self._stats_lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("_plans", "_files", "_stats", "_stats_lock"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_process()
+
+    def stats(self) -> CacheStats:
+        """Returns what this cache did in this process since it was made or unpickled."""
+        return self._stats
+
+    def _count(self, **more: float) -> None:
+        with self._stats_lock:
+            self._stats = dataclasses.replace(
+                self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()}
+            )
+
+    def _follow(self, next_use: Callable[[Any], float]) -> None:
+        self._plans = [plan for plan in self._plans if plan() is not None]
+        if not any(plan() == next_use for plan in self._plans):
+            self._plans.append(weakref.WeakMethod(next_use))  # type: ignore[arg-type]
+
+    def _next_use(self, path: pathlib.Path) -> float:
+        """Returns when a copy is needed next, in batches of the feed of this process that needs it first."""
+        file, plans = self._files.get(path.name), [plan() for plan in self._plans]
+        return min((plan(file) for plan in plans if plan is not None), default=math.inf) if file else math.inf
 
     @contextlib.contextmanager
     def open(self, url: str, *, compression: str | None = None, num_bytes: int | None = None) -> Iterator[pathlib.Path]:
@@ -289,12 +420,16 @@ class ShardCache:
           StalledError: (an OSError) if another process holds a lock for longer than ``stall_seconds``; names it.
         """
         entry = self._entry(url, compression, num_bytes)
+        waited = None
         while True:
             with _kept(entry, self._stall_seconds) as is_here:
                 if is_here:
+                    self._count(hits=1) if waited is None else self._count(misses=1, wait_seconds=waited)
                     yield entry.path
                     return
+            started = time.monotonic()
             self._fetch_once(entry)
+            waited = (waited or 0.0) + time.monotonic() - started
 
     def identify(self, url: str) -> tuple[int, str]:
         """Returns the size in bytes and a version key, which changes if the content at the URL changes."""
@@ -356,14 +491,23 @@ class ShardCache:
                 with contextlib.suppress(OSError):
                     (self.directory / f"{key}-{name[-100:]}").rename(path)
             self._entries[url, compression] = entry
+            self._files[path.name] = RemoteFile(self, url, compression, copy_bytes or 0)
         return entry
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
         """Locks the folder."""
         return locked(self.directory / f"{_PREFIX}room.lock", self._stall_seconds)
 
-    def _fetch_once(self, entry: _Entry) -> None:
-        """Waits for another process that is fetching the file and makes progress; otherwise fetches it."""
+    def _fetch_once(self, entry: _Entry, next_use: float | None = None) -> None:
+        """Waits for another process that is fetching the file and makes progress; otherwise fetches it.
+
+        Args:
+          entry: the file.
+          next_use: for a file that is fetched ahead, when it is needed; only files that are needed later are evicted.
+
+        Raises:
+          _NoRoom: if that does not make enough room.
+        """
         with contextlib.ExitStack() as stack:
             waited_from, seen, pause = time.monotonic(), -1, _POLL_SECONDS
             while (handle := try_lock(entry.lock)) is None:
@@ -386,18 +530,19 @@ class ShardCache:
                     return
             doing = f"fetching {entry.url}"
             try:
-                call_with_retry(lambda: self._fetch(entry), self._retry, doing=doing)
+                call_with_retry(lambda: self._fetch(entry, next_use), self._retry, doing=doing)
             except CorruptDataError as error:  # perhaps damaged in transit: retry once
                 _log.warning("%s; fetching it again", error)
-                call_with_retry(lambda: self._fetch(entry), self._retry, doing=doing)
+                call_with_retry(lambda: self._fetch(entry, next_use), self._retry, doing=doing)
+            self._count(fetched=1, fetched_ahead=int(next_use is not None), fetched_bytes=entry.num_bytes)
 
     def _arrived(self, entry: _Entry) -> int:
         sizes = [_size_or_none(part) for part in self.directory.glob(f"{_PREFIX}{entry.key}.*.part")]
         return sum(size for size in sizes if size is not None) if sizes else -1
 
-    def _fetch(self, entry: _Entry) -> None:
+    def _fetch(self, entry: _Entry, next_use: float | None) -> None:
         with contextlib.ExitStack() as stack:
-            part = stack.enter_context(_owned(self._reserve(entry)))
+            part = stack.enter_context(_owned(self._reserve(entry, next_use)))
             try:
                 file_system, inner = open_file_system(entry.url, "ShardCache")
                 with remote_errors(entry.url, "ShardCache"):
@@ -409,15 +554,21 @@ class ShardCache:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                raise OSError(
-                    error.errno,
-                    f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was "
-                    "fetched. Free space there, or set max_bytes= so that the cache removes files itself",
-                ) from error
+                raise OSError(error.errno, self._describe_full(entry)) from error
             with self._room():  # a concurrent scan of the folder could miss both names
                 os.replace(part, entry.path)
 
-    def _reserve(self, entry: _Entry) -> tuple[pathlib.Path, int]:
+    def _describe_full(self, entry: _Entry) -> str:
+        """Returns an error message that names what holds the space of the disk."""
+        disk = shutil.disk_usage(self.directory)
+        held = self.num_bytes()
+        return (
+            f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was fetched. "
+            f"It has {disk.total:,} bytes: {held:,} are this cache's, {disk.used - held:,} belong to other files, and "
+            f"{disk.free:,} are free. Free space there, or set max_bytes= so that the cache removes files itself"
+        )
+
+    def _reserve(self, entry: _Entry, next_use: float | None) -> tuple[pathlib.Path, int]:
         """Evicts files if needed, and reserves the space with an empty part that has the file size in its name."""
         if self.max_bytes is not None and entry.room_bytes > self.max_bytes:
             raise SourceError(
@@ -427,9 +578,11 @@ class ShardCache:
         deadline = time.monotonic() + self._stall_seconds
         while True:
             with self._room():
-                missing = self._make_room(entry.room_bytes)
+                missing = self._make_room(entry.room_bytes, -1.0 if next_use is None else next_use)
                 if missing <= 0:
                     return self._new_part(entry, entry.room_bytes)
+            if next_use is not None:
+                raise _NoRoom
             if time.monotonic() > deadline:
                 raise SourceError(
                     f"ShardCache: no room for {entry.url} ({entry.num_bytes:,} bytes) within {self._stall_seconds:.0f} "
@@ -444,18 +597,25 @@ class ShardCache:
         fcntl.flock(handle, fcntl.LOCK_EX)
         return part, handle
 
-    def _make_room(self, num_bytes: int) -> int:
-        """Evicts files until ``num_bytes`` more fit; returns the number of bytes still missing, if positive."""
+    def _make_room(self, num_bytes: int, next_use: float) -> int:
+        """Evicts files until ``num_bytes`` more fit; returns the number of bytes still missing, if positive.
+
+        Evicts the file whose next use is farthest, as long as it is later than ``next_use``.
+        """
         held = self._held()
         if self.max_bytes is None:
             return 0
         excess = sum(size for _, size, _ in held) + num_bytes - self.max_bytes
-        for _, size, path in sorted(held):
-            if excess <= 0:
+        whole = [
+            (-self._next_use(path), opened, size, path) for opened, size, path in held if _WHOLE.fullmatch(path.name)
+        ]
+        for later, _, size, path in sorted(whole) if excess > 0 else ():
+            if excess <= 0 or -later <= next_use:
                 break
             with contextlib.suppress(FileNotFoundError):
-                if _WHOLE.fullmatch(path.name) and remove_unlocked(path):
+                if remove_unlocked(path):
                     excess -= size
+                    self._count(evicted=1)
         return excess
 
     def _held(self) -> list[tuple[float, int, pathlib.Path]]:

@@ -12,7 +12,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
 from meshfeed._src.sources.files.open_files import Descriptor, Lru, is_out_of_files, max_open_files
 from meshfeed._src.sources.files.paths import is_url
-
-if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import ShardCache
+from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
 _LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
@@ -217,6 +215,13 @@ class Shards(Generic[S]):
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""
         return self.files[int(np.searchsorted(self.ends, record_id, side="right"))].path
+
+    def cached_files(self, record_ids: np.ndarray, cache: ShardCache | None) -> list[RemoteFile]:
+        """Returns the files of records that are read through a cache that fetches ahead."""
+        if cache is None or not cache.ahead_bytes:
+            return []
+        files = [self.files[number] for number in np.unique(np.searchsorted(self.ends, record_ids, side="right"))]
+        return [RemoteFile(cache, file.path, file.compression, file.num_bytes) for file in files if file.is_cached]
 
     def names(self) -> list[str]:
         """Returns the paths and URLs of the files, in record id order."""
@@ -478,6 +483,10 @@ class ShardReader(Generic[S, T]):
 
     def _checked(self, shard: S) -> T:
         return self._pool.checked(shard, lambda: self._check(shard, self._pool.descriptor(shard, self._cache)))
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
+        """See :class:`meshfeed._src.base.hooks.CachesFiles`."""
+        return self.shards.cached_files(record_ids, self._cache)
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""

@@ -29,7 +29,7 @@ from meshfeed._src.sources.files.shards import (
 from meshfeed._src.sources.mds.encodings import Column, Layout, check_columns, check_stackable, decoder, stack
 
 if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import ShardCache
+    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
 _INDEX = "index.json"
 _WORD = np.dtype("<u4")
@@ -208,6 +208,10 @@ class MDS:
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the shard that contains a record."""
         return self._reader.shards.file_of(record_id)
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
+        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
+        return self._reader.cached_files(record_ids)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: shards, columns, number of records, and a digest of 4 records spread over the source."""

@@ -318,6 +318,16 @@ class RandomMixture:
             parts.append((name, rows, tree))
         return self._joiner.join(parts, len(ids), whole=columns is None)
 
+    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile]:
+        """Returns the files that hold these records and are read through a cache; reads nothing."""
+        numbers, ids = split_ids(record_ids)
+        found: list[hooks.CachedFile] = []
+        for number, rows in group_by(numbers):
+            component = hooks.find(self._sources[number], hooks.CachesFiles)
+            if component is not None:
+                found += component.cached_files(ids[rows])
+        return found
+
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
         number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)

@@ -1,0 +1,150 @@
+"""Fetches files ahead of the reads of a reader, in the order in which its coming batches need them.
+
+The record ids of a host's coming batches are arithmetic, so the files that hold them are known in order. A
+:class:`FetchAhead` keeps the nearest of them on disk, and tells their cache when each file is needed next: the cache then
+evicts the file whose next use is farthest (Belady's rule), and never one that is needed sooner than what it fetches.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator
+
+from meshfeed._src.base.hooks import CachedFile
+from meshfeed._src.base.threads import Background, Threads, WakeUp
+
+_log = logging.getLogger("meshfeed.ahead")
+_NUM_THREADS = 4
+_MAX_USES = 1 << 16  # coming uses kept in memory
+_SCANNED_AT_ONCE = 256
+_RECHECK_SECONDS = 5.0  # after which files that other processes evicted are noticed
+
+
+class FetchAhead:
+    """Keeps the files that the coming batches need next on a local disk.
+
+    Args:
+      plan: the files that each batch of this reader needs, from its first batch on; computed lazily, on a thread of this
+        object.
+    """
+
+    def __init__(self, plan: Iterator[Iterable[CachedFile]]) -> None:
+        self._plan = plan
+        self._uses: dict[CachedFile, collections.deque[int]] = {}  # the batches that need a file, ascending
+        self._num_uses = self._bytes = 0  # the sum of their lengths, and the size of the files
+        self._scanned = self._reached = 0
+        self._here: set[CachedFile] = set()
+        self._under_way: set[CachedFile] = set()
+        self._failed: set[CachedFile] = set()
+        self._checked_at = time.monotonic()
+        self._ended = self._closed = False
+        self._events = 0
+        self._wake = WakeUp()
+        self._threads = Threads(_NUM_THREADS, "meshfeed-ahead")
+        self._thread = Background(self._run, "meshfeed-ahead-plan")
+
+    def reached(self, batch: int) -> None:
+        """Call it before the reader reads batch ``batch``, counted from its first; starts the threads."""
+        self._reached = batch
+        self._thread.start()
+        self._notify()
+
+    def next_use(self, file: CachedFile) -> float:
+        """Returns when a file is needed next, in batches from now; infinity if that is not known."""
+        uses = self._uses.get(file)
+        try:
+            return max(0, uses[0] - self._reached) if uses else math.inf
+        except IndexError:  # another thread has just dropped the last one
+            return math.inf
+
+    def close(self) -> None:
+        """Ends the threads; fetches under way go on until they are done."""
+        self._closed = True
+        self._notify()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _notify(self) -> None:
+        self._events += 1
+        self._wake.ring()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                started, seen = time.monotonic(), self._events
+                self._scan()
+                self._forget()
+                self._submit()
+                # At most a tenth of the time, however many files there are: the reads need the interpreter too.
+                time.sleep(min(1.0, 9 * (time.monotonic() - started)))
+                if self._is_far_enough():
+                    self._wake.wait(lambda seen=seen: self._closed or self._events != seen)
+        except Exception as error:  # the reads fetch by themselves
+            _log.warning("fetching ahead has ended: %s: %s", type(error).__name__, error)
+
+    def _is_far_enough(self) -> bool:
+        """Whether the known uses fill the cache and what is fetched ahead, or the plan has ended."""
+        if self._ended or self._num_uses >= _MAX_USES:
+            return True
+        return bool(self._uses) and self._bytes > next(iter(self._uses)).plan_bytes
+
+    def _scan(self) -> None:
+        for _ in range(_SCANNED_AT_ONCE):
+            if self._is_far_enough():
+                return
+            files = next(self._plan, None)
+            if files is None:
+                self._ended = True
+                return
+            for file in files:
+                if file not in self._uses:
+                    self._uses[file] = collections.deque()
+                    self._bytes += file.num_bytes
+                    file.follow(self.next_use)
+                self._uses[file].append(self._scanned)
+                self._num_uses += 1
+            self._scanned += 1
+
+    def _forget(self) -> None:
+        """Drops the uses that have passed."""
+        for file, uses in list(self._uses.items()):
+            while uses and uses[0] < self._reached:
+                uses.popleft()
+                self._num_uses -= 1
+            if not uses:
+                del self._uses[file]
+                self._bytes -= file.num_bytes
+
+    def _submit(self) -> None:
+        """Starts to fetch the files that are needed next and are missing."""
+        if time.monotonic() - self._checked_at > _RECHECK_SECONDS:
+            self._here, self._failed, self._checked_at = set(), set(), time.monotonic()
+        near = self._near()
+        self._here &= set(near)  # what is not needed soon may be evicted
+        for file in near:
+            if file in self._here or file in self._failed or file in self._under_way:
+                continue
+            if file.is_here():
+                self._here.add(file)
+            elif len(self._under_way) < _NUM_THREADS:
+                self._under_way.add(file)
+                self._threads.submit(self._fetch, file)
+
+    def _near(self) -> list[CachedFile]:
+        """Returns the files that are needed next, up to the number of bytes to keep ahead."""
+        files = sorted(self._uses, key=self.next_use)
+        sizes = itertools.accumulate(file.num_bytes for file in files)
+        return [file for file, size in zip(files, sizes, strict=True) if size <= file.ahead_bytes] or files[:1]
+
+    def _fetch(self, file: CachedFile) -> None:
+        try:
+            found = not self._closed and file.fetch(self.next_use(file))
+        except Exception as error:  # the read that needs the file raises it
+            _log.debug("fetching ahead failed: %s: %s", type(error).__name__, error)
+            found = False
+        (self._here if found else self._failed).add(file)
+        self._under_way.discard(file)
+        self._notify()

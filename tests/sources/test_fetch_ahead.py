@@ -1,0 +1,225 @@
+"""Files are fetched before the batches that need them, and the copy that is needed last makes room."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshfeed
+from meshfeed import SettingsError, ShardCache
+from meshfeed._src.reading.ahead import FetchAhead
+from meshfeed._src.sources.files.shard_cache import RemoteFile
+
+fsspec = pytest.importorskip("fsspec")
+pa = pytest.importorskip("pyarrow")
+import pyarrow.parquet as pq  # noqa: E402
+
+SHARDS, ROWS = 8, 32
+
+
+@pytest.fixture
+def store(tmp_path: pathlib.Path) -> Any:
+    """A store that records what is fetched, and from which thread."""
+    memory = fsspec.filesystem("memory")
+    for shard in range(SHARDS):
+        path = tmp_path / "rows.parquet"
+        pq.write_table(pa.table({"x": np.arange(shard * ROWS, (shard + 1) * ROWS)}), path)
+        memory.pipe(f"/ahead/{shard}.parquet", path.read_bytes())
+    yield memory
+    memory.rm("/ahead", recursive=True)
+
+
+@pytest.fixture
+def fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The shards in the order of their fetches, and whether each was fetched ahead."""
+    found: list[tuple[int, bool]] = []
+    get_file = type(store).get_file
+
+    def get(self: Any, remote: str, local: str, *args: Any, **kwargs: Any) -> Any:
+        found.append((int(remote.rsplit("/", 1)[1][0]), "ahead" in threading.current_thread().name))
+        return get_file(self, remote, local, *args, **kwargs)
+
+    monkeypatch.setattr(type(store), "get_file", get)
+    return found
+
+
+def urls() -> list[str]:
+    return [f"memory://ahead/{shard}.parquet" for shard in range(SHARDS)]
+
+
+def make_feed(cache: ShardCache, **settings: Any) -> Any:
+    import jax
+
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    source = meshfeed.sources.Parquet(urls(), cache=cache)
+    return meshfeed.Feed(source, mesh, **{"global_batch_size": 8, "prefetch": 0, **settings})
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_coming_shards_are_fetched_in_order_and_once(fetched: list[tuple[int, bool]], tmp_path: pathlib.Path) -> None:
+    cache = ShardCache(tmp_path / "cache")
+    with make_feed(cache) as feed:
+        del fetched[:]  # the fingerprint reads four records
+        cache.directory.joinpath("x").touch()
+        for _ in range(2):
+            next(feed)
+        until(lambda: len(list(cache.directory.glob("*.parquet"))) == SHARDS)
+        values = np.concatenate([np.asarray(batch["x"]) for batch in feed])
+    assert values.tolist() == list(range(16, SHARDS * ROWS))
+    assert len(set(fetched)) == len(fetched)
+    assert all(ahead for _, ahead in fetched)
+    stats = cache.stats()
+    assert stats.fetched == SHARDS
+    assert stats.fetched_ahead == len(fetched)
+    assert stats.hits > 0
+    assert stats.fetched_bytes == sum(path.stat().st_size for path in cache.directory.glob("*.parquet"))
+
+
+def test_after_a_resume_only_what_is_still_needed_is_fetched(store: Any, tmp_path: pathlib.Path) -> None:
+    with make_feed(ShardCache(tmp_path / "one", ahead_bytes=0)) as feed:
+        for _ in range(5 * ROWS // 8):
+            next(feed)
+        state = feed.get_state()
+    cache = ShardCache(tmp_path / "two")
+    with make_feed(cache) as feed:
+        first = {path.name[-9:] for path in cache.directory.glob("*.parquet")}  # the fingerprint's
+        feed.set_state(state)
+        values = np.concatenate([np.asarray(batch["x"]) for batch in feed])
+    assert values.tolist() == list(range(5 * ROWS, SHARDS * ROWS))
+    here = {path.name[-9:] for path in cache.directory.glob("*.parquet")}
+    assert here - first <= {f"{shard}.parquet" for shard in range(5, SHARDS)}
+
+
+def test_shards_of_a_mixture_are_fetched_ahead_too(fetched: list[tuple[int, bool]], tmp_path: pathlib.Path) -> None:
+    import jax
+
+    cache = ShardCache(tmp_path / "cache")
+    parts = {name: meshfeed.sources.Parquet(urls()[name == "b" :: 2], cache=cache) for name in "ab"}
+    mixture = meshfeed.sources.Mixture(parts, weights={"a": 1, "b": 1})
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with meshfeed.Feed(mixture, mesh, global_batch_size=8, prefetch=0) as feed:
+        del fetched[:]
+        for _ in range(2):
+            next(feed)
+        until(lambda: cache.stats().fetched == SHARDS)
+    assert all(ahead for _, ahead in fetched)
+
+
+def test_nothing_is_fetched_ahead_if_ahead_bytes_is_0(fetched: list[tuple[int, bool]], tmp_path: pathlib.Path) -> None:
+    with make_feed(ShardCache(tmp_path / "cache", ahead_bytes=0)) as feed:
+        assert len(list(feed)) == SHARDS * ROWS // 8
+    assert not any(ahead for _, ahead in fetched)
+
+
+class Needed:
+    """When each shard is needed next."""
+
+    def __init__(self, uses: dict[str, float]) -> None:
+        self.uses = uses
+
+    def next_use(self, file: Any) -> float:
+        return self.uses.get(file.url, math.inf)
+
+
+def test_the_copy_that_is_needed_last_makes_room(store: Any, tmp_path: pathlib.Path) -> None:
+    size = store.size("/ahead/0.parquet")
+    cache = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
+    needed = Needed(dict(zip(urls(), [2.0, 9.0, 1.0, 5.0, 3.0], strict=False)))
+    files = [RemoteFile(cache, url, None, size) for url in urls()]
+    files[0].follow(needed.next_use)
+    for file in files[:3]:
+        assert file.fetch(0)
+    assert files[3].fetch(5.0)  # drops 1, which is needed at 9, although 0 was opened before
+    assert [file.is_here() for file in files[:4]] == [True, False, True, True]
+    assert not files[1].fetch(9.0)  # nothing here is needed later
+    assert [file.is_here() for file in files[:4]] == [True, False, True, True]
+    with cache.open(urls()[5]):  # a read may evict anything: 3, needed at 5
+        assert [file.is_here() for file in files[:4]] == [True, False, True, False]
+    assert not files[1].fetch(9.0) or not files[5].is_here()  # 5 is not in the plan, so it goes first
+    assert cache.stats().evicted == 3
+    del needed
+
+
+def test_an_epoch_through_a_small_cache_evicts_nothing_early(
+    fetched: list[tuple[int, bool]], store: Any, tmp_path: pathlib.Path
+) -> None:
+    size = store.size("/ahead/0.parquet")
+    with make_feed(ShardCache(tmp_path / "cache", max_bytes=4 * size), num_epochs=2) as feed:
+        del fetched[:]
+        values = np.concatenate([np.asarray(batch["x"]) for batch in feed])
+    assert values.tolist() == [*range(SHARDS * ROWS)] * 2
+    assert len(fetched) <= 2 * SHARDS
+
+
+def test_a_fetch_that_fails_is_left_to_the_read(store: Any, tmp_path: pathlib.Path) -> None:
+    with make_feed(ShardCache(tmp_path / "cache", retry=meshfeed.Retry(attempts=1))) as feed:
+        next(feed)
+        store.rm("/ahead/6.parquet")
+        with pytest.raises(meshfeed.SourceError, match=r"6\.parquet"):
+            for _ in feed:
+                pass
+        assert feed.step == 6 * ROWS // 8
+
+
+def test_threads_end_with_the_reader(store: Any, tmp_path: pathlib.Path) -> None:
+    def running() -> bool:
+        return any("meshfeed-ahead" in thread.name for thread in threading.enumerate())
+
+    feed = make_feed(ShardCache(tmp_path / "cache"))
+    for _ in range(3):
+        next(feed)
+    until(running)
+    feed.close()
+    until(lambda: not running())
+
+
+def test_the_nearest_files_come_first_and_within_the_limit() -> None:
+    class File:
+        ahead_bytes, plan_bytes, num_bytes = 25, 100, 10
+
+        def __init__(self, name: int) -> None:
+            self.name = name
+
+        def follow(self, next_use: Any) -> None:
+            pass
+
+        def is_here(self) -> bool:
+            return False
+
+        def fetch(self, next_use: float) -> bool:
+            order.append((self.name, next_use))
+            return True
+
+    order: list[tuple[int, float]] = []
+    files = [File(name) for name in range(9)]
+    ahead = FetchAhead(iter([[file] for file in files]))
+    ahead.reached(1)
+    until(lambda: len(order) == 2)
+    assert sorted(order) == [(1, 0), (2, 1)]
+    ahead.reached(2)
+    until(lambda: len(order) == 3)
+    assert order[-1] == (3, 1)
+    ahead.close()
+
+
+def test_settings_and_pickle(tmp_path: pathlib.Path) -> None:
+    for value in (-1, 1.5, True):
+        with pytest.raises(SettingsError, match="ahead_bytes="):
+            ShardCache(tmp_path, ahead_bytes=value)  # type: ignore[arg-type]
+    assert ShardCache(tmp_path, max_bytes=10).ahead_bytes == 5
+    again = pickle.loads(pickle.dumps(ShardCache(tmp_path, ahead_bytes=7)))
+    assert (again.ahead_bytes, again.stats().hits) == (7, 0)
