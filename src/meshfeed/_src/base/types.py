@@ -157,6 +157,25 @@ class HostBatchSource(Protocol):
         ...
 
 
+class Device(Protocol):
+    """A ``jax.Device``, or a fake one of :mod:`meshfeed.testing`."""
+
+    @property
+    def id(self) -> int:
+        """Index of the device, unique over all hosts."""
+        ...
+
+    @property
+    def process_index(self) -> int:
+        """The host to which the device belongs."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """Such as ``"cpu"`` or ``"tpu"``."""
+        ...
+
+
 Decode: TypeAlias = Callable[..., Record]
 DecodeBatch: TypeAlias = Callable[..., PyTree]
 RecordIds: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"

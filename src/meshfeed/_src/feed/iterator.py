@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -565,7 +565,7 @@ class Feed:
           SettingsError: ``step`` is not an integer.
           SourceError: the source is not random-access.
         """
-        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+        if isinstance(step, bool) or not isinstance(cast("object", step), int | np.integer):
             raise SettingsError(f"record_ids({step!r}); it takes an int of at least 0.", setting="step")
         return self._stream.record_ids(self._cursor, int(step))
 

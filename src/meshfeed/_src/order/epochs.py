@@ -95,7 +95,7 @@ def _network(num_records: int, key: int) -> _Network:
     bits = (num_records - 1).bit_length()
     column_bits = max(bits // 2, bits - 24)  # at most 2**24 rows, which 32 hash bits select with negligible bias
     rows = (num_records + (1 << column_bits) - 1) >> column_bits
-    constants = []
+    constants: list[_Uint64Array] = []
     for index in range(4 * _ROUND_PAIRS):
         constant = mix64(key ^ mix64(index))
         constants.append(_u64(constant if index % 2 else constant | 1))  # an odd multiplier is a bijection mod 2**64
@@ -218,7 +218,7 @@ class EpochOrder:
         """Number of records in the whole stream; None if it never ends."""
         return None if self.num_epochs is None else self.num_records * self.num_epochs
 
-    def config(self) -> JsonValue:
+    def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order, as JSON."""
         return {"algorithm": ALGORITHM, "version": VERSION, "shuffle": self.shuffle, "seed": self.seed}
 
@@ -257,7 +257,7 @@ class EpochOrder:
         record_ids = np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
             here = np.flatnonzero(epochs == epoch)
-            record_ids[here] = self._compute_ids(epoch, offsets[here])
+            record_ids[here] = self.ids_in_epoch(epoch, offsets[here])
         return record_ids, epochs
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
@@ -287,13 +287,14 @@ class EpochOrder:
             return offsets
         first, last = low // _TABLE_RECORDS, high // _TABLE_RECORDS
         if last - first > 1 or high - low >= _TABLE_RECORDS:
-            return self._compute_ids(epoch, offsets)
+            return self.ids_in_epoch(epoch, offsets)
         chunk = _chunk(self, epoch, first)
         if last > first:
             chunk = np.concatenate([chunk, _chunk(self, epoch, last)])
         return chunk[offsets - first * _TABLE_RECORDS]
 
-    def _compute_ids(self, epoch: int, offsets: RecordIds) -> RecordIds:
+    def ids_in_epoch(self, epoch: int, offsets: RecordIds) -> RecordIds:
+        """Returns the record ids at offsets within one epoch, computed anew; int64 ``[n]``."""
         if self._block_records is None:
             return permute(offsets, self.num_records, self._epoch_key(epoch))
         return _blocked_ids(offsets, self.num_records, self._block_records, self.seed, epoch)
@@ -313,7 +314,7 @@ def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
     """Ids of one aligned chunk of an epoch; cached because a small batch takes as long as a whole chunk."""
     start = chunk_index * _TABLE_RECORDS
     offsets = np.arange(start, min(start + _TABLE_RECORDS, order.num_records), dtype=np.int64)
-    record_ids = order._compute_ids(epoch, offsets)
+    record_ids = order.ids_in_epoch(epoch, offsets)
     record_ids.flags.writeable = False  # shared by all callers through the cache
     return record_ids
 
@@ -389,5 +390,5 @@ def replacement_id(seed: int, epoch: int, record_id: int, attempt: int, num_reco
     return (record_id + 1 + int(step[0])) % num_records
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))

@@ -22,7 +22,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,7 +32,10 @@ from meshfeed._src.order.epochs import ALGORITHM, EpochOrder, derive_key, sorted
 
 _log = logging.getLogger("meshfeed.mixture")
 
+Ids = TypeVar("Ids", int, RecordIds)
 Weights = Mapping[str, float]
+GivenWeights = Weights | Sequence[tuple[int, Weights]]
+"""Weights as users pass them; :func:`parse_weights` rejects everything else."""
 StagedWeights = tuple[tuple[int, dict[str, float]], ...]
 """(first step, weights) pairs, the first at step 0."""
 
@@ -58,19 +61,18 @@ class Stage:
         return [self.first_step, self.first_position, dict(self.weights)]
 
 
-def parse_weights(weights: Any, names: Sequence[str]) -> StagedWeights:
+def parse_weights(weights: GivenWeights, names: Sequence[str]) -> StagedWeights:
     """Converts the user's weights to stages, without components of weight 0.
 
     Raises:
       SettingsError: the weights have neither form, a name is unknown, a weight is not a finite number of at least 0,
         or all weights of a stage are 0.
     """
-    if isinstance(weights, Mapping):
-        weights = [(0, weights)]
-    if not isinstance(weights, Sequence) or isinstance(weights, str) or not weights:
+    given = cast("object", [(0, weights)] if isinstance(weights, Mapping) else weights)  # not checked so far
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise SettingsError(f"weights={weights!r}; it takes {_TAKES}.", setting="weights")
     stages: list[tuple[int, dict[str, float]]] = []
-    for entry in weights:
+    for entry in cast("Sequence[tuple[int, Weights]]", given):
         if not _is_stage(entry):
             raise SettingsError(f"weights has the stage {entry!r}; it takes {_TAKES}.", setting="weights")
         first_step = int(entry[0])
@@ -86,7 +88,7 @@ def parse_weights(weights: Any, names: Sequence[str]) -> StagedWeights:
 
 def nest_stages(stages: StagedWeights, name: str, inner: StagedWeights) -> StagedWeights:
     """Replaces the component ``name`` by those of a mixture, named ``name/component``, which share its weight."""
-    found = []
+    found: list[tuple[int, dict[str, float]]] = []
     for step in sorted({step for step, _ in (*stages, *inner)}):
         outer_weights, inner_weights = (
             next(weights for first, weights in reversed(group) if first <= step) for group in (stages, inner)
@@ -103,7 +105,7 @@ def nest_stages(stages: StagedWeights, name: str, inner: StagedWeights) -> Stage
     return tuple(found)
 
 
-def check_all_named(weights: Any, names: Sequence[str]) -> None:
+def check_all_named(weights: GivenWeights, names: Sequence[str]) -> None:
     """Reports components missing from the weights, which would never be read.
 
     With stages this is only a warning, because the component may be meant for a stage added later. To exclude a
@@ -112,12 +114,12 @@ def check_all_named(weights: Any, names: Sequence[str]) -> None:
     Raises:
       SettingsError: weights of the form ``{name: weight}`` omit a component.
     """
-    plain = isinstance(weights, Mapping)
-    named = set(weights) if plain else {name for _, stage in weights for name in stage}
+    stages = [(0, weights)] if isinstance(weights, Mapping) else weights
+    named = {name for _, stage in stages for name in stage}
     forgotten = ", ".join(repr(name) for name in names if name not in named)
     if not forgotten:
         return
-    if not plain:
+    if not isinstance(weights, Mapping):
         _log.warning("no stage of weights names the component %s: it will not be read before one does.", forgotten)
         return
     complete = {name: weights.get(name, 1) for name in names}
@@ -128,13 +130,17 @@ def check_all_named(weights: Any, names: Sequence[str]) -> None:
     )
 
 
-def _is_stage(entry: Any) -> bool:
-    if not isinstance(entry, list | tuple) or len(entry) != 2 or not isinstance(entry[1], Mapping):
-        return False
-    return isinstance(entry[0], int | np.integer) and not isinstance(entry[0], bool) and int(entry[0]) >= 0
+def _is_stage(entry: object) -> bool:
+    match entry:
+        case [bool(), object()]:
+            return False
+        case [int() | np.integer() as step, Mapping()]:
+            return int(step) >= 0
+        case _:
+            return False
 
 
-def _check_weights(weights: Mapping[Any, Any], names: Sequence[str]) -> dict[str, float]:
+def _check_weights(weights: Mapping[str, object], names: Sequence[str]) -> dict[str, float]:
     checked: dict[str, float] = {}
     for name, weight in weights.items():
         if name not in names:
@@ -142,8 +148,7 @@ def _check_weights(weights: Mapping[Any, Any], names: Sequence[str]) -> dict[str
                 f"weights names {name!r}, which is no component; the components are {', '.join(map(repr, names))}.",
                 setting="weights",
             )
-        real = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        if not real or not 0 <= float(weight) < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
             raise SettingsError(
                 f"weights has {weight!r} for {name!r}; a weight is a finite number of at least 0.", setting="weights"
             )
@@ -179,7 +184,7 @@ def block_counts(weights: Weights, names: Sequence[str], block: int) -> tuple[in
     return tuple(counts.get(name, 0) for name in names)
 
 
-def write_stages(stages: Sequence[tuple[Any, Weights]]) -> str:
+def write_stages(stages: Sequence[tuple[object, Weights]]) -> str:
     """Formats stages as the Python source of the keyword, for messages."""
     return "weights=[" + ", ".join(f"({step}, {dict(weights)!r})" for step, weights in stages) + "]"
 
@@ -249,7 +254,7 @@ def _raise_changed(
 ) -> None:
     in_force = [stage for stage in now if stage.first_position <= position][-1]
     later = [stage for stage in now if stage.first_position > position]
-    stages: list[tuple[Any, Weights]] = [(stage.first_step, stage.weights) for stage in begun]
+    stages: list[tuple[object, Weights]] = [(stage.first_step, stage.weights) for stage in begun]
     if not _same_stage(dataclasses.replace(in_force, first_position=begun[-1].first_position), begun[-1]):
         stages.append(("<the next step>" if step is None else step, in_force.weights))
     stages += [(stage.first_step, stage.weights) for stage in later]
@@ -262,7 +267,9 @@ def _raise_changed(
     )
 
 
-def _check_components(used: Sequence[str], saved: Mapping[str, tuple[int, Any]], current: Sequence[Any]) -> None:
+def _check_components(
+    used: Sequence[str], saved: Mapping[str, tuple[int, JsonValue]], current: Sequence[JsonValue]
+) -> None:
     here = {entry[0]: (number, entry[1]) for number, entry in enumerate(current)}
     order = list(saved)
     for name in used:
@@ -282,8 +289,9 @@ def _check_components(used: Sequence[str], saved: Mapping[str, tuple[int, Any]],
             )
         if new_identity != identity:
             if isinstance(identity, dict) and isinstance(new_identity, dict):
-                part = next(k for k in {**identity, **new_identity} if identity.get(k) != new_identity.get(k))
-                field, identity, new_identity = f"{field}.{part}", identity.get(part), new_identity.get(part)
+                old, new = cast("dict[str, JsonValue]", identity), cast("dict[str, JsonValue]", new_identity)
+                part = next(name for name in {**old, **new} if old.get(name) != new.get(name))
+                field, identity, new_identity = f"{field}.{part}", old.get(part), new.get(part)
             raise StateMismatchError(
                 field,
                 identity,
@@ -299,8 +307,8 @@ COMPONENT_SHIFT = 48
 _LAYOUT, _COMPONENT_SEED = 101, 102  # purpose of a derived key; disjoint from those of epochs.py
 
 
-def join_ids(component: Any, record_ids: Any) -> Any:
-    """Combines component numbers and record ids within the components into mixture ids."""
+def join_ids(component: int, record_ids: Ids) -> Ids:
+    """Combines a component's number and record ids within it into mixture ids."""
     return (component << COMPONENT_SHIFT) | record_ids
 
 
@@ -494,7 +502,7 @@ class MixtureOrder:
             times = [count * (repeat or {}).get(name, 1) for name, count in num_records.items()]
             self.total = self._blocks.total(times, num_epochs, on_end)
 
-    def config(self) -> JsonValue:
+    def config(self) -> dict[str, JsonValue]:
         """The part of the fingerprint that describes the order, as JSON; :func:`check_stages` checks ``mixture``."""
         shuffle = self._orders[0].shuffle
         return {

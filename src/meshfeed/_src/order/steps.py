@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from typing import cast
 
 from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.settings import BatchSchedule
+from meshfeed._src.base.types import JsonValue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ class StepSchedule:
         return [[s.first_step, s.first_position, s.size] for s in self.delivered(step)]
 
 
-def parse_segments(raw: object) -> tuple[Segment, ...]:
+def parse_segments(raw: JsonValue) -> tuple[Segment, ...]:
     """Parses and validates the segments of a state.
 
     Raises:
@@ -101,14 +103,8 @@ def parse_segments(raw: object) -> tuple[Segment, ...]:
     if not isinstance(raw, list):
         raise StateMismatchError("segments", raw, expected, remedy)
     segments: list[Segment] = []
-    for entry in raw:
-        good = (
-            isinstance(entry, list)
-            and len(entry) == 3
-            and all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in entry)
-            and entry[2] >= 1
-        )
-        if not good:
+    for entry in cast("list[JsonValue]", raw):
+        if not _is_segment(entry):
             raise StateMismatchError("segments", entry, expected, remedy)
         segment = Segment(*entry)
         if segments:
@@ -121,6 +117,11 @@ def parse_segments(raw: object) -> tuple[Segment, ...]:
             raise StateMismatchError("segments", raw, "segments that begin at 0 and join without a gap", remedy)
         segments.append(segment)
     return tuple(segments)
+
+
+def _is_segment(entry: JsonValue) -> bool:
+    numbers = cast("list[JsonValue]", entry) if isinstance(entry, list) else []
+    return len(numbers) == 3 and all(type(number) is int and number >= 0 for number in numbers) and numbers[2] >= 1
 
 
 def position_at(segments: tuple[Segment, ...], step: int) -> int:

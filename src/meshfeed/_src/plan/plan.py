@@ -15,19 +15,18 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from meshfeed._src.base.errors import PlanError
-from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds
+from meshfeed._src.base.types import ColumnSlices, Device, PyTree, RecordIds
 from meshfeed._src.plan.shardings import (
     axes_of,
     broadcast_shardings,
     check_divisible,
     cut_spec,
+    device_indices,
     normalize_sharding,
     participants,
     sharded_dimensions,
@@ -60,7 +59,7 @@ class Block:
       local: the block's slices of the host array, which holds the plan's rows and the leaf's columns.
     """
 
-    device: Any  # a jax.Device, or a fake one
+    device: Device
     index: tuple[slice, ...]
     local: tuple[slice, ...]
 
@@ -107,7 +106,7 @@ class HostPlan:
     row_ranges: tuple[RowRange, ...]
     # Feeds plan the same few leaves for every batch.
     _leaves: dict[tuple[NamedSharding, tuple[int, ...]], LeafPlan] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+        default_factory=dict["tuple[NamedSharding, tuple[int, ...]]", LeafPlan], init=False, repr=False, compare=False
     )
 
     @functools.cached_property
@@ -169,7 +168,7 @@ class HostPlan:
         # The map may contain slice(None); later arithmetic needs explicit bounds.
         indices = [
             (device, tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, global_shape, strict=True)))
-            for device, index in sharding.devices_indices_map(global_shape).items()
+            for device, index in device_indices(sharding, global_shape).items()
             if device.process_index == self.process_index
         ]
         columns = tuple(
@@ -212,7 +211,7 @@ def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> Hos
       PlanError: the batch size is not divisible by the mesh axes of a sharding.
     """
     # Truncated to the rows, many leaves share one sharding.
-    shardings = sharding_leaves(jax.tree.map(lambda sharding: cut_spec(sharding, 1), prefix))
+    shardings = list(dict.fromkeys(cut_spec(sharding, 1) for sharding in sharding_leaves(prefix)))
     over = [axes_of(sharding.spec[0]) if len(sharding.spec) else () for sharding in shardings]
     parts = [
         math.prod(sharding.mesh.shape[axis] for axis in axes) for sharding, axes in zip(shardings, over, strict=True)
@@ -222,7 +221,7 @@ def plan_host(prefix: PyTree, global_batch_size: int, process_index: int) -> Hos
         check_divisible("the global batch", global_batch_size, axes, sharding.mesh.shape, multiple=math.lcm(*parts))
     ranges: list[RowRange] = []
     for sharding in shardings:
-        index_of = sharding.devices_indices_map((global_batch_size,))
+        index_of = device_indices(sharding, (global_batch_size,))
         # A set, because replicated devices hold the same rows.
         held = {
             index[0].indices(global_batch_size)[:2] for d, index in index_of.items() if d.process_index == process_index

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.trees import flatten, flatten_with_paths
+from meshfeed._src.base.types import Device, PyTree
 
 _TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings"
 
@@ -28,13 +29,13 @@ def normalize_sharding(sharding: PyTree) -> PyTree:
         unreduced spec).
       PlanError: a mesh has no devices.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(sharding)
+    paths, treedef = flatten_with_paths(sharding)
     if not paths:
         raise SettingsError(f"sharding={sharding!r} holds no sharding. {_TAKES}.", setting="sharding")
-    return jax.tree.unflatten(treedef, [_normalize_leaf(leaf, jax.tree_util.keystr(path)) for path, leaf in paths])
+    return treedef.unflatten([_normalize_leaf(leaf, path) for path, leaf in paths])
 
 
-def _normalize_leaf(leaf: Any, path: str) -> NamedSharding:
+def _normalize_leaf(leaf: object, path: str) -> NamedSharding:
     where = f"sharding{path}"
     if isinstance(leaf, Mesh):
         leaf = NamedSharding(leaf, PartitionSpec(leaf.axis_names))
@@ -82,7 +83,8 @@ def cut_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """
     if len(sharding.spec) <= ndim:
         return sharding
-    return sharding.update(spec=PartitionSpec(*tuple(sharding.spec)[:ndim]))
+    cut: NamedSharding = cast("Any", sharding).update(spec=PartitionSpec(*tuple(sharding.spec)[:ndim]))
+    return cut
 
 
 def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
@@ -96,13 +98,17 @@ def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
       SourceError: ``prefix`` is not a prefix of ``tree``; names the first difference.
     """
     leaves: list[NamedSharding] = []
+
+    def apply(sharding: NamedSharding, part: PyTree) -> None:
+        leaves.extend([sharding] * len(jax.tree.leaves(part)))
+
     try:
-        jax.tree.map(lambda sharding, part: leaves.extend([sharding] * len(jax.tree.leaves(part))), prefix, tree)
+        jax.tree.map(apply, prefix, tree)
     except (ValueError, TypeError, KeyError) as error:
         where = _first_difference(prefix, tree, "") or str(error)
         raise SourceError(
             f"the pytree of shardings is not a prefix of the batch: {where}. Received a batch of structure "
-            f"{jax.tree.structure(tree)}; shardings {jax.tree.structure(prefix)}. Give one sharding for each of those "
+            f"{flatten(tree)[1]}; shardings {flatten(prefix)[1]}. Give one sharding for each of those "
             f"parts, or one NamedSharding for the whole batch."
         ) from error
     return leaves
@@ -110,8 +116,7 @@ def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
 
 def _children(node: PyTree) -> dict[str, PyTree]:
     """Direct children by key path; empty for a leaf."""
-    below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda part: part is not node)[0]
-    return {jax.tree_util.keystr(path): child for path, child in below if path}
+    return {path: child for path, child in flatten_with_paths(node, lambda part: part is not node)[0] if path}
 
 
 def _first_difference(prefix: PyTree, tree: PyTree, path: str) -> str:
@@ -133,7 +138,7 @@ def _first_difference(prefix: PyTree, tree: PyTree, path: str) -> str:
     return ""
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def axes_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns the mesh axes of one entry of a spec: None, an axis, or a tuple of axes."""
     if entry is None:
         return ()
@@ -170,6 +175,12 @@ def check_divisible(
         f"{what} of size {size} cannot be divided evenly over {over}. Sizes nearest to it that can: {works}. Change "
         f"the size, or divide it over fewer axes."
     )
+
+
+def device_indices(sharding: NamedSharding, global_shape: tuple[int, ...]) -> Mapping[Device, tuple[slice, ...]]:
+    """``sharding.devices_indices_map``: the index of each device's block, in the order of the sharding's devices."""
+    indices: Mapping[Device, tuple[slice, ...]] = cast("Any", sharding).devices_indices_map(global_shape)
+    return indices
 
 
 def sharded_dimensions(sharding: NamedSharding, ndim: int) -> Iterator[tuple[int, tuple[str, ...]]]:

@@ -40,7 +40,7 @@ class PlanTable:
     def row_ranges(self) -> list[tuple[tuple[int, int], ...]]:
         """The row ranges of each host, as in ``HostPlan.row_ranges``."""
         ends = np.searchsorted(self.range_host, np.arange(self.num_hosts + 1)).tolist()
-        pairs = list(map(tuple, self.ranges.tolist()))
+        pairs: list[tuple[int, int]] = [(first, last) for first, last in self.ranges.tolist()]
         return [tuple(pairs[first:last]) for first, last in itertools.pairwise(ends)]
 
     def num_rows(self) -> _Ints:

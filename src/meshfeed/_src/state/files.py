@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Mapping
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
-from etils import epath
+from etils import epath  # pyright: ignore[reportMissingTypeStubs]
 
 from meshfeed._src.base.coordination import process_index
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, StateMismatchError
@@ -138,6 +138,7 @@ def _read_document(path: epath.Path) -> dict[str, JsonValue]:
         ) from None
     if not isinstance(document, dict) or "meshfeed_iterator" not in document:
         raise DamagedStateError(f"{path}: no state of a feed. {remedy}", path=str(path))
+    document = cast("dict[str, JsonValue]", document)
     bare = {key: value for key, value in document.items() if key != "digest"}
     # Before the version check: a flipped bit in the version must not ask for an upgrade.
     if digest_of(bare) != document.get("digest"):

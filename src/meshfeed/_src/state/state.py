@@ -26,17 +26,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self, cast
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.exact_json import OTHER
-from meshfeed._src.base.types import public
+from meshfeed._src.base.types import JsonValue, public
 
 _SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<after>.*)")
 
 
-def about_files(saved: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str]) -> str:
+def about_files(saved: Mapping[str, JsonValue], current: Mapping[str, JsonValue], names: Sequence[str]) -> str:
     """Describes a change in the number of files, and missing files, as sentences with a trailing space.
 
     Args:
@@ -64,7 +64,7 @@ def missing_shards(names: Iterable[str]) -> list[str]:
         found = _SHARD.fullmatch(os.path.basename(name))
         if found:
             sets.setdefault((found["before"], found["total"], found["after"]), set()).add(found["number"])
-    missing = []
+    missing: list[str] = []
     for (before, total, after), numbers in sets.items():
         # Sets are numbered from 0 or from 1; a file with the number ``total`` implies 1.
         width, first = len(next(iter(numbers))), int(str(int(total)).zfill(len(total)) in numbers)
@@ -90,19 +90,19 @@ _REMEDIES = {
 }
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: JsonValue) -> str:
     """Returns the xxh3-64 of the canonical JSON text of ``value``, in hexadecimal."""
     import xxhash
 
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
-def seal(entry: dict[str, Any]) -> dict[str, Any]:
+def seal(entry: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Returns ``entry`` with its digest added."""
     return {**entry, "digest": digest_of(entry)}
 
 
-def unseal(entry: Any, field: str) -> dict[str, Any]:
+def unseal(entry: JsonValue, field: str) -> dict[str, JsonValue]:
     """Verifies the digest of an entry and returns the entry without it.
 
     Raises:
@@ -111,13 +111,13 @@ def unseal(entry: Any, field: str) -> dict[str, Any]:
     remedy = "The state was changed or damaged; use an earlier checkpoint."
     if not isinstance(entry, dict) or "digest" not in entry:
         raise StateMismatchError(field, entry, "an object with a digest", remedy)
-    bare = {key: value for key, value in entry.items() if key != "digest"}
+    bare = {key: value for key, value in cast("dict[str, JsonValue]", entry).items() if key != "digest"}
     if digest_of(bare) != entry["digest"]:
         raise StateMismatchError(f"{field}.digest", entry["digest"], digest_of(bare), remedy)
     return bare
 
 
-def _shorten(value: Any) -> Any:
+def _shorten(value: object) -> object:
     text = repr(value)
     return value if len(text) <= 80 else text[:77] + "..."
 
@@ -129,18 +129,18 @@ class FeedState:
     kind: str
     position: int
     segments: list[list[int]]
-    fingerprint: dict[str, Any]
+    fingerprint: dict[str, JsonValue]
     step: int | None = None
     num_lanes: int | None = None
-    lanes: dict[str, Any] | None = None
-    hosts: dict[str, Any] | None = None
-    skipped: dict[str, Any] | None = None
+    lanes: dict[str, JsonValue] | None = None
+    hosts: dict[str, JsonValue] | None = None
+    skipped: dict[str, JsonValue] | None = None
     num_skipped: int | None = None
     num_unlisted: dict[str, int] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, JsonValue]:
         """Returns the state as a new JSON value."""
-        value: dict[str, Any] = {
+        value: dict[str, JsonValue] = {
             "meshfeed": 1,
             "kind": self.kind,
             "position": self.position,
@@ -159,7 +159,7 @@ def _needed_version(text: str) -> int:
     return 2 if any(mark in text for mark in _OF_VERSION_2) else 1
 
 
-def parse_state(state: Any) -> FeedState:
+def parse_state(state: JsonValue) -> FeedState:
     """Parses a state and checks its form.
 
     Args:
@@ -179,8 +179,8 @@ def parse_state(state: Any) -> FeedState:
             ) from None
     if not isinstance(state, Mapping):
         raise StateMismatchError("state", _shorten(state), "a JSON object", remedy)
-    state = dict(state)
-    version = state.pop("meshfeed", None)
+    fields: dict[str, JsonValue] = dict(cast("Mapping[str, JsonValue]", state))
+    version = fields.pop("meshfeed", None)
     if not isinstance(version, int) or isinstance(version, bool):
         raise StateMismatchError("meshfeed", version, VERSION, f"This is no state of a feed. {remedy}")
     if version > VERSION:
@@ -189,15 +189,15 @@ def parse_state(state: Any) -> FeedState:
         )
     if version < 1:
         raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {remedy}")
-    required: dict[str, Any] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
-    optional: dict[str, Any] = {
+    required: dict[str, type] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
+    optional: dict[str, type] = {
         "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
         "num_unlisted": dict,
     }  # fmt: skip
     for name, kind in required.items():
-        if name not in state:
+        if name not in fields:
             raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is cut short. {remedy}")
-    for name, value in state.items():
+    for name, value in fields.items():
         kind = required.get(name) or optional.get(name)
         if kind is None:
             raise StateMismatchError(name, _shorten(value), "no such field", remedy)
@@ -206,7 +206,7 @@ def parse_state(state: Any) -> FeedState:
         if kind is int and value >= _MAX_NUMBER:
             raise StateMismatchError(name, value, "a number below 2**62, beyond which no stream goes", remedy)
     for name in ("lanes", "hosts", "skipped", "num_unlisted"):
-        for key, entry in state.get(name, {}).items():
+        for key, entry in fields.get(name, {}).items():
             if not isinstance(key, str) or not key.isdecimal():
                 raise StateMismatchError(f"{name}.{key}", key, "a number", remedy)
             if name == "skipped" and not _is_ledger(entry):
@@ -215,37 +215,43 @@ def parse_state(state: Any) -> FeedState:
                 )
             if name == "num_unlisted" and (type(entry) is not int or entry < 0):
                 raise StateMismatchError(f"{name}.{key}", _shorten(entry), "a number of records", remedy)
-    if state["kind"] not in KINDS:
-        raise StateMismatchError("kind", state["kind"], " or ".join(KINDS), remedy)
-    text = json.dumps(state)
+    if fields["kind"] not in KINDS:
+        raise StateMismatchError("kind", fields["kind"], " or ".join(KINDS), remedy)
+    text = json.dumps(fields)
     if version > (needed := _needed_version(text)):
         raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
     return FeedState(**json.loads(text))  # a deep copy, which the caller cannot change
 
 
-def _is_ledger(entries: Any) -> bool:
-    kinds = (int, int, str, int)
-    return isinstance(entries, list) and all(
-        isinstance(entry, list) and len(entry) == 4 and all(map(isinstance, entry, kinds)) for entry in entries
-    )
+def _is_ledger(entries: JsonValue) -> bool:
+    def is_entry(entry: JsonValue) -> bool:
+        match entry:
+            case [int(), int(), str(), int()]:
+                return True
+            case _:
+                return False
+
+    return isinstance(entries, list) and all(map(is_entry, cast("list[JsonValue]", entries)))
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:
     """Flattens nested dicts into one dict with dotted keys."""
     if isinstance(value, dict) and value:
-        flat: dict[str, Any] = {}
-        for key, item in value.items():
+        flat: dict[str, JsonValue] = {}
+        for key, item in cast("dict[str, JsonValue]", value).items():
             flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
         return flat
     return {prefix: value}
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: JsonValue, right: JsonValue) -> bool:
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # in Python, True == 1
 
 
 def compare_fingerprints(
-    saved: Mapping[str, Any], current: Mapping[str, Any], file_names: Callable[[], Sequence[str]] | None = None
+    saved: Mapping[str, JsonValue],
+    current: Mapping[str, JsonValue],
+    file_names: Callable[[], Sequence[str]] | None = None,
 ) -> None:
     """Checks that a feed with fingerprint ``current`` can resume from a state with fingerprint ``saved``.
 
@@ -282,7 +288,7 @@ def kind_mismatch(saved: str, current: str) -> StateMismatchError:
     return StateMismatchError("kind", saved, current, _REMEDIES["kind"])
 
 
-def _join_entries(part: str, left: Any, right: Any) -> Any:
+def _join_entries(part: str, left: JsonValue, right: JsonValue) -> JsonValue:
     """Merges two hosts' entries of the same lane, host or ledger; None if they contradict each other."""
     if left == right:
         return left
@@ -290,20 +296,22 @@ def _join_entries(part: str, left: Any, right: Any) -> Any:
         # Two hosts that open the same lane may have taken the source's state at different records before the same place
         # in the lane. The entry with the smaller skip resumes fastest.
         fields = ("records", "epoch", "taken", "ended")
-        if isinstance(left, dict) and isinstance(right, dict) and all(left.get(k) == right.get(k) for k in fields):
-            return min(left, right, key=lambda entry: entry.get("skip", 0))
-        return None
+        if not isinstance(left, dict) or not isinstance(right, dict):
+            return None
+        entries = [cast("dict[str, JsonValue]", left), cast("dict[str, JsonValue]", right)]
+        alike = all(entries[0].get(name) == entries[1].get(name) for name in fields)
+        return min(entries, key=lambda entry: entry.get("skip", 0)) if alike else None
     if part == "num_unlisted":
         return max(left, right)
-    if part == "skipped" and isinstance(left, list) and isinstance(right, list):
+    if part == "skipped":
         # Each host appends only to its own ledger, and keeps the other ledgers as restored.
-        longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
+        shorter, longer = sorted((left, right), key=len)
         return longer if longer[: len(shorter)] == shorter else None
     return None
 
 
 @public("meshfeed")
-def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonValue]:
     """Merges the states of several hosts, taken after the same step, into one.
 
     Lanes and host entries of streams are combined, and ledgers of replaced records for every kind of source; all other
@@ -320,13 +328,14 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")
     first = parsed[0]
     remedy = "Merge states that the hosts took after the same step of one feed."
-    joined: dict[str, dict[str, Any]] = {"lanes": {}, "hosts": {}, "skipped": {}, "num_unlisted": {}}
+    joined: dict[str, dict[str, JsonValue]] = {"lanes": {}, "hosts": {}, "skipped": {}, "num_unlisted": {}}
     for state in parsed:
         for name in ("kind", "position", "step", "segments", "num_lanes", "num_skipped", "fingerprint"):
             if getattr(state, name) != getattr(first, name):
                 raise StateMismatchError(name, getattr(first, name), getattr(state, name), remedy)
         for part, target in joined.items():
-            for key, entry in (getattr(state, part) or {}).items():
+            entries: Mapping[str, JsonValue] = getattr(state, part) or {}
+            for key, entry in entries.items():
                 joined_entry = _join_entries(part, target.setdefault(key, entry), entry)
                 if joined_entry is None:
                     raise StateMismatchError(f"{part}.{key}", _shorten(target[key]), _shorten(entry), remedy)
@@ -354,15 +363,15 @@ class Ledgers:
       num_unlisted: process index → number of further records that the host replaced.
     """
 
-    listed: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
-    num_unlisted: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    listed: Mapping[str, Sequence[JsonValue]] = dataclasses.field(default_factory=dict[str, Sequence[JsonValue]])
+    num_unlisted: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @classmethod
     def of_state(cls, state: FeedState) -> Self:
         """Returns the ledgers of a state."""
         return cls(state.skipped or {}, state.num_unlisted or {})
 
-    def state_fields(self) -> dict[str, Any]:
+    def state_fields(self) -> dict[str, JsonValue]:
         """Returns the ledgers as fields of :class:`~meshfeed._src.state.state.FeedState`."""
         listed = {host: list(entries) for host, entries in self.listed.items()}
         return {"skipped": listed or None, "num_unlisted": dict(self.num_unlisted) or None}

@@ -17,6 +17,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError, StalledError, 
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
+from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import HostBatchPass, HostBatchSource, JsonValue, PyTree, RecordIds
 from meshfeed._src.order.steps import StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
@@ -47,7 +48,7 @@ def rows_of(batch: PyTree) -> int:
     expected = f"a host batch is a pytree of arrays with rows first. {SINGLE_RECORDS}"
     if not leaves:
         raise SourceError(f"a host batch has no leaves: {batch!r}; {expected}")
-    path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(batch)[0][0][0])
+    path = flatten_with_paths(batch)[0][0][0]
     raise SourceError(
         f"leaf {path or '(the batch itself)'} of a host batch is {type(leaves[0]).__name__} (dtype "
         f"{np.asarray(leaves[0]).dtype}) of shape (); {expected}"
@@ -227,7 +228,7 @@ class LocalBatchReader:
         )
 
     def _check(self, batch: PyTree, real: int, num_rows: int, step: int) -> PyTree:
-        leaves, treedef = jax.tree.flatten(batch)
+        leaves, treedef = flatten(batch)
         kind = treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
         if kind != self._checked:  # most batches match the last one
             found = spec_of_batch(batch, real, what=f"host batch {step}")

@@ -99,7 +99,7 @@ class Taken:
 
     tree: PyTree | None
     count: int
-    bad: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    bad: list[tuple[int, int, str]] = dataclasses.field(default_factory=list[tuple[int, int, str]])
     retries: int = 0
 
 

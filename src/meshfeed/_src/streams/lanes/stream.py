@@ -98,7 +98,7 @@ class LaneGroup:
             return LaneRows(taken, lane.entry())
 
         if self._threads is None:
-            rows = []
+            rows: list[LaneRows] = []
             for lane in self._lanes:
                 self._reading = lane
                 rows.append(take(lane))
@@ -160,7 +160,7 @@ class WorkerLanes:
 
             return task
 
-        self._pool = WorkerPool(
+        self._pool: WorkerPool[_Request, GroupRows | None] = WorkerPool(
             self._num_workers,
             pickle_task(make_task),
             name="the feed",
@@ -184,9 +184,8 @@ class WorkerLanes:
 
     def result(self) -> GroupRows:
         """Waits for the oldest queued read and returns its rows."""
-        parts: list[GroupRows] = [
-            self._pool.result(worker, self._timeout_seconds) for worker in range(self._num_workers)
-        ]
+        answers = [self._pool.result(worker, self._timeout_seconds) for worker in range(self._num_workers)]
+        parts = cast("list[GroupRows]", answers)
         lanes = {lane: rows for part in parts for lane, rows in part.lanes.items()}
         return GroupRows(lanes, sum(part.seconds for part in parts))
 
