@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays import load_once
 from meshfeed._src.arrays.load_once import (
-    Loader,
+    LoadOncePlacer,
     MeshAssignment,
     RowAssignment,
     carrier_of,
@@ -107,7 +107,7 @@ def test_a_batch_need_not_be_a_multiple_of_the_devices(num_rows: int) -> None:
 
 def test_64_bits_travel_where_they_are_on() -> None:
     with jax.enable_x64(True):
-        loader = Loader(NamedSharding(mesh_of(), P("data")), "once", 0)
+        loader = LoadOncePlacer(NamedSharding(mesh_of(), P("data")), "once", 0)
         host = {name: random_bits((8, 4), name) for name in ("int64", "float64", "complex128", "uint64")}
         out = loader.plan(8).reshard(loader.plan(8).put(host))
         for name, array in host.items():

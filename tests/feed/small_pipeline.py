@@ -46,6 +46,7 @@ class Position:
     """A cursor that knows its step only."""
 
     step: int
+    num_skipped: int = 0
 
 
 def new_window_reports(**settings: Any) -> WindowReports:

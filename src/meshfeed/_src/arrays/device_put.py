@@ -6,7 +6,7 @@ public API because nothing is recomputed per batch. It is private, so it is prob
 (``jax.make_array_from_callback``) gives the same array and also makes the first array of each kind: the fast call takes
 its abstract value from that array, which avoids constructing JAX's private classes.
 
-Converts the dtypes of host batches to those of JAX: native byte order, and 32 bits if x64 is off.
+Host arrays are first converted to dtypes that JAX supports: native byte order, and 32 bits if x64 is off.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import NamedSharding
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.jax_internals import FastCall
-from meshfeed._src.plan.plan import LeafPlan
+from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
+from meshfeed._src.base.trees import flatten_with_paths
+from meshfeed._src.base.types import Device, PyTree
+from meshfeed._src.plan.plan import LeafPlan, broadcast_shardings, cut_spec
+from meshfeed._src.plan.shardings import check_divisible, sharded_dimensions
 
-_NARROWED = {
+_NARROWED: dict[np.dtype, np.dtype] = {
     np.dtype(wide): np.dtype(narrow)
     for wide, narrow in (
         (np.int64, np.int32),
@@ -41,24 +45,24 @@ _AS_THEY_ARE = frozenset(
 )  # need no conversion in any mode, so they skip the checks
 
 
-def narrowed_dtype(dtype: Any, x64: bool) -> np.dtype[Any]:
+def narrowed_dtype(dtype: npt.DTypeLike, x64: bool) -> np.dtype:
     """Returns the dtype that values of ``dtype`` have on device.
 
     Args:
       dtype: dtype of the host array.
       x64: whether 64-bit dtypes are kept (``jax_enable_x64``).
     """
-    native = np.dtype(dtype).newbyteorder("=")
+    native: np.dtype = np.dtype(dtype).newbyteorder("=")
     return native if x64 else _NARROWED.get(native, native)
 
 
-def _is_numeric(dtype: np.dtype[Any]) -> bool:
+def _is_numeric(dtype: np.dtype) -> bool:
     if dtype.names is None and dtype.type.__module__.split(".")[0] == "ml_dtypes":
         return True
     return dtype.kind in "biu" or (dtype.kind in "fc" and dtype.itemsize <= (8 if dtype.kind == "f" else 16))
 
 
-def narrow(leaf: Any, path: str, x64: bool) -> np.ndarray[Any, Any]:
+def narrow(leaf: npt.ArrayLike, path: str, x64: bool) -> np.ndarray:
     """Returns the leaf as an array of a dtype that JAX supports.
 
     Args:
@@ -88,7 +92,7 @@ def narrow(leaf: Any, path: str, x64: bool) -> np.ndarray[Any, Any]:
         return memory.copy(array, dtype)
 
 
-def _check_fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any], path: str) -> None:
+def _check_fits(array: np.ndarray, dtype: np.dtype, path: str) -> None:
     if not array.size:
         return
     limits = np.iinfo(dtype)
@@ -105,6 +109,9 @@ def _check_fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any], path: str) ->
 
 
 _log = logging.getLogger("meshfeed.put")
+
+BlockOf = Callable[[tuple[slice, ...] | None], np.ndarray]
+"""Index of a block in the global array → the block."""
 
 # The *_explicit levels are left out: they also cover explicit transfers, so the user means these transfers too.
 _GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
@@ -123,6 +130,11 @@ class DevicePut:
         self.fast_call = fast_call
         self.x64 = x64
 
+    @classmethod
+    def default(cls) -> Self:
+        """JAX's private fast call if available, and the current value of ``jax_enable_x64`` on this thread."""
+        return cls(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+
     def give_up(self, error: Exception) -> None:
         """Switches to the public API for the rest of the feed's life."""
         if self.fast_call is not None:
@@ -135,23 +147,27 @@ class DevicePut:
                 error,
             )
 
-    def transfer(self) -> contextlib.AbstractContextManager[Any]:
+    def transfer(self) -> contextlib.AbstractContextManager[object]:
         """Context for a transfer: :meth:`allowed`, annotated for the profiler."""
         annotation = jax.profiler.TraceAnnotation("meshfeed.transfer")
         return _both(self.allowed(), annotation) if _is_guarded() else annotation
 
-    def allowed(self) -> contextlib.AbstractContextManager[Any]:
+    def allowed(self) -> contextlib.AbstractContextManager[object]:
         """Context in which a guard against implicit transfers permits these transfers, which are intended."""
         return jax.transfer_guard_host_to_device("allow") if _is_guarded() else contextlib.nullcontext()
 
     def public_call(
-        self, global_shape: tuple[int, ...], sharding: Any, dtype: Any, block_of: Callable[[Any], Any]
+        self,
+        global_shape: tuple[int, ...],
+        sharding: NamedSharding,
+        dtype: np.dtype,
+        block_of: BlockOf,
     ) -> jax.Array:
         """``jax.make_array_from_callback`` under the feed's own x64 setting."""
         with x64_types(self.x64):
             return jax.make_array_from_callback(global_shape, sharding, block_of, dtype=dtype)
 
-    def without_blocks(self, global_shape: tuple[int, ...], sharding: Any, dtype: Any) -> jax.Array:
+    def without_blocks(self, global_shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
         """Returns the array of a host with no device in the sharding: no addressable shards."""
         with x64_types(self.x64):  # make_array_from_callback calls for a block even here if the array is replicated
             return jax.make_array_from_single_device_arrays(global_shape, sharding, [], dtype=dtype)
@@ -163,7 +179,7 @@ def _is_guarded() -> bool:
 
 @contextlib.contextmanager
 def _both(
-    first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]
+    first: contextlib.AbstractContextManager[object], second: contextlib.AbstractContextManager[object]
 ) -> Iterator[None]:
     with first, second:
         yield
@@ -196,8 +212,8 @@ class BlockDevicePut:
         device_put: DevicePut,
         global_shape: tuple[int, ...],
         sharding: NamedSharding,
-        dtype: Any,
-        devices: Sequence[Any],
+        dtype: npt.DTypeLike,
+        devices: Sequence[Device],
         indices: Sequence[tuple[slice, ...]],
     ) -> None:
         self._device_put = device_put
@@ -206,9 +222,9 @@ class BlockDevicePut:
         self._dtype = np.dtype(dtype)
         self._devices = list(devices)
         self._number_of_index = {_key(index): number for number, index in enumerate(indices)}
-        self._aval: Any = None
+        self._aval: object = None
 
-    def __call__(self, blocks: list[np.ndarray[Any, Any]]) -> jax.Array:
+    def __call__(self, blocks: list[np.ndarray]) -> jax.Array:
         """Returns the global array.
 
         Args:
@@ -231,7 +247,8 @@ class BlockDevicePut:
         self._aval = getattr(array, "aval", None)
         return array
 
-    def _number(self, index: tuple[slice, ...]) -> int:
+    def _number(self, index: tuple[slice, ...] | None) -> int:
+        assert index is not None  # None is for dtypes without an index, such as PRNG keys
         whole = (slice(*part.indices(size)[:2]) for part, size in zip(index, self._shape, strict=True))
         return self._number_of_index[_key(whole)]
 
@@ -253,7 +270,7 @@ class LeafDevicePut:
         device_put: DevicePut,
         plan: LeafPlan,
         host_shape: tuple[int, ...],
-        dtype: Any,
+        dtype: npt.DTypeLike,
         local: Sequence[tuple[slice, ...]],
         path: str,
     ) -> None:
@@ -276,7 +293,7 @@ class LeafDevicePut:
             index[0].start * row_bytes % memory.ALIGNMENT == 0 for index in local
         )
 
-    def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
+    def __call__(self, host: np.ndarray) -> jax.Array:
         """Returns the global array.
 
         Args:
@@ -296,10 +313,53 @@ class LeafDevicePut:
         return self._put([parts[number] for number in self._number_of_block])
 
 
-def _key(index: Any) -> tuple[tuple[int, int], ...]:
+def _key(index: Iterable[slice]) -> tuple[tuple[int, int], ...]:
     return tuple((part.start, part.stop) for part in index)
 
 
-def contiguous(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def contiguous(part: np.ndarray) -> np.ndarray:
     """Returns ``part`` if it is C-contiguous, otherwise a new aligned copy."""
     return part if part.flags.c_contiguous else memory.copy(part)
+
+
+def leaf_spec(
+    global_shape: tuple[int, ...], dtype: npt.DTypeLike, sharding: NamedSharding, path: str, x64: bool
+) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of one leaf of a batch.
+
+    Args:
+      global_shape: ``(global_batch_size, ...)``.
+      dtype: dtype of the host array.
+      sharding: its spec is truncated to the leaf's rank.
+      path: the leaf's path, for messages.
+      x64: whether 64-bit dtypes are kept.
+
+    Raises:
+      PlanError: a dimension is not divisible by the mesh axes of its sharding.
+    """
+    sharding = cut_spec(sharding, len(global_shape))
+    for dimension, axes in sharded_dimensions(sharding, len(global_shape)):
+        what = f"dimension {dimension} of leaf {path or '(the only one)'}" if dimension else "the global batch"
+        check_divisible(what, global_shape[dimension], axes, sharding.mesh.shape)
+    return jax.ShapeDtypeStruct(global_shape, narrowed_dtype(dtype, x64), sharding=sharding)
+
+
+def batch_spec(prefix: PyTree, record_shapes: PyTree, global_batch_size: int, x64: bool) -> PyTree:
+    """Returns the spec of a batch: a pytree of ``jax.ShapeDtypeStruct`` with shardings.
+
+    Args:
+      prefix: normalized shardings, a pytree prefix of the batch.
+      record_shapes: pytree with the ``.shape`` and ``.dtype`` of each leaf of one record.
+      global_batch_size: rows of a global batch.
+      x64: whether 64-bit dtypes are kept.
+
+    Raises:
+      PlanError: a dimension is not divisible by the mesh axes of its sharding.
+      SourceError: ``prefix`` does not match the structure of the record.
+    """
+    specs, treedef = flatten_with_paths(record_shapes)
+    shardings = broadcast_shardings(prefix, record_shapes)
+    return treedef.unflatten(
+        leaf_spec((global_batch_size, *spec.shape), spec.dtype, sharding, path, x64)
+        for (path, spec), sharding in zip(specs, shardings, strict=True)
+    )

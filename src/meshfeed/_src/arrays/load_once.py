@@ -8,13 +8,9 @@ out before use. One compiled call then moves the rows to the target sharding::
     host batch ──put──► [devices * chunk, ...] over "load" ──reshard──► [global_batch_size, ...], target sharding
                any thread                               caller's thread
 
-All values travel as integers holding their bits: XLA alters NaNs of narrow floats in transit, and a sum turns -0.0
-into 0.0.
-
-The compiled half of ``load="once"``: moves rows from the load sharding to the target shardings, bit for bit.
-
-Values travel in carriers: integers that hold their bits. The host views its buffer as the carrier dtype, which is free;
-the device converts back after the last collective.
+All values travel in carriers, integers that hold their bits: XLA alters NaNs of narrow floats in transit, and a sum
+turns -0.0 into 0.0. The host views its buffer as the carrier dtype, which is free; the device converts back after the
+last collective.
 """
 
 from __future__ import annotations
@@ -22,23 +18,35 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._src.arrays.assemble import leaf_paths, leaf_spec
-from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, contiguous, narrow, x64_types
+from meshfeed._src.arrays.device_put import (
+    BlockDevicePut,
+    DevicePut,
+    batch_spec,
+    contiguous,
+    leaf_spec,
+    narrow,
+    x64_types,
+)
 from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_ambient_mesh
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.jax_internals import probe_fast_call
-from meshfeed._src.base.types import PyTree, RecordIds
-from meshfeed._src.plan.plan import HostPlan, RowRange, broadcast_shardings, merge_ranges, participants
+from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
+from meshfeed._src.base.trees import TreeDef, flatten, flatten_with_paths
+from meshfeed._src.base.types import Device, PyTree, RecordIds
+from meshfeed._src.plan.plan import HostPlan, HostRows, RowRange, broadcast_shardings, merge_ranges, participants
 from meshfeed._src.plan.shardings import sharding_leaves
+from meshfeed._src.reading.host_batch import RecordSpec
+
+Load: TypeAlias = str | Sequence[int]
+"""``"once"``, or the process indices that read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +58,11 @@ class Carrier:
       extra_shape: additional trailing dimensions: ``(2,)`` for the two parts of a complex number.
     """
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     extra_shape: tuple[int, ...] = ()
 
 
-def carrier_of(dtype: Any) -> Carrier:
+def carrier_of(dtype: npt.DTypeLike) -> Carrier:
     """Returns the carrier for ``dtype``: integers unchanged, all others as unsigned integers of the same size."""
     dtype = np.dtype(dtype)
     if dtype.kind == "c":
@@ -64,7 +72,7 @@ def carrier_of(dtype: Any) -> Carrier:
     return Carrier(np.dtype(f"uint{dtype.itemsize * 8}"))  # numpy stores sub-byte types in one byte per value
 
 
-def to_carrier(array: np.ndarray[Any, Any], carrier: Carrier) -> np.ndarray[Any, Any]:
+def to_carrier(array: np.ndarray, carrier: Carrier) -> np.ndarray:
     """Views a C-contiguous host array as its carrier."""
     if array.dtype == carrier.dtype:
         return array
@@ -73,7 +81,7 @@ def to_carrier(array: np.ndarray[Any, Any], carrier: Carrier) -> np.ndarray[Any,
     return array.view(carrier.dtype)
 
 
-def _from_carrier(bits: jax.Array, dtype: Any) -> jax.Array:
+def _from_carrier(bits: jax.Array, dtype: npt.DTypeLike) -> jax.Array:
     dtype = np.dtype(dtype)
     if dtype == np.bool_:
         return bits != 0
@@ -85,9 +93,12 @@ def _from_carrier(bits: jax.Array, dtype: Any) -> jax.Array:
     return from_bits(bits, dtype)
 
 
+Mover: TypeAlias = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+
+
 def make_mover(
     load_sharding: NamedSharding, ranks: Sequence[int], chunk_rows: int, specs: Sequence[jax.ShapeDtypeStruct]
-) -> Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]:
+) -> Mover:
     """Returns a compiled move from the load sharding to the target shardings, for all leaves at once.
 
     Args:
@@ -138,7 +149,7 @@ def _spread(bits: jax.Array, load_sharding: NamedSharding, ranks: Sequence[int],
 _AXIS = "load"
 
 
-def load_participants(prefix: PyTree, load: Any) -> tuple[int, ...]:
+def load_participants(prefix: PyTree, load: Load) -> tuple[int, ...]:
     """Returns the participating process indices: all hosts with a device in the shardings, including those that read.
 
     Args:
@@ -169,7 +180,7 @@ def load_participants(prefix: PyTree, load: Any) -> tuple[int, ...]:
     return everyone
 
 
-def _readers(load: Any, everyone: tuple[int, ...]) -> tuple[int, ...]:
+def _readers(load: Load, everyone: tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(load, str) and load == "once":
         return everyone
     hosts = list(load) if isinstance(load, Sequence) and not isinstance(load, str) else []
@@ -180,13 +191,13 @@ def _readers(load: Any, everyone: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({int(host) for host in hosts}))
 
 
-def _device_orders(prefix: PyTree) -> list[tuple[Any, ...]]:
+def _device_orders(prefix: PyTree) -> list[tuple[Device, ...]]:
     meshes = dict.fromkeys(sharding.mesh for sharding in sharding_leaves(prefix))
     return list(dict.fromkeys(_devices_of(mesh) for mesh in meshes))
 
 
-def _devices_of(mesh: Any) -> tuple[Any, ...]:
-    return tuple(mesh.devices.flat)
+def _devices_of(mesh: Mesh | AbstractMesh) -> tuple[Device, ...]:
+    return tuple(cast("Mesh", mesh).devices.flat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +217,7 @@ class MeshAssignment:
     num_rows: int
 
     @classmethod
-    def over(cls, devices: tuple[Any, ...], readers: tuple[int, ...], num_rows: int) -> MeshAssignment:
+    def over(cls, devices: tuple[Device, ...], readers: tuple[int, ...], num_rows: int) -> MeshAssignment:
         """Assigns ``num_rows`` rows to the devices of the hosts ``readers``."""
         places = np.array([device.process_index in readers for device in devices])
         ranks = np.where(places, np.cumsum(places) - 1, -1)
@@ -221,7 +232,7 @@ class MeshAssignment:
             return 0, 0
         return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
 
-    def held_by(self, process_index: int) -> list[tuple[int, Any, RowRange]]:
+    def held_by(self, process_index: int) -> list[tuple[int, Device, RowRange]]:
         """(index in the mesh, device, global rows) of each device of a host."""
         devices = enumerate(_devices_of(self.sharding.mesh))
         return [(n, d, self.rows_of(self.ranks[n])) for n, d in devices if d.process_index == process_index]
@@ -239,7 +250,7 @@ class LoadedBatch:
     """
 
     arrays: list[jax.Array]
-    treedef: Any
+    treedef: TreeDef
     specs: tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -255,17 +266,22 @@ class RowAssignment:
     """
 
     def __init__(
-        self, prefix: PyTree, load: Any, global_batch_size: int, process_index: int, device_put: DevicePut | None = None
+        self,
+        prefix: PyTree,
+        load: Load,
+        global_batch_size: int,
+        process_index: int,
+        device_put: DevicePut | None = None,
     ) -> None:
         self._prefix = prefix
-        self._device_put = device_put or DevicePut(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+        self._device_put = device_put or DevicePut.default()
         readers = _readers(load, load_participants(prefix, load))
         orders = _device_orders(prefix)
         self._assignments = {devices: MeshAssignment.over(devices, readers, global_batch_size) for devices in orders}
         held = [rows for assignment in self._assignments.values() for _, _, rows in assignment.held_by(process_index)]
         self._rows = HostPlan(process_index, global_batch_size, merge_ranges(held))
-        self._kinds: dict[Any, tuple[tuple[jax.ShapeDtypeStruct, ...], list[_LoadedLeaf]]] = {}
-        self._movers: dict[Any, Any] = {}
+        self._kinds: dict[tuple[object, ...], tuple[tuple[jax.ShapeDtypeStruct, ...], list[_LoadedLeaf]]] = {}
+        self._movers: dict[tuple[object, ...], Mover] = {}
 
     @property
     def row_ranges(self) -> tuple[RowRange, ...]:
@@ -288,7 +304,7 @@ class RowAssignment:
           SourceError: a leaf has a different number of rows, or a dtype that JAX does not support.
           PlanError: a dimension of a leaf is not divisible by the mesh axes of its sharding.
         """
-        arrays, treedef = jax.tree.flatten(host_tree)
+        arrays, treedef = flatten(host_tree)
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
         kind = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self._kinds:
@@ -298,13 +314,13 @@ class RowAssignment:
             return LoadedBatch([put(leaf) for put, leaf in zip(device_puts, leaves, strict=True)], treedef, specs)
 
     def _plan_leaves(
-        self, host_tree: PyTree, leaves: list[np.ndarray[Any, Any]]
+        self, host_tree: PyTree, leaves: list[np.ndarray]
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], list[_LoadedLeaf]]:
         plan, x64 = self._rows, self._device_put.x64
         specs, device_puts = [], []
-        for path, leaf, sharding in zip(
-            leaf_paths(host_tree), leaves, broadcast_shardings(self._prefix, host_tree), strict=True
-        ):
+        paths = flatten_with_paths(host_tree)[0]
+        shardings = broadcast_shardings(self._prefix, host_tree)
+        for (path, _), leaf, sharding in zip(paths, leaves, shardings, strict=True):
             if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
                 raise SourceError(
                     f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected "
@@ -372,7 +388,7 @@ class _LoadedLeaf:
         self._placeholder = placeholder(self._block_shape, self._carrier.dtype)
         self._nothing_read: jax.Array | None = None
 
-    def __call__(self, host: np.ndarray[Any, Any]) -> jax.Array:
+    def __call__(self, host: np.ndarray) -> jax.Array:
         if all(rows is None for rows in self._local):
             # This host holds only placeholders, which are masked out, so one array serves all batches.
             if self._nothing_read is None:
@@ -381,7 +397,7 @@ class _LoadedLeaf:
         bits = to_carrier(contiguous(narrow(host, self._path, self._x64)), self._carrier)
         return self._put([self._placeholder if rows is None else self._block(bits[rows]) for rows in self._local])
 
-    def _block(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _block(self, rows: np.ndarray) -> np.ndarray:
         if len(rows) == self._block_shape[0]:
             return rows
         block = memory.empty(self._block_shape, self._carrier.dtype)
@@ -390,32 +406,34 @@ class _LoadedLeaf:
         return block
 
 
-def placeholder(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+def placeholder(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     """Returns the zeros that a device holds if its host reads no rows for it."""
     block = memory.empty(shape, dtype)
     block[...] = 0
     return block
 
 
-class Loader:
-    """The row assignments of a feed, one per batch size.
+class LoadOncePlacer:
+    """One host reads each row; rows are resharded on device as integer bits.
 
     Args:
       prefix: normalized shardings.
       load: ``"once"`` or process indices.
       process_index: this host.
-      device_put: how blocks are put on devices. Default: JAX's private fast call if available.
+      device_put: how blocks are put on devices; see :meth:`DevicePut.default`.
 
     Raises:
       SettingsError: ``load`` cannot be used with these shardings.
     """
 
-    def __init__(self, prefix: PyTree, load: Any, process_index: int, *, device_put: DevicePut | None = None) -> None:
+    finish_computes = True
+
+    def __init__(self, prefix: PyTree, load: Load, process_index: int, *, device_put: DevicePut | None = None) -> None:
         self.participants = load_participants(prefix, load)
         self._prefix = prefix
-        self._load = load
+        self._load: Load = load
         self._process_index = process_index
-        self._device_put = device_put or DevicePut(probe_fast_call(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue] # JAX 0.10 does not declare it
+        self._device_put = device_put or DevicePut.default()
         self._plans: dict[int, RowAssignment] = {}
 
     def plan(self, global_batch_size: int) -> RowAssignment:
@@ -425,3 +443,33 @@ class Loader:
             plan = RowAssignment(self._prefix, self._load, global_batch_size, self._process_index, self._device_put)
             self._plans[global_batch_size] = plan
         return plan
+
+    def host_rows(self, spec_of: Callable[[], RecordSpec] | None) -> HostRows:
+        """See :class:`meshfeed._src.arrays.placer.Placer`; always whole records."""
+        del spec_of
+        return HostRows(lambda size: self.plan(size).host_rows, lambda size: None)
+
+    def put(self, tree: PyTree, global_batch_size: int) -> PyTree:
+        """See :class:`meshfeed._src.arrays.placer.Placer`."""
+        return self.plan(global_batch_size).put(tree)
+
+    def finish(self, arrays: PyTree, global_batch_size: int) -> PyTree:
+        """Reshards. A device computation, so on the caller's thread only."""
+        return self.plan(global_batch_size).reshard(arrays)
+
+    def global_batch_size_of(self, host_rows: int) -> int:
+        """Always raises: host batches require ``load="sharded"``."""
+        raise PlanError(f"a host batch of {host_rows} rows needs load='sharded'.")
+
+    def smallest_batch_size(self) -> int:
+        """Always raises: host batches require ``load="sharded"``."""
+        raise PlanError("host batches need load='sharded'.")
+
+    def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
+        """See :class:`meshfeed._src.arrays.placer.Placer`."""
+        return batch_spec(self._prefix, spec.shapes(), global_batch_size, self._device_put.x64)
+
+    def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
+        """Returns nothing: only one host reads each row."""
+        del tree, global_batch_size
+        return {}

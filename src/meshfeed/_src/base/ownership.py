@@ -28,7 +28,12 @@ def own_batch(batch: PyTree, maker: Any, method: str) -> PyTree:
       maker: the object that made the batch.
       method: name of its method.
     """
-    return batch if returns_fresh(maker, method) else jax.tree.map(own, batch)
+    return batch if returns_fresh(maker, method) else own_leaves(batch)
+
+
+def own_leaves(batch: PyTree) -> PyTree:
+    """Applies :func:`own` to each leaf."""
+    return jax.tree.map(own, batch)
 
 
 def returns_fresh(maker: Any, method: str) -> bool:

@@ -20,7 +20,7 @@ class TreeDef(Protocol):
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
     """Returns the leaves and the structure."""
-    return cast("tuple[list[Any], TreeDef]", jax.tree_util.default_registry.flatten(tree))
+    return cast("tuple[list[Any], TreeDef]", jax.tree.flatten(tree))
 
 
 def flatten_with_paths(

@@ -348,7 +348,7 @@ class Feed:
             ready = self._ready
             if ready is None or ready.batch.step < self._cursor.step:
                 self._ready = ready = pipeline.peek()
-            if not ready.finished:
+            if self._placer.finish_computes and not ready.finished:
                 self._finish(ready)
         except Exception as error:
             hide_own_frames(error)
@@ -365,7 +365,7 @@ class Feed:
         return arrays
 
     def _finish(self, ready: Ready) -> None:
-        if ready.finishing and self._hosts_agree and self._placer.finish_computes:
+        if ready.finishing and self._hosts_agree:
             raise MeshfeedError(
                 f"{self.name}: step {ready.batch.step} was interrupted while its rows moved between hosts, and making the "
                 "move again would pair it with the other hosts' next one. Continue on every host with "

@@ -161,6 +161,7 @@ class ReadAhead(Generic[T]):
 
 
 _SLACK_SECONDS = 15.0
+_NOTHING_KNOWN: tuple[Mapping[int, int], int] = ({}, 0)  # no lane has ended, and no record was bad
 HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
 
 
@@ -230,6 +231,8 @@ class Pipeline:
         self._delivered = self._step
         self._read_step = self._step
         self._window: list[HostBatch] = []
+        # False as long as a single process has neither bad records nor ended lanes, so that its reports would be empty.
+        self._eventful = agreement is not None or cursor.num_skipped > 0
         self._timeout_seconds = timeout_seconds
         self._stats = stats
         self._host = host
@@ -261,7 +264,9 @@ class Pipeline:
         self._stats.read(batch.times, batch.retries)
         self._read_step = batch.step + 1
         if agreement is None:
-            self._window_reports.check_alone(batch)
+            if self._eventful or batch.bad or batch.ended:
+                self._eventful = True
+                self._window_reports.check_alone(batch)
         else:
             self._window.append(batch)
             if self._read_step == agreement.window_end:
@@ -328,11 +333,11 @@ class Pipeline:
         batch = self._next_host_batch()
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation("meshfeed.assemble"):
-            arrays = self._put(self._window_reports.materialize(batch), batch.global_batch_size)
+            tree = self._window_reports.materialize(batch) if batch.tree is None else batch.tree
+            arrays = self._put(tree, batch.global_batch_size)
         seconds = time.perf_counter() - start
-        return Ready(
-            batch, arrays, self._advance(self._cursor, batch, *self._window_reports.known_at(batch.step)), seconds
-        )
+        known = self._window_reports.known_at(batch.step) if self._eventful else _NOTHING_KNOWN
+        return Ready(batch, arrays, self._advance(self._cursor, batch, *known), seconds)
 
     def _raise_stop(self, stop: Stop) -> None:
         if not stop.failures:

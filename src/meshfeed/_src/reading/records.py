@@ -13,7 +13,7 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.base.hooks import accepts_keyword, find
-from meshfeed._src.base.ownership import declared_with, own_batch
+from meshfeed._src.base.ownership import declared_with, own_leaves, returns_fresh
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
@@ -84,48 +84,6 @@ def _name_record(source: object, record_id: int) -> str:
     return f"record {record_id}" + (f" of {path}" if path else "")
 
 
-def read_records(
-    source: RandomAccessSource,
-    record_ids: RecordIds,
-    rngs: Rngs | None = None,
-    *,
-    columns: ColumnSlices | None = None,
-    times: dict[str, float] | None = None,
-) -> PyTree:
-    """Reads and stacks records of a random-access source.
-
-    Args:
-      source: see :class:`meshfeed._src.base.types.RandomAccessSource`.
-      record_ids: int64 ``[n]``, n at least 1.
-      rngs: one generator per record, for decoders that take ``rng=``.
-      columns: the part of each leaf to read, for sources that read columns.
-      times: dict to which read and decode times are added, in seconds, as ``read_seconds`` and ``decode_seconds``.
-
-    Returns:
-      A pytree of arrays ``[n, ...]``.
-
-    Raises:
-      SourceError: records cannot be stacked, or the source raises StopIteration.
-      Any exception of the source or the decoder; if it concerns a known record, with a note that names the record.
-    """
-    times = {} if times is None else times
-    start = time.perf_counter()
-    try:
-        raw_reader = find(source, hooks.RawReader)
-        if raw_reader is not None:
-            return _read_and_decode(raw_reader, record_ids, rngs, times)
-        with _trace("meshfeed.read"):
-            reader = find(source, hooks.BatchReader)
-            if reader is None:
-                batch = _read_items(source, record_ids.tolist())
-            else:
-                batch = _read_batch(reader, record_ids, rngs, columns)
-        _add_seconds(times, "read_seconds", start)
-        return batch
-    except StopIteration as error:
-        raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
-
-
 def _add_seconds(times: dict[str, float], name: str, start: float) -> None:
     times[name] = times.get(name, 0.0) + time.perf_counter() - start
 
@@ -136,17 +94,6 @@ def _ended(doing: str, record_id: int | None) -> SourceError:
         "error in the source or its decoder.",
         record_id=record_id,
     )
-
-
-def _read_batch(
-    reader: hooks.BatchReader, record_ids: RecordIds, rngs: Rngs | None, columns: ColumnSlices | None
-) -> PyTree:
-    extra: dict[str, object] = {}
-    if columns is not None and reads_columns(reader):
-        extra["columns"] = columns
-    if rngs is not None and accepts_keyword(reader.read_batch, "rngs"):
-        extra["rngs"] = rngs
-    return own_batch(reader.read_batch(record_ids, **extra), reader, "read_batch")
 
 
 def _read_items(source: RandomAccessSource, ids: list[int]) -> PyTree:
@@ -178,54 +125,6 @@ def _get_item(source: RandomAccessSource, record_id: int) -> Record:
         raise
 
 
-def _read_and_decode(
-    source: hooks.RawReader, record_ids: RecordIds, rngs: Rngs | None, times: dict[str, float]
-) -> PyTree:
-    start = time.perf_counter()
-    several = find(source, hooks.DecodesBatches)
-    decode_batch = None if several is None else several.decode_batch
-    with _trace("meshfeed.read"):
-        rows: np.ndarray | None = None
-        if rngs is None and _takes_rows(source, decode_batch):
-            rows = own_batch(cast("hooks.RowsReader", source).read_rows(record_ids), source, "read_rows")
-        raw = source.read_raw(record_ids) if rows is None else ()
-    _add_seconds(times, "read_seconds", start)
-    start = time.perf_counter()
-    with _trace("meshfeed.decode"):
-        if decode_batch is None:
-            batch = _decode_each(source, raw, record_ids, rngs)
-        else:
-            batch = _decode_batch(source, decode_batch, raw, rows, record_ids, rngs)
-    _add_seconds(times, "decode_seconds", start)
-    return batch
-
-
-def _decode_batch(
-    source: hooks.RawReader,
-    decode_batch: DecodeBatch,
-    raw: Sequence[bytes],
-    rows: np.ndarray | None,
-    record_ids: RecordIds,
-    rngs: Rngs | None,
-) -> PyTree:
-    number = len(raw) if rows is None else len(rows)
-    extra = {"rng": list(rngs)} if rngs is not None and accepts_keyword(decode_batch, "rng") else {}
-    try:
-        if rows is None:
-            batch = decode_batch(list(raw), **extra)
-        else:
-            batch = cast("hooks.DecodesRows", decode_batch).from_rows(rows)
-    except SourceError:
-        raise
-    except Exception as error:
-        error.add_note(f"while decoding {number} records (first: {_name_record(source, int(record_ids[0]))})")
-        raise
-    batch = own_batch(batch, decode_batch, "__call__" if rows is None else "from_rows")
-    if not is_plain_batch(batch, number):
-        spec_of_batch(batch, number, what="decode_batch")
-    return batch
-
-
 def _decode_each(source: hooks.RawReader, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None) -> PyTree:
     one = find(source, hooks.Decodes)
     # Without a decoder, stacking bytes raises an error that names the keyword to pass.
@@ -249,6 +148,136 @@ def _decode_each(source: hooks.RawReader, raw: Sequence[bytes], record_ids: Reco
 
 def _unchanged(record: Record) -> Record:
     return record
+
+
+class SourceReader:
+    """Reads and decodes records of one source with the most efficient hooks that it has, looked up once.
+
+    Args:
+      source: a random-access source.
+    """
+
+    def __init__(self, source: RandomAccessSource) -> None:
+        self._source = source
+        self._raw = find(source, hooks.RawReader)
+        self._stacked = find(source, hooks.BatchReader)
+        self._in_columns = reads_columns(source)
+        self._takes_rngs = self._stacked is not None and accepts_keyword(self._stacked.read_batch, "rngs")
+        several = find(source, hooks.DecodesBatches)
+        self._decode_batch = None if several is None else several.decode_batch
+        self._takes_rows = _takes_rows(source, self._decode_batch)
+        self._fresh_batches = returns_fresh(source, "read_batch")
+        self._fresh_rows = returns_fresh(source, "read_rows")
+        self._fresh_decoded = returns_fresh(self._decode_batch, "__call__")
+        self._fresh_from_rows = returns_fresh(self._decode_batch, "from_rows")
+
+    def read(
+        self,
+        record_ids: RecordIds,
+        rngs: Rngs | None = None,
+        *,
+        columns: ColumnSlices | None = None,
+        times: dict[str, float] | None = None,
+    ) -> PyTree:
+        """Reads and stacks records.
+
+        Args:
+          record_ids: int64 ``[n]``, n at least 1.
+          rngs: one generator per record, for decoders that take ``rng=``.
+          columns: the part of each leaf to read, for sources that read columns.
+          times: dict to which read and decode times are added, in seconds, as ``read_seconds`` and ``decode_seconds``.
+
+        Returns:
+          A pytree of arrays ``[n, ...]``.
+
+        Raises:
+          SourceError: records cannot be stacked, or the source raises StopIteration.
+          Any exception of the source or the decoder; if it concerns a known record, with a note that names the record.
+        """
+        times = {} if times is None else times
+        start = time.perf_counter()
+        try:
+            if self._raw is not None:
+                return self._read_and_decode(self._raw, record_ids, rngs, times)
+            with _trace("meshfeed.read"):
+                if self._stacked is None:
+                    batch = _read_items(self._source, record_ids.tolist())
+                else:
+                    batch = self._read_batch(self._stacked, record_ids, rngs, columns)
+            _add_seconds(times, "read_seconds", start)
+            return batch
+        except StopIteration as error:
+            raise _ended(f"reading {len(record_ids)} records (first id {record_ids[0]})", None) from error
+
+    def _read_batch(
+        self, reader: hooks.BatchReader, record_ids: RecordIds, rngs: Rngs | None, columns: ColumnSlices | None
+    ) -> PyTree:
+        extra: dict[str, object] = {}
+        if columns is not None and self._in_columns:
+            extra["columns"] = columns
+        if rngs is not None and self._takes_rngs:
+            extra["rngs"] = rngs
+        batch = reader.read_batch(record_ids, **extra)
+        return batch if self._fresh_batches else own_leaves(batch)
+
+    def _read_and_decode(
+        self, source: hooks.RawReader, record_ids: RecordIds, rngs: Rngs | None, times: dict[str, float]
+    ) -> PyTree:
+        start = time.perf_counter()
+        rows: np.ndarray | None = None
+        with _trace("meshfeed.read"):
+            if rngs is None and self._takes_rows:
+                rows = cast("hooks.RowsReader", source).read_rows(record_ids)
+                rows = rows if self._fresh_rows else own_leaves(rows)
+            raw = source.read_raw(record_ids) if rows is None else ()
+        _add_seconds(times, "read_seconds", start)
+        start = time.perf_counter()
+        with _trace("meshfeed.decode"):
+            if self._decode_batch is None:
+                batch = _decode_each(source, raw, record_ids, rngs)
+            else:
+                batch = self._decode(self._decode_batch, raw, rows, record_ids, rngs)
+        _add_seconds(times, "decode_seconds", start)
+        return batch
+
+    def _decode(
+        self,
+        decode_batch: DecodeBatch,
+        raw: Sequence[bytes],
+        rows: np.ndarray | None,
+        record_ids: RecordIds,
+        rngs: Rngs | None,
+    ) -> PyTree:
+        number = len(raw) if rows is None else len(rows)
+        try:
+            if rows is not None:
+                batch = cast("hooks.DecodesRows", decode_batch).from_rows(rows)
+            elif rngs is not None and accepts_keyword(decode_batch, "rng"):
+                batch = decode_batch(list(raw), rng=list(rngs))
+            else:
+                batch = decode_batch(list(raw))
+        except SourceError:
+            raise
+        except Exception as error:
+            first = _name_record(self._source, int(record_ids[0]))
+            error.add_note(f"while decoding {number} records (first: {first})")
+            raise
+        if not (self._fresh_decoded if rows is None else self._fresh_from_rows):
+            batch = own_leaves(batch)
+        if not is_plain_batch(batch, number):
+            spec_of_batch(batch, number, what="decode_batch")
+        return batch
+
+
+def read_records(
+    source: RandomAccessSource,
+    record_ids: RecordIds,
+    rngs: Rngs | None = None,
+    *,
+    columns: ColumnSlices | None = None,
+) -> PyTree:
+    """Reads records of a source once; see :meth:`SourceReader.read`."""
+    return SourceReader(source).read(record_ids, rngs, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +316,7 @@ class RecordReader:
         self._bad_records = bad_records
         self._wants_rng = wants_rng(source)
         self._numbering = find(source, hooks.NumbersRecords)
+        self._reader = SourceReader(source)
         self._spec: RecordSpec | None = None
 
     def spec(self) -> RecordSpec:
@@ -375,7 +405,7 @@ class RecordReader:
         if self._wants_rng:
             pairs = zip(epochs.tolist(), record_ids.tolist(), strict=True)
             rngs = [philox(self._seed, epoch, record_id) for epoch, record_id in pairs]
-        return read_records(self.source, record_ids, rngs, columns=columns, times=times)
+        return self._reader.read(record_ids, rngs, columns=columns, times=times)
 
     def _read_one_by_one(
         self,
