@@ -159,7 +159,7 @@ def test_a_short_batch_ends_an_epoch_and_is_an_error_before_its_end() -> None:
             next(feed)
         assert feed.position == 32
     for wrong in (make_feed(iter(batches_of(8, 4, 8))), make_feed(iter(batches_of(8, 8, 8)), global_batch_size=16)):
-        with wrong, pytest.raises(meshfeed.SourceError, match="and others follow"):
+        with wrong, pytest.raises(meshfeed.SourceError, match="and is not the last"):
             list(wrong)
 
 

@@ -1,10 +1,7 @@
-"""The feed, which combines source, order, plan, reading, agreement and assembly.
+"""The feed that users iterate over: chooses the stream of their source, and runs one generation of it after the other.
 
-Reads a step of a stream again on one host, for example to inspect the batch behind a loss spike.
-
-Chooses the stream for the ``source`` that the user passes.
-
-Warns about loops over an exhausted feed, which yield nothing because ``iter(feed)`` does not reset it.
+A generation begins when the feed is created and at each ``reset`` and ``set_state``. Its first ``next`` opens the data,
+compares settings with the other hosts and builds the pipeline; each further ``next`` only takes a batch off it.
 """
 
 from __future__ import annotations
@@ -152,8 +149,8 @@ class SecondPass:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "%s: iterating again after the end of the stream gives no batches, because iter(feed) does not reset "
-                "the feed. For several epochs pass num_epochs=; to start from the first batch call reset().",
+                "%s: iterating again after the end of the stream yields no batches, because iter(feed) does not reset "
+                "the feed. Pass num_epochs= for several epochs, or call reset() to start over.",
                 self._name,
             )
 
@@ -339,7 +336,9 @@ class Feed:
           Exception: any error of the source.
         """
         if self._closed:
-            raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
+            raise MeshfeedError(
+                f"{self.name} is closed. To continue, create a new feed and pass get_state() to its set_state."
+            )
         if self._failed is not None:
             raise self._failed.with_traceback(self._failed_at)  # otherwise the traceback grows with each call
         start = time.perf_counter()
@@ -367,9 +366,9 @@ class Feed:
     def _finish(self, ready: Ready) -> None:
         if ready.finishing and self._hosts_agree:
             raise MeshfeedError(
-                f"{self.name}: step {ready.batch.step} was interrupted while its rows moved between hosts, and making the "
-                "move again would pair it with the other hosts' next one. Continue on every host with "
-                "set_state(get_state()), or start the job again from its last checkpoint."
+                f"{self.name}: step {ready.batch.step} was interrupted while its rows moved between hosts; moving them "
+                "again would pair them with the other hosts' next step. Call set_state(get_state()) on every host, or "
+                "restart the job from its last checkpoint."
             )
         ready.finishing = True
         ready.arrays = self._placer.finish(ready.arrays, ready.batch.global_batch_size)
@@ -465,7 +464,7 @@ class Feed:
             raise
 
     def _open(self, cursor: Cursor) -> SingleCall[HostReader]:
-        """Not on the caller's thread, where an interrupt could come between two steps that belong together."""
+        """Opens the data on a thread of its own, which no interrupt can stop halfway."""
         stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree
         previous = self._last_opening
 
@@ -478,7 +477,7 @@ class Feed:
         return opening
 
     def _opened(self, opening: SingleCall[HostReader]) -> HostReader:
-        """Waits for the data to be opened; that may take any time while records are dropped on the way.
+        """Waits for the data to be opened, for as long as dropping records makes progress.
 
         Raises:
           StalledError: nothing has moved for ``timeout_seconds``.
@@ -491,7 +490,7 @@ class Feed:
             if waited >= seconds <= PROGRESS.idle_seconds():
                 raise StalledError(
                     f"host {self._host} itself is late: it is {str(PROGRESS) or 'opening the data'}, without progress for "
-                    f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={seconds:g}). Look at its storage; "
+                    f"{min(waited, PROGRESS.idle_seconds()):.0f} s (timeout_seconds={seconds:g}). Check its storage, or "
                     "raise timeout_seconds if that may take longer.",
                     hosts=(self._host,),
                     waited_seconds=waited,
@@ -541,7 +540,7 @@ class Feed:
         """
         steps = self._stream.num_steps(self._cursor)
         if steps is None:
-            raise TypeError(f"{self.name} goes on for ever (num_epochs=None) and has no length.")
+            raise TypeError(f"{self.name} repeats forever (num_epochs=None) and has no length.")
         return steps
 
     @property

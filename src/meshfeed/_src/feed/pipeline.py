@@ -4,15 +4,10 @@
 
     reader ──(reader thread, host batches)──► agreement ──(read-ahead thread, global arrays)──► caller
 
-A single process needs no reader thread: its read-ahead thread reads. With ``prefetch=0`` there is no read-ahead thread
-and the caller's thread reads, except from a sequential reader, whose reads cannot be repeated after an interrupt and
-therefore keep a reader thread.
-
-Bounded, ordered read-ahead in one thread; the producer's exception comes after the last item.
-
-Logs the contents of each batch, one JSON line per batch, if the logger ``meshfeed.steps`` is at DEBUG.
-
-Builds the pipeline of one generation of a feed, with the agreement that gates its batches.
+Each thread is a bounded :class:`ReadAhead`. A single process needs no reader thread: its read-ahead thread reads. With
+``prefetch=0`` there is no read-ahead thread and the caller's thread reads, except from a sequential reader, whose reads
+cannot be repeated after an interrupt and therefore keep a reader thread. :func:`make_pipeline` builds the pipeline of one
+generation of a feed.
 """
 
 from __future__ import annotations

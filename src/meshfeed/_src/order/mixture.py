@@ -1,11 +1,9 @@
-"""Computes components, record ids and epochs from positions in a mixture.
+"""Computes components, record ids and epochs from positions in a mixture, whose weights may change over time.
 
 The stream is divided into blocks. Every block of a stage holds the same number of records of each component, in an
 order given by a keyed permutation per block. The n-th record of a component then follows from the block number and the
 block's layout, without a scan from the start. The end of a stage may truncate a block; each component's offset at the
 start of each stage is computed once.
-
-Weights of a mixture over time: parsing, records per block, and the check against a saved state.
 
 Weights are given as ``{name: weight}`` or as stages ``[(first_step, {name: weight}), ...]``. A stage applies from its
 first step until the next stage. Stages that had started when a state was saved determined the records already

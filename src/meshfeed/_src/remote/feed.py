@@ -229,7 +229,7 @@ class RemoteFeed:
           Exception: whatever the feed raised on a host, with its message.
         """
         if self._closed:
-            raise MeshfeedError(f"{self.name} is closed; make a new feed and give it get_state() to go on.")
+            raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
         try:
             batch = self._client.take()
         except StopIteration:

@@ -10,13 +10,11 @@ bad record, the state has ``skipped`` {process index: ledger} and ``num_skipped`
 ledger is full, also ``num_unlisted`` {process index: count}. Every lane and host entry contains its own digest, which
 detects manual edits.
 
+A ledger lists the ids, reasons and steps of the records that one host replaced, and is bounded in size.
+
 ``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
 ``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`). States without them are still written as version 1, which
 an older meshfeed can read after a rollback.
-
-Describes missing files of a source, for errors about a state whose source had a different set of files.
-
-Ledgers of replaced records: ids, reasons and steps, per host and bounded in size.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class LocalBatchReader:
         try:
             self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
             if self._ready is None:
-                raise SourceError("the iterable of host batches has no further batch on this host to take a look at.")
+                raise SourceError("the iterable of host batches has no further batch on this host to look at.")
             return self._ready
         finally:
             self._taking.release()
@@ -140,8 +140,8 @@ class LocalBatchReader:
                 first = next(self._iterator, None)
                 if first is None:
                     raise SourceError(
-                        f"the iterable of host batches gave none in epoch {self._epoch}; with num_epochs it must start "
-                        "again at each iter()."
+                        f"the iterable of host batches gave no batch in epoch {self._epoch}. With num_epochs it must "
+                        "start again at each iter()."
                     ) from None
                 return first
 
@@ -162,9 +162,9 @@ class LocalBatchReader:
                 return None
             if self._epoch == epoch:
                 raise SourceError(
-                    f"host batch {self._step} has {num_rows} rows, and others follow; expected {wanted} rows, which is "
-                    f"what this host holds of a global batch of {self._stream.read_schedule().sizes[0]}, in all batches but "
-                    "the last. Give batches of that many rows, or leave global_batch_size out to take it from the first. "
+                    f"host batch {self._step} has {num_rows} rows and is not the last; expected {wanted} rows, this host's "
+                    f"part of a global batch of {self._stream.read_schedule().sizes[0]}. Make batches of that many rows, or "
+                    "omit global_batch_size to take it from the first batch. "
                     f"{SINGLE_RECORDS if not step else ''}".rstrip()
                 )
 
@@ -268,10 +268,10 @@ class LocalBatchReader:
 
 
 _UNSUPPORTED = {
-    "shuffle": (False, "shuffle where the batches are made"),
-    "num_workers": (0, "give the workers to what makes the batches"),
+    "shuffle": (False, "shuffle in the code that makes the batches"),
+    "num_workers": (0, "use workers in the code that makes the batches"),
     "num_lanes": (None, "host batches have no lanes"),
-    "bad_records": (None, "handle bad records where the batches are made"),
+    "bad_records": (None, "handle bad records in the code that makes the batches"),
 }
 
 
@@ -319,7 +319,7 @@ class LocalBatchStream:
             value = getattr(settings, setting)
             if value != only or isinstance(value, bool) != isinstance(only, bool):  # False == 0
                 raise SettingsError(
-                    f"{setting}={value!r} has no effect on an iterable of host batches; leave it out, and {remedy}.",
+                    f"{setting}={value!r} has no effect on an iterable of host batches. Omit it; {remedy}.",
                     setting=setting,
                 )
         if settings.schedule is not None and len(settings.schedule.sizes) > 1:
@@ -329,7 +329,7 @@ class LocalBatchStream:
             )
         if settings.load != "sharded":
             raise SettingsError(
-                f"load={settings.load!r} needs a source of records; with host batches every host brings its own rows.",
+                f"load={settings.load!r} needs a source of records; each host makes its own rows of host batches.",
                 setting="load",
             )
         self.source = source
@@ -543,7 +543,7 @@ class LocalBatchStream:
 
     def num_steps(self, cursor: LocalBatchCursor) -> int | None:
         """Always raises: the number of steps is unknown until the batches end."""
-        raise TypeError("an iterable of host batches has no length that all hosts know.")
+        raise TypeError("an iterable of host batches has no length.")
 
     def record_ids(self, cursor: LocalBatchCursor, step: int) -> RecordIds:
         """Always raises: host batches have no record ids."""
@@ -554,7 +554,7 @@ class LocalBatchStream:
         raise SourceError("read(record_ids): host batches have no record ids; pass a random-access source.")
 
     def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
-        """Nothing: only the code that makes the batches knows what they contain."""
+        """Returns nothing: host batches have neither record ids nor files."""
         del batch
         return {}
 

@@ -1,4 +1,4 @@
-"""The stream of a random-access source: each batch is a function of (source, settings, step)."""
+"""The stream of a random-access source: each batch depends only on source, settings and step."""
 
 from __future__ import annotations
 

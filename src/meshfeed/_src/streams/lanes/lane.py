@@ -1,7 +1,4 @@
-"""One lane of a stream: reads its records in order over all epochs, and resumes exactly.
-
-Maps rows of lanes to rows of a host's part of a batch.
-"""
+"""One lane of a stream: reads its records in order over all epochs, resumes exactly, and fills its rows of a batch."""
 
 from __future__ import annotations
 
@@ -135,6 +132,10 @@ class Lane:
         self._bad_in_a_row = 0
         self._most = _ALL  # most records to request per next_batch call
         self._iterator: LaneIterator | None = None
+        self._stacked: hooks.StackedLane | None = (
+            None  # the iterator, if it gives stacked records to a lane without decode
+        )
+        self._resumable: hooks.Resumable | None = None  # the iterator, if it has a state
         self._dropping: Dropping | None = None
         self.spec: RecordSpec | None = None
         if not self._ended:
@@ -175,7 +176,8 @@ class Lane:
             self._drop(iterator, self._since)
         finally:
             self._dropping = None
-        self._iterator = iterator
+        self._iterator, self._resumable = iterator, resumable
+        self._stacked = find(iterator, hooks.StackedLane) if self._decode is None else None
 
     def _drop(self, iterator: LaneIterator, count: int) -> None:
         left = count
@@ -191,8 +193,9 @@ class Lane:
                         dropped = num_rows(stacked.next_batch(left))
                 except StopIteration:
                     raise SourceError(
-                        f"lane {self.lane_index} ended {left} records before the cursor where it is to be continued "
-                        f"(epoch {self._epoch}, record {self._taken}); the data has become shorter.",
+                        f"lane {self.lane_index} ended {left} records before the record to resume at (epoch "
+                        f"{self._epoch}, record {self._taken}); the data has become shorter. Pass the data that the "
+                        "state was saved with.",
                         lane_index=self.lane_index,
                     ) from None
                 left -= dropped
@@ -200,6 +203,7 @@ class Lane:
 
     def _close_iterator(self) -> None:
         iterator, self._iterator = self._iterator, None
+        self._stacked = self._resumable = None
         hooks.close(iterator)
 
     # ------------------------------------------------------------------ reading
@@ -244,11 +248,10 @@ class Lane:
         if self._iterator is None:
             self._reopen()
         iterator = cast("LaneIterator", self._iterator)
-        stacked = find(iterator, hooks.StackedLane) if self._decode is None else None
         try:
-            if stacked is not None:
+            if self._stacked is not None:
                 self._take_stacked(stack, chunks)  # left from an epoch whose iterator gave single records
-                self._add_batch(stacked, num_records - result.count, chunks, result)
+                self._add_batch(self._stacked, num_records - result.count, chunks, result)
                 return True
             while result.count < num_records:
                 self._add(next(iterator), stack, result)
@@ -296,8 +299,8 @@ class Lane:
                 record = self._decode(record, **extra)
             except StopIteration as error:
                 raise SourceError(
-                    f"decode raised StopIteration at record {self._taken} of lane {self.lane_index}; that is no end "
-                    "of the data. Raise ValueError for a bad record.",
+                    f"decode raised StopIteration at record {self._taken} of lane {self.lane_index}, which does not end "
+                    "the data. Raise ValueError for a bad record.",
                     lane_index=self.lane_index,
                 ) from error
             except ValueError as error:
@@ -308,8 +311,8 @@ class Lane:
                 self._bad_in_a_row += 1
                 if self._bad_in_a_row >= _MAX_BAD_IN_A_ROW:
                     raise SourceError(
-                        f"{_MAX_BAD_IN_A_ROW} records of lane {self.lane_index} in a row are bad, up to record "
-                        f"{self._taken} of epoch {self._epoch}; the data is damaged as a whole, or decode is wrong.",
+                        f"{_MAX_BAD_IN_A_ROW} consecutive records of lane {self.lane_index} are bad, up to record "
+                        f"{self._taken} of epoch {self._epoch}. Check the data as a whole, and decode.",
                         lane_index=self.lane_index,
                     ) from error
                 return  # the lane's next record fills this row
@@ -320,8 +323,8 @@ class Lane:
     def _next_epoch(self) -> None:
         if self._taken == 0 and (self._settings.num_epochs is None or self._settings.num_epochs > 1):
             raise SourceError(
-                f"lane {self.lane_index} of {self._settings.num_lanes} has no record in epoch {self._epoch}, so the "
-                "epochs would go on for ever without it. Use fewer lanes (num_lanes=) or give each lane data.",
+                f"lane {self.lane_index} of {self._settings.num_lanes} has no record in epoch {self._epoch}, so repeating "
+                "its epochs would never end. Use fewer lanes (num_lanes=), or give each lane data.",
                 lane_index=self.lane_index,
             )
         if self._settings.num_epochs is not None and self._epoch + 1 >= self._settings.num_epochs:
@@ -341,12 +344,11 @@ class Lane:
 
     def entry(self) -> LaneEntry:
         """Returns the lane's current state; takes a new snapshot of the source unless that is too expensive for now."""
-        resumable = find(self._iterator, hooks.Resumable) if self._since and not self._ended else None
-        if resumable is not None:
+        if self._since and self._iterator is not None and self._resumable is not None:
             cheap = self._snapshot_cost <= _SNAPSHOT_SHARE * self._busy_since_snapshot
             overdue = self._busy_since_snapshot > _MAX_SNAPSHOT_SECONDS
             if cheap or overdue or self._snapshot_cost < 2e-5:
-                self._take_snapshot(resumable)
+                self._take_snapshot(self._resumable)
         return LaneEntry(
             records=self._records,
             epoch=self._epoch,
@@ -370,7 +372,9 @@ class Lane:
         self._since = 0
         cost = time.monotonic() - start
         if self._snapshot_cost < _EXPENSIVE_SECONDS <= cost:
-            _log.info("the state of lane %d takes %.1f ms: it is taken now and then", self.lane_index, cost * 1e3)
+            _log.info(
+                "a snapshot of lane %d takes %.1f ms, so it is taken only occasionally", self.lane_index, cost * 1e3
+            )
         self._snapshot_cost = cost
         self._busy_since_snapshot = 0.0
 

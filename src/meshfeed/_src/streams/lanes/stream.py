@@ -446,7 +446,7 @@ class LaneStream:
 
     def num_steps(self, cursor: LaneCursor) -> int | None:
         """Always raises: the number of steps is unknown until the stream ends."""
-        raise TypeError("a stream has no length before it has ended.")
+        raise TypeError("the length of a stream is unknown until it ends.")
 
     def record_ids(self, cursor: LaneCursor, step: int) -> RecordIds:
         """Always raises: streams have no record ids."""
