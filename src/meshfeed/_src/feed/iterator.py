@@ -336,9 +336,7 @@ class Feed:
           Exception: any error of the source.
         """
         if self._closed:
-            raise MeshfeedError(
-                f"{self.name} is closed. To continue, create a new feed and pass get_state() to its set_state."
-            )
+            raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
         if self._failed is not None:
             raise self._failed.with_traceback(self._failed_at)  # otherwise the traceback grows with each call
         start = time.perf_counter()

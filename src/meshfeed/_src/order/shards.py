@@ -166,7 +166,7 @@ class ShardOrder:
 
     def _compute_chunk(self, epoch: int, window: int, chunk: int) -> RecordIds:
         layout = self._layout(epoch)
-        start, stop = layout.window_starts[window : window + 2].tolist()
+        start, stop = int(layout.window_starts[window]), int(layout.window_starts[window + 1])
         offsets = np.arange(chunk << _CHUNK_BITS, min((chunk + 1) << _CHUNK_BITS, stop - start), dtype=np.int64)
         key = derive_key(self._seed, _WINDOW, self.num_records, epoch, window)
         at = start + permute(offsets, stop - start, key)
