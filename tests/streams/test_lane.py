@@ -275,8 +275,8 @@ def test_lanes_whose_records_end_early_are_no_shorter_lanes() -> None:
             open_lane(source, entry)
         assert caught.value.lane_index == 3
         assert str(caught.value) == (
-            "lane 3 ended 5 records before the cursor where it is to be continued (epoch 1, record 25); the data has become "
-            "shorter."
+            "lane 3 ended 5 records before the record to resume at (epoch 1, record 25); the data has become shorter. Pass "
+            "the data that the state was saved with."
         )
     assert open_lane(Scripted(np.int64, 25), entry).take(1).count == 0
 
@@ -336,7 +336,7 @@ def test_stop_iteration_where_no_data_ends_is_an_error() -> None:
         open_lane(Scripted(np.int64, decode=decode)).take(8)
     assert decoding.value.lane_index == 3
     assert str(decoding.value) == (
-        "decode raised StopIteration at record 4 of lane 3; that is no end of the data. Raise ValueError for a bad record."
+        "decode raised StopIteration at record 4 of lane 3, which does not end the data. Raise ValueError for a bad record."
     )
 
 
@@ -375,8 +375,7 @@ def test_1000_bad_records_in_a_row_are_an_error_and_999_are_not() -> None:
         open_lane(Scripted(np.int64, 2000, decode=bad_at(*range(7, 1007))), **options).take(8)
     assert caught.value.lane_index == 3
     assert str(caught.value) == (
-        "1000 records of lane 3 in a row are bad, up to record 1006 of epoch 0; the data is damaged as a whole, or decode is "
-        "wrong."
+        "1000 consecutive records of lane 3 are bad, up to record 1006 of epoch 0. Check the data as a whole, and decode."
     )
 
 
@@ -394,8 +393,8 @@ def test_an_endless_lane_without_a_record_is_an_error() -> None:
             open_lane(Scripted(np.int64, 0), num_epochs=num_epochs).take(1)
         assert caught.value.lane_index == 3
         assert str(caught.value) == (
-            "lane 3 of 8 has no record in epoch 0, so the epochs would go on for ever without it. Use fewer lanes "
-            "(num_lanes=) or give each lane data."
+            "lane 3 of 8 has no record in epoch 0, so repeating its epochs would never end. Use fewer lanes (num_lanes=), "
+            "or give each lane data."
         )
     lane = open_lane(Scripted(np.int64, 0))
     assert (lane.take(1).count, lane.length) == (0, 0)
@@ -466,7 +465,7 @@ def test_an_expensive_state_is_taken_for_1_percent_of_the_time_or_once_a_minute(
     lane = slow_lane(Clock(monkeypatch), 1.0, 0.03125)
     assert skips(lane, 9) == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # 4 s of reading for 0.03 s
     assert lane.entry().state == 9
-    assert caplog.messages == ["the state of lane 3 takes 31.2 ms: it is taken now and then"]
+    assert caplog.messages == ["a snapshot of lane 3 takes 31.2 ms, so it is taken only occasionally"]
     lane = slow_lane(Clock(monkeypatch), 20.0, 4.0)
     assert skips(lane, 9) == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # more than 60 s of reading
 
