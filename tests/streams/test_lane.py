@@ -58,7 +58,7 @@ def test_a_lane_of_bad_records_only_is_an_error_and_no_endless_loop() -> None:
     options: dict[str, Any] = {"num_epochs": None, "bad_records": meshfeed.SkipBad(0.5), "timeout_seconds": 30}
     with (
         make_feed(Decoded(decode), **options) as feed,
-        pytest.raises(meshfeed.SourceError, match="1000 records of lane 0"),
+        pytest.raises(meshfeed.SourceError, match="1000 consecutive records of lane 0"),
     ):
         next(feed)
 
