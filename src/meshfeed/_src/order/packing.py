@@ -24,7 +24,7 @@ from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.order.epochs import derive_key, permute, sorted_permutation
 
 try:
-    from meshfeed._src.order import _best_fit as extension  # pyright: ignore[reportAttributeAccessIssue] # built from C
+    from meshfeed._src.order import _best_fit as extension  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] # built from C
 except ImportError as error:  # installed without a C compiler, or built for another system
     logging.getLogger("meshfeed").debug("documents are packed by Python code, which is slower: %s", error)
     extension: Any = None
@@ -338,7 +338,7 @@ def _expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For groups of the given sizes: first members, and each member's group and index within it."""
     splits = np.concatenate([[0], np.cumsum(counts)])
     group = np.repeat(np.arange(len(counts)), counts)
-    return splits, group, np.arange(splits[-1]) - splits[group]
+    return splits, group, np.arange(int(splits[-1]), dtype=np.int64) - splits[group]
 
 
 def _join(parts: list[tuple[np.ndarray, Pieces]], num_sequences: int) -> Pieces:
