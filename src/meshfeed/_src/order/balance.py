@@ -55,7 +55,8 @@ def _signs(differences: np.ndarray) -> np.ndarray:
       differences: [groups, n], descending, at least 0.
     """
     number = differences.shape[1]
-    signs = np.where(np.arange(number) % 2 == 0, 1.0, -1.0) * np.ones_like(differences)
+    signs = np.ones_like(differences)
+    signs[:, 1::2] = -1
     middle = slice(_CHOSEN, max(_CHOSEN, number - _CHOSEN))
     totals = (signs[:, middle] * differences[:, middle]).sum(axis=1)
     chosen = [i for i in range(number) if not middle.start <= i < middle.stop]
