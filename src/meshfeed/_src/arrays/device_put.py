@@ -26,7 +26,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
 from meshfeed._src.base.trees import flatten_with_paths
-from meshfeed._src.base.types import Device, PyTree
+from meshfeed._src.base.types import MeshDevice, PyTree
 from meshfeed._src.plan.plan import LeafPlan, broadcast_shardings, cut_spec
 from meshfeed._src.plan.shardings import check_divisible, sharded_dimensions
 
@@ -213,7 +213,7 @@ class BlockDevicePut:
         global_shape: tuple[int, ...],
         sharding: NamedSharding,
         dtype: npt.DTypeLike,
-        devices: Sequence[Device],
+        devices: Sequence[MeshDevice],
         indices: Sequence[tuple[slice, ...]],
     ) -> None:
         self._device_put = device_put

@@ -40,7 +40,7 @@ from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bi
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
 from meshfeed._src.base.trees import TreeDef, flatten, flatten_with_paths
-from meshfeed._src.base.types import Device, PyTree, RecordIds
+from meshfeed._src.base.types import MeshDevice, PyTree, RecordIds
 from meshfeed._src.plan.plan import HostPlan, HostRows, RowRange, broadcast_shardings, merge_ranges, participants
 from meshfeed._src.plan.shardings import sharding_leaves
 from meshfeed._src.reading.host_batch import RecordSpec
@@ -191,12 +191,12 @@ def _readers(load: Load, everyone: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({int(host) for host in hosts}))
 
 
-def _device_orders(prefix: PyTree) -> list[tuple[Device, ...]]:
+def _device_orders(prefix: PyTree) -> list[tuple[MeshDevice, ...]]:
     meshes = dict.fromkeys(sharding.mesh for sharding in sharding_leaves(prefix))
     return list(dict.fromkeys(_devices_of(mesh) for mesh in meshes))
 
 
-def _devices_of(mesh: Mesh | AbstractMesh) -> tuple[Device, ...]:
+def _devices_of(mesh: Mesh | AbstractMesh) -> tuple[MeshDevice, ...]:
     return tuple(cast("Mesh", mesh).devices.flat)
 
 
@@ -217,7 +217,7 @@ class MeshAssignment:
     num_rows: int
 
     @classmethod
-    def over(cls, devices: tuple[Device, ...], readers: tuple[int, ...], num_rows: int) -> MeshAssignment:
+    def over(cls, devices: tuple[MeshDevice, ...], readers: tuple[int, ...], num_rows: int) -> MeshAssignment:
         """Assigns ``num_rows`` rows to the devices of the hosts ``readers``."""
         places = np.array([device.process_index in readers for device in devices])
         ranks = np.where(places, np.cumsum(places) - 1, -1)
@@ -232,7 +232,7 @@ class MeshAssignment:
             return 0, 0
         return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
 
-    def held_by(self, process_index: int) -> list[tuple[int, Device, RowRange]]:
+    def held_by(self, process_index: int) -> list[tuple[int, MeshDevice, RowRange]]:
         """(index in the mesh, device, global rows) of each device of a host."""
         devices = enumerate(_devices_of(self.sharding.mesh))
         return [(n, d, self.rows_of(self.ranks[n])) for n, d in devices if d.process_index == process_index]

@@ -157,7 +157,7 @@ class HostBatchSource(Protocol):
         ...
 
 
-class Device(Protocol):
+class MeshDevice(Protocol):
     """A ``jax.Device``, or a fake one of :mod:`meshfeed.testing`."""
 
     @property

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshfeed._src.base.errors import PlanError
-from meshfeed._src.base.types import ColumnSlices, Device, PyTree, RecordIds
+from meshfeed._src.base.types import ColumnSlices, MeshDevice, PyTree, RecordIds
 from meshfeed._src.plan.shardings import (
     axes_of,
     broadcast_shardings,
@@ -59,7 +59,7 @@ class Block:
       local: the block's slices of the host array, which holds the plan's rows and the leaf's columns.
     """
 
-    device: Device
+    device: MeshDevice
     index: tuple[slice, ...]
     local: tuple[slice, ...]
 

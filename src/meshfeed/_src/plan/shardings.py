@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
 from meshfeed._src.base.trees import flatten, flatten_with_paths
-from meshfeed._src.base.types import Device, PyTree
+from meshfeed._src.base.types import MeshDevice, PyTree
 
 _TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings"
 
@@ -177,9 +177,9 @@ def check_divisible(
     )
 
 
-def device_indices(sharding: NamedSharding, global_shape: tuple[int, ...]) -> Mapping[Device, tuple[slice, ...]]:
+def device_indices(sharding: NamedSharding, global_shape: tuple[int, ...]) -> Mapping[MeshDevice, tuple[slice, ...]]:
     """``sharding.devices_indices_map``: the index of each device's block, in the order of the sharding's devices."""
-    indices: Mapping[Device, tuple[slice, ...]] = cast("Any", sharding).devices_indices_map(global_shape)
+    indices: Mapping[MeshDevice, tuple[slice, ...]] = cast("Any", sharding).devices_indices_map(global_shape)
     return indices
 
 
