@@ -45,9 +45,7 @@ def write_files(folder: str) -> None:
             for i in ids:
                 writer.write(int(i).to_bytes(8, "little"))
             writer.close()
-    np.arange(3000, dtype=np.uint16).tofile(root / "tokens.bin")
-    documents = [np.append(np.arange(1, length, dtype=np.uint16), np.uint16(0)) for length in DOCUMENT_LENGTHS]
-    np.concatenate(documents).tofile(root / "documents.bin")
+    np.arange(240, dtype=np.uint16).tofile(root / "tokens.bin")
     ids = np.arange(200, dtype=np.int32)
     for name, array in (("id", ids), ("tokens", np.arange(200 * 8, dtype=np.int32).reshape(200, 8))):
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(root / f"{name}.zarr")}}
@@ -116,7 +114,7 @@ def _memory(folder: str) -> Any:
 def _tokens(folder: str) -> Any:
     from meshfeed import sources
 
-    return sources.Tokens(f"{folder}/tokens.bin", 15, dtype=np.uint16, key="id")
+    return sources.Tokens(f"{folder}/tokens.bin", 1, dtype=np.uint16, next_token=False, key="id")
 
 
 def _stream(open_lane: Any, folder: str) -> Any:
@@ -128,8 +126,8 @@ def _stream(open_lane: Any, folder: str) -> Any:
 def _packed_documents(method: str, folder: str) -> Any:
     from meshfeed import sources
 
-    documents = sources.Tokens.documents(f"{folder}/documents.bin", dtype=np.uint16, eod=0, key="id")
-    return sources.Packed(documents, 8, key="id", method=method, block=32)
+    documents = [np.full(length, number + 1, np.int32) for number, length in enumerate(DOCUMENT_LENGTHS)]
+    return sources.Packed(documents, 4, method=method, block=32)
 
 
 def _mapped(source: Any) -> Any:
@@ -268,7 +266,7 @@ RANDOM: dict[str, tuple[Callable[[str], Any], bool | int, Sequence[int] | None]]
     "grain map": (_part(_grain, lambda grain, records: records), True, FEW),
     "hf map": (_hf_map_style, True, FEW),
     "mixture": (_mixture, True, None),
-    "tokens": (_tokens, True, None),
+    "tokens": (_tokens, True, range(240)),
     "packed": (_part(_packed_documents, "split"), True, None),
     "packed by best fit": (_part(_packed_documents, "fit"), True, None),
     "map": (lambda folder: _mapped(_memory(folder)), True, [i + 7 for i in FEW]),
@@ -330,7 +328,7 @@ STREAMS: dict[str, tuple[Callable[[str], Any], Sequence[int] | None]] = {
 }
 """name → (maker, ids of all records)."""
 
-PACKED = ("grain concat then split", "grain first fit", "grain best fit")
+PACKED = ("grain concat then split", "grain first fit", "grain best fit", "packed", "packed by best fit")
 NAMES = (*RANDOM, *STREAMS)
 
 
