@@ -57,6 +57,7 @@ _MODULES = ("checkpoint", "maxtext", "remote", "sources", "testing")
 __all__ = [
     "AgreementError",
     "BatchSchedule",
+    "CacheStats",
     "CheckpointError",
     "CorruptDataError",
     "Feed",
@@ -67,7 +68,6 @@ __all__ = [
     "PlanError",
     "Retry",
     "SettingsError",
-    "CacheStats",
     "ShardCache",
     "SkipBad",
     "SourceError",
