@@ -123,6 +123,7 @@ def test_all_that_must_be_equal_is_compared() -> None:
         "load": "once",
         "mask_key": "mask",
         "bad_records": None,
+        "balance": None,
         "num_skipped": None,
         "check_replicas": True,
         "global_batch_size": settings.schedule.stages,  # type: ignore[union-attr]
