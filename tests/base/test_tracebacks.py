@@ -107,6 +107,7 @@ def test_a_fault_of_meshfeed_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -
     exec(compile(fault, str(OWN / "_placer.py"), "exec"), namespace)
     with make_feed({"x": np.zeros((16, 2))}) as feed:
         monkeypatch.setattr(type(feed._placer), "finish", namespace["finish"])
+        monkeypatch.setattr(type(feed._placer), "finish_computes", True)
         frames = frames_of(lambda: next(feed), KeyError)
     assert [frame.name for frame in frames][-3:] == ["__next__", "_finish", "finish"]
 

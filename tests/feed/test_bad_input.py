@@ -363,12 +363,12 @@ def test_ragged_lists_of_a_lane_and_of_memory_are_called_ragged() -> None:
 
 
 READERS = {
-    "x.parquet": "datasets.load_dataset('parquet', data_files=",
+    "x.parquet": "meshfeed.sources.Parquet(",
     "x.npy": "meshfeed.sources.Memory(numpy.load(",
-    "x.bin": "meshfeed.sources.Memory(numpy.memmap(",
-    "x.tar": "meshfeed.sources.Stream(open)",
-    "shard.00000.mds": "streaming.StreamingDataset",
-    "x.mds.zstd": "streaming.StreamingDataset",
+    "x.bin": "meshfeed.sources.Tokens(",
+    "x.tar": "meshfeed.sources.WebDataset(",
+    "shard.00000.mds": "meshfeed.sources.MDS(folder)",
+    "x.mds.zstd": "meshfeed.sources.MDS(folder)",
     "x.tfrecord-00000-of-00002": "meshfeed.sources.TFData(open)",
     "x.jsonl.gz": "datasets.load_dataset('json', data_files=",
     "x.csv": "datasets.load_dataset('csv', data_files=",
@@ -400,7 +400,7 @@ def test_so_does_a_file_behind_a_url(tmp_path: pathlib.Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     fsspec.filesystem("memory").pipe_file("/named/x.parquet", b"not ArrayRecord " * 40)
     cache = meshfeed.ShardCache(tmp_path)
-    with pytest.raises(meshfeed.CorruptDataError, match=r"pass datasets\.load_dataset\('parquet'"):
+    with pytest.raises(meshfeed.CorruptDataError, match=r"pass meshfeed\.sources\.Parquet\("):
         meshfeed.sources.ArrayRecord("memory://named/x.parquet", cache=cache)
 
 

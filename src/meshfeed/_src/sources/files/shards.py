@@ -20,6 +20,7 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
+from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor, Lru, is_out_of_files, max_open_files
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
@@ -102,9 +103,17 @@ def check_cache(cache: object, *, source: str) -> None:
 
 
 def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
-    """Raises SettingsError if there is a URL or a compressed file and no cache."""
+    """Checks that URLs and compressed files come with a cache.
+
+    Raises:
+      SettingsError: if they do not.
+      SourceError: if the name of a compressed file is that of another source's format.
+    """
     packed = [name for name in names if compression_of(name)]
     if packed and cache is None:
+        hint = reader_hint(packed[0], unless=source)
+        if hint:
+            raise SourceError(f"{source} got the compressed file {packed[0]!r}.{hint}")
         raise SettingsError(
             f"{source} got the compressed file {packed[0]!r} and no cache. Compressed files cannot be read at random: pass "
             "cache=meshfeed.ShardCache(directory, max_bytes=…), which keeps decompressed copies, or decompress the files.",
