@@ -152,7 +152,7 @@ def test_a_loader_that_fails_on_one_host_stops_all(pool: Any, kind: str) -> None
     assert max(first["waited"], second["waited"]) < 30
     if kind == "fewer rows":  # good for that host alone, but no global batch
         assert first["type"] == second["type"] == "AgreementError"
-        assert "do not make one global batch" in first["text"]
+        assert "do not form one global batch" in first["text"]
     else:
         assert first["type"] == "PeerError"
         assert "host 1" in first["text"]
