@@ -136,6 +136,36 @@ def test_what_it_cannot_say(
     assert "Traceback" not in result.output
 
 
+class Sharded:
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, record_id: int) -> dict[str, np.ndarray]:
+        return {"x": np.array(record_id)}
+
+    def shard_lengths(self) -> np.ndarray:
+        return np.array([5, 6])
+
+
+@pytest.mark.parametrize(
+    ("source", "shuffle", "named"),
+    [
+        (Sharded(), "shards", "the order 'shard-windows'"),
+        (meshfeed.sources.Packed([{"tokens": np.arange(3)}] * 40, 8), True, "the order 'packing'"),
+        (meshfeed.sources.Mixture({"a": [1] * 9, "b": [2] * 9}, weights={"a": 1, "b": 1}), True, "a mixture"),
+    ],
+    ids=["shards", "packed", "mixture"],
+)
+def test_an_order_that_it_cannot_compute(tmp_path: pathlib.Path, source: Any, shuffle: Any, named: str) -> None:
+    with make_feed(source, shuffle=shuffle) as feed:
+        next(feed)
+        (tmp_path / "state.json").write_text(json.dumps(feed.get_state()))
+    result = run(tmp_path / "state.json")
+    assert result.exit_code == 1
+    assert named in result.output
+    assert "call feed.record_ids(step)" in result.output
+
+
 def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
     result = run(tmp_path)
     assert result.exit_code == 1

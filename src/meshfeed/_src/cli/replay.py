@@ -52,6 +52,16 @@ def _step_of(folder: epath.Path, root: epath.Path) -> int:
     return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)
 
 
+def _other_order(state: feed_state.FeedState) -> str | None:
+    """Describes a state whose order is not an :class:`EpochOrder`, otherwise returns None."""
+    if state.kind != "random_access":
+        return f"a feed of kind {state.kind!r}"
+    if "mixture" in state.fingerprint:
+        return "a mixture"
+    algorithm = state.fingerprint["order"]["algorithm"]
+    return None if algorithm == epoch_order.ALGORITHM else f"a feed with the order {algorithm!r}"
+
+
 def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_size: int | None) -> dict[str, Any]:
     """Computes the records of one past or future batch of the stream.
 
@@ -69,12 +79,11 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
       SettingsError: if there is no such batch, or its size is unknown.
     """
     fingerprint = state.fingerprint
-    if state.kind != "random_access" or "mixture" in fingerprint or fingerprint["shuffle"] == "shards":
-        kind = "a mixture" if "mixture" in fingerprint else f"{state.kind!r}"
-        kind = "a feed with shuffle='shards'" if fingerprint.get("shuffle") == "shards" else kind
+    other = _other_order(state)
+    if other is not None:
         raise MeshfeedError(
-            f"This is the state of {kind}, whose records are not known from the state alone. Make the feed, give it "
-            "the state by set_state, and call feed.record_ids(step)."
+            f"This is the state of {other}, which does not determine the records by itself. Make the feed, pass it the "
+            "state with set_state, and call feed.record_ids(step)."
         )
     segments = step_schedules.parse_segments(state.segments)
     order = epoch_order.EpochOrder(
