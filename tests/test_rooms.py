@@ -193,6 +193,17 @@ def test_each_room_says_what_lives_there(folder: pathlib.Path) -> None:
         assert (folder / name).exists(), f"{path} names {name}"
 
 
+def test_rooms_list_what_they_may_import() -> None:
+    listed = {}
+    for room in MAY_IMPORT.keys() - {"public"}:
+        text = ast.get_docstring(ast.parse((SRC / "_src" / room / "__init__.py").read_text())) or ""
+        found = re.search(r"May import: ([\w, ()]+)", text.replace("\n", " "))
+        if found:
+            listed[room] = " ".join(sorted(re.sub(r" \(.*?\)", "", found[1]).split(", ")))
+    assert len(listed) >= 10
+    assert listed == {room: MAY_IMPORT[room] for room in listed}
+
+
 def test_only_one_module_asks_jax_about_processes() -> None:
     wrong = []
     for module in MODULES.keys() - PROCESS_MODULES:

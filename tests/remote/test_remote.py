@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -84,6 +85,14 @@ def test_the_same_batches_and_states_as_the_local_feed(mesh: Mesh, case: str) ->
         assert feed.get_state() == local.get_state()
         feed.close()
     local.close()
+
+
+def test_the_keywords_are_those_of_the_local_feed() -> None:
+    def keywords(feed: type) -> dict[str, Any]:
+        parameters = inspect.signature(feed).parameters.values()
+        return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+    assert keywords(RemoteFeed) == keywords(meshfeed.Feed)
 
 
 def test_the_whole_interface(mesh: Mesh) -> None:

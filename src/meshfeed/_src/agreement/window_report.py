@@ -132,6 +132,9 @@ class WindowReports:
     def check_alone(self, batch: HostBatch) -> None:
         """Applies the reducer's rule on bad records in a single process.
 
+        The pipeline calls it from the first batch with a bad record or an ended lane onwards, so a rule on other batches
+        has to change that condition.
+
         Raises:
           SourceError: too many bad records.
         """
@@ -150,7 +153,10 @@ class WindowReports:
     def reduce(
         self, reports: Mapping[int, WindowReport], first: int, end: int
     ) -> tuple[AnnouncedContents, Failure | None]:
-        """Merges the reports on a window; see :data:`meshfeed._src.agreement.rules.Reduce`."""
+        """Merges the reports on a window; see :data:`meshfeed._src.agreement.rules.Reduce`.
+
+        Of several failures, those without a step come first, because they prevent the whole window.
+        """
         contents = {host: report.contents for host, report in sorted(reports.items())}
         merged = self._merge(contents)
         counts, too_many = self._bad.reduce(contents, first, end, self._merged_ended)

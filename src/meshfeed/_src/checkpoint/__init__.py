@@ -1,7 +1,7 @@
 """Saves and restores arrays and feed state as Orbax checkpoints: handlers, Checkpointer, read-once restore, integrity.
 
-May import base, plan, state and the resharding of arrays. Imported only by cli, demo and the public module.
-Start with ``checkpointer.py``.
+May import: arrays (its resharding), base, state. Imported only by cli and the public module. Read first:
+``checkpointer.py``.
 
 * Save: ``tree_handler.py`` encodes the tree with ``leaves.py`` and ``dtypes.py``, ``array_handler.py`` lays out each array
   with ``save_layout.py`` for Orbax to write, and both write digests through ``manifest.py``. ``iterator.py`` saves the

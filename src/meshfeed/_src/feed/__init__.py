@@ -1,4 +1,5 @@
 """The feed: ``MultiHostDataLoadIterator`` combines source, order, plan, reading, agreement and assembly.
 
-May import every package listed before feed. Start with ``iterator.py``, then ``pipeline.py``.
+May import: agreement, arrays, base, plan, reading, sources, state, streams. Read first: ``iterator.py``, then
+``pipeline.py``.
 """

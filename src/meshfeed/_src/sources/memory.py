@@ -33,10 +33,8 @@ class Memory:
         message names the leaf's path.
     """
 
-    decode = None
-    decode_batch = None
-    reads_columns = True
-    fresh_arrays = True
+    reads_columns = True  # read_batch takes columns=
+    fresh_arrays = True  # read_batch returns new memory, so the feed need not copy it
 
     @hides_own_frames
     def __init__(self, arrays: PyTree) -> None:

@@ -26,7 +26,7 @@ _TAKES = """\
   open(lane_index, num_lanes);
 - batches of this host: a tf.data.Dataset, a Grain or torch DataLoader, any other iterable of pytrees of arrays
   (HostBatches);
-- files: meshfeed.sources.ArrayRecord(paths), TFDS(name, split), TensorStore(spec)."""
+- files: meshfeed.sources.ArrayRecord(paths), MDS, Parquet, TensorStore, TFDS, Tokens or WebDataset."""
 
 _TABLES = {
     "pandas": "meshfeed.sources.Memory({name: frame[name].to_numpy() for name in frame})",
@@ -178,7 +178,7 @@ def _refused_path(path: str | bytes | os.PathLike[str]) -> SourceError:
 def _refused(obj: object, remedy: str = "") -> SourceError:
     named: Any = obj  # a class or function that was passed uncalled has a name of its own
     kind = f"{named.__module__}.{named.__qualname__}" if hasattr(obj, "__qualname__") else _name_of(type(obj))
-    return SourceError(f"cannot feed from a {kind}. {remedy + chr(10) if remedy else ''}What is taken:\n{_TAKES}")
+    return SourceError(f"cannot feed from a {kind}. {remedy + chr(10) if remedy else ''}Supported:\n{_TAKES}")
 
 
 def _name_of(kind: type) -> str:
