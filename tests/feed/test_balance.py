@@ -136,6 +136,10 @@ def test_wrong_settings() -> None:
         feed_of(Stream(lambda lane_index, num_lanes: iter([])), balance="tokens", shuffle=False)
     with pytest.raises(meshfeed.SettingsError, match="returned -1"), feed_of(balance=lambda lengths: -1) as feed:
         next(feed)
+    for value in (None, "much", np.arange(3), float("nan")):
+        wrong = feed_of(balance=lambda _, value=value: value)
+        with pytest.raises(meshfeed.SettingsError, match="one finite number of at least 0"), wrong as feed:
+            next(feed)
     mixture = Mixture({"a": Memory({"x": np.arange(64)})}, {"a": 1}, block=8)
     with (
         pytest.raises(meshfeed.SettingsError, match="component 'a' does not know"),

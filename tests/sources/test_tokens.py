@@ -311,6 +311,9 @@ def test_files_that_are_none_of_these(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(meshfeed.SourceError, match=message):
             Tokens(**{"sequence_length": 8, **arguments})
+    for eod in (-1, 1 << 16):
+        with pytest.raises(meshfeed.SettingsError, match=f"eod={eod}; .* holds uint16, 0 to 65535, so it never occurs"):
+            Tokens.documents(path, dtype=np.uint16, eod=eod)
     with pytest.raises(meshfeed.SourceError, match="Pass eod="):
         Tokens.documents(path, dtype=np.uint16)
     with pytest.raises(IndexError, match="record id 12 is out of range"):

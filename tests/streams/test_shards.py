@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed import SettingsError, StateMismatchError
-from meshfeed.sources import ArrayRecord, DecodeRaw, Memory, Mixture
+from meshfeed.sources import ArrayRecord, DecodeRaw, Map, Memory, Mixture
 from meshfeed.testing import check_resumable
 
 SIZES = [7, 12, 1, 0, 9, 15, 4, 10, 11, 3, 8, 8, 5, 2, 13, 6, 12, 9]
@@ -32,9 +32,10 @@ def paths(tmp_path_factory) -> list[str]:
     return names
 
 
-def make_feed(paths, devices: int = 4, **options) -> meshfeed.Feed:
+def make_feed(paths, devices: int = 4, mapped: bool = False, **options) -> meshfeed.Feed:
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     source = ArrayRecord(paths, decode_batch=DecodeRaw(np.int32, (2,), key="x"))
+    source = Map(source, lambda record: record) if mapped else source
     return meshfeed.Feed(source, mesh, **{"global_batch_size": 8, "shuffle": "shards", "seed": 3, **options})
 
 
@@ -90,11 +91,16 @@ def test_states_of_other_shards_or_lanes_are_refused_by_field(paths) -> None:
             feed.set_state(changed)
 
 
+def test_mapped_records_keep_their_shards(paths) -> None:
+    with make_feed(paths) as feed, make_feed(paths, mapped=True) as mapped:
+        assert ids_of(feed) == ids_of(mapped)
+
+
 def test_what_has_no_shards_is_refused(paths) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     memory, files = Memory({"x": np.zeros((40, 2), np.int32)}), ArrayRecord(paths)
     for source, kind in ((memory, "Memory"), (Mixture({"a": files}, {"a": 1}), "mixture")):
-        with pytest.raises(SettingsError, match=rf"shuffle='shards' needs a source over files.* is a {kind}"):
+        with pytest.raises(SettingsError, match=rf"shuffle='shards' needs a source whose files.* is a {kind}"):
             meshfeed.Feed(source, mesh, global_batch_size=8, shuffle="shards")
     with pytest.raises(SettingsError, match="num_lanes=3; it must divide every global batch size, here 8"):
         make_feed(paths, num_lanes=3)

@@ -62,6 +62,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 _RAGGED = "ragged rows: "
+_PACK = " For documents of unequal length use meshfeed.sources.Packed."
 _NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, not kinds: ml_dtypes have the same kind as np.void
 
 
@@ -204,9 +205,11 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
     for wanted, found in zip(spec.leaves, other.leaves, strict=True):
         if wanted != found:
             what = _RAGGED if wanted.dtype == found.dtype else ""
+            unequal = what and len(wanted.shape) == len(found.shape) == 1
             raise SourceError(
                 f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
-                f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}",
+                f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}"
+                f"{_PACK if unequal else ''}",
                 **location,
             )
 
@@ -233,7 +236,7 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
         if not array.ndim or array.shape[0] != num_rows:
             raise SourceError(
                 f"leaf {path or '(the batch)'} of {what} is {array.dtype} of shape {array.shape}; "
-                f"its first dimension must be the {num_rows} rows asked for."
+                f"its first dimension must be the {num_rows} rows of the batch."
             )
         leaves.append(LeafSpec(path, array.shape[1:], array.dtype))
     return RecordSpec(treedef, tuple(leaves))

@@ -101,7 +101,11 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
         identity["records"] = len(source)
     if own is not None:
         value = call_with_retry(own.fingerprint, retry, doing="taking the fingerprint of the source")
-        return {**identity, **value} if isinstance(value, dict) else {**identity, "fingerprint": value}
+        if not isinstance(value, dict):
+            return {**identity, "fingerprint": value}
+        # The first field that differs is named: settings that determine the number of records come before it.
+        first = identity if "records" in value else {"kind": identity["kind"]}
+        return {**first, **value, **{name: identity[name] for name in identity if name not in value}}
     if isinstance(source, Sized):  # streams are not probed: opening may be slow, and the first records identify little
         identity["content"] = content_digest(cast("RandomAccessSource", source), retry)
     return identity

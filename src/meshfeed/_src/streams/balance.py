@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from meshfeed._src.base import hooks
@@ -48,11 +50,19 @@ class RowBalance:
         if isinstance(self._balance, str):
             before = np.concatenate([[0.0], np.cumsum(lengths.astype(np.float64) ** _POWERS[self._balance])])
             return np.diff(before[splits])
-        costs = np.array([float(self._balance(part)) for part in np.split(lengths, splits[1:-1])])
-        if not (np.isfinite(costs) & (costs >= 0)).all():
+        return np.array([self._cost(part) for part in np.split(lengths, splits[1:-1])])
+
+    def _cost(self, lengths: np.ndarray) -> float:
+        assert not isinstance(self._balance, str)
+        returned = self._balance(lengths)
+        try:
+            cost = float(returned)
+        except (TypeError, ValueError):
+            cost = math.nan
+        if not 0 <= cost < math.inf:
             raise SettingsError(
-                f"balance={self._balance!r} returned {costs[~(np.isfinite(costs) & (costs >= 0))][0]}; it takes a function "
-                "that returns a finite number of at least 0.",
+                f"balance={self._balance!r} returned {returned!r} for the segment lengths {lengths.tolist()}; it takes a "
+                "function that returns one finite number of at least 0.",
                 setting="balance",
             )
-        return costs
+        return cost

@@ -100,8 +100,8 @@ class RandomAccessStream:
         if sharded is None or self._numbering is not None:
             kind = "mixture" if self._numbering is not None else type(self.source).__name__
             raise SettingsError(
-                f"shuffle='shards' needs a source over files, such as ArrayRecord; this one is a {kind}. Pass "
-                "shuffle=True, or a number of records per block.",
+                f"shuffle='shards' needs a source whose files are downloaded whole (ArrayRecord, MDS, Parquet, "
+                f"WebDataset); this one is a {kind}. Pass shuffle=True, or a number of records per block.",
                 setting="shuffle",
             )
         return sharded.shard_lengths()

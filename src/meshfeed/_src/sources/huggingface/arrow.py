@@ -117,13 +117,13 @@ def value_to_numpy(
     if isinstance(value, str | bytes | bytearray):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__}{place}, which no device holds. Expected numbers, booleans, "
-            f"or lists of them. Turn it into token ids with map(){without}.",
+            f"or lists of them. Turn it into token ids with meshfeed.sources.Map{without}.",
             **where,
         )
     if value is None:
         raise SourceError(
-            f"column {name!r} is null{place}. Expected a value in every record. Fill it with map(), drop such records "
-            f"with filter(){without}.",
+            f"column {name!r} is null{place}. Expected a value in every record. Fill it with "
+            f"meshfeed.sources.Map{without}.",
             **where,
         )
     try:
@@ -131,14 +131,14 @@ def value_to_numpy(
     except ValueError as error:
         raise SourceError(
             f"ragged rows: column {name!r} has lists of unequal lengths within one record{place} ({error}). Expected "
-            "rectangular lists. Pad or cut them with map().",
+            "rectangular lists. Pad or cut them with meshfeed.sources.Map.",
             **where,
         ) from None
     # The bfloat16 of ml_dtypes has kind "V".
     if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__} of dtype {array.dtype}{place}, which no device holds. "
-            f"Expected numbers, booleans, or lists of them. Convert it with map(){without}.",
+            f"Expected numbers, booleans, or lists of them. Convert it with meshfeed.sources.Map{without}.",
             **where,
         )
     return array[()]  # a numpy scalar if it has no dimensions
@@ -173,7 +173,7 @@ def text_error(column: str, arrow_type: Any, all_columns: Sequence[str]) -> Sour
     """The error for a column of text; its fix may suggest keeping the other columns of ``all_columns``."""
     return SourceError(
         f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "
-        f"Turn it into token ids with map(){leave_out(column, all_columns)}."
+        f"Turn it into token ids with meshfeed.sources.Map{leave_out(column, all_columns)}."
     )
 
 
@@ -272,7 +272,8 @@ def _merge(parts: list[tuple[np.ndarray, PyTree]], num_rows: int, name: str, row
 def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) -> SourceError:
     return SourceError(
         f"ragged rows: column {name!r} has lists of lengths {found} in record {record_id:,}, and of {expected} in "
-        "another record of the same batch. Expected equally long lists. Pad or cut them with map(), or pack them.",
+        "another record of the same batch. Expected equally long lists. Pad or cut them with "
+        "meshfeed.sources.Map, or pack token ids with meshfeed.sources.Packed.",
         record_id=record_id,
     )
 
@@ -311,7 +312,7 @@ def _check_type(arrow_type: pa.DataType, name: str) -> None:
     if not (pa.types.is_boolean(t) or pa.types.is_integer(t) or pa.types.is_floating(t)):
         raise SourceError(
             f"column {name!r} is of type {t}, which has no array form. Expected numbers, booleans, or lists of them. "
-            "Convert it with map() or cast_column(), or leave it out with columns=."
+            "Convert it with meshfeed.sources.Map, or leave it out with columns=."
         )
 
 
@@ -368,7 +369,7 @@ class _ChunkRows:
             record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
             raise SourceError(
                 f"column {self._name!r} is null in record {record_id:,}. Expected a value in every record. Fill it "
-                "with map(), or drop such records with filter().",
+                "with meshfeed.sources.Map.",
                 record_id=record_id,
             )
         if self._fields is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.paths import is_url
@@ -263,6 +263,7 @@ def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None)
 
     Raises:
       SourceError: if there is neither an index nor ``eod``.
+      SettingsError: if tokens of the file's dtype cannot be ``eod``.
       CorruptDataError: if the file was cut short, or the index does not list its documents one after the other.
     """
     if file.index is not None:
@@ -270,6 +271,13 @@ def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None)
     if eod is None:
         raise SourceError(
             f"Tokens: {file.stored.path} has no index of its documents. Pass eod=, the token that ends a document."
+        )
+    bounds = np.iinfo(file.dtype)
+    if not bounds.min <= eod <= bounds.max:
+        raise SettingsError(
+            f"eod={eod}; {file.stored.path} holds {file.dtype.name}, {bounds.min} to {bounds.max}, so it never occurs there. "
+            "Pass the token that ends a document.",
+            setting="eod",
         )
     ends = []
     step = _SCANNED_BYTES // file.dtype.itemsize

@@ -238,7 +238,6 @@ class Tokens:
         return {
             "kind": "tokens",
             "files": self._files.fingerprint(),
-            "records": len(self),
             "window": [self._width, self._stride],
             "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
         }
