@@ -123,7 +123,7 @@ def value_to_numpy(
     if value is None:
         raise SourceError(
             f"column {name!r} is null{place}. Expected a value in every record. Fill it with "
-            f"meshfeed.sources.Map{without}.",
+            f"meshfeed.sources.Map, filter such records out{without}.",
             **where,
         )
     try:
@@ -369,7 +369,7 @@ class _ChunkRows:
             record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
             raise SourceError(
                 f"column {self._name!r} is null in record {record_id:,}. Expected a value in every record. Fill it "
-                "with meshfeed.sources.Map.",
+                "with meshfeed.sources.Map, or filter such records out when the data is written.",
                 record_id=record_id,
             )
         if self._fields is not None:
