@@ -20,6 +20,8 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
 
+MAP = "map() of the dataset (Parquet: meshfeed.sources.Map)"  # HuggingFace refuses text before Map
+
 
 def leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
     """The end of an error's fix: how to read a dataset without a column. Empty if no other column remains.
@@ -117,13 +119,13 @@ def value_to_numpy(
     if isinstance(value, str | bytes | bytearray):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__}{place}, which no device holds. Expected numbers, booleans, "
-            f"or lists of them. Turn it into token ids with meshfeed.sources.Map{without}.",
+            f"or lists of them. Turn it into token ids with {MAP}{without}.",
             **where,
         )
     if value is None:
         raise SourceError(
             f"column {name!r} is null{place}. Expected a value in every record. Fill it with "
-            f"meshfeed.sources.Map, filter such records out{without}.",
+            f"{MAP}, filter such records out{without}.",
             **where,
         )
     try:
@@ -131,14 +133,14 @@ def value_to_numpy(
     except ValueError as error:
         raise SourceError(
             f"ragged rows: column {name!r} has lists of unequal lengths within one record{place} ({error}). Expected "
-            "rectangular lists. Pad or cut them with meshfeed.sources.Map.",
+            f"rectangular lists. Pad or cut them with {MAP}.",
             **where,
         ) from None
     # The bfloat16 of ml_dtypes has kind "V".
     if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):
         raise SourceError(
             f"column {name!r} holds {type(value).__name__} of dtype {array.dtype}{place}, which no device holds. "
-            f"Expected numbers, booleans, or lists of them. Convert it with meshfeed.sources.Map{without}.",
+            f"Expected numbers, booleans, or lists of them. Convert it with {MAP}{without}.",
             **where,
         )
     return array[()]  # a numpy scalar if it has no dimensions
@@ -173,7 +175,7 @@ def text_error(column: str, arrow_type: Any, all_columns: Sequence[str]) -> Sour
     """The error for a column of text; its fix may suggest keeping the other columns of ``all_columns``."""
     return SourceError(
         f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "
-        f"Turn it into token ids with meshfeed.sources.Map{leave_out(column, all_columns)}."
+        f"Turn it into token ids with {MAP}{leave_out(column, all_columns)}."
     )
 
 
@@ -273,7 +275,7 @@ def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) ->
     return SourceError(
         f"ragged rows: column {name!r} has lists of lengths {found} in record {record_id:,}, and of {expected} in "
         "another record of the same batch. Expected equally long lists. Pad or cut them with "
-        "meshfeed.sources.Map, or pack token ids with meshfeed.sources.Packed.",
+        f"{MAP}, or pack token ids with meshfeed.sources.Packed.",
         record_id=record_id,
     )
 
@@ -312,7 +314,7 @@ def _check_type(arrow_type: pa.DataType, name: str) -> None:
     if not (pa.types.is_boolean(t) or pa.types.is_integer(t) or pa.types.is_floating(t)):
         raise SourceError(
             f"column {name!r} is of type {t}, which has no array form. Expected numbers, booleans, or lists of them. "
-            "Convert it with meshfeed.sources.Map, or leave it out with columns=."
+            f"Convert it with {MAP}, or leave it out with columns=."
         )
 
 
@@ -369,7 +371,7 @@ class _ChunkRows:
             record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
             raise SourceError(
                 f"column {self._name!r} is null in record {record_id:,}. Expected a value in every record. Fill it "
-                "with meshfeed.sources.Map, or filter such records out when the data is written.",
+                f"with {MAP}, or filter such records out when the data is written.",
                 record_id=record_id,
             )
         if self._fields is not None:
