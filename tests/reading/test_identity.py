@@ -158,7 +158,7 @@ def test_an_unreadable_record_is_part_of_the_digest(caplog: pytest.LogCaptureFix
     assert digests[0] == digests[5] == "0,6,12,19"
     assert len(set(digests)) == 5
     assert caplog.messages[0] == (
-        "record 19 cannot be read (KeyError: 19); the source's fingerprint says so instead of its content"
+        "record 19 cannot be read (KeyError: 19); the source's fingerprint marks it as unreadable"
     )
     assert {(record.name, record.levelname) for record in caplog.records} == {("meshfeed.feed", "WARNING")}
 

@@ -163,7 +163,7 @@ def test_what_no_device_holds_is_named_with_a_remedy(columns, message):
 def test_a_dataset_of_text_only_is_not_told_to_keep_other_columns(open_dataset):
     with pytest.raises(
         SourceError,
-        match=r"column 'text' holds .* Turn it into token ids with map\(\) of the dataset \(Parquet: meshfeed\.sources\.Map\)\.$",
+        match=r"column 'text' holds .* with map\(\) of the dataset \(Parquet: meshfeed\.sources\.Map\)\.$",
     ):
         open_dataset(datasets.Dataset.from_dict({"text": ["a", "b"], "author": ["c", "d"]}))
 

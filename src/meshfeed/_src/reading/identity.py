@@ -62,7 +62,7 @@ def _digest_or_bad(digest: Callable[[np.ndarray], str], record_id: np.ndarray) -
         return digest(record_id)
     except Exception as error:
         _log.warning(
-            "record %d cannot be read (%s: %s); the source's fingerprint says so instead of its content",
+            "record %d cannot be read (%s: %s); the source's fingerprint marks it as unreadable",
             record_id[0],
             type(error).__name__,
             error,
