@@ -377,7 +377,11 @@ class Feed:
             self._failed, self._failed_at = error, error.__traceback__
             return
         if not self._cursor.step and not self._stream.length_is_known:
-            _log.warning("%s: the data ended before one full batch, so there is no batch.", self.name)
+            _log.warning(
+                "%s: the data ended before one full batch, so there is no batch. With end='drop' a stream ends with its "
+                "shortest lane: give each lane data, or use end='pad' or fewer lanes.",
+                self.name,
+            )
         self._failed, self._failed_at = StopIteration(), None  # a new one: the original's traceback keeps frames alive
 
     def _count(self, ready: Ready, start: float) -> None:
