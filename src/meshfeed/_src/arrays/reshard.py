@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
+from numpy.typing import DTypeLike
 
 _UNSIGNED = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}
 
 
-def bit_width(dtype: Any) -> int:
+def bit_width(dtype: DTypeLike) -> int:
     """Bits per value of ``dtype``: 4 for int4, although numpy stores it in a byte."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer) and dtype != np.bool_:
@@ -32,7 +33,7 @@ def bit_width(dtype: Any) -> int:
     return dtype.itemsize * 8
 
 
-def bits_dtype(dtype: Any) -> np.dtype[Any]:
+def bits_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Returns the dtype in which values travel: uint8 or uint16 for narrow floats, uint8 for sub-byte types."""
     dtype = np.dtype(dtype)
     width = bit_width(dtype)
@@ -84,7 +85,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 @functools.cache
-def key_impl(dtype: Any) -> Any:
+def key_impl(dtype: DTypeLike) -> Any:
     """The implementation of a PRNG key dtype, as ``jax.random.key_impl`` returns it for arrays."""
     found = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), jax.ShapeDtypeStruct((), dtype))
@@ -97,7 +98,7 @@ def host_bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
-def constraint_sharding(sharding: Any) -> Any:
+def constraint_sharding(sharding: object) -> Any:
     """Returns the same sharding over a mesh of Auto axes, the only kind that ``with_sharding_constraint`` accepts."""
     if not isinstance(sharding, NamedSharding):
         return sharding

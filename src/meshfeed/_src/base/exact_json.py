@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.types import PyTree
+from meshfeed._src.base.types import JsonValue, PyTree
 
 _TUPLE = "__tuple__"
 _BYTES = "__bytes__"
@@ -36,7 +36,7 @@ ALLOWED = (
 )
 
 
-def encode_value(value: Any) -> Any:
+def encode_value(value: object) -> JsonValue:
     """Converts ``value`` to JSON from which :func:`decode_value` restores it with the same types.
 
     Supports None, bool, int, float, complex, str, bytes, bytearray, numpy scalars and arrays (except structured, object
@@ -54,7 +54,7 @@ def encode_value(value: Any) -> Any:
     raise _refused(value)
 
 
-def decode_value(value: Any) -> Any:
+def decode_value(value: object) -> Any:
     """The inverse of :func:`encode_value`.
 
     Raises:
@@ -71,7 +71,7 @@ def decode_value(value: Any) -> Any:
     return {key: decode_value(item) for key, item in value.items()}
 
 
-def _refused(value: Any) -> TypeError:
+def _refused(value: object) -> TypeError:
     text = repr(value)  # shortened below, because the value may be large
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     kind = type(value)
@@ -79,27 +79,27 @@ def _refused(value: Any) -> TypeError:
     return TypeError(f"a {name} has no exact JSON form: {text}")
 
 
-def _other(kind: str, *arguments: Any) -> dict[str, Any]:
+def _other(kind: str, *arguments: object) -> dict[str, Any]:
     return {OTHER: [kind, *arguments]}
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Any:
     return value
 
 
-def _encode_int(value: int) -> Any:
+def _encode_int(value: int) -> JsonValue:
     return value if value.bit_length() <= _DECIMAL_BITS else _other("int", hex(value))
 
 
-def _encode_float(value: float) -> Any:  # JSON has no NaN and no infinity; the bytes keep the payload of a NaN
+def _encode_float(value: float) -> JsonValue:  # JSON has no NaN and no infinity; the bytes keep the payload of a NaN
     return value if math.isfinite(value) else _other("float", struct.pack(">d", value).hex())
 
 
-def _encode_complex(value: complex) -> Any:
+def _encode_complex(value: complex) -> JsonValue:
     return _other("complex", _encode_float(value.real), _encode_float(value.imag))
 
 
-def _encode_dict(value: dict[Any, Any]) -> Any:
+def _encode_dict(value: dict[Any, Any]) -> JsonValue:
     if all(type(key) is str for key in value) and _RESERVED.isdisjoint(value):
         return {key: encode_value(item) for key, item in value.items()}
     return {_PAIRS: [[encode_value(key), encode_value(item)] for key, item in value.items()]}
@@ -118,14 +118,14 @@ def _dtype_name(dtype: np.dtype[Any]) -> str | None:
         return None
 
 
-def _encode_array(value: np.ndarray[Any, Any]) -> Any:
+def _encode_array(value: np.ndarray[Any, Any]) -> JsonValue:
     name = _dtype_name(value.dtype)
     if name is None:
         raise _refused(value)
     return {_ARRAY: [name, list(value.shape), value.tobytes().hex()]}
 
 
-def _encode_scalar(value: np.generic) -> Any:
+def _encode_scalar(value: np.generic) -> JsonValue:
     if type(value) is np.str_:  # an array would drop trailing NULs
         return _other("str_", str.__str__(value))
     if type(value) is np.bytes_:

@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from meshfeed._src.base import errors
 from meshfeed._src.base.errors import MeshfeedError
@@ -112,7 +111,7 @@ class Failure:
         return None
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 ALIGNMENT = 64
 """In bytes; XLA's minimum alignment for a buffer that it does not own."""
@@ -22,7 +23,7 @@ ALIGNMENT = 64
 _OWN_PAGES = 4 << 20  # bytes; the size from which numpy requests huge pages too
 
 
-def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+def empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
     """Returns an uninitialized C-contiguous array whose address is a multiple of 64.
 
     Args:
@@ -33,7 +34,7 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     return _placed(AlignedMemory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
 
 
-def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+def zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
     """Returns an array of zeros, aligned like :func:`empty`; pages of a large array use no memory until written.
 
     A large array (4 MiB or more) has its own memory mapping, which returns to the system when the array is freed.

@@ -17,7 +17,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.types import PyTree
 
 
-def own_batch(batch: PyTree, maker: Any, method: str) -> PyTree:
+def own_batch(batch: PyTree, maker: object, method: str) -> PyTree:
     """Returns ``batch`` with every leaf in memory that only the caller can write.
 
     Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True``, which skips the copy.
@@ -36,7 +36,7 @@ def own_leaves(batch: PyTree) -> PyTree:
     return jax.tree.map(own, batch)
 
 
-def returns_fresh(maker: Any, method: str) -> bool:
+def returns_fresh(maker: object, method: str) -> bool:
     """Whether arrays returned by ``maker.method()`` are never written again."""
     return declared_with(type(maker), method, "fresh_arrays") and method not in getattr(maker, "__dict__", ())
 
@@ -50,7 +50,7 @@ def declared_with(kind: type, method: str, name: str) -> bool:
     return False
 
 
-def own(leaf: Any) -> Any:
+def own(leaf: object) -> Any:
     """Returns ``leaf`` as an array that only the caller can write: itself if immutable, otherwise an aligned copy.
 
     Leaves that numpy cannot represent are returned unchanged; the check of the batch rejects them by name.

@@ -52,7 +52,7 @@ class Owner:
                 'multiprocessing\'s "spawn" method.'
             )
 
-    def call(self, function: Callable[..., Any], *args: Any) -> None:
+    def call(self, function: Callable[..., Any], *args: object) -> None:
         """Calls ``function`` unless this is a forked child."""
         if self.is_here:
             function(*args)
@@ -61,7 +61,7 @@ class Owner:
 Finalizer: TypeAlias = "weakref.finalize[..., Any]"
 
 
-def finalize(target: Any, function: Callable[..., Any], *args: Any) -> Finalizer:
+def finalize(target: object, function: Callable[..., Any], *args: object) -> Finalizer:
     """``weakref.finalize`` that does nothing in a forked child."""
     return weakref.finalize(target, Owner().call, function, *args)
 

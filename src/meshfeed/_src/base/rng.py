@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import DTypeLike
 
 
 class _KeyWords(ISeedSequence):
@@ -14,7 +15,7 @@ class _KeyWords(ISeedSequence):
     def __init__(self, words: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
         self._words = words
 
-    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+    def generate_state(self, n_words: int, dtype: DTypeLike = np.uint32) -> Any:
         return self._words
 
 

@@ -278,7 +278,7 @@ class Threads:
         # The threads hold the queue but not the pool, so they do not keep it alive. At exit, daemons need no end.
         weakref.finalize(self, _end, self._tasks, num_threads).atexit = False
 
-    def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> Call[R]:
+    def submit(self, function: Callable[..., R], /, *args: object, **kwargs: object) -> Call[R]:
         """Calls ``function(*args, **kwargs)`` on one of the threads.
 
         Raises:

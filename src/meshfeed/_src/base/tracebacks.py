@@ -47,7 +47,7 @@ def hides_own_frames(function: F) -> F:
     """Decorates a public function: applies :func:`hide_own_frames` to its exceptions."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -62,7 +62,7 @@ def suggests_keywords(function: F) -> F:
     takes = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         unknown = [name for name in kwargs if name not in takes]
         if unknown:
             raise TypeError(_unknown_keyword(function.__qualname__.removesuffix(".__init__"), unknown[0], takes))

@@ -299,7 +299,7 @@ def replay(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
-    paths: tuple[str, ...], step_ms: float, steps: int, record_bytes: int | None, as_json: bool, **settings: Any
+    paths: tuple[str, ...], step_ms: float, steps: int, record_bytes: int | None, as_json: bool, **settings: object
 ) -> None:
     """Measure how fast this machine feeds its devices from ArrayRecord files.
 

@@ -193,7 +193,7 @@ class Packing:
             self._keep(self._plans, (epoch, block), found, _CACHED_BLOCKS)
         return found
 
-    def _keep(self, cache: collections.OrderedDict[Any, Any], key: Any, value: Any, number: int) -> None:
+    def _keep(self, cache: collections.OrderedDict[Any, Any], key: object, value: object, number: int) -> None:
         with self._lock:
             cache[key] = value
             while len(cache) > number:

@@ -114,7 +114,7 @@ class DecodeRaw:
         return f"DecodeRaw({self.dtype.name!r}, {self.shape}{key})"
 
 
-def refuse_as_decode(decode: Any, source: str) -> None:
+def refuse_as_decode(decode: object, source: str) -> None:
     """Rejects a :class:`DecodeRaw` passed as ``decode=`` instead of ``decode_batch=``.
 
     Raises:

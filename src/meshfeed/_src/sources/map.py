@@ -31,7 +31,7 @@ _STREAM_HOOKS = ("check_lanes", "file_names")
 
 @public("meshfeed.sources")
 @hides_own_frames
-def Map(source: Any, function: Callable[..., Any], *, batched: bool = False) -> MappedRecords | MappedStream:
+def Map(source: object, function: Callable[..., Any], *, batched: bool = False) -> MappedRecords | MappedStream:
     """Applies a function to every record of a source.
 
     The function runs where records are read: in the feed's threads, or in its worker processes. It may return the same

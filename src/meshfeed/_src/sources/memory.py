@@ -128,7 +128,7 @@ class Memory:
         }
 
 
-def _check_leaf(path: str, leaf: Any) -> np.ndarray:
+def _check_leaf(path: str, leaf: object) -> np.ndarray:
     """``leaf`` as a plain ndarray view, if its rows can become rows of a device array."""
     where = f"Memory's leaf {path}" if path else "Memory's array"
     if not isinstance(leaf, np.ndarray) and not hasattr(leaf, "__array__"):

@@ -296,7 +296,7 @@ class ShuffledPacked(Packed):
         return 1 << 62
 
 
-def _documents(source: Any) -> Any:
+def _documents(source: object) -> Any:
     documents = as_source(source)
     if isinstance(documents, HostBatches) or not hasattr(documents, "__getitem__"):
         raise SourceError(
@@ -349,7 +349,7 @@ def _read_items(source: Any, ids: np.ndarray) -> Sequence[Any]:
     return [source[record_id] for record_id in ids.tolist()]
 
 
-def _leaves(record: Any, key: str) -> dict[str, np.ndarray]:
+def _leaves(record: object, key: str) -> dict[str, np.ndarray]:
     """The leaves of a document as arrays; a bare array is its tokens."""
     if not isinstance(record, Mapping):
         record = {key: record}
@@ -378,5 +378,5 @@ def _as_tokens(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)

@@ -110,7 +110,7 @@ class Array:
         return target.write(source.translate_to[0]).result
 
 
-def inspect_array(spec: Any, leaf: str, window: int | None, *, fill_missing: bool, cache_bytes: int) -> Array:
+def inspect_array(spec: object, leaf: str, window: int | None, *, fill_missing: bool, cache_bytes: int) -> Array:
     """Opens an array and checks that its rows can be records.
 
     Raises:
@@ -179,7 +179,7 @@ def _context(cache_bytes: int) -> Any:
     return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
 
 
-def _open(spec: Any, cache_bytes: int) -> Any:
+def _open(spec: object, cache_bytes: int) -> Any:
     import tensorstore as ts
 
     own = isinstance(spec, Mapping) and "context" in spec
@@ -461,5 +461,5 @@ def _is_spec(value: Mapping[str, Any]) -> bool:
     return isinstance(value.get("driver"), str) or "kvstore" in value
 
 
-def _is_count(value: Any, least: int) -> bool:
+def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least

@@ -20,7 +20,7 @@ from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record
 
 
-def shuffle_windows(lane: Any, window_records: int, key: tuple[int, ...]) -> WindowShuffle:
+def shuffle_windows(lane: object, window_records: int, key: tuple[int, ...]) -> WindowShuffle:
     """The records of a lane, shuffled within windows; has ``next_batch`` if ``lane`` has it.
 
     Args:

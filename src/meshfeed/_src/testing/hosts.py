@@ -246,7 +246,7 @@ class HostPool:
     def run(
         self,
         function: Callable[..., Any] | str,
-        *args: Any,
+        *args: object,
         timeout_seconds: float | None = None,
         check: bool = True,
         grace_seconds: float = 30,

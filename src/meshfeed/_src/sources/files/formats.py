@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
 _LOAD = "datasets.load_dataset({format!r}, data_files={path!r}, split='train')"
 _ARRAY_RECORD = ("an ArrayRecord file", "meshfeed.sources.ArrayRecord({path!r}, decode=…)")
@@ -46,7 +45,7 @@ _READERS = {
 _ENDING = re.compile(rf"\.({'|'.join(sorted(_READERS, key=len, reverse=True))})(?=$|[.-])", re.IGNORECASE)
 
 
-def reader_hint(path: Any, *, unless: str = "") -> str:
+def reader_hint(path: object, *, unless: str = "") -> str:
     """Returns a sentence that names the file format and what to pass to the feed.
 
     Args:

@@ -278,7 +278,7 @@ def _cut_seeded(node: Node, place: Place, copy: Copy) -> Node:
     return _with_parents(node, copy, seed=_derive_seed(private(node, "seed"), place.salt))
 
 
-def _with_parents(node: Node, copy: Copy, **changed: Any) -> Node:
+def _with_parents(node: Node, copy: Copy, **changed: object) -> Node:
     return internals.shallow_copy(node, parents=tuple(map(copy, parents(node))), **changed)
 
 

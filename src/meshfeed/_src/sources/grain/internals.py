@@ -173,7 +173,7 @@ def source_of(node: Node) -> Any:
     return private(node, "source") if is_named(node, SOURCE) else None
 
 
-def shallow_copy(node: Any, **changed: Any) -> Any:
+def shallow_copy(node: object, **changed: object) -> Any:
     """A copy of one node without cached properties; ``changed`` has private attributes without the underscore."""
     new = copy.copy(node)
     for name in list(vars(new)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @public("meshfeed.sources")
 @hides_own_frames
-def Grain(dataset: Any) -> GrainRecords | GrainStream | HostBatches:
+def Grain(dataset: object) -> GrainRecords | GrainStream | HostBatches:
     """A Grain pipeline as a source.
 
     A ``grain.MapDataset`` is random access: the feed shuffles it, and it resumes exactly on any number of hosts. A

@@ -42,7 +42,7 @@ class GrainReaderPool:
             executor, self._executor = self._executor, None
         executor.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Call[Any]:
+    def submit(self, function: Callable[..., Any], *args: object) -> Call[Any]:
         """Calls ``function(*args)`` on a thread of the pool."""
         with self._lock:
             if self._executor is None or self._process != os.getpid():  # threads do not survive a fork

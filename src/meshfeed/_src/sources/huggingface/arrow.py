@@ -77,7 +77,7 @@ def record_to_numpy(
 
 
 def value_to_numpy(
-    value: Any,
+    value: object,
     name: str,
     all_columns: Sequence[str] | Mapping[str, Any],
     *,
@@ -171,7 +171,7 @@ def is_text(arrow_type: pa.DataType) -> bool:
     )
 
 
-def text_error(column: str, arrow_type: Any, all_columns: Sequence[str]) -> SourceError:
+def text_error(column: str, arrow_type: object, all_columns: Sequence[str]) -> SourceError:
     """The error for a column of text; its fix may suggest keeping the other columns of ``all_columns``."""
     return SourceError(
         f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @public("meshfeed.sources")
 @hides_own_frames
 def HuggingFace(  # named like a class, but returns one of several
-    dataset: Any, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
+    dataset: object, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
 ) -> HuggingFaceTable | HuggingFaceRows | HuggingFaceStream:
     """A Hugging Face dataset as a source.
 

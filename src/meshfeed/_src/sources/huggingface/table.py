@@ -145,7 +145,7 @@ class HuggingFaceTable:
         }
 
 
-def _is_mapped(table: Any) -> bool:
+def _is_mapped(table: object) -> bool:
     blocks = getattr(table, "blocks", None)
     if blocks is None:
         return isinstance(table, MemoryMappedTable)

@@ -274,7 +274,7 @@ class ComponentLane:
         batch, self._spec = stack.take()
         return batch, count
 
-    def _decoded(self, record: Any, ahead: int) -> Any:
+    def _decoded(self, record: object, ahead: int) -> Any:
         if self._decode is None:
             return record
         if not self._decode_rng:

@@ -23,7 +23,7 @@ Part = tuple[str, np.ndarray[Any, Any], PyTree]
 def compact_identity(source: Any) -> JsonValue:
     """A source's identity with long values replaced by digests, since a state holds one per component."""
 
-    def short(value: Any) -> Any:
+    def short(value: object) -> Any:
         small = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= 16)
         return value if small else digest_of(value)[:8]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 import xxhash
+from numpy.typing import DTypeLike
 
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SettingsError, SourceError
@@ -362,25 +363,25 @@ def _checked_ids(record_ids: np.ndarray | Sequence[int], number: int) -> np.ndar
     return ids
 
 
-def _positive(value: Any, setting: str) -> int:
+def _positive(value: object, setting: str) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
         raise SettingsError(f"{setting}={value!r}; it takes a number of tokens of at least 1.", setting=setting)
     return int(value)
 
 
-def _checked_eod(eod: Any) -> int | None:
+def _checked_eod(eod: object) -> int | None:
     if eod is not None and (isinstance(eod, bool | np.bool_) or not isinstance(eod, int | np.integer)):
         raise SettingsError(f"eod={eod!r}; it takes the token that ends a document, an int.", setting="eod")
     return None if eod is None else int(eod)
 
 
-def _checked_key(key: Any) -> str:
+def _checked_key(key: object) -> str:
     if not isinstance(key, str) or not key:
         raise SettingsError(f"key={key!r}; it takes the name of the leaf, a string that is not empty.", setting="key")
     return key
 
 
-def _token_dtype(dtype: Any) -> np.dtype[Any]:
+def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         found = np.dtype(dtype)
     except TypeError:
