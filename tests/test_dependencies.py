@@ -11,6 +11,7 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "absl": "absl-py",
     "orbax": "orbax-checkpoint",
 }  # where the import has another name than the distribution
@@ -85,7 +86,7 @@ def test_every_requirement_has_a_lower_bound() -> None:
 def test_all_holds_every_extra_that_users_need() -> None:
     extras = PROJECT["optional-dependencies"]
     ((_, listed),) = [requirement.split("[") for requirement in extras["all"]]
-    assert set(listed.rstrip("]").split(",")) == extras.keys() - {"all", "bench", "check", "demo", "test"}
+    assert set(listed.rstrip("]").split(",")) == extras.keys() - {"all", "bench", "check", "demo", "mutate", "test"}
 
 
 def test_the_lock_names_pypi_only_and_belongs_to_this_project() -> None:

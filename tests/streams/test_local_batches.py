@@ -345,24 +345,26 @@ def test_the_state_is_this() -> None:
     }  # fmt: skip
 
 
-NO_EFFECT = "{} has no effect on an iterable of host batches; leave it out, and {}."
+NO_EFFECT = "{} has no effect on an iterable of host batches. Omit it; {}."
 
 
 @pytest.mark.parametrize(
     ("changes", "setting", "message"),
     [
-        ({"shuffle": True}, "shuffle", NO_EFFECT.format("shuffle=True", "shuffle where the batches are made")),
-        ({"shuffle": 1}, "shuffle", NO_EFFECT.format("shuffle=1", "shuffle where the batches are made")),
+        ({"shuffle": True}, "shuffle", NO_EFFECT.format("shuffle=True", "shuffle in the code that makes the batches")),
+        ({"shuffle": 1}, "shuffle", NO_EFFECT.format("shuffle=1", "shuffle in the code that makes the batches")),
         (
             {"num_workers": 2},
             "num_workers",
-            NO_EFFECT.format("num_workers=Workers(2, gc_every=100)", "give the workers to what makes the batches"),
+            NO_EFFECT.format("num_workers=Workers(2, gc_every=100)", "use workers in the code that makes the batches"),
         ),
         ({"num_lanes": 2}, "num_lanes", NO_EFFECT.format("num_lanes=2", "host batches have no lanes")),
         (
             {"bad_records": meshfeed.SkipBad(0.5)},
             "bad_records",
-            NO_EFFECT.format("bad_records=SkipBad(max_fraction=0.5)", "handle bad records where the batches are made"),
+            NO_EFFECT.format(
+                "bad_records=SkipBad(max_fraction=0.5)", "handle bad records in the code that makes the batches"
+            ),
         ),
         (
             {"global_batch_size": meshfeed.BatchSchedule([(0, 4), (2, 8)])},
@@ -372,7 +374,7 @@ NO_EFFECT = "{} has no effect on an iterable of host batches; leave it out, and 
         (
             {"load": "once"},
             "load",
-            "load='once' needs a source of records; with host batches every host brings its own rows.",
+            "load='once' needs a source of records; each host makes its own rows of host batches.",
         ),
     ],
 )
@@ -410,16 +412,16 @@ def test_what_is_no_host_batch_is_refused_word_for_word() -> None:
 
 def test_batches_of_other_sizes_are_refused_word_for_word() -> None:
     reader = open_reader(stream_of(numbers([1], [2, 3]), global_batch_size=2))
-    others = "Give batches of that many rows, or leave global_batch_size out to take it from the first."
+    others = "Make batches of that many rows, or omit global_batch_size to take it from the first batch."
     assert message(reader.next) == (
-        "host batch 0 has 1 rows, and others follow; expected 2 rows, which is what this host holds of a global batch of 2, "
-        f"in all batches but the last. {others} {SINGLE}"
+        "host batch 0 has 1 rows and is not the last; expected 2 rows, this host's part of a global batch of 2. "
+        f"{others} {SINGLE}"
     )
     reader = open_reader(stream_of(numbers([1, 2], [3], [4, 5])))
     reader.next()
     assert message(reader.next) == (
-        "host batch 1 has 1 rows, and others follow; expected 2 rows, which is what this host holds of a global batch of 2, "
-        f"in all batches but the last. {others}"
+        "host batch 1 has 1 rows and is not the last; expected 2 rows, this host's part of a global batch of 2. "
+        + others
     )
     for end in ("drop", "pad"):
         reader = open_reader(stream_of(numbers([1, 2], [3, 4, 5]), end=end))
@@ -459,7 +461,7 @@ def test_an_iterable_that_does_not_start_again_has_one_epoch() -> None:
     reader = open_reader(stream_of(Once(), num_epochs=2))
     reader.next()
     assert message(reader.next) == (
-        "the iterable of host batches gave none in epoch 1; with num_epochs it must start again at each iter()."
+        "the iterable of host batches gave no batch in epoch 1. With num_epochs it must start again at each iter()."
     )
 
 
@@ -641,7 +643,7 @@ def test_looking_at_the_first_batch_leaves_it_for_the_reader() -> None:
     assert reader.peek()["x"].tolist() == [3, 4]
     assert reader.peek()["x"].tolist() == [3, 4]
     assert [reader.next().tree["x"].tolist() for _ in range(3)] == [[3, 4], [5, 6], [7, 8]]
-    assert message(reader.peek) == "the iterable of host batches has no further batch on this host to take a look at."
+    assert message(reader.peek) == "the iterable of host batches has no further batch on this host to look at."
 
 
 def test_a_look_at_a_batch_that_is_late_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -740,7 +742,7 @@ def test_what_host_batches_have_not_is_an_error() -> None:
         message(stream.read, [1]),
         message(stream.replay_from, stream.start(), 3, None),
     ] == [
-        "an iterable of host batches has no length that all hosts know.",
+        "an iterable of host batches has no length.",
         "record_ids(3): host batches have no record ids.",
         "read(record_ids): host batches have no record ids; pass a random-access source.",
         "host batches cannot be read again by the feed; pass a source of records.",

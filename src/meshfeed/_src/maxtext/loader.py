@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import jax
@@ -278,11 +278,11 @@ class MultiHostDataLoadIterator:
         """
         self._move(lambda: self._feed.set_state(state))
 
-    async def save(self, directory: Any) -> Any:
+    async def save(self, directory: state_files.Directory | state_files.PathAwaitingCreation) -> Awaitable[None]:
         """Implements Orbax v1's ``StatefulCheckpointable``."""
         return await state_files.save(self, directory)
 
-    async def load(self, directory: Any) -> Any:
+    async def load(self, directory: state_files.Directory) -> Awaitable[None]:
         """Implements Orbax v1's ``StatefulCheckpointable``."""
         return await state_files.load(self, directory)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -262,11 +262,11 @@ class RemoteFeed:
         self._client.call("reset")
         self._ended = False
 
-    async def save(self, directory: Any) -> Any:
+    async def save(self, directory: state_files.Directory | state_files.PathAwaitingCreation) -> Awaitable[None]:
         """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""
         return await state_files.save(self, directory)
 
-    async def load(self, directory: Any) -> Any:
+    async def load(self, directory: state_files.Directory) -> Awaitable[None]:
         """Orbax v1's StatefulCheckpointable: returns a coroutine that reads and sets the state."""
         return await state_files.load(self, directory)
 

@@ -192,7 +192,8 @@ class MDS:
     def _decode_value(self, column: Column, value: bytes, record_id: int) -> Any:
         try:
             return decoder(column.encoding)(value)
-        except ImportError:
+        except ImportError as error:
+            error.add_note(f"column {column.name!r} holds images: pip install 'meshfeed[images]'")
             raise
         except Exception as error:  # whatever json, numpy, decimal and Pillow raise for bytes that they do not accept
             reason = f"column {column.name!r} is no {column.encoding} ({type(error).__name__}: {error})"
