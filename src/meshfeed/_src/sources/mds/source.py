@@ -193,7 +193,7 @@ class MDS:
         try:
             return decoder(column.encoding)(value)
         except ImportError as error:
-            error.add_note(f"column {column.name!r} holds images: pip install 'meshfeed[images]'")
+            error.add_note(f"column {column.name!r} holds images. Install Pillow: pip install pillow")
             raise
         except Exception as error:  # whatever json, numpy, decimal and Pillow raise for bytes that they do not accept
             reason = f"column {column.name!r} is no {column.encoding} ({type(error).__name__}: {error})"
