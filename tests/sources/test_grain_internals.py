@@ -145,10 +145,17 @@ def test_reader_threads_that_cannot_be_found_are_left_with_a_warning(monkeypatch
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "keeps its reader threads elsewhere" in caplog.text
     assert next(iterator) == 0
-    replaced = iter(numbers())
-    use_daemon_threads(replaced)
-    assert list(replaced) == list(range(20))
-    assert all(thread.daemon for thread in threading.enumerate() if "meshfeed-grain" in thread.name)
+
+
+def test_reader_threads_become_daemons():
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+    iterator = iter(grain.MapDataset.range(20).to_iter_dataset(options).map(lambda x: x))
+    use_daemon_threads(iterator)
+    assert next(iterator) == 0
+    threads = [thread for thread in threading.enumerate() if "grain-prefetch" in thread.name]
+    assert threads
+    assert all(thread.daemon for thread in threads)
+    assert list(iterator) == list(range(1, 20))
 
 
 def test_a_batch_function_of_the_user_is_not_taken_for_grains():

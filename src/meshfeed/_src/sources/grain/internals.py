@@ -339,7 +339,8 @@ def _iterators_below(iterator: object) -> Iterator[Any]:
 
 @functools.cache
 def _keeps_executors() -> bool:
-    iterator = grain.MapDataset.range(1).to_iter_dataset().map(str).__iter__()
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)  # a range has no threads by default
+    iterator = grain.MapDataset.range(1).to_iter_dataset(options).map(str).__iter__()
     below = list(_iterators_below(iterator))
     if any(hasattr(node, "_executor") and hasattr(node, "_target_num_threads") for node in below):
         return True
