@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from orbax.checkpoint import future as orbax_future
 from meshfeed._src.arrays.reshard import without_ambient_mesh
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import public
 from meshfeed._src.checkpoint import manifest
 from meshfeed._src.checkpoint.agreement import Agreement
@@ -198,8 +198,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             for request in requests
         ]
         # On a separate thread, because the caller may already be inside an event loop.
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            return executor.submit(asyncio.run, super().deserialize(infos, args)).result()
+        deserialize = super().deserialize
+        return SingleCall(lambda: asyncio.run(deserialize(infos, args)), "meshfeed-restore").result()
 
 
 @dataclasses.dataclass
