@@ -76,6 +76,7 @@ class ShardOrder:
         self.num_records = int(self._lengths.sum())
         self.total = None if num_epochs is None else self.num_records * num_epochs
         self.num_lanes, self._seed = num_lanes, seed
+        self._shards = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16]
         segments = [(s.first_position, s.size) for s in step_schedule.segments]
         self._segment_starts, self._segment_sizes = np.array(segments, np.int64).T
         self._layout = functools.lru_cache(maxsize=2)(self._lay_out)  # a batch may touch two epochs
@@ -89,7 +90,7 @@ class ShardOrder:
             "shuffle": "shards",
             "seed": self._seed,
             "num_lanes": self.num_lanes,
-            "shards": hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()[:16],
+            "shards": self._shards,
         }
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:

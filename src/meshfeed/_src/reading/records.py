@@ -155,10 +155,13 @@ class SourceReader:
 
     Args:
       source: a random-access source.
+
+    Attributes:
+      source: the source.
     """
 
     def __init__(self, source: RandomAccessSource) -> None:
-        self._source = source
+        self.source = source
         self._raw = find(source, hooks.RawReader)
         self._stacked = find(source, hooks.BatchReader)
         self._in_columns = reads_columns(source)
@@ -201,7 +204,7 @@ class SourceReader:
                 return self._read_and_decode(self._raw, record_ids, rngs, times)
             with _trace("meshfeed.read"):
                 if self._stacked is None:
-                    batch = _read_items(self._source, record_ids.tolist())
+                    batch = _read_items(self.source, record_ids.tolist())
                 else:
                     batch = self._read_batch(self._stacked, record_ids, rngs, columns)
             _add_seconds(times, "read_seconds", start)
@@ -259,7 +262,7 @@ class SourceReader:
         except SourceError:
             raise
         except Exception as error:
-            first = _name_record(self._source, int(record_ids[0]))
+            first = _name_record(self.source, int(record_ids[0]))
             error.add_note(f"while decoding {number} records (first: {first})")
             raise
         if not (self._fresh_decoded if rows is None else self._fresh_from_rows):

@@ -27,7 +27,7 @@ from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order.epochs import EpochOrder, derive_key
 from meshfeed._src.order.mixture import MIXTURE_VERSION, Stage, StagedBlocks, StagedWeights, check_stages, group_by
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
-from meshfeed._src.reading.records import read_records, wants_rng
+from meshfeed._src.reading.records import SourceReader, wants_rng
 from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts, compact_identity
 
 _COMPONENT_SEED = 104  # purpose of a derived key; differs from those in order/mixture.py
@@ -61,7 +61,7 @@ class RecordsLane:
         seed: int,
         rng_seed: int,
     ) -> None:
-        self._source, self._lane_index, self._num_lanes = source, lane_index, num_lanes
+        self._reader, self._lane_index, self._num_lanes = SourceReader(source), lane_index, num_lanes
         self._order = epoch_order.EpochOrder(length, shuffle=shuffle, seed=seed, num_epochs=None)
         self._epoch, self._rng_seed = epoch, rng_seed
         self._wants_rng = wants_rng(source)
@@ -82,7 +82,7 @@ class RecordsLane:
         rngs = None
         if self._wants_rng:
             rngs = [philox(self._rng_seed, self._epoch, record_id) for record_id in record_ids.tolist()]
-        batch = read_records(self._source, record_ids, rngs)
+        batch = self._reader.read(record_ids, rngs)
         self._taken += offsets.size
         return batch
 

@@ -25,7 +25,7 @@ from meshfeed._src.order.mixture import (
     parse_weights,
     split_ids,
 )
-from meshfeed._src.reading.records import file_of, read_records, wants_rng
+from meshfeed._src.reading.records import SourceReader, file_of, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.mixture.lanes import StreamMixture
 from meshfeed._src.sources.mixture.parts import Joiner, Parts, check_shapes, compact_identity
@@ -178,7 +178,7 @@ class RandomMixture:
     """
 
     kind = "mixture"
-    fresh_arrays = True  # read_records copies memory that a component may reuse
+    fresh_arrays = True  # SourceReader copies memory that a component may reuse
 
     def __init__(
         self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str, parts: Parts
@@ -193,7 +193,8 @@ class RandomMixture:
             check_shapes({name: source.element_shapes() for name, source in components.items()})
         self._joiner = Joiner()
         self._lengths = np.array([parts.length(name, source) for name, source in components.items()], np.int64)
-        self._groups, self._group_of, self._first_id = _concatenate(self._sources)
+        groups, self._group_of, self._first_id = _concatenate(self._sources)
+        self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
         self._compared = np.zeros(len(self._sources), bool)  # whether a component's structure has been checked
         self._identities: dict[str, JsonValue] | None = None
 
@@ -288,30 +289,32 @@ class RandomMixture:
             self.check_record_ids(record_ids)
         if self._compared[numbers].all():
             try:
-                return self._read(self._groups, self._group_of[numbers], ids + self._first_id[numbers], columns, rngs)
+                group_ids = ids + self._first_id[numbers]
+                return self._read(self._group_readers, self._group_of[numbers], group_ids, columns, rngs)
             except Exception:  # read again by component, to name the one that fails
-                if len(self._groups) == len(self._sources):
+                if len(self._group_readers) == len(self._readers):
                     raise
-        batch = self._read(self._sources, numbers, ids, columns, rngs)
+        batch = self._read(self._readers, numbers, ids, columns, rngs)
         if columns is None:
             self._compared[numbers] = True
         return batch
 
     def _read(
         self,
-        sources: Sequence[Any],
+        readers: Sequence[SourceReader],
         numbers: RecordIds,
         ids: RecordIds,
         columns: ColumnSlices | None,
         rngs: Rngs | None,
     ) -> PyTree:
-        """Reads record ``ids[i]`` of ``sources[numbers[i]]`` as row i."""
+        """Reads record ``ids[i]`` of ``readers[numbers[i]]`` as row i."""
         parts = []
         for number, rows in group_by(numbers):
-            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and wants_rng(sources[number]) else None
-            name = self._names[number if sources is self._sources else int(np.argmax(self._group_of == number))]
+            reader = readers[number]
+            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and wants_rng(reader.source) else None
+            name = self._names[number if readers is self._readers else int(np.argmax(self._group_of == number))]
             try:
-                tree = read_records(sources[number], ids[rows], own_rngs, columns=columns)
+                tree = reader.read(ids[rows], own_rngs, columns=columns)
             except Exception as error:
                 error.add_note(f"in component {name!r} of the mixture")
                 raise
