@@ -15,17 +15,17 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
+from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile
-from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, Shards, find_files, local_copy
+from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, Shards, ShardSource, find_files, local_copy
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _TAIL_BYTES = 1 << 18  # the footer of most files, in one request
 _MAX_GROUP_BYTES = 512 << 20
@@ -91,7 +91,7 @@ _decoded = _DecodedGroups(_MAX_GROUP_BYTES)
 
 
 @public("meshfeed.sources")
-class Parquet:
+class Parquet(ShardSource[ParquetShard, _CheckedFile]):
     """Random-access source over the rows of Parquet files, concatenated in file order.
 
     A record is a dict of columns. A feed stacks numbers, booleans, lists of one length and structs of them; for text and
@@ -130,13 +130,7 @@ class Parquet:
         shards = Shards(file_paths.in_threads(lambda name: _inspect(name, cache), names), "Parquet")
         self._columns = _choose(shards.files, columns)
         self._cache = cache
-        self._reader = ShardReader(shards, cache, self._check)
-
-    def __repr__(self) -> str:
-        return f"Parquet({self._reader.shards!r})"
-
-    def __len__(self) -> int:
-        return len(self._reader.shards)
+        super().__init__(ShardReader(shards, cache, self._check))
 
     def __getitem__(self, record_id: Any) -> dict[str, Any]:
         """Returns record ``record_id``: column name → value."""
@@ -206,21 +200,9 @@ class Parquet:
             for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
         ]
 
-    def shard_lengths(self) -> RecordIds:
-        """Returns the number of records of each file, int64[files]."""
-        return self._reader.shards.lengths
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the file that contains a record."""
-        return self._reader.shards.file_of(record_id)
-
     def file_names(self) -> list[str]:
         """Returns the paths and URLs of the files, in record id order."""
         return self._reader.shards.names()
-
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
-        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
-        return self._reader.cached_files(record_ids)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""
@@ -235,10 +217,6 @@ class Parquet:
     def _digest(self, record_ids: np.ndarray) -> str:
         found = self._reader.read(record_ids, self._read_rows)
         return digest_raw(repr(item.group.slice(item.row, 1).to_pylist()).encode() for item in found)
-
-    def close(self) -> None:
-        """Drops the footers of the files; a later read opens them again."""
-        self._reader.close()
 
 
 def _inspect(name: str, cache: ShardCache | None) -> ParquetShard:

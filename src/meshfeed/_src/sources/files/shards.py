@@ -17,7 +17,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
-from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
 from meshfeed._src.sources.files.formats import reader_hint
@@ -500,6 +500,39 @@ class ShardReader(Generic[S, T]):
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
         self._pool.drop(self.shards.files)
+
+
+class ShardSource(Generic[S, T]):
+    """What sources that read through a :class:`ShardReader` share.
+
+    Args:
+      reader: reads the files.
+    """
+
+    def __init__(self, reader: ShardReader[S, T]) -> None:
+        self._reader = reader
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._reader.shards!r})"
+
+    def __len__(self) -> int:
+        return len(self._reader.shards)
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64[files]."""
+        return self._reader.shards.lengths
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that contains a record."""
+        return self._reader.shards.file_of(record_id)
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
+        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
+        return self._reader.cached_files(record_ids)
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._reader.close()
 
 
 def read_spans(file: Descriptor, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
+from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.host_batch import RecordStack
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
@@ -22,6 +22,7 @@ from meshfeed._src.sources.files.shards import (
     Shard,
     ShardReader,
     Shards,
+    ShardSource,
     check_cache,
     need_cache,
     read_spans,
@@ -29,7 +30,7 @@ from meshfeed._src.sources.files.shards import (
 from meshfeed._src.sources.mds.encodings import Column, Layout, check_columns, check_stackable, decoder, stack
 
 if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _INDEX = "index.json"
 _WORD = np.dtype("<u4")
@@ -64,7 +65,7 @@ class _CheckedShard:
 
 
 @public("meshfeed.sources")
-class MDS:
+class MDS(ShardSource[MDSShard, _CheckedShard]):
     """Random-access source over data sets that Mosaic Streaming's ``MDSWriter`` wrote, concatenated in order.
 
     ``index.json`` lists the shards, so opening a data set reads no shard. A record is a dict of columns. In
@@ -113,13 +114,7 @@ class MDS:
             for number, column in chosen
         ]
         shards = Shards([shard for _, part in found for shard in part], "MDS")
-        self._reader = ShardReader(shards, cache, _check_shard)
-
-    def __repr__(self) -> str:
-        return f"MDS({self._reader.shards!r})"
-
-    def __len__(self) -> int:
-        return len(self._reader.shards)
+        super().__init__(ShardReader(shards, cache, _check_shard))
 
     def __getitem__(self, record_id: Any) -> dict[str, Any]:
         """Returns record ``record_id``: column name → value."""
@@ -202,18 +197,6 @@ class MDS:
     def _corrupt(self, record_id: int, reason: str) -> CorruptDataError:
         return _damaged(self.file_of(record_id), record_id, reason)
 
-    def shard_lengths(self) -> RecordIds:
-        """Returns the number of records of each file, int64[files]."""
-        return self._reader.shards.lengths
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the shard that contains a record."""
-        return self._reader.shards.file_of(record_id)
-
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
-        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
-        return self._reader.cached_files(record_ids)
-
     def fingerprint(self) -> JsonValue:
         """Returns the identity: shards, columns, number of records, and a digest of 4 records spread over the source."""
         shards = self._reader.shards
@@ -226,10 +209,6 @@ class MDS:
             "records": len(self),
             "content": probe_digest(len(self), lambda ids: digest_raw(self._reader.read(ids, _read_rows))),
         }
-
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._reader.close()
 
 
 def _damaged(path: str, record_id: int | None, reason: str) -> CorruptDataError:

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import Decode, JsonValue, Record, RecordIds, public
+from meshfeed._src.base.types import Decode, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
@@ -25,6 +25,7 @@ from meshfeed._src.sources.files.shards import (
     Shard,
     ShardReader,
     Shards,
+    ShardSource,
     check_cache,
     need_cache,
     read_spans,
@@ -32,7 +33,7 @@ from meshfeed._src.sources.files.shards import (
 from meshfeed._src.sources.webdataset.index import SUFFIX, TarIndex, load, save, scan
 
 if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class _CheckedTar:
 
 
 @public("meshfeed.sources")
-class WebDataset:
+class WebDataset(ShardSource[TarShard, _CheckedTar]):
     """Random-access source over the samples of tar archives, concatenated in file order.
 
     A record is a dict ``{"__key__": str, extension: bytes, …}`` with the files of one sample, grouped as WebDataset groups
@@ -113,13 +114,7 @@ class WebDataset:
         need_cache(names, cache, source="WebDataset")
         self.decode = decode
         shards = file_paths.in_threads(lambda name: _inspect(name, cache), names)
-        self._reader = ShardReader(Shards(shards, "WebDataset"), cache, _check)
-
-    def __repr__(self) -> str:
-        return f"WebDataset({self._reader.shards!r})"
-
-    def __len__(self) -> int:
-        return len(self._reader.shards)
+        super().__init__(ShardReader(Shards(shards, "WebDataset"), cache, _check))
 
     def __getitem__(self, record_id: Any) -> Record:
         """Returns record ``record_id``, decoded; a dict of bytes if the source has no decoder."""
@@ -147,18 +142,6 @@ class WebDataset:
         """
         return self._reader.read(record_ids, _read_rows)
 
-    def shard_lengths(self) -> RecordIds:
-        """Returns the number of records of each file, int64[files]."""
-        return self._reader.shards.lengths
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the archive that contains a record."""
-        return self._reader.shards.file_of(record_id)
-
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
-        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
-        return self._reader.cached_files(record_ids)
-
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
         return {
@@ -171,10 +154,6 @@ class WebDataset:
     def _digest(self, record_ids: np.ndarray) -> str:
         parts = [part for record in self.read_raw(record_ids) for pair in record.items() for part in pair]
         return digest_raw(part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
-
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._reader.close()
 
 
 def _inspect(name: str, cache: ShardCache | None) -> TarShard:
