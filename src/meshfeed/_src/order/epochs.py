@@ -185,23 +185,7 @@ class EpochOrder:
     _block_records: int | None = dataclasses.field(init=False, repr=False)
 
     def __init__(self, num_records: int, *, shuffle: bool | int = False, seed: int = 0, num_epochs: int | None = 1):
-        if not _is_int(num_records) or num_records > _MAX_POSITION:
-            raise SettingsError(
-                f"num_records must be an int from 1 to 2**62, not {num_records!r}.", setting="num_records"
-            )
-        if num_records < 1:
-            raise SourceError(f"the source has {num_records} records, and an order needs at least one.")
-        if not isinstance(shuffle, (bool, np.bool_)) and not (_is_int(shuffle) and shuffle >= 0):
-            raise SettingsError(
-                f"shuffle={shuffle!r}: pass False, True, or the number of records of a block (an int >= 1).",
-                setting="shuffle",
-            )
-        if not _is_int(seed) or not 0 <= seed <= _MASK:
-            raise SettingsError(f"seed={seed!r}: pass an int from 0 to 2**64 - 1.", setting="seed")
-        if num_epochs is not None and not (_is_int(num_epochs) and num_epochs >= 1):
-            raise SettingsError(
-                f"num_epochs={num_epochs!r}: pass an int >= 1, or None to repeat for ever.", setting="num_epochs"
-            )
+        _check_order(num_records, shuffle, seed, num_epochs)
         uniform = isinstance(shuffle, (bool, np.bool_)) and bool(shuffle)
         block = None if uniform or (shuffle and num_records <= shuffle) else int(shuffle)
         for name, value in (
@@ -388,6 +372,24 @@ def replacement_id(seed: int, epoch: int, record_id: int, attempt: int, num_reco
         derive_key(seed, _REPLACEMENT, epoch, record_id),
     )
     return (record_id + 1 + int(step[0])) % num_records
+
+
+def _check_order(num_records: int, shuffle: bool | int, seed: int, num_epochs: int | None) -> None:
+    if not _is_int(num_records) or num_records > _MAX_POSITION:
+        raise SettingsError(f"num_records must be an int from 1 to 2**62, not {num_records!r}.", setting="num_records")
+    if num_records < 1:
+        raise SourceError(f"the source has {num_records} records, and an order needs at least one.")
+    if not isinstance(shuffle, (bool, np.bool_)) and not (_is_int(shuffle) and shuffle >= 0):
+        raise SettingsError(
+            f"shuffle={shuffle!r}: pass False, True, or the number of records of a block (an int >= 1).",
+            setting="shuffle",
+        )
+    if not _is_int(seed) or not 0 <= seed <= _MASK:
+        raise SettingsError(f"seed={seed!r}: pass an int from 0 to 2**64 - 1.", setting="seed")
+    if num_epochs is not None and not (_is_int(num_epochs) and num_epochs >= 1):
+        raise SettingsError(
+            f"num_epochs={num_epochs!r}: pass an int >= 1, or None to repeat for ever.", setting="num_epochs"
+        )
 
 
 def _is_int(value: object) -> bool:

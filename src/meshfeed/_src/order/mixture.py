@@ -200,11 +200,31 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
       StateMismatchError: a stage that had started, or a component that it draws from, differs. For a changed stage, the
         remedy prints the weights to pass.
     """
+    saved_components, saved_stages = _parse_mixture(saved)
+    if not position:  # nothing has been drawn yet
+        return
+    for name in {**current, **saved}:
+        value, here = saved.get(name), current.get(name)
+        if name not in ("stages", "components") and (value != here or type(value) is not type(here)):  # True equals 1
+            raise StateMismatchError(
+                f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
+            )
+    begun = [stage for stage in saved_stages if stage.first_position < position]
+    now = [Stage(s[1], s[2], s[0]) for s in current["stages"]]
+    now_begun = [stage for stage in now if stage.first_position < position]
+    for index, (old, new) in enumerate(itertools.zip_longest(begun, now_begun)):
+        if old is None or new is None or not _same_stage(old, new):
+            _raise_changed(index, old, new, begun, now, position, step)
+    used = [name for name in saved_components if any(name in stage.weights for stage in begun)]
+    _check_components(used, saved_components, current["components"])
+
+
+def _parse_mixture(saved: JsonValue) -> tuple[dict[str, tuple[int, JsonValue]], list[Stage]]:
+    """Returns the components, name → (number, identity), and the stages of a saved mixture."""
     try:
-        saved_components = {entry[0]: (number, entry[1]) for number, entry in enumerate(saved["components"])}
-        names = list(saved_components)  # reject weights of other components, whose identity would go unchecked
-        saved_stages = [Stage(int(s[1]), _check_weights(s[2], names), int(s[0])) for s in saved["stages"]]
-        fixed = [name for name in {**current, **saved} if name not in ("stages", "components")]
+        components = {entry[0]: (number, entry[1]) for number, entry in enumerate(saved["components"])}
+        names = list(components)  # reject weights of other components, whose identity would go unchecked
+        return components, [Stage(int(s[1]), _check_weights(s[2], names), int(s[0])) for s in saved["stages"]]
     except (TypeError, KeyError, IndexError, ValueError, AttributeError):
         raise StateMismatchError(
             "mixture",
@@ -212,24 +232,6 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
             "version, block, on_end, components and stages",
             "The state was changed or damaged; use an earlier checkpoint.",
         ) from None
-    if not position:  # nothing has been drawn yet
-        return
-    for name in fixed:
-        value, here = saved.get(name), current.get(name)
-        if value != here or type(value) is not type(here):  # True equals 1
-            raise StateMismatchError(
-                f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
-            )
-    begun = [stage for stage in saved_stages if stage.first_position < position]
-    now = [Stage(s[1], s[2], s[0]) for s in current["stages"]]
-    now_begun = [stage for stage in now if stage.first_position < position]
-    for index in range(max(len(begun), len(now_begun))):
-        old = begun[index] if index < len(begun) else None
-        new = now_begun[index] if index < len(now_begun) else None
-        if old is None or new is None or not _same_stage(old, new):
-            _raise_changed(index, old, new, begun, now, position, step)
-    used = [name for name in saved_components if any(name in stage.weights for stage in begun)]
-    _check_components(used, saved_components, current["components"])
 
 
 def _same_stage(old: Stage, new: Stage) -> bool:

@@ -76,6 +76,13 @@ _OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
 _MAX_NUMBER = 1 << 62
 KINDS = ("random_access", "lanes", "host_batches")
 
+_DAMAGED = "Pass what get_state() returned; if this was read from a file, it is damaged: use an earlier checkpoint."
+_REQUIRED: dict[str, type] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
+_OPTIONAL: dict[str, type] = {
+    "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
+    "num_unlisted": dict,
+}  # fmt: skip
+
 _REMEDIES = {
     "source": "Pass the source that the state was saved with, or start a new stream without the state.",
     "order": "This version of meshfeed orders records otherwise; continue with the version that saved the state.",
@@ -167,58 +174,61 @@ def parse_state(state: JsonValue) -> FeedState:
       StateMismatchError: the state is not JSON, truncated or from a newer version, or a field is missing, unknown, of
         the wrong type or out of range.
     """
-    remedy = "Pass what get_state() returned; if this was read from a file, it is damaged: use an earlier checkpoint."
+    fields = _parse_object(state)
+    version = _pop_version(fields)
+    _check_fields(fields)
+    for name, (is_entry, wanted) in _ENTRIES.items():
+        for key, entry in fields.get(name, {}).items():
+            if not isinstance(key, str) or not key.isdecimal():
+                raise StateMismatchError(f"{name}.{key}", key, "a number", _DAMAGED)
+            if not is_entry(entry):
+                raise StateMismatchError(f"{name}.{key}", _shorten(entry), wanted, _DAMAGED)
+    if fields["kind"] not in KINDS:
+        raise StateMismatchError("kind", fields["kind"], " or ".join(KINDS), _DAMAGED)
+    text = json.dumps(fields)
+    if version > (needed := _needed_version(text)):
+        raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {_DAMAGED}")
+    return FeedState(**json.loads(text))  # a deep copy, which the caller cannot change
+
+
+def _parse_object(state: JsonValue) -> dict[str, JsonValue]:
     if isinstance(state, str | bytes | bytearray):
         try:
             state = json.loads(state)
         except ValueError as error:
             raise StateMismatchError(
-                "state", _shorten(state), "JSON", f"It is cut short or not JSON ({error}). {remedy}"
+                "state", _shorten(state), "JSON", f"It is cut short or not JSON ({error}). {_DAMAGED}"
             ) from None
     if not isinstance(state, Mapping):
-        raise StateMismatchError("state", _shorten(state), "a JSON object", remedy)
-    fields: dict[str, JsonValue] = dict(cast("Mapping[str, JsonValue]", state))
+        raise StateMismatchError("state", _shorten(state), "a JSON object", _DAMAGED)
+    return dict(cast("Mapping[str, JsonValue]", state))
+
+
+def _pop_version(fields: dict[str, JsonValue]) -> int:
     version = fields.pop("meshfeed", None)
     if not isinstance(version, int) or isinstance(version, bool):
-        raise StateMismatchError("meshfeed", version, VERSION, f"This is no state of a feed. {remedy}")
+        raise StateMismatchError("meshfeed", version, VERSION, f"This is no state of a feed. {_DAMAGED}")
     if version > VERSION:
         raise StateMismatchError(
             "meshfeed", version, VERSION, "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
         )
     if version < 1:
-        raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {remedy}")
-    required: dict[str, type] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
-    optional: dict[str, type] = {
-        "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
-        "num_unlisted": dict,
-    }  # fmt: skip
-    for name, kind in required.items():
+        raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {_DAMAGED}")
+    return version
+
+
+def _check_fields(fields: Mapping[str, JsonValue]) -> None:
+    for name, kind in _REQUIRED.items():
         if name not in fields:
-            raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is cut short. {remedy}")
+            raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is cut short. {_DAMAGED}")
     for name, value in fields.items():
-        kind = required.get(name) or optional.get(name)
+        kind = _REQUIRED.get(name) or _OPTIONAL.get(name)
         if kind is None:
-            raise StateMismatchError(name, _shorten(value), "no such field", remedy)
+            raise StateMismatchError(name, _shorten(value), "no such field", _DAMAGED)
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
-            raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", remedy)
+            raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", _DAMAGED)
         if kind is int and value >= _MAX_NUMBER:
-            raise StateMismatchError(name, value, "a number below 2**62, beyond which no stream goes", remedy)
-    for name in ("lanes", "hosts", "skipped", "num_unlisted"):
-        for key, entry in fields.get(name, {}).items():
-            if not isinstance(key, str) or not key.isdecimal():
-                raise StateMismatchError(f"{name}.{key}", key, "a number", remedy)
-            if name == "skipped" and not _is_ledger(entry):
-                raise StateMismatchError(
-                    f"{name}.{key}", _shorten(entry), "[[record id, epoch, reason, step], …]", remedy
-                )
-            if name == "num_unlisted" and (type(entry) is not int or entry < 0):
-                raise StateMismatchError(f"{name}.{key}", _shorten(entry), "a number of records", remedy)
-    if fields["kind"] not in KINDS:
-        raise StateMismatchError("kind", fields["kind"], " or ".join(KINDS), remedy)
-    text = json.dumps(fields)
-    if version > (needed := _needed_version(text)):
-        raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {remedy}")
-    return FeedState(**json.loads(text))  # a deep copy, which the caller cannot change
+            raise StateMismatchError(name, value, "a number below 2**62, beyond which no stream goes", _DAMAGED)
 
 
 def _is_ledger(entries: JsonValue) -> bool:
@@ -230,6 +240,15 @@ def _is_ledger(entries: JsonValue) -> bool:
                 return False
 
     return isinstance(entries, list) and all(map(is_entry, cast("list[JsonValue]", entries)))
+
+
+# Fields that map lanes or hosts to entries: the check of an entry, and what it takes.
+_ENTRIES: dict[str, tuple[Callable[[JsonValue], bool], str]] = {
+    "lanes": (lambda entry: True, ""),
+    "hosts": (lambda entry: True, ""),
+    "skipped": (_is_ledger, "[[record id, epoch, reason, step], …]"),
+    "num_unlisted": (lambda entry: type(entry) is int and entry >= 0, "a number of records"),
+}
 
 
 def flatten(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:

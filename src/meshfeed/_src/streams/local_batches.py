@@ -461,20 +461,7 @@ class LocalBatchStream:
                 f"host {host}",
                 "Join the states of all hosts with meshfeed.merge_states.",
             )
-        entries: dict[str, dict[str, JsonValue]] = {}
-        if host in state.hosts:
-            entry = unseal(state.hosts[host], f"hosts.{host}")
-            at = entry.get("step", state.step)  # this host's last batch; with end="pad" others may be ahead
-            if at > state.step or (at < state.step and self._settings.end == "drop"):
-                raise StateMismatchError("step", state.step, f"{at} in hosts.{host}", _EARLIER)
-            if not self.source.resumable:
-                raise StateMismatchError(
-                    f"hosts.{host}",
-                    f"{state.step} batches",
-                    "an iterator that can be read once",
-                    "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
-                )
-            entries[host] = entry
+        entries = {host: self._entry(host, state.hosts[host], state.step)} if host in state.hosts else {}
         segments = parse_segments(state.segments)
         schedule = self.schedule or BatchSchedule([(0, segments[0].size if segments else 1)])
         nominal = position_at(segments, state.step)  # if every batch is as large as the first
@@ -484,6 +471,21 @@ class LocalBatchStream:
             raise StateMismatchError("position", state.position, nominal, _EARLIER)
         step_schedule = StepSchedule(schedule, past=segments, step=state.step, position=nominal)
         return LocalBatchCursor(step_schedule, state.step, state.position, entries)
+
+    def _entry(self, host: str, sealed: JsonValue, step: int) -> dict[str, JsonValue]:
+        """Checks a host's entry of a state taken at ``step``, and returns it without its digest."""
+        entry = unseal(sealed, f"hosts.{host}")
+        at = entry.get("step", step)  # this host's last batch; with end="pad" others may be ahead
+        if at > step or (at < step and self._settings.end == "drop"):
+            raise StateMismatchError("step", step, f"{at} in hosts.{host}", _EARLIER)
+        if not self.source.resumable:
+            raise StateMismatchError(
+                f"hosts.{host}",
+                f"{step} batches",
+                "an iterator that can be read once",
+                "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
+            )
+        return entry
 
     def replay_from(self, current: LocalBatchCursor, step: int, state: FeedState | None) -> LocalBatchCursor:
         """Always raises: host batches cannot be read again."""

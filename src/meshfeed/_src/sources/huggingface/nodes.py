@@ -71,13 +71,9 @@ class Interleave(ExamplesNode):
             internals.start(self)
         state: Any = self.state
         children, before, ended = self.ex_iterables, state["before"], state["ended"]
+        iterators = self._resume_children(before)
         again = self.stopping_strategy != "all_exhausted_without_replacement"
         stop = any if self.stopping_strategy == "first_exhausted" else all
-        for child, child_state in zip(children, before, strict=True):
-            internals.start(child)
-            if child_state is not None:
-                child.load_state_dict(child_state)
-        iterators = [iter(child) for child in children]
         # Read one example ahead of each source, to detect that the example before it was the last.
         ahead: list[Any] = [_NOT_READ] * len(children)
 
@@ -103,6 +99,13 @@ class Interleave(ExamplesNode):
                     before[number], ahead[number] = None, _NOT_READ
             if example is not _END:
                 yield example
+
+    def _resume_children(self, states: Sequence[State | None]) -> list[Iterator[tuple[Any, Example]]]:
+        for child, state in zip(self.ex_iterables, states, strict=True):
+            internals.start(child)
+            if state is not None:
+                child.load_state_dict(state)
+        return [iter(child) for child in self.ex_iterables]
 
     def _choose(self, turn: int) -> int:
         if self.draws is None:

@@ -405,6 +405,11 @@ class LaneRun:
     count: int
 
 
+_RowPiece = tuple[
+    int, int, int, list[np.ndarray]
+]  # first row of the output, first row and number of rows of the leaves
+
+
 def lane_runs(rows: np.ndarray, rows_per_lane: int) -> tuple[LaneRun, ...]:
     """Splits a host's rows into runs. The result depends only on the batch size and can be cached.
 
@@ -440,7 +445,7 @@ def place_rows(
     Raises:
       SourceError: records of different lanes differ in structure.
     """
-    pieces: list[tuple[int, int, int, list[np.ndarray]]] = []
+    pieces: list[_RowPiece] = []
     real = np.zeros(num_rows, bool)
     checked: dict[int, list[np.ndarray]] = {}
     for run in runs:
@@ -461,16 +466,20 @@ def place_rows(
         pieces.append((run.target, run.offset, count, leaves))
     if spec is None:
         return None, real, None
+    return _join_pieces(pieces, num_rows, spec), real, spec
+
+
+def _join_pieces(pieces: Sequence[_RowPiece], num_rows: int, spec: RecordSpec) -> PyTree:
     if len(pieces) == 1 and pieces[0][2] == num_rows:
         _, offset, count, leaves = pieces[0]
-        return spec.treedef.unflatten([leaf[offset : offset + count] for leaf in leaves]), real, spec
+        return spec.treedef.unflatten([leaf[offset : offset + count] for leaf in leaves])
     filled = sum(count for _, _, count, _ in pieces) == num_rows
     output = spec.empty(num_rows) if filled else spec.zeros(num_rows)
     outputs = jax.tree.leaves(output)
     for target, offset, count, leaves in pieces:
         for leaf, source_leaf in zip(outputs, leaves, strict=True):
             leaf[target : target + count] = source_leaf[offset : offset + count]
-    return output, real, spec
+    return output
 
 
 def needed_lanes(rows: Sequence[int] | np.ndarray, rows_per_lane: int) -> list[int]:

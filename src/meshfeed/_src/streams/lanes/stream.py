@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 from meshfeed._src.base import hooks
@@ -322,15 +322,7 @@ class LaneStream:
             raise StateMismatchError("lanes", None, "num_lanes, step and lanes of a stream", _DAMAGED)
         here = dataclasses.replace(self.start(), lanes=num_lanes)
         mixture = check_fingerprint(state, self.fingerprint(here), self.source)
-        if num_lanes != state.num_lanes:
-            raise StateMismatchError("num_lanes", state.num_lanes, num_lanes, _DAMAGED)
-        if any(size % num_lanes for size in self.schedule.sizes):
-            raise StateMismatchError(
-                "num_lanes",
-                num_lanes,
-                f"a divisor of the batch sizes {list(self.schedule.sizes)}",
-                "Choose global_batch_size as a multiple of the saved number of lanes.",
-            )
+        self._check_num_lanes(num_lanes, state.num_lanes)
         segments = parse_segments(state.segments)
         nominal = position_at(segments, state.step)
         consistent = state.step > segments[-1].first_step if segments else state.step == 0
@@ -355,6 +347,17 @@ class LaneStream:
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
         )
+
+    def _check_num_lanes(self, num_lanes: int, saved: int) -> None:
+        if num_lanes != saved:
+            raise StateMismatchError("num_lanes", saved, num_lanes, _DAMAGED)
+        if any(size % num_lanes for size in self.schedule.sizes):
+            raise StateMismatchError(
+                "num_lanes",
+                num_lanes,
+                f"a divisor of the batch sizes {list(self.schedule.sizes)}",
+                "Choose global_batch_size as a multiple of the saved number of lanes.",
+            )
 
     def replay_from(self, current: LaneCursor, step: int, state: FeedState | None) -> LaneCursor:
         """Returns the cursor of ``state``, which must contain all lanes, or of the beginning."""
@@ -540,22 +543,9 @@ class LaneReader:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         step = self._step
         size = self._step_schedule.at(step)[1]
-        per_lane = self._rows_per_lane(step)
-        if size not in self._runs:
-            rows = self._host_rows.rows(size)
-            self._runs[size] = len(rows), lane_runs(rows, per_lane)
-        num_rows, runs = self._runs[size]
+        num_rows, runs = self._lane_runs(size)
         group = self._read(step)
-        self.empty = self.empty and not any(row.entry.records for row in group.lanes.values())
-        if self.empty and group.lanes and not self._hosts_agree:
-            raise SourceError(EMPTY_STREAM)
-        short = [lane for lane, row in group.lanes.items() if row.taken.count < per_lane]
-        if short and self._settings.end == "drop":
-            raise StopIteration
-        if not any(row.taken.count for row in group.lanes.values()):
-            if not self._go_on:
-                raise StopIteration
-            self._final = step if self._final is None else self._final
+        self._check_end(group.lanes.values(), step)
         self._step = step + 1
         tree, real, self._spec = place_rows(
             {lane: row.taken for lane, row in group.lanes.items()}, runs, num_rows, self._spec
@@ -573,6 +563,25 @@ class LaneReader:
             times={"read_seconds": group.seconds},
             retries=sum(row.taken.retries for row in group.lanes.values()),
         )
+
+    def _lane_runs(self, size: int) -> tuple[int, tuple[LaneRun, ...]]:
+        if size not in self._runs:
+            rows = self._host_rows.rows(size)
+            self._runs[size] = len(rows), lane_runs(rows, size // self._num_lanes)
+        return self._runs[size]
+
+    def _check_end(self, rows: Collection[LaneRows], step: int) -> None:
+        """Raises StopIteration if the lanes of this host cannot fill ``step``; notes the first step of padding alone."""
+        self.empty = self.empty and not any(row.entry.records for row in rows)
+        if self.empty and rows and not self._hosts_agree:
+            raise SourceError(EMPTY_STREAM)
+        counts = [row.taken.count for row in rows]
+        if self._settings.end == "drop" and min(counts, default=math.inf) < self._rows_per_lane(step):
+            raise StopIteration
+        if not any(counts):
+            if not self._go_on:
+                raise StopIteration
+            self._final = step if self._final is None else self._final
 
     def rewind(self, step: int) -> None:
         """Does nothing: reads are not interrupted."""
