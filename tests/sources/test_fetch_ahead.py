@@ -89,6 +89,23 @@ def test_coming_shards_are_fetched_in_order_and_once(fetched: list[tuple[int, bo
     assert stats.fetched_bytes == sum(path.stat().st_size for path in cache.directory.glob("*.parquet"))
 
 
+def test_files_that_are_not_cached_need_no_thread(store: Any, tmp_path: pathlib.Path) -> None:
+    import jax
+
+    path = tmp_path / "local.parquet"
+    pq.write_table(pa.table({"x": np.arange(ROWS)}), path)
+    cache = ShardCache(tmp_path / "cache")
+    local = [meshfeed.sources.Parquet(path), meshfeed.sources.Parquet(path, cache=cache)]
+    mixture = meshfeed.sources.Mixture({"a": local[0], "b": local[1]}, weights={"a": 1, "b": 1})
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    for source in (*local, meshfeed.sources.Parquet(urls(), cache=ShardCache(tmp_path, ahead_bytes=0)), mixture):
+        threads = set(threading.enumerate())
+        with meshfeed.Feed(source, mesh, global_batch_size=8, prefetch=0, num_epochs=None) as feed:
+            for _ in range(3):
+                next(feed)
+            assert not [thread for thread in set(threading.enumerate()) - threads if "ahead" in thread.name]
+
+
 def test_after_a_resume_only_what_is_still_needed_is_fetched(store: Any, tmp_path: pathlib.Path) -> None:
     with make_feed(ShardCache(tmp_path / "one", ahead_bytes=0)) as feed:
         for _ in range(5 * ROWS // 8):

@@ -186,8 +186,11 @@ class CachedFile(Hashable, Protocol):
 class CachesFiles(Protocol):
     """Reads files through a cache, which fetches them ahead of the reads."""
 
-    def cached_files(self, record_ids: RecordIds) -> Sequence[CachedFile]:
-        """Returns the files that hold these records and are read through a cache; reads nothing."""
+    def cached_files(self, record_ids: RecordIds) -> Sequence[CachedFile] | None:
+        """Returns the files that hold these records and are read through a cache; reads nothing.
+
+        None, whatever the ids, if the source reads no file through a cache that fetches ahead.
+        """
         ...
 
 

@@ -334,7 +334,7 @@ def _files_of_steps(
         position, size = cursor.step_schedule.at(step)
         if part is None or part.size != size:
             part = _Part(size, host_rows.rows(size), None)
-        yield source.cached_files(_ids_of(stream, cursor.order, position, part)[0])
+        yield source.cached_files(_ids_of(stream, cursor.order, position, part)[0]) or ()
 
 
 class RandomAccessReader:
@@ -367,7 +367,7 @@ class RandomAccessReader:
         self._first_step = cursor.step
         self._fetches: FetchAhead | None = None
         files = find(stream.source, hooks.CachesFiles)
-        if files is not None:
+        if files is not None and files.cached_files(np.empty(0, np.int64)) is not None:
             self._fetches = FetchAhead(_files_of_steps(files, stream, cursor, host_rows))
             weakref.finalize(self, self._fetches.close).atexit = False  # a reader that nobody closed
         self._spec: RecordSpec | None = None

@@ -254,7 +254,7 @@ class ArrayRecord:
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
         return self._shards.identity()
 
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
         """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
         return self._shards.cached_files(record_ids, self._cache)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import weakref
@@ -225,12 +226,16 @@ class Shards(Generic[S]):
         """Returns the path or URL of the file that contains a record."""
         return self.files[int(np.searchsorted(self.ends, record_id, side="right"))].path
 
-    def cached_files(self, record_ids: np.ndarray, cache: ShardCache | None) -> list[RemoteFile]:
-        """Returns the files of records that are read through a cache that fetches ahead."""
-        if cache is None or not cache.ahead_bytes:
-            return []
+    def cached_files(self, record_ids: np.ndarray, cache: ShardCache | None) -> list[RemoteFile] | None:
+        """Returns the files of records that are read through a cache that fetches ahead; None if no file is."""
+        if cache is None or not cache.ahead_bytes or not self._any_cached:
+            return None
         files = [self.files[number] for number in np.unique(np.searchsorted(self.ends, record_ids, side="right"))]
         return [RemoteFile(cache, file.path, file.compression, file.num_bytes) for file in files if file.is_cached]
+
+    @functools.cached_property
+    def _any_cached(self) -> bool:
+        return any(file.is_cached for file in self.files)
 
     def names(self) -> list[str]:
         """Returns the paths and URLs of the files, in record id order."""
@@ -493,7 +498,7 @@ class ShardReader(Generic[S, T]):
     def _checked(self, shard: S) -> T:
         return self._pool.checked(shard, lambda: self._check(shard, self._pool.descriptor(shard, self._cache)))
 
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
         """See :class:`meshfeed._src.base.hooks.CachesFiles`."""
         return self.shards.cached_files(record_ids, self._cache)
 
@@ -526,8 +531,8 @@ class ShardSource(Generic[S, T]):
         """Returns the path or URL of the file that contains a record."""
         return self._reader.shards.file_of(record_id)
 
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile]:
-        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
+        """Returns the files that hold these records, int64[n], and are read through the cache; None without one."""
         return self._reader.cached_files(record_ids)
 
     def close(self) -> None:

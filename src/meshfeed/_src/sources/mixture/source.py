@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -321,15 +322,20 @@ class RandomMixture:
             parts.append((name, rows, tree))
         return self._joiner.join(parts, len(ids), whole=columns is None)
 
-    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile]:
-        """Returns the files that hold these records and are read through a cache; reads nothing."""
+    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
+        """Returns the files that hold these records and are read through a cache; None if no component has one."""
+        if not self._cached:
+            return None
         numbers, ids = split_ids(record_ids)
-        found: list[hooks.CachedFile] = []
-        for number, rows in group_by(numbers):
-            component = hooks.find(self._sources[number], hooks.CachesFiles)
-            if component is not None:
-                found += component.cached_files(ids[rows])
-        return found
+        groups = [(self._cached[number], rows) for number, rows in group_by(numbers) if number in self._cached]
+        return [file for source, rows in groups for file in source.cached_files(ids[rows]) or ()]
+
+    @functools.cached_property
+    def _cached(self) -> dict[int, hooks.CachesFiles]:
+        """The components that read files through a cache."""
+        found = ((number, hooks.find(source, hooks.CachesFiles)) for number, source in enumerate(self._sources))
+        nothing = np.empty(0, np.int64)
+        return {n: source for n, source in found if source is not None and source.cached_files(nothing) is not None}
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
