@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshfeed._src.base.settings import BatchSchedule, Retry, SkipBad, Workers
     from meshfeed._src.base.stats import FeedStats
     from meshfeed._src.feed.iterator import Feed, MultiHostDataLoadIterator
+    from meshfeed._src.pictures.plan import MeshPlan
     from meshfeed._src.sources.files.shard_cache import CacheStats, ShardCache
     from meshfeed._src.state.state import merge_states
 
@@ -37,6 +38,7 @@ _HOME = {
     "CorruptDataError": "meshfeed._src.base.errors",
     "Feed": "meshfeed._src.feed.iterator",
     "FeedStats": "meshfeed._src.base.stats",
+    "MeshPlan": "meshfeed._src.pictures.plan",
     "MeshfeedError": "meshfeed._src.base.errors",
     "MultiHostDataLoadIterator": "meshfeed._src.feed.iterator",
     "PeerError": "meshfeed._src.base.errors",
@@ -62,6 +64,7 @@ __all__ = [
     "CorruptDataError",
     "Feed",
     "FeedStats",
+    "MeshPlan",
     "MeshfeedError",
     "MultiHostDataLoadIterator",
     "PeerError",

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from meshfeed import __version__
 from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError
 from meshfeed._src.cli import checkpoint as cli_checkpoint
+from meshfeed._src.cli import plan as cli_plan
 
-if TYPE_CHECKING:
-    from meshfeed._src.plan.table import PlanTable
-
-_SHOWN_HOSTS = 16
 _EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
 
 
@@ -52,48 +47,6 @@ class _Commands(click.Group):
             raise _Refused(str(error)) from error
 
 
-class _Mesh(click.ParamType):
-    """``data=8,model=4`` → ``{"data": 8, "model": 4}``."""
-
-    name = "axis=size,..."
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        axes: dict[str, int] = {}
-        for part in str(value).split(","):
-            axis, _, size = part.strip().partition("=")
-            if not axis or not size.strip().isdecimal() or int(size) < 1:
-                self.fail(f"{part!r} is not axis=size with a size of at least 1, as in data=8,model=4", param, ctx)
-            if axis in axes:
-                self.fail(f"the axis {axis!r} is given twice", param, ctx)
-            axes[axis] = int(size)
-        return axes
-
-
-class _Spec(click.ParamType):
-    """``data+fsdp,None,model`` → ``[("data", "fsdp"), None, "model"]``: one entry per dimension."""
-
-    name = "entry,..."
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[object]:
-        entries: list[object] = []
-        for part in str(value).split(","):
-            axes = [axis.strip() for axis in part.split("+")]
-            if not all(axes):
-                self.fail(f"{part!r} is not an axis, several joined by +, or None", param, ctx)
-            entries.append(None if axes == ["None"] else tuple(axes) if len(axes) > 1 else axes[0])
-        return entries
-
-
-class _Shape(click.ParamType):
-    name = "size,..."
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-            self.fail(f"{value!r} is not a list of sizes of at least 1, as in 2048 or 224,224,3", param, ctx)
-        return [int(part) for part in parts]
-
-
 def _example(arguments: str) -> str:
     lines = arguments.replace(" --", " \\\n    --") if len(arguments) > _EXAMPLE_WIDTH else arguments
     return f"\b\nExample:\n  meshfeed {lines}"  # \b keeps click from rewrapping the paragraph
@@ -103,96 +56,6 @@ def _example(arguments: str) -> str:
 @click.version_option(__version__, prog_name="meshfeed")
 def main() -> None:
     """Feed a JAX device mesh: one stream of global batches on any number of hosts."""
-
-
-@main.command(
-    epilog=_example("plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64")
-)
-@click.option("--hosts", type=click.IntRange(min=1), required=True, help="Number of hosts (JAX processes).")
-@click.option("--devices-per-host", type=click.IntRange(min=1), required=True, help="Devices of each host.")
-@click.option("--mesh", type=_Mesh(), required=True, help="Axes and sizes, slowest first: data=8,model=4.")
-@click.option(
-    "--spec", type=_Spec(), required=True, help="Axes per dimension, rows first: data or data+fsdp,None,model."
-)
-@click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Rows of the global batch.")
-@click.option("--shape", type=_Shape(), default=None, help="Sizes of the dimensions after the rows: shows columns too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all hosts.")
-@click.option("--all", "show_all", is_flag=True, help="Print every host, not only the first and last.")
-def plan(
-    hosts: int,
-    devices_per_host: int,
-    mesh: dict[str, int],
-    spec: list[Any],
-    global_batch_size: int,
-    shape: list[int] | None,
-    as_json: bool,
-    show_all: bool,
-) -> None:
-    """Show which rows of the global batch each host reads.
-
-    Needs neither devices nor other hosts. Devices fill the mesh host by host, as with jax.make_mesh on CPUs; a real
-    mesh may order its devices differently, and the feed uses the real order.
-    """
-    from meshfeed._src.plan.table import plan_table
-
-    dimensions = 1 + len(shape or ())
-    if any(entry is not None for entry in spec[dimensions:]):
-        raise SettingsError(
-            f"--spec divides {len(spec)} dimensions, and the array has {dimensions}. Give the sizes of those after the "
-            f"rows, as in --shape {','.join(['2048'] * (len(spec) - 1))}, or fewer entries.",
-            setting="shape",
-        )
-    global_shape = [global_batch_size, *(shape or ())]
-    table = plan_table(mesh, spec[:dimensions], None, hosts, devices_per_host, global_shape)
-    if as_json:
-        click.echo(_plan_json(table, columns=bool(shape)))
-    else:
-        click.echo("\n".join(_plan_lines(table, global_shape, columns=bool(shape), show_all=show_all)))
-
-
-def _plan_json(table: PlanTable, *, columns: bool) -> str:
-    entries: list[dict[str, Any]] = [{"host": host, "rows": rows} for host, rows in enumerate(table.row_ranges())]
-    if columns:
-        for entry, slices in zip(entries, table.columns.tolist(), strict=True):
-            entry["columns"] = slices
-    return json.dumps({"hosts": entries})
-
-
-def _plan_lines(table: PlanTable, global_shape: list[int], *, columns: bool, show_all: bool) -> list[str]:
-    """Formats a table of hosts and rows, without the middle unless ``show_all``, and a summary."""
-    counts = table.num_rows()
-    ranges = table.row_ranges()
-    lines = [f"{'host':>8}  {'rows':>10}  which"]
-
-    def line(host: int) -> str:
-        pairs = ranges[host]
-        which = ", ".join(f"{start}..{stop - 1}" for start, stop in pairs[:4]) or "none"
-        which += f", … ({len(pairs)} ranges)" if len(pairs) > 4 else ""
-        if columns and pairs:
-            slices = ", ".join(f"{start}..{stop - 1}" for start, stop in table.columns[host].tolist())
-            which += f"  ×  columns {slices}"
-        return f"{host:>8}  {counts[host]:>10,}  {which}"
-
-    if show_all or table.num_hosts <= _SHOWN_HOSTS:
-        lines += [line(host) for host in range(table.num_hosts)]
-    else:
-        half = _SHOWN_HOSTS // 2
-        lines += [line(host) for host in range(half)]
-        lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts; --all or --json shows them")
-        lines += [line(host) for host in range(table.num_hosts - half, table.num_hosts)]
-    return [*lines, "", *_plan_summary(table, global_shape)]
-
-
-def _plan_summary(table: PlanTable, global_shape: list[int]) -> list[str]:
-    counts = table.num_rows()
-    reading = counts[counts > 0]
-    each = f"{reading.min():,}" if reading.min() == reading.max() else f"{reading.min():,} to {reading.max():,}"
-    widths = (table.columns[..., 1] - table.columns[..., 0]).prod(axis=1)
-    times = float((counts * widths).sum() / math.prod(global_shape))
-    lines = [f"{len(reading):,} of {table.num_hosts:,} hosts read, {each} rows each."]
-    if times > 1:
-        lines.append(f"Every value is read {times:g} times over all hosts; load='once' would read it once.")
-    return lines
 
 
 @main.command(short_help="Train, kill every host, continue, and compare.", epilog=_example("demo --directory demo-out"))
@@ -313,7 +176,10 @@ def bench(
     click.echo(json.dumps(result) if as_json else "\n".join(cli_bench.report(result)))
 
 
-for _command in cli_checkpoint.COMMANDS:
+cli_plan.plan.epilog = _example(
+    "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64"
+)
+for _command in (cli_plan.plan, *cli_checkpoint.COMMANDS):
     main.add_command(_command)
 
 

@@ -1,5 +1,5 @@
 """The feed: ``MultiHostDataLoadIterator`` combines source, order, plan, reading, agreement and assembly.
 
-May import: agreement, arrays, base, plan, reading, sources, state, streams. Read first: ``iterator.py``, then
-``pipeline.py``.
+May import: agreement, arrays, base, pictures, plan, reading, sources, state, streams. Read first: ``iterator.py``,
+then ``pipeline.py``.
 """

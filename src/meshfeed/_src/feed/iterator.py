@@ -35,6 +35,7 @@ from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
+from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.plan.shardings import normalize_sharding, participants
 from meshfeed._src.reading.host_batch import spec_with_mask
@@ -600,6 +601,17 @@ class Feed:
         """
         parsed = None if state is None else feed_state.parse_state(state)
         return replay_step(self._stream, self._stream.replay_from(self._cursor, step, parsed), step)
+
+    @hides_own_frames
+    def plan(self) -> MeshPlan:
+        """Returns which rows and columns each host reads and each device holds; drawn in a notebook.
+
+        For the leaf that is divided in the most dimensions. Reads the first record if its shape is not known yet.
+
+        Raises:
+          SourceError: the first record cannot be read, or the source is empty.
+        """
+        return plan_of_batch(self.element_spec)
 
     def config(self) -> dict[str, JsonValue]:
         """Returns all settings and the fingerprint, as JSON."""

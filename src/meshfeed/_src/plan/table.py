@@ -30,12 +30,18 @@ class PlanTable:
       ranges: first row and one past the last row, int64[ranges, 2]; ascending per host and separated by gaps.
       columns: start and stop of the host's part of each dimension after the first, int64[hosts, dimensions, 2]; zeros
         for a host that holds nothing.
+      process: host of each mesh position, int64[positions], in row-major order.
+      blocks: number of the block that each position holds in each dimension, int64[positions, 1 + dimensions].
+      block_shape: sizes of a block.
     """
 
     num_hosts: int
     range_host: _Ints
     ranges: _Ints
     columns: _Ints
+    process: _Ints
+    blocks: _Ints
+    block_shape: tuple[int, ...]
 
     def row_ranges(self) -> list[tuple[tuple[int, int], ...]]:
         """The row ranges of each host, as in ``HostPlan.row_ranges``."""
@@ -81,30 +87,28 @@ def plan_table(
     entries = (entries + [()] * len(global_shape))[: len(global_shape)]
     coordinates = dict(zip(mesh_axes, np.unravel_index(np.arange(positions), sizes), strict=True))
 
-    columns = np.zeros((hosts, len(global_shape) - 1, 2), np.int64)
-    row_block = np.zeros(positions, np.int64)
+    blocks = np.zeros((positions, len(global_shape)), np.int64)
     for dimension, axes in enumerate(entries):
         what = "the global batch" if dimension == 0 else f"dimension {dimension}"
         check_divisible(what, global_shape[dimension], axes, mesh_axes)
-        block = np.zeros(positions, np.int64)
         for axis in axes:
-            block = block * mesh_axes[axis] + coordinates[axis]
-        if dimension == 0:
-            row_block = block
-            continue
-        width = global_shape[dimension] // math.prod(mesh_axes[axis] for axis in axes)
-        # ufunc.at reduces all positions of a host; plain indexing would keep only one of them.
-        first = np.full(hosts, positions, np.int64)
-        last = np.full(hosts, -1, np.int64)
-        np.minimum.at(first, process, block)
-        np.maximum.at(last, process, block)
-        held = last >= 0
-        columns[held, dimension - 1, 0] = first[held] * width
-        columns[held, dimension - 1, 1] = (last[held] + 1) * width
-    num_blocks = math.prod(mesh_axes[axis] for axis in entries[0])
+            blocks[:, dimension] = blocks[:, dimension] * mesh_axes[axis] + coordinates[axis]
+    num_blocks = [math.prod(mesh_axes[axis] for axis in axes) for axes in entries]
+    block_shape = tuple(size // number for size, number in zip(global_shape, num_blocks, strict=True))
     # Columns are the bounding slice of a host's blocks, but rows are exact ranges: every row costs a read.
-    range_host, ranges = _join_blocks(process, row_block, num_blocks, global_shape[0] // num_blocks)
-    return PlanTable(hosts, range_host, ranges, columns)
+    range_host, ranges = _join_blocks(process, blocks[:, 0], num_blocks[0], block_shape[0])
+    columns = _bounds(process, blocks[:, 1:], hosts) * np.array(block_shape[1:], np.int64)[:, None]
+    return PlanTable(hosts, range_host, ranges, columns, process, blocks, block_shape)
+
+
+def _bounds(process: _Ints, blocks: _Ints, hosts: int) -> _Ints:
+    """First block, and one past the last block, of each host in each dimension: int64[hosts, dimensions, 2]."""
+    bounds = np.zeros((hosts, blocks.shape[1], 2), np.int64)
+    bounds[process, :, 0] = blocks.max(initial=0)
+    # ufunc.at reduces all positions of a host; plain indexing would keep only one of them.
+    np.minimum.at(bounds[..., 0], process, blocks)
+    np.maximum.at(bounds[..., 1], process, blocks + 1)
+    return bounds
 
 
 def _join_blocks(process: _Ints, row_block: _Ints, num_blocks: int, block_rows: int) -> tuple[_Ints, _Ints]:

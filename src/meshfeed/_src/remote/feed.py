@@ -29,6 +29,7 @@ from meshfeed._src.base.stats import FeedStats, stats_since
 from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, LocalIterator, SecondPass
+from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.plan.shardings import normalize_sharding, sharding_leaves
 from meshfeed._src.remote.client import RemoteClient
 from meshfeed._src.remote.wire import make_payload
@@ -315,6 +316,10 @@ class RemoteFeed:
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
         """Returns one global batch again as numpy, read by one of the hosts; see :meth:`meshfeed.Feed.replay`."""
         return self._client.call("replay", step, state)[0]
+
+    def plan(self) -> MeshPlan:
+        """Returns which rows and columns each accelerator holds; see :meth:`meshfeed.Feed.plan`."""
+        return plan_of_batch(self.element_spec)
 
     def config(self) -> dict[str, Any]:
         """Returns all settings and the fingerprint as JSON values."""

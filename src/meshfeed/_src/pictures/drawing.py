@@ -1,0 +1,243 @@
+"""A drawing: rectangles, lines and text in named colors, written as SVG, HTML or PNG.
+
+Every color has a light and a dark variant, and an SVG follows the reader's setting. Hosts have the eight colors of
+Okabe and Ito, which people with any common color blindness can tell apart; a host's number is always written, too,
+because colors repeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import pathlib
+from collections.abc import Sequence
+from typing import Literal
+
+from meshfeed._src.base.errors import SettingsError
+
+COLORS = {  # name → light, dark
+    "paper": ("#ffffff", "#15191f"),
+    "ink": ("#1f2328", "#e6edf3"),
+    "muted": ("#59636e", "#9aa4af"),
+    "rule": ("#d5dae0", "#343b44"),
+    "panel": ("#eef1f4", "#232a32"),
+    "accent": ("#0b6bcb", "#58a6ff"),
+    "good": ("#007a5a", "#3fb78f"),
+    "bad": ("#c04a00", "#ff8a4c"),
+    "black": ("#101418", "#101418"),
+    "white": ("#ffffff", "#ffffff"),
+}
+HOST_COLORS = ("#56b4e9", "#e69f00", "#3fb78f", "#f0e442", "#cc79a7", "#0072b2", "#d55e00", "#b8bec6")
+COLORS |= {f"host{number}": (color, color) for number, color in enumerate(HOST_COLORS)}
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+_MARGIN = 16.0
+_POINTS = 0.72  # per pixel, at 100 pixels per inch
+
+
+def host_color(host: int) -> tuple[str, str]:
+    """Returns the names of a host's color, and of the color of text on it."""
+    number = host % len(HOST_COLORS)
+    return f"host{number}", "white" if number == 5 else "black"
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A rectangle; ``title`` is shown when the pointer rests on it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    radius: float = 4
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A polyline through ``points``; with ``arrow``, it ends in an arrowhead."""
+
+    points: Sequence[tuple[float, float]]
+    color: str
+    width: float = 1.5
+    arrow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """One line of text; ``y`` is its baseline."""
+
+    x: float
+    y: float
+    text: str
+    color: str = "ink"
+    size: float = 13
+    anchor: Literal["start", "middle", "end"] = "start"
+    bold: bool = False
+
+
+@dataclasses.dataclass
+class Drawing:
+    """Shapes in the order in which they are painted.
+
+    Attributes:
+      title: what the drawing shows, for readers who do not see it.
+      shapes: in pixels, y downwards.
+    """
+
+    title: str
+    shapes: list[Box | Line | Text] = dataclasses.field(default_factory=list[Box | Line | Text])
+
+    def size(self) -> tuple[float, float]:
+        """Returns width and height in pixels, with a margin; drawings start at (0, 0)."""
+        corners = [corner for shape in self.shapes for corner in _corners(shape)]
+        return max(x for x, _ in corners) + 2 * _MARGIN, max(y for _, y in corners) + 2 * _MARGIN
+
+    def to_html(self) -> str:
+        """Returns the SVG for a page, scaled down to a narrow window as far as its text stays readable."""
+        width, _ = self.size()
+        style = f"max-width:100%;height:auto;min-width:{min(width, max(320, 0.7 * width)):.0f}px"
+        svg = self.to_svg().replace("<svg ", f'<svg style="{style}" ', 1)
+        return f'<div style="overflow-x:auto">{svg}</div>'
+
+    def to_svg(self) -> str:
+        """Returns an SVG document with a background of its own, in the reader's light or dark setting."""
+        width, height = self.size()
+        used = sorted({color for shape in self.shapes for color in _colors(shape)} | {"paper"})
+        dark = "".join(f".mf-{name}{{{_paint(name, 1)}}}" for name in used if COLORS[name][0] != COLORS[name][1])
+        light = "".join(f".mf-{name}{{{_paint(name, 0)}}}" for name in used)
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-_MARGIN:g} {-_MARGIN:g} {width:g} {height:g}" '
+            f'width="{width:g}" height="{height:g}" role="img" aria-label="{html.escape(self.title)}" '
+            f'font-family="{_FONT}">',
+            f"<title>{html.escape(self.title)}</title>",
+            f"<style>{light}@media (prefers-color-scheme: dark){{{dark}}}</style>",
+            f'<rect x="{-_MARGIN:g}" y="{-_MARGIN:g}" width="{width:g}" height="{height:g}" rx="10" class="mf-paper"/>',
+            *(_svg_shape(shape) for shape in self.shapes),
+            "</svg>",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def save_png(self, path: pathlib.Path) -> None:
+        """Writes a PNG in light colors at twice the size; needs matplotlib.
+
+        Raises:
+          SettingsError: matplotlib is not installed.
+        """
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise SettingsError(
+                "a PNG needs matplotlib: run pip install '.[pictures]' in a checkout, or write an SVG.",
+                setting="png",
+            ) from None
+        _paint_png(self, path)
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """Returns a self-contained HTML page, light or dark, that loads nothing from a network."""
+    variables = [
+        "".join(f"--{name}:{COLORS[name][theme]};" for name in COLORS if not name.startswith("host"))
+        for theme in (0, 1)
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{html.escape(title)}</title>\n"
+        f"<style>:root{{{variables[0]}}}@media (prefers-color-scheme: dark){{:root{{{variables[1]}}}}}\n"
+        f"body{{margin:0 auto;padding:20px 16px 48px;max-width:1080px;background:var(--paper);color:var(--ink);"
+        f"font:15px/1.5 {_FONT}}}h1{{font-size:22px;margin:8px 0}}h2{{font-size:17px;margin:32px 0 4px}}"
+        "p{margin:4px 0 12px;max-width:75ch}.muted{color:var(--muted)}.wide{overflow-x:auto}"
+        "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+        "th,td{padding:4px 14px 4px 0;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}"
+        "th{font-weight:600}th:first-child,td:first-child{text-align:left}svg{display:block}"
+        f"{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def text_width(text: str, size: float = 13) -> float:
+    """Estimates the width of a text in pixels."""
+    return 0.56 * size * len(text)
+
+
+def _paint(color: str, theme: int) -> str:
+    value = COLORS[color][theme]
+    return f"fill:{value};stroke:{value}"
+
+
+def _colors(shape: Box | Line | Text) -> tuple[str, ...]:
+    return (shape.fill,) if isinstance(shape, Box) else (shape.color,)
+
+
+def _corners(shape: Box | Line | Text) -> list[tuple[float, float]]:
+    if isinstance(shape, Box):
+        return [(shape.x + shape.width, shape.y + shape.height)]
+    if isinstance(shape, Line):
+        return [(x, y) for x, y in shape.points]
+    before = {"start": 1.0, "middle": 0.5, "end": 0.0}[shape.anchor]
+    return [(shape.x + before * text_width(shape.text, shape.size), shape.y + 0.25 * shape.size)]
+
+
+def _arrowhead(line: Line) -> list[list[tuple[float, float]]]:
+    if not line.arrow:
+        return []
+    (before_x, before_y), (x, y) = line.points[-2:]
+    length = ((x - before_x) ** 2 + (y - before_y) ** 2) ** 0.5 or 1.0
+    along_x, along_y = 6 * (x - before_x) / length, 6 * (y - before_y) / length
+    wings = [(x - along_x + side * along_y, y - along_y - side * along_x) for side in (-0.7, 0.7)]
+    return [[wings[0], (x, y), wings[1]]]
+
+
+def _svg_shape(shape: Box | Line | Text) -> str:
+    if isinstance(shape, Box):
+        title = f"<title>{html.escape(shape.title)}</title>" if shape.title else ""
+        return (
+            f'<rect x="{shape.x:g}" y="{shape.y:g}" width="{shape.width:g}" height="{shape.height:g}" '
+            f'rx="{shape.radius:g}" stroke-width="0" class="mf-{shape.fill}">{title}</rect>'
+        )
+    if isinstance(shape, Text):
+        weight = ' font-weight="600"' if shape.bold else ""
+        return (
+            f'<text x="{shape.x:g}" y="{shape.y:g}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"{weight} '
+            f'stroke-width="0" class="mf-{shape.color}">{html.escape(shape.text)}</text>'
+        )
+    paths = " ".join(
+        "M" + " L".join(f"{x:.5g} {y:.5g}" for x, y in part) for part in (shape.points, *_arrowhead(shape))
+    )
+    return f'<path d="{paths}" fill="none" style="fill:none" stroke-width="{shape.width:g}" class="mf-{shape.color}"/>'
+
+
+def _paint_png(drawing: Drawing, path: pathlib.Path) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import FancyBboxPatch
+
+    width, height = drawing.size()
+    figure = Figure(figsize=(width / 100, height / 100), facecolor=COLORS["paper"][0])
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-_MARGIN, width - _MARGIN), ylim=(height - _MARGIN, -_MARGIN))
+    axes.set_axis_off()
+    for shape in drawing.shapes:
+        if isinstance(shape, Box):
+            style = f"round,pad=0,rounding_size={min(shape.radius, shape.width / 2, shape.height / 2)}"
+            fill = COLORS[shape.fill][0]
+            axes.add_patch(
+                FancyBboxPatch(
+                    (shape.x, shape.y), shape.width, shape.height, boxstyle=style, facecolor=fill, edgecolor="none"
+                )
+            )
+        elif isinstance(shape, Text):
+            axes.text(
+                shape.x,
+                shape.y,
+                shape.text.replace("$", r"\$"),
+                color=COLORS[shape.color][0],
+                fontsize=shape.size * _POINTS * 0.94,  # DejaVu is wider than a browser's font
+                ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
+                weight="bold" if shape.bold else "normal",
+            )
+        else:
+            for line in (shape.points, *_arrowhead(shape)):
+                xs, ys = zip(*line, strict=True)
+                axes.add_line(Line2D(xs, ys, color=COLORS[shape.color][0], linewidth=shape.width * _POINTS))
+    figure.savefig(path, dpi=200)

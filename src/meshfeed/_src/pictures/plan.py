@@ -1,0 +1,358 @@
+"""The plan of a mesh as people see it: a table, JSON, and a drawing of rows, columns and hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.pictures.drawing import Box, Drawing, Line, Text, host_color, page, text_width
+from meshfeed._src.plan.table import PlanTable, plan_table
+
+_SHOWN_HOSTS = 16
+_CELL_WIDTH, _CELL_HEIGHT, _GAP = 96.0, 42.0, 6.0
+_BATCH_WIDTH, _TOP = 108.0, 66.0
+_ARROW = 30.0
+
+
+@public("meshfeed")
+@dataclasses.dataclass(frozen=True)
+class MeshPlan:
+    """Which rows and columns of a global batch each host reads and each device holds.
+
+    ``print(plan)`` shows a table, a notebook shows the drawing, and :meth:`save` writes it.
+
+    Attributes:
+      mesh_axes: axis → size, slowest first.
+      spec: axes that divide each dimension, rows first.
+      global_shape: ``(global_batch_size, ...)``; only the rows if no columns are shown.
+      table: the plan of all hosts.
+      device_ids: id of the device at each mesh position, in row-major order.
+    """
+
+    mesh_axes: Mapping[str, int]
+    spec: Sequence[tuple[str, ...]]
+    global_shape: tuple[int, ...]
+    table: PlanTable = dataclasses.field(repr=False)
+    device_ids: Sequence[int] = dataclasses.field(repr=False)
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Returns ``{"hosts": [{"host": 0, "rows": [[start, stop], …]}, …]}``, with columns if they are shown."""
+        entries: list[dict[str, JsonValue]] = [
+            {"host": host, "rows": rows} for host, rows in enumerate(self.table.row_ranges())
+        ]
+        if len(self.global_shape) > 1:
+            for entry, slices in zip(entries, self.table.columns.tolist(), strict=True):
+                entry["columns"] = slices
+        return {"hosts": entries}
+
+    def lines(self, *, show_all: bool = True) -> list[str]:
+        """Returns a table of hosts and rows as lines of text, without the middle unless ``show_all``, and a summary."""
+        table, half = self.table, _SHOWN_HOSTS // 2
+        counts, ranges = table.num_rows(), table.row_ranges()
+        lines = [f"{'host':>8}  {'rows':>10}  which"]
+
+        def line(host: int) -> str:
+            pairs = ranges[host]
+            which = ", ".join(f"{start}..{stop - 1}" for start, stop in pairs[:4]) or "none"
+            which += f", … ({len(pairs)} ranges)" if len(pairs) > 4 else ""
+            if len(self.global_shape) > 1 and pairs:
+                slices = ", ".join(f"{start}..{stop - 1}" for start, stop in table.columns[host].tolist())
+                which += f"  ×  columns {slices}"
+            return f"{host:>8}  {counts[host]:>10,}  {which}"
+
+        if show_all or table.num_hosts <= _SHOWN_HOSTS:
+            lines += [line(host) for host in range(table.num_hosts)]
+        else:
+            lines += [line(host) for host in range(half)]
+            lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts; --all or --json shows them")
+            lines += [line(host) for host in range(table.num_hosts - half, table.num_hosts)]
+        return [*lines, "", *self._summary()]
+
+    def _summary(self) -> list[str]:
+        counts = self.table.num_rows()
+        reading = counts[counts > 0]
+        each = f"{reading.min():,}" if reading.min() == reading.max() else f"{reading.min():,} to {reading.max():,}"
+        widths = (self.table.columns[..., 1] - self.table.columns[..., 0]).prod(axis=1)
+        times = float((counts * widths).sum() / math.prod(self.global_shape))
+        lines = [f"{len(reading):,} of {self.table.num_hosts:,} hosts read, {each} rows each."]
+        if times > 1:
+            lines.append(f"Every value is read {times:g} times over all hosts; load='once' would read it once.")
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(show_all=False))
+
+    def _repr_html_(self) -> str:
+        return _draw(self).to_html()
+
+    def to_svg(self) -> str:
+        """Returns the drawing as an SVG document."""
+        return _draw(self).to_svg()
+
+    def to_html(self) -> str:
+        """Returns the drawing and the table as one HTML page that needs no network."""
+        title = _title(self)
+        rows = "\n".join(self.lines(show_all=False)[:-1])
+        body = f'<h1>{title}</h1>\n{self._repr_html_()}\n<div class="wide"><pre>{rows}</pre></div>'
+        return page(f"meshfeed plan: {title}", body)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the drawing to a ``.svg``, ``.html`` or ``.png`` file; a PNG needs matplotlib.
+
+        Raises:
+          SettingsError: the name ends in something else, or matplotlib is not installed.
+        """
+        path = pathlib.Path(path)
+        if path.suffix == ".svg":
+            path.write_text(self.to_svg(), encoding="utf-8")
+        elif path.suffix == ".html":
+            path.write_text(self.to_html(), encoding="utf-8")
+        elif path.suffix == ".png":
+            _draw(self).save_png(path)
+        else:
+            raise SettingsError(f"path={str(path)!r} must end in .svg, .html or .png.", setting="path")
+
+
+def make_plan(
+    mesh_axes: Mapping[str, int],
+    spec: Sequence[Any],
+    global_shape: Sequence[int],
+    *,
+    hosts: int,
+    devices_per_host: int,
+    process_of: np.ndarray[Any, Any] | None = None,
+    device_ids: Sequence[int] | None = None,
+) -> MeshPlan:
+    """Plans a mesh. Arguments and errors are those of :func:`meshfeed._src.plan.table.plan_table`.
+
+    ``device_ids`` is the id of the device at each mesh position; default: its index.
+    """
+    table = plan_table(mesh_axes, spec, process_of, hosts, devices_per_host, global_shape)
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    ids = range(len(table.process)) if device_ids is None else device_ids
+    return MeshPlan(dict(mesh_axes), entries, tuple(global_shape), table, ids)
+
+
+def plan_of_batch(element_spec: PyTree) -> MeshPlan:
+    """Plans the leaf of a batch that is divided in the most dimensions, over its real devices.
+
+    Args:
+      element_spec: pytree of ``jax.ShapeDtypeStruct`` with NamedShardings.
+    """
+    leaves = jax.tree.leaves(element_spec)
+    divided = [[axes for axes in leaf.sharding.spec if axes is not None] for leaf in leaves]
+    leaf = leaves[max(range(len(leaves)), key=lambda number: len(divided[number]))]
+    last = max((number for number, axes in enumerate(leaf.sharding.spec) if axes is not None), default=0)
+    devices = leaf.sharding.mesh.devices.reshape(-1)
+    process_of = np.array([device.process_index for device in devices], np.int64)
+    return make_plan(
+        leaf.sharding.mesh.shape,
+        tuple(leaf.sharding.spec)[: last + 1],
+        leaf.shape[: last + 1],
+        hosts=int(process_of.max()) + 1,
+        devices_per_host=1,
+        process_of=process_of,
+        device_ids=[device.id for device in devices],
+    )
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """Mesh positions in bands: each band holds consecutive rows of the batch.
+
+    Attributes:
+      positions: int64[bands, columns].
+      names: axes and coordinate of each band, and of each column; empty if they have none.
+      rows_in_cells: whether the cells of one band hold different rows.
+    """
+
+    positions: np.ndarray[Any, np.dtype[np.int64]]
+    band_names: Sequence[str]
+    column_names: Sequence[str]
+    rows_in_cells: bool
+
+
+def _grid(plan: MeshPlan) -> _Grid:
+    """Bands are the blocks of rows. If each block is on one device, they are the hosts, if these hold adjacent rows."""
+    table = plan.table
+    row_block = table.blocks[:, 0]
+    order = np.argsort(row_block, kind="stable")
+    num_blocks = int(row_block.max()) + 1
+    positions = order.reshape(num_blocks, -1)
+    per_host = int((table.process == table.process[order[0]]).sum())
+    if positions.shape[1] == 1 and per_host > 1 and len(order) % per_host == 0:
+        by_host = order.reshape(-1, per_host)
+        process = table.process[by_host]
+        if (process == process[:, :1]).all():
+            return _Grid(by_host, [], [], True)
+    row_axes = plan.spec[0] if plan.spec else ()
+    other = [axis for axis in plan.mesh_axes if axis not in row_axes and plan.mesh_axes[axis] > 1]
+    return _Grid(
+        positions, _coordinates(plan, row_axes, positions[:, 0]), _coordinates(plan, other, positions[0]), False
+    )
+
+
+def _coordinates(plan: MeshPlan, axes: Sequence[str], positions: np.ndarray[Any, Any]) -> list[str]:
+    """``data 0`` for each position."""
+    where = dict(zip(plan.mesh_axes, np.unravel_index(positions, tuple(plan.mesh_axes.values())), strict=True))
+    axes = [axis for axis in axes if plan.mesh_axes[axis] > 1]
+    return [" ".join(f"{axis} {where[axis][i]}" for axis in axes) for i in range(len(positions))] if axes else []
+
+
+def _folded(count: int, shown: int) -> list[int | None]:
+    """Indices below ``count``; beyond ``shown``, the first ones, None for the gap, and the last two."""
+    if count <= shown:
+        return list(range(count))
+    return [*range(shown - 3), None, count - 2, count - 1]
+
+
+def _span(number: int, size: int) -> str:
+    return f"{number * size:,}" if size == 1 else f"{number * size:,}–{(number + 1) * size - 1:,}"
+
+
+def _title(plan: MeshPlan) -> str:
+    mesh = " × ".join(f"{axis} {size:,}" for axis, size in plan.mesh_axes.items())
+    hosts = len(np.unique(plan.table.process))
+    return f"{plan.global_shape[0]:,} rows on mesh {mesh}, {hosts:,} host{'s' if hosts > 1 else ''}"
+
+
+def _draw(plan: MeshPlan) -> Drawing:
+    grid = _grid(plan)
+    bands, columns = _folded(grid.positions.shape[0], 12), _folded(grid.positions.shape[1], 8)
+    tops = _offsets(bands, _TOP, _CELL_HEIGHT + _GAP)
+    names = [grid.band_names[band] for band in bands if band is not None] if grid.band_names else []
+    start = max((text_width(name, 11) + 10 for name in names), default=0.0) + _BATCH_WIDTH + _ARROW
+    lefts = _offsets(columns, start, _CELL_WIDTH + _GAP)
+    drawing = Drawing(_title(plan))
+    _draw_headings(drawing, plan, grid, columns, lefts, start)
+    for band, top in zip(bands, tops, strict=True):
+        if band is None:
+            _draw_gap(drawing, grid, start, top, len(bands) - 1)
+            continue
+        _draw_batch_rows(drawing, plan, grid, band, top, start - _ARROW - _BATCH_WIDTH)
+        for column, left in zip(columns, lefts, strict=True):
+            if column is None:
+                drawing.shapes.append(Text(left + 9, top + _CELL_HEIGHT / 2 + 4, "…", "muted", 15, "middle"))
+            else:
+                _draw_cell(drawing, plan, grid, band, column, left, top)
+    bottom = tops[-1] + _CELL_HEIGHT + 30
+    _draw_state(drawing, plan, bottom)
+    return drawing
+
+
+def _offsets(entries: Sequence[int | None], start: float, pitch: float) -> list[float]:
+    offsets: list[float] = []
+    for entry in entries:
+        offsets.append(start)
+        start += 24 if entry is None else pitch
+    return offsets
+
+
+def _draw_headings(
+    drawing: Drawing,
+    plan: MeshPlan,
+    grid: _Grid,
+    columns: Sequence[int | None],
+    lefts: Sequence[float],
+    start: float,
+) -> None:
+    batch = start - _ARROW - _BATCH_WIDTH
+    mesh = " × ".join(f"{axis} {size:,}" for axis, size in plan.mesh_axes.items())
+    drawing.shapes += [
+        Text(batch, 12, "Global batch", bold=True, size=14),
+        Text(batch, 29, f"{plan.global_shape[0]:,} rows", "muted", 12),
+        Text(start, 12, "Devices of the mesh", bold=True, size=14),
+        Text(start, 29, mesh, "muted", 12),
+    ]
+    for column, left in zip(columns, lefts, strict=True):
+        if column is None:
+            continue
+        lines = [grid.column_names[column]] if grid.column_names else []
+        if plan.table.blocks.shape[1] > 1 and plan.table.blocks[:, 1:].any():
+            lines.append(_column_text(plan, int(grid.positions[0, column])))
+        for number, line in enumerate(reversed(lines)):
+            y = _TOP - 6 - 14 * number
+            drawing.shapes.append(Text(left + _CELL_WIDTH / 2, y, line, "muted", 11, "middle"))
+
+
+def _column_text(plan: MeshPlan, position: int) -> str:
+    spans = [
+        _span(int(block), size)
+        for block, size in zip(plan.table.blocks[position, 1:], plan.table.block_shape[1:], strict=True)
+    ]
+    return "col " + " × ".join(spans)
+
+
+def _row_text(plan: MeshPlan, first: int, last: int) -> str:
+    size = plan.table.block_shape[0]
+    start, stop = first * size, (last + 1) * size
+    return f"row {start:,}" if stop - start == 1 else f"rows {start:,}–{stop - 1:,}"
+
+
+def _fitted(x: float, y: float, text: str, color: str, size: float, width: float) -> Text:
+    """A centered text in a box: without its first word, or smaller, if it would not fit."""
+    if text_width(text, size) > width:
+        text = text.partition(" ")[2]
+    return Text(x, y, text, color, min(size, size * width / text_width(text, size)), "middle")
+
+
+def _draw_batch_rows(drawing: Drawing, plan: MeshPlan, grid: _Grid, band: int, top: float, left: float) -> None:
+    blocks = plan.table.blocks[grid.positions[band], 0]
+    middle = top + _CELL_HEIGHT / 2
+    if grid.band_names:
+        drawing.shapes.append(Text(left - 10, middle + 4, grid.band_names[band], "muted", 11, "end"))
+    text = _row_text(plan, int(blocks.min()), int(blocks.max()))
+    right = left + _BATCH_WIDTH
+    drawing.shapes += [
+        Box(left, top, _BATCH_WIDTH, _CELL_HEIGHT, "panel"),
+        Text(
+            left + _BATCH_WIDTH / 2, middle + 4, text, size=min(12.0, 12 * 100 / text_width(text, 12)), anchor="middle"
+        ),
+        Line([(right + 6, middle), (right + _ARROW - 6, middle)], "muted", arrow=True),
+    ]
+
+
+def _draw_cell(drawing: Drawing, plan: MeshPlan, grid: _Grid, band: int, column: int, left: float, top: float) -> None:
+    position = int(grid.positions[band, column])
+    host, block = int(plan.table.process[position]), int(plan.table.blocks[position, 0])
+    fill, ink = host_color(host)
+    rows, device = _row_text(plan, block, block), f"device {plan.device_ids[position]:,}"
+    second = rows if grid.rows_in_cells else device
+    columns = f", {_column_text(plan, position)}" if plan.table.blocks.shape[1] > 1 else ""
+    middle = left + _CELL_WIDTH / 2
+    drawing.shapes += [
+        Box(left, top, _CELL_WIDTH, _CELL_HEIGHT, fill, title=f"{device} of host {host:,}: {rows}{columns}"),
+        Text(middle, top + 18, f"host {host:,}", ink, 12, "middle", bold=True),
+        _fitted(middle, top + 33, second, ink, 11, _CELL_WIDTH - 6),
+    ]
+
+
+def _draw_gap(drawing: Drawing, grid: _Grid, start: float, top: float, shown: int) -> None:
+    more = grid.positions.shape[0] - shown
+    what = "hosts" if grid.rows_in_cells else "blocks of rows"
+    drawing.shapes.append(Text(start, top + 13, f"⋮  {more:,} more {what}", "muted", 12))
+
+
+def _draw_state(drawing: Drawing, plan: MeshPlan, top: float) -> None:
+    """Below the mesh: what a checkpoint holds of all this."""
+    size = plan.global_shape[0]
+    drawing.shapes += [
+        Text(0, top, "State", bold=True, size=14),
+        Box(0, top + 10, 168, 30, "panel"),
+        Text(84, top + 29, f"position = step × {size:,}", size=12, anchor="middle"),
+        Line([(178, top + 25), (208, top + 25)], "muted", arrow=True),
+        Text(216, top + 22, "in every checkpoint, equal on all hosts;", "muted", 12),
+        Text(216, top + 37, "resumes on any number of hosts", "muted", 12),
+    ]
