@@ -41,13 +41,14 @@ def store(tmp_path: pathlib.Path) -> Any:
 def fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The shards in the order of their fetches, and whether each was fetched ahead."""
     found: list[tuple[int, bool]] = []
-    get_file = type(store).get_file
+    cat_file = type(store).cat_file
 
-    def get(self: Any, remote: str, local: str, *args: Any, **kwargs: Any) -> Any:
-        found.append((int(remote.rsplit("/", 1)[1][0]), "ahead" in threading.current_thread().name))
-        return get_file(self, remote, local, *args, **kwargs)
+    def cat(self: Any, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> Any:
+        if end is None:  # otherwise the footer
+            found.append((int(path.rsplit("/", 1)[1][0]), "ahead" in threading.current_thread().name))
+        return cat_file(self, path, start, end, **kwargs)
 
-    monkeypatch.setattr(type(store), "get_file", get)
+    monkeypatch.setattr(type(store), "cat_file", cat)
     return found
 
 

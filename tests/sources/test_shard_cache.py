@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
-import http.server
 import os
 import pathlib
 import pickle
@@ -14,102 +12,23 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import xxhash
+from http_store import BLOCK, Store
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import shard_cache
+from meshfeed._src.sources.files.download import Download
 from meshfeed._src.sources.files.shard_cache import ShardCache
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
 
 QUICK = Retry(attempts=3, initial_seconds=0.01, max_seconds=0.02)
-
-
-class Store(http.server.ThreadingHTTPServer):
-    """An object store of a few bytes, over HTTP, that misbehaves when told to."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files: dict[str, bytes] = {}
-        self.fetches: list[str] = []
-        self.ranges = True
-        self.range_requests = 0
-        self.fail = 0  # so many fetches answer 503
-        self.cut = 0  # so many fetches break off half-way
-        self.hold = threading.Event()  # fetches of "slow…" wait for it after their first half
-        self.hold.set()
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
-
-    def put(self, name: str, content: bytes) -> str:
-        self.files[name] = content
-        return self.url(name)
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Store
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, *, body: bool) -> None:
-        store, name = self.server, self.path.lstrip("/")
-        content = store.files.get(name)
-        if content is None:
-            self.send_response(404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        etag = hashlib.md5(content).hexdigest()
-        wanted = self.headers.get("Range")
-        status = 200
-        if store.ranges and wanted:
-            start, _, end = wanted.removeprefix("bytes=").partition("-")
-            content = content[int(start) : int(end) + 1 if end else None]
-            store.range_requests += body
-            status = 206
-        if body and not wanted:
-            store.fetches.append(name)
-            if store.fail:
-                store.fail -= 1
-                status, content = 503, b""
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{etag}"')
-        if store.ranges:
-            self.send_header("Accept-Ranges", "bytes")
-        self.end_headers()
-        if not body:
-            return
-        half = len(content) // 2
-        self.wfile.write(content[:half])
-        self.wfile.flush()
-        if status == 200 and store.cut:
-            store.cut -= 1
-            self.close_connection = True
-            return
-        if name.startswith("slow") and not wanted:
-            store.hold.wait(60)
-        try:
-            self.wfile.write(content[half:])
-        except ConnectionError:
-            pass
 
 
 @pytest.fixture
@@ -271,7 +190,7 @@ def test_threads_fetch_a_file_once_and_keep_within_the_limit(store: Store, tmp_p
 FETCHER = """
     import sys
     from meshfeed._src.sources.files.shard_cache import ShardCache
-    with ShardCache({directory!r}, max_bytes=3_000_000).open({url!r}) as path:
+    with ShardCache({directory!r}, max_bytes=6_000_000).open({url!r}) as path:
         print(path.stat().st_size, flush=True)
 """
 
@@ -293,13 +212,13 @@ def wait_for_part(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_the_owner_of_a_fetch_dies_or_hangs(store: Store, tmp_path, how: str) -> None:
-    url = store.put("slow", os.urandom(2_000_000))
+    url = store.put("slow", os.urandom(BLOCK + 1000))
     store.hold.clear()
     owner = start_fetcher(tmp_path, url)
     try:
         part = wait_for_part(tmp_path)
         found: list[bytes] = []
-        cache = ShardCache(tmp_path, max_bytes=5_000_000, stall_seconds=0.5)
+        cache = ShardCache(tmp_path, max_bytes=9_000_000, stall_seconds=0.5)
         waiter = threading.Thread(target=lambda: found.append(read(cache, url)), daemon=True)
         waiter.start()
         waiter.join(0.2)
@@ -609,28 +528,17 @@ def test_a_stale_descriptor_of_a_lock_file_is_no_lock(tmp_path, monkeypatch) -> 
     shard_cache.unlock(path, second)
 
 
-def patch_get_file(monkeypatch: pytest.MonkeyPatch, get_file) -> None:
-    """What copies a whole file to the disk becomes ``get_file(real one, remote path, local path)``."""
-    real = shard_cache.open_file_system
-
-    class Wrapped:
-        def __init__(self, files) -> None:
-            self.info = files.info
-            self.get_file = functools.partial(get_file, files.get_file)
-
-    def wrapped(url: str, source: str):
-        files, inner = real(url, source)
-        return Wrapped(files), inner
-
-    monkeypatch.setattr(shard_cache, "open_file_system", wrapped)
+def patch_write(monkeypatch: pytest.MonkeyPatch, write: Callable[[Download, bytes, int], None]) -> None:
+    """What writes a block to the disk becomes ``write(download, content, first byte)``."""
+    monkeypatch.setattr(Download, "write", write)
 
 
 def test_a_child_forked_while_a_file_is_fetched_keeps_no_lock(store: Store, tmp_path) -> None:
     cache = ShardCache(tmp_path, max_bytes=150, stall_seconds=5, retry=QUICK)
-    children = []
+    children, write = [], Download.write
 
-    def get_and_fork(get_file, remote: str, local: str) -> None:
-        get_file(remote, local)
+    def write_and_fork(download: Download, content: bytes, start: int) -> None:
+        write(download, content, start)
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -638,7 +546,7 @@ def test_a_child_forked_while_a_file_is_fetched_keeps_no_lock(store: Store, tmp_
         children.append(child)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch_get_file(patch, get_and_fork)
+        patch_write(patch, write_and_fork)
         assert read(cache, store.put("a", bytes(100))) == bytes(100)
     try:
         assert children
@@ -650,7 +558,7 @@ def test_a_child_forked_while_a_file_is_fetched_keeps_no_lock(store: Store, tmp_
 
 
 def test_what_a_killed_process_left_goes(store: Store, tmp_path) -> None:
-    url = store.put("slow", os.urandom(2_000_000))
+    url = store.put("slow", os.urandom(BLOCK + 1000))
     store.hold.clear()
     owner = start_fetcher(tmp_path, url)
     try:
@@ -663,7 +571,7 @@ def test_what_a_killed_process_left_goes(store: Store, tmp_path) -> None:
         store.hold.set()
     assert list(tmp_path.glob("*.part"))
     assert list(tmp_path.glob("*.lock"))
-    assert read(ShardCache(tmp_path, max_bytes=3_000_000), store.put("other", b"1")) == b"1"
+    assert read(ShardCache(tmp_path, max_bytes=6_000_000), store.put("other", b"1")) == b"1"
     assert files_in(ShardCache(tmp_path)) == ["other"]
     assert not list(tmp_path.glob("*.lock"))
 
@@ -672,12 +580,11 @@ def test_a_full_disk_and_a_read_only_folder(store: Store, tmp_path, monkeypatch)
     cache = ShardCache(tmp_path, retry=QUICK)
     url = store.put("x", bytes(1000))
 
-    def fill(get_file, remote: str, local: str) -> None:
-        pathlib.Path(local).write_bytes(bytes(10))
+    def fill(download: Download, content: bytes, start: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch_get_file(patch, fill)
+        patch_write(patch, fill)
         with pytest.raises(OSError, match=r"disk of .* was full before .*/x \(1,000 bytes\).*max_bytes=") as caught:
             read(cache, url)
     assert caught.value.errno == errno.ENOSPC

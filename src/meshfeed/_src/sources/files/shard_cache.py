@@ -48,6 +48,7 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
+from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.paths import open_file_system, remote_errors
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
@@ -187,6 +188,7 @@ _VERSION_FIELDS = (
     "mtime",
     "LastModified",
     "last_modified",
+    "Last-Modified",
     "created",
 )
 
@@ -199,6 +201,7 @@ class _Entry:
     lock: pathlib.Path
     checksum: str | None
     key: str
+    version: str
     compression: str | None = None
     copy_bytes: int | None = None  # size of the copy, if known: differs from num_bytes if it is decompressed
 
@@ -306,14 +309,15 @@ class ShardCache:
         until closed.
       ahead_bytes: a feed fetches the files that its next batches need before it reads them, up to this many bytes; 0 to
         fetch a file only when a batch needs it. Default: half of ``max_bytes``, or 4 GiB.
-      retry: retry policy of each fetch.
+      retry: retry policy of each request. Files are fetched in blocks, so a retry does not begin again.
       checksums: ``{URL or base name: "<algorithm>:<hex digest>"}``, with an algorithm of hashlib or ``xxh3_64``. Files
         without a checksum are checked by size, and by MD5 if the store provides one (Google, Azure).
       stall_seconds: if another process fetches a file and receives no byte for this long, this process fetches the file
         too. Also the timeout for locks.
+      read_timeout_seconds: a request to the store that is not answered for this long is sent again.
 
     Raises:
-      SettingsError: if the folder cannot be created or written, or ``max_bytes`` is not a positive int.
+      SettingsError: if the folder cannot be created or written, or a setting is out of range.
       StalledError: if another process holds the folder's lock for longer than ``stall_seconds``; names it.
     """
 
@@ -326,6 +330,7 @@ class ShardCache:
         retry: Retry = Retry(),  # noqa: B008  # frozen
         checksums: Mapping[str, str] | None = None,
         stall_seconds: float = 60.0,
+        read_timeout_seconds: float = 30.0,
     ) -> None:
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise SettingsError(
@@ -339,12 +344,17 @@ class ShardCache:
                 f"ahead_bytes={ahead_bytes!r}. Expected an int >= 0, the bytes to fetch ahead of the reads, or None.",
                 setting="ahead_bytes",
             )
+        if isinstance(read_timeout_seconds, bool) or not 0 < read_timeout_seconds < math.inf:
+            raise SettingsError(
+                f"read_timeout_seconds={read_timeout_seconds!r}. Expected a positive number of seconds.",
+                setting="read_timeout_seconds",
+            )
         self.ahead_bytes = ahead_bytes if ahead_bytes is not None else max_bytes // 2 if max_bytes else _AHEAD_BYTES
         self.directory = pathlib.Path(directory).expanduser().absolute()
         self.max_bytes = max_bytes
         self._retry = retry
         self._checksums = dict(checksums or {})
-        self._stall_seconds = stall_seconds
+        self._stall_seconds, self._read_timeout_seconds = stall_seconds, read_timeout_seconds
         self._entries: dict[tuple[str, str | None], _Entry] = {}
         self._forget_process()
         try:
@@ -366,10 +376,11 @@ class ShardCache:
         self._files: dict[str, RemoteFile] = {}  # by the name of the copy
         self._stats = CacheStats()
         self._stats_lock = threading.Lock()
+        self._downloads = Downloads(self._retry, self._read_timeout_seconds, lambda _: None)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_plans", "_files", "_stats", "_stats_lock"):
+        for name in ("_plans", "_files", "_stats", "_stats_lock", "_downloads"):
             del state[name]
         return state
 
@@ -478,14 +489,14 @@ class ShardCache:
                 raise SourceError(
                     f"ShardCache: the server of {url!r} does not tell the file's size, so no copy can be checked."
                 )
-            version = next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
+            version = _version_of(info)
             name = url.rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or _stored_md5(info)
             path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
             lock = self.directory / f"{_PREFIX}{key}.lock"
             copy_bytes = int(size) if compression is None else copy_bytes or None
-            entry = _Entry(url, int(size), path, lock, checksum, key, compression, copy_bytes)
+            entry = _Entry(url, int(size), path, lock, checksum, key, version, compression, copy_bytes)
             if not path.exists():
                 # Adopt a copy of an earlier version, which used no prefix; usually there is none.
                 with contextlib.suppress(OSError):
@@ -509,7 +520,7 @@ class ShardCache:
           _NoRoom: if that does not make enough room.
         """
         with contextlib.ExitStack() as stack:
-            waited_from, seen, pause = time.monotonic(), -1, _POLL_SECONDS
+            waited_from, seen, pause = time.monotonic(), (-1, 0), _POLL_SECONDS
             while (handle := try_lock(entry.lock)) is None:
                 arrived = self._arrived(entry)
                 if arrived != seen:
@@ -517,7 +528,7 @@ class ShardCache:
                 elif time.monotonic() - waited_from > self._stall_seconds:
                     _log.warning(
                         "%s has fetched %d bytes of %s and nothing for %.0f s; fetching it here as well",
-                        holder_of(entry.lock), max(arrived, 0), entry.url, self._stall_seconds,
+                        holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
                     )  # fmt: skip
                     break
                 time.sleep(pause)
@@ -528,25 +539,56 @@ class ShardCache:
                 stack.callback(unlock, entry.lock, handle)
                 if _is_whole(entry):
                     return
-            doing = f"fetching {entry.url}"
             try:
-                call_with_retry(lambda: self._fetch(entry, next_use), self._retry, doing=doing)
+                self._fetch(entry, next_use)
             except CorruptDataError as error:  # perhaps damaged in transit: retry once
                 _log.warning("%s; fetching it again", error)
-                call_with_retry(lambda: self._fetch(entry, next_use), self._retry, doing=doing)
+                self._fetch(entry, next_use)
             self._count(fetched=1, fetched_ahead=int(next_use is not None), fetched_bytes=entry.num_bytes)
 
-    def _arrived(self, entry: _Entry) -> int:
-        sizes = [_size_or_none(part) for part in self.directory.glob(f"{_PREFIX}{entry.key}.*.part")]
-        return sum(size for size in sizes if size is not None) if sizes else -1
+    def _arrived(self, entry: _Entry) -> tuple[int, int]:
+        """Returns the time of the last write to a download of the file, and its bytes."""
+        found = [(0, 0)]
+        for part in self.directory.glob(f"{_PREFIX}{entry.key}.*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                status = part.stat()
+                found.append((status.st_mtime_ns, status.st_blocks * 512))
+        return max(found)
+
+    def _download(self, entry: _Entry, handle: int, next_use: float | None) -> None:
+        """Downloads the current version of a file.
+
+        Raises:
+          SourceError: if it is no longer the version of ``entry``.
+        """
+
+        def priority() -> float:
+            return -1.0 if next_use is None else self._next_use(entry.path)
+
+        try:
+            self._downloads.run(Download(entry.url, entry.num_bytes, handle, priority))
+        except OSError:
+            with contextlib.suppress(OSError):  # a file that changed may be why
+                self._check_version(entry, Retry(attempts=1))
+            raise
+        self._check_version(entry, self._retry)
+
+    def _check_version(self, entry: _Entry, retry: Retry) -> None:
+        info = call_with_retry(lambda: _info(entry.url, fresh=True), retry, doing=f"looking up {entry.url}")
+        found = (info.get("size"), _version_of(info))
+        if found != (entry.num_bytes, entry.version):
+            raise SourceError(
+                f"ShardCache: {entry.url} has changed since the source was made: {entry.num_bytes:,} bytes "
+                f"({entry.version or 'no version'}) then, {found[0]:,} ({found[1] or 'no version'}) now. Build the source "
+                "again."
+            )
 
     def _fetch(self, entry: _Entry, next_use: float | None) -> None:
         with contextlib.ExitStack() as stack:
-            part = stack.enter_context(_owned(self._reserve(entry, next_use)))
+            reserved = self._reserve(entry, next_use)
+            part = stack.enter_context(_owned(reserved))
             try:
-                file_system, inner = open_file_system(entry.url, "ShardCache")
-                with remote_errors(entry.url, "ShardCache"):
-                    file_system.get_file(inner, str(part))
+                self._download(entry, reserved[1], next_use)
                 _check(entry, part)
                 if entry.compression is not None:
                     stored, part = part, stack.enter_context(_owned(self._new_part(entry, 0)))
@@ -647,10 +689,16 @@ def _owned(part: tuple[pathlib.Path, int]) -> Iterator[pathlib.Path]:
         unlock(None, handle)
 
 
-def _info(url: str) -> dict[str, Any]:
+def _info(url: str, *, fresh: bool = False) -> dict[str, Any]:
     file_system, inner = open_file_system(url, "ShardCache")
     with remote_errors(url, "ShardCache"):
+        if fresh:
+            file_system.invalidate_cache(inner)
         return file_system.info(inner)
+
+
+def _version_of(info: Mapping[str, object]) -> str:
+    return next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
 
 
 def _stored_md5(info: dict[str, Any]) -> str | None:

@@ -1,0 +1,229 @@
+"""Downloads files in blocks; all connections serve the file that is needed next.
+
+Each block is one range request, so a connection that breaks or stalls costs one block, and the file goes on from there.
+Every thread that waits for a file takes the next block of the file that is needed first, also if another thread asked for
+it. The nearest file therefore gets the whole bandwidth until its last block is requested, whether a connection or the link
+is the bottleneck.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.threads import WakeUp
+from meshfeed._src.sources.files.paths import open_file_system, remote_errors
+
+_FIRST_BLOCK_BYTES = 4 << 20
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 18, 16 << 20
+_BLOCK_SECONDS = 0.5  # blocks adapt to take this long: long beside the latency, short beside the deadline
+
+
+class _FileSystem(Protocol):
+    """What is used of fsspec's file systems."""
+
+    async_impl: bool
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **settings: object) -> bytes: ...
+
+    def open(self, path: str, mode: str, **settings: object) -> Any: ...
+
+
+class Download:
+    """One file that is being downloaded.
+
+    Args:
+      url: URL of the file.
+      num_bytes: size of the file.
+      handle: an empty file, open for writing.
+      priority: returns when the file is needed; the smallest value comes first.
+    """
+
+    def __init__(self, url: str, num_bytes: int, handle: int, priority: Callable[[], float]) -> None:
+        self.url, self.num_bytes, self.priority = url, num_bytes, priority
+        self.error: Exception | None = None
+        self.probing = False  # the first block is under way, and the server may send the whole file
+        self.in_flight = 0
+        self.wake = WakeUp()
+        self._requested = 0
+        self._given_back: list[tuple[int, int]] = []
+        self._handle = os.dup(handle)  # closed after the last write, also if the caller is interrupted before
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a block can be taken."""
+        return not self.probing and self.error is None and (bool(self._given_back) or self._requested < self.num_bytes)
+
+    @property
+    def done(self) -> bool:
+        """Whether all blocks have arrived, or one has failed."""
+        return not self.in_flight and not self.has_blocks
+
+    def take(self, num_bytes: int) -> tuple[int, int]:
+        """Takes a block of at most ``num_bytes``, or one that was given back; returns its first byte and its end."""
+        self.in_flight += 1
+        if self._given_back:
+            return self._given_back.pop()
+        start = self._requested
+        self._requested = min(start + num_bytes, self.num_bytes)
+        return start, self._requested
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Returns a block that was taken and not fetched."""
+        self._given_back.append((start, stop))
+
+    def finish(self) -> None:
+        """Drops the blocks not taken yet: the whole file has arrived."""
+        self._requested = self.num_bytes
+
+    def write(self, content: bytes, start: int) -> None:
+        """Writes a block."""
+        view = memoryview(content)
+        while len(view):
+            written = os.pwrite(self._handle, view, start)
+            view, start = view[written:], start + written
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._handle)
+
+
+class Downloads:
+    """The downloads of a process. Thread-safe.
+
+    Args:
+      retry: retry policy of each block.
+      read_timeout_seconds: a request that has not been answered for this long is sent again.
+      arrived: called with the number of bytes of each block.
+    """
+
+    def __init__(self, retry: Retry, read_timeout_seconds: float, arrived: Callable[[int], object]) -> None:
+        self._retry, self._timeout, self._arrived = retry, read_timeout_seconds, arrived
+        self._lock = threading.Lock()
+        self._active: list[Download] = []
+        self._block_bytes = _FIRST_BLOCK_BYTES
+        self._with_ranges: set[str] = set()  # servers that answered a range request with that range
+
+    def run(self, download: Download) -> None:
+        """Downloads a file; helps with files that are needed before it.
+
+        Raises:
+          SourceError: if the file does not exist or cannot be read.
+          OSError: if a block cannot be read after all retries, or cannot be written.
+        """
+        with self._lock:
+            self._active.append(download)
+        try:
+            while not download.done:
+                block = self._take(download)
+                if block is None:
+                    download.wake.wait(lambda: download.done or download.has_blocks)
+                else:
+                    self._fetch(*block)
+        finally:
+            with self._lock:
+                self._active.remove(download)
+                unused = not download.in_flight
+            if unused:
+                download.close()
+        if download.error is not None:
+            raise download.error
+
+    def _take(self, own: Download) -> tuple[Download, int, int] | None:
+        """Takes a block of the nearest file that is needed no later than ``own``; None if there is none."""
+        with self._lock:
+            latest = own.priority()
+            ready = [(active.priority(), active is not own, number) for number, active in enumerate(self._active)
+                     if active.has_blocks]  # fmt: skip
+            priority, _, number = min(ready, default=(math.inf, True, -1))
+            if number < 0 or priority > latest:
+                return None
+            download = self._active[number]
+            start, stop = download.take(self._block_bytes)
+            download.probing = stop - start < download.num_bytes and not self._serves_ranges(download)
+            return download, start, stop
+
+    def _serves_ranges(self, download: Download) -> bool:
+        return _server(download.url) in self._with_ranges
+
+    def _fetch(self, download: Download, start: int, stop: int) -> None:
+        whole, fetched = False, False
+        try:
+            whole = call_with_retry(
+                lambda: self._copy(download, start, stop), self._retry, doing=f"fetching {download.url}"
+            )
+            fetched = True
+        except Exception as error:
+            download.error = download.error or error
+        finally:
+            with self._lock:
+                self._leave(download, (start, stop), whole=whole, fetched=fetched)
+            download.wake.ring()
+        if fetched:
+            self._arrived(download.num_bytes if whole else stop - start)
+
+    def _leave(self, download: Download, block: tuple[int, int], *, whole: bool, fetched: bool) -> None:
+        if whole:
+            download.finish()
+        elif fetched and download.probing:
+            self._with_ranges.add(_server(download.url))
+        elif not fetched and download.error is None:  # interrupted
+            download.give_back(*block)
+        download.probing = False
+        download.in_flight -= 1
+        if not download.in_flight and download not in self._active:
+            download.close()
+
+    def _copy(self, download: Download, start: int, stop: int) -> bool:
+        """Writes a block, or the whole file if the server does not serve ranges; returns whether it was the whole file."""
+        found, inner = open_file_system(download.url, "ShardCache")
+        files = cast("_FileSystem", found)
+        settings = {"timeout": self._timeout} if files.async_impl else {}
+        end = None if stop - start == download.num_bytes else stop
+        began = time.monotonic()
+        try:
+            with remote_errors(download.url, "ShardCache"):
+                content = files.cat_file(inner, start=start, end=end, **settings)
+        except TimeoutError as error:
+            self._block_bytes = max(_MIN_BLOCK_BYTES, (stop - start) // 2)
+            if download.url.startswith("http") and not self._serves_ranges(download):
+                with remote_errors(download.url, "ShardCache"):
+                    return self._stream(files, inner, download)
+            what = f"bytes {start:,} to {stop:,} did not arrive within {self._timeout:g} s"
+            raise TimeoutError(f"{download.url}: {what}") from error
+        self._adapt(stop - start, time.monotonic() - began)
+        whole = len(content) == download.num_bytes != stop - start
+        if len(content) != stop - start and not whole:
+            raise OSError(
+                f"fetched {len(content):,} bytes of {download.url} instead of {stop - start:,}, of {download.num_bytes:,}"
+            )
+        download.write(content, 0 if whole else start)
+        return whole
+
+    def _adapt(self, num_bytes: int, seconds: float) -> None:
+        wanted = int(num_bytes * min(2.0, max(0.5, _BLOCK_SECONDS / max(seconds, 1e-6))))
+        if num_bytes >= self._block_bytes or wanted < num_bytes:  # a short last block does not shrink the next ones
+            self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, wanted))
+
+    def _stream(self, files: _FileSystem, inner: str, download: Download) -> bool:
+        """Downloads a whole file over HTTP with one request: the server may ignore ranges and be slow."""
+        start = 0
+        with files.open(inner, "rb", block_size=0) as stream:
+            while content := stream.read(_MIN_BLOCK_BYTES, timeout=self._timeout):
+                download.write(content, start)
+                start += len(content)
+        if start != download.num_bytes:
+            raise OSError(f"fetched {start:,} bytes of {download.url}, which has {download.num_bytes:,}")
+        return True
+
+
+def _server(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"

@@ -1,0 +1,156 @@
+"""A small object store over HTTP, for tests, that misbehaves as told; and a proxy that cuts connections to a real one."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import socket
+import threading
+
+BLOCK = 4 << 20  # bytes of the first request of a large file
+
+
+class Store(http.server.ThreadingHTTPServer):
+    """An object store of a few bytes, over HTTP, that misbehaves when told to."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.fetches: list[str] = []
+        self.ranges = True
+        self.range_requests = 0
+        self.fail = 0  # so many fetches answer 503
+        self.cut = 0  # so many fetches break off half-way
+        self.broken: dict[tuple[str, int], str] = {}  # (name, first byte) → "cut" or "stall": once, half-way
+        self.requests: list[tuple[str, int, int]] = []  # name, first byte and bytes sent of each GET
+        self.hold = threading.Event()  # requests for the end of "slow…" wait for it after their first half
+        self.hold.set()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answered(self, name: str, first: int) -> None:
+        """Called half-way through each answer."""
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+    def put(self, name: str, content: bytes) -> str:
+        self.files[name] = content
+        return self.url(name)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Store
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        store, name = self.server, self.path.lstrip("/")
+        content = store.files.get(name)
+        if content is None:
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        ends = True
+        etag = hashlib.md5(content).hexdigest()
+        wanted = self.headers.get("Range")
+        fetched = body and wanted in (None, "bytes=0-", f"bytes=0-{BLOCK - 1}")
+        status = 200
+        if store.ranges and wanted:
+            start, _, end = wanted.removeprefix("bytes=").partition("-")
+            content = content[int(start) : int(end) + 1 if end else None]
+            store.range_requests += body and not fetched
+            ends = int(start) + len(content) == len(store.files[name])
+            status = 206
+        if fetched:
+            store.fetches.append(name)
+            if store.fail:
+                store.fail -= 1
+                status, content = 503, b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{etag}"')
+        if store.ranges:
+            self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if not body:
+            return
+        half = len(content) // 2
+        first = int(wanted[6:].partition("-")[0]) if store.ranges and wanted else 0
+        broken = store.broken.pop((name, first), None)
+        store.requests.append((name, first, half if broken else len(content)))
+        self.wfile.write(content[:half])
+        self.wfile.flush()
+        if broken == "stall":
+            store.hold.wait(60)
+        if broken:
+            self.close_connection = True
+            return
+        store.answered(name, first)
+        if fetched and status < 300 and store.cut:
+            store.cut -= 1
+            self.close_connection = True
+            return
+        if name.startswith("slow") and ends:
+            store.hold.wait(60)
+        try:
+            self.wfile.write(content[half:])
+        except ConnectionError:
+            pass
+
+
+class CuttingProxy:
+    """Passes connections on to a server, and cuts the first ``cuts`` answers that exceed ``after`` bytes there.
+
+    Args:
+      port: the port of the server on this machine.
+      after: bytes of an answer before the cut.
+      cuts: how many answers are cut.
+    """
+
+    def __init__(self, port: int, after: int, cuts: int) -> None:
+        self._port, self._after, self.cuts = port, after, cuts
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            threading.Thread(target=self._copy, args=(client, server, False), daemon=True).start()
+            threading.Thread(target=self._copy, args=(server, client, True), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        copied = 0
+        try:
+            while content := source.recv(1 << 16):
+                target.sendall(content)
+                copied += len(content)
+                if answers and self.cuts and copied > self._after:
+                    self.cuts -= 1
+                    break
+        except OSError:
+            pass
+        for end in (source, target):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            end.close()
+
+    def close(self) -> None:
+        self._listener.close()
