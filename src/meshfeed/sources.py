@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
+    from meshfeed._src.sources.buckets import Buckets
     from meshfeed._src.sources.decode_raw import DecodeRaw
     from meshfeed._src.sources.grain.source import Grain
     from meshfeed._src.sources.host_batches import HostBatches
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.memory import Memory
     from meshfeed._src.sources.mixture.source import Mixture
     from meshfeed._src.sources.packed import Packed
+    from meshfeed._src.sources.padded import Padded
     from meshfeed._src.sources.parquet import Parquet
     from meshfeed._src.sources.recognize import as_source
     from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ArrayRecord": "array_record.source",
+    "Buckets": "buckets",
     "DecodeRaw": "decode_raw",
     "Grain": "grain.source",
     "HostBatches": "host_batches",
@@ -37,6 +40,7 @@ _HOME = {
     "Memory": "memory",
     "Mixture": "mixture.source",
     "Packed": "packed",
+    "Padded": "padded",
     "Parquet": "parquet",
     "ShuffleBuffer": "shuffle_buffer",
     "Stream": "stream",
@@ -50,6 +54,7 @@ _HOME = {
 
 __all__ = [
     "ArrayRecord",
+    "Buckets",
     "DecodeRaw",
     "Grain",
     "HostBatches",
@@ -59,6 +64,7 @@ __all__ = [
     "Memory",
     "Mixture",
     "Packed",
+    "Padded",
     "Parquet",
     "ShuffleBuffer",
     "Stream",

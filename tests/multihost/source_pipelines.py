@@ -130,6 +130,14 @@ def _packed_documents(method: str, folder: str) -> Any:
     return sources.Packed(documents, 4, method=method, block=32)
 
 
+def _ragged(make: Callable[[Any, list[Any]], Any], folder: str) -> Any:
+    """Documents of unequal length, padded."""
+    from meshfeed import sources
+
+    lengths = enumerate(DOCUMENT_LENGTHS.tolist())
+    return make(sources, [{"id": number, "tokens": np.arange(length)} for number, length in lengths])
+
+
 def _mapped(source: Any) -> Any:
     from meshfeed import sources
 
@@ -269,6 +277,16 @@ RANDOM: dict[str, tuple[Callable[[str], Any], bool | int, Sequence[int] | None]]
     "tokens": (_tokens, True, range(240)),
     "packed": (_part(_packed_documents, "split"), True, None),
     "packed by best fit": (_part(_packed_documents, "fit"), True, None),
+    "padded": (
+        _part(_ragged, lambda sources, documents: sources.Padded(documents, 8, mask_key="real")),
+        True,
+        range(120),
+    ),
+    "buckets": (
+        _part(_ragged, lambda sources, documents: sources.Buckets(documents, (3, 6, 8), mask_key="real")),
+        True,
+        range(120),
+    ),
     "map": (lambda folder: _mapped(_memory(folder)), True, [i + 7 for i in FEW]),
 }
 """name → (maker, the feed's ``shuffle``, ids of all records)."""

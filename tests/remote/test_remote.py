@@ -394,3 +394,15 @@ def test_factory_settings_and_state_work_in_a_fresh_interpreter(mesh: Mesh, tmp_
     feed.set_state(json.loads(result["state"]))
     next(feed)
     feed.close()
+
+
+def test_buckets_are_refused(mesh: Mesh) -> None:
+    def make_buckets() -> Any:
+        return meshfeed.sources.Buckets([np.arange(n) for n in (1, 5, 3, 2)], (2, 5))
+
+    with (
+        pytest.raises(meshfeed.SettingsError, match="Use Padded or Packed") as error,
+        RemoteFeed(make_buckets, NamedSharding(mesh, P(("data", "model"))), global_batch_size=8, end="pad") as feed,
+    ):
+        next(feed)
+    assert error.value.setting == "make_source"

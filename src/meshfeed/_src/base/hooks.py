@@ -215,9 +215,15 @@ class NumbersRecords(Protocol):
         ...
 
     def make_order(
-        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+        self,
+        *,
+        shuffle: bool | int,
+        seed: int,
+        num_epochs: int | None,
+        batch_sizes: Sequence[int],
+        position_of_step: Callable[[int], int],
     ) -> StagedOrder:
-        """Returns the order for a feed's settings."""
+        """Returns the order for a feed's settings; ``batch_sizes`` are those of the steps to come."""
         ...
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
@@ -226,6 +232,14 @@ class NumbersRecords(Protocol):
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Returns the id of the record that replaces a bad one."""
+        ...
+
+
+class SeveralShapes(Protocol):
+    """Has records of several shapes; all records of a batch have the same."""
+
+    def shape_index(self, record_ids: RecordIds) -> int:
+        """Returns a number for the shape of a batch of these records, int64 ``[n]``, n at least 1; reads nothing."""
         ...
 
 

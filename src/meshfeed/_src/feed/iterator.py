@@ -549,7 +549,7 @@ class Feed:
     @property
     def element_spec(self) -> PyTree:
         """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings; available before the first."""
-        spec = spec_with_mask(self._stream.record_spec(), self._settings.mask_key)
+        spec = spec_with_mask(self._stream.record_spec(self._cursor), self._settings.mask_key)
         return self._placer.element_spec(spec, self._stream.batch_size_at(self._cursor))
 
     @hides_own_frames

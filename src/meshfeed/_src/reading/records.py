@@ -320,17 +320,29 @@ class RecordReader:
         self._wants_rng = wants_rng(source)
         self._numbering = find(source, hooks.NumbersRecords)
         self._reader = SourceReader(source)
-        self._spec: RecordSpec | None = None
+        self._shapes = find(source, hooks.SeveralShapes)
+        self._specs: dict[int, RecordSpec] = {}  # by the number of the shape, 0 if there is one
 
     def spec(self) -> RecordSpec:
         """Returns the structure of the records, read from the first record if not known yet."""
-        if self._spec is None:
-            ids = np.zeros(1, np.int64)
-            if self._numbering is not None:
-                ids[0] = self._numbering.first_record_id
-            rows = self.read(ids, np.zeros(1, np.int64))
-            self._spec = spec_of_batch(rows.tree, 1, what="the source")
-        return self._spec
+        return self.spec_of(0 if self._numbering is None else self._numbering.first_record_id)
+
+    def spec_of(self, record_id: int) -> RecordSpec:
+        """Returns the structure of the records of a batch that has this record; reads the record if it is not known yet."""
+        ids = np.array([record_id], np.int64)
+        shape = self.shape_index(ids)
+        if shape not in self._specs:
+            self._specs[shape] = spec_of_batch(self.read(ids, np.zeros(1, np.int64)).tree, 1, what="the source")
+        return self._specs[shape]
+
+    @property
+    def several_shapes(self) -> bool:
+        """Whether records of different batches differ in shape."""
+        return self._shapes is not None
+
+    def shape_index(self, record_ids: RecordIds) -> int:
+        """Returns the number of the shape of these records."""
+        return 0 if self._shapes is None else self._shapes.shape_index(record_ids)
 
     def read(self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None = None) -> ReadRows:
         """Reads records.
@@ -362,13 +374,19 @@ class RecordReader:
                 raise
             tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
         # With columns, leaves are partial and do not have the shapes of the spec.
-        if columns is None and not (self._spec is not None and self._spec.fits(tree, len(record_ids))):
-            found = spec_of_batch(tree, len(record_ids), what="the source")
-            if self._spec is None:
-                self._spec = found
-            else:
-                check_spec(self._spec, found, what=f"records {record_ids[0]} and following")
+        if columns is None:
+            self._check(tree, record_ids)
         return ReadRows(tree, times, retries, bad)
+
+    def _check(self, tree: PyTree, record_ids: RecordIds) -> None:
+        shape = self.shape_index(record_ids)
+        known = self._specs.get(shape)
+        if known is None or not known.fits(tree, len(record_ids)):
+            found = spec_of_batch(tree, len(record_ids), what="the source")
+            if known is None:
+                self._specs[shape] = found
+            else:
+                check_spec(known, found, what=f"records {record_ids[0]} and following")
 
     def _read_in_pieces(
         self,

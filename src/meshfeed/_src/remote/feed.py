@@ -56,7 +56,15 @@ class FeedRecipe:
         sharding = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
-        return FeedTarget(Feed(self.make_source(), sharding, **self.settings))
+        feed = Feed(self.make_source(), sharding, **self.settings)
+        if "buckets" in feed.config()["fingerprint"]:
+            feed.close()
+            raise SettingsError(
+                "make_source returned Buckets, whose batches differ in shape. RemoteFeed takes batches of one shape. Use "
+                "Padded or Packed.",
+                setting="make_source",
+            )
+        return FeedTarget(feed)
 
 
 def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:

@@ -25,7 +25,7 @@ from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 
 _FUNCTION_KEY = 105  # purpose of a derived key: the function's numbers differ from those of the source's decoder
-_RANDOM_HOOKS = ("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths")
+_RANDOM_HOOKS = ("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index")
 _STREAM_HOOKS = ("check_lanes", "file_names")
 
 

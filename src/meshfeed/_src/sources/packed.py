@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import operator
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
 from meshfeed._src.reading.identity import source_identity
-from meshfeed._src.reading.records import file_of, wants_rng
-from meshfeed._src.sources.host_batches import HostBatches
-from meshfeed._src.sources.recognize import as_source
+from meshfeed._src.reading.records import file_of
+from meshfeed._src.sources.documents import digest_of_lengths, documents_of, lengths_of, read_items
 
-_log = logging.getLogger("meshfeed.sources.packed")
-_MAPPED_BYTES = 64 << 20  # lengths beyond this are in a temporary file, which the system may drop from memory
-_DOCUMENTS_PER_READ = 4096
+_OF_STREAM = "Pack streams with Grain's packing, or convert them to files that are read at random."
+_OF_MIXTURE = "Pack the components: Mixture({name: Packed(documents, sequence_length)}, weights=…)."
 _METHODS, _LONG = ("split", "fit"), ("split", "truncate", "drop")
 
 
@@ -88,10 +82,11 @@ class Packed:
             raise SettingsError(f"pad_id={pad_id!r}; it takes a token, an int32.", setting="pad_id")
         if not isinstance(key, str) or key in ("", "segment_ids", "positions"):
             raise SettingsError(f"key={key!r}; it takes the name of the leaf that holds the tokens.", setting="key")
-        self._source, self._key, self._pad_id = _documents(source), key, int(pad_id)
-        self._length = int(sequence_length)
+        self._source = documents_of(source, "Packed", of_stream=_OF_STREAM, of_mixture=_OF_MIXTURE)
+        self._key, self._pad_id, self._length = key, int(pad_id), int(sequence_length)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
-        self._packing = Packing(_lengths(self._source, key), self._length, **self._settings)
+        lengths = lengths_of(self._source, lambda record: len(_leaves(record, key)[key]))
+        self._packing = Packing(lengths, self._length, **self._settings)
         if not self._packing.num_sequences:
             raise SourceError(
                 f"Packed: the {len(self._source):,} document(s) leave no token to pack into sequences of "
@@ -164,12 +159,9 @@ class Packed:
     def fingerprint(self) -> JsonValue:
         """Identity: documents, all lengths, and how they are packed."""
         if self._identity is None:
-            digest = xxhash.xxh3_64()
-            for first in range(0, len(self._packing.lengths), 1 << 20):
-                digest.update(self._packing.lengths[first : first + (1 << 20)].astype("<i8").tobytes())
             self._identity = {
                 "source": source_identity(self._source),
-                "lengths": digest.hexdigest(),
+                "lengths": digest_of_lengths(self._packing.lengths),
                 "packing": {
                     "sequence_length": self._length,
                     "key": self._key,
@@ -197,7 +189,7 @@ class Packed:
         if slices is not None:
             return slices.read_slices(pieces.documents, pieces.starts, pieces.lengths)
         documents, which = np.unique(pieces.documents, return_inverse=True)
-        found = [_leaves(record, self._key) for record in _read_items(self._source, documents)]
+        found = [_leaves(record, self._key) for record in read_items(self._source, documents)]
         for document, leaves in zip(documents.tolist(), found, strict=True):
             self._check(document, leaves, found[0])
         bounds = list(
@@ -268,10 +260,16 @@ class ShuffledPacked(Packed):
     first_record_id = 0
 
     def make_order(
-        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+        self,
+        *,
+        shuffle: bool | int,
+        seed: int,
+        num_epochs: int | None,
+        batch_sizes: Sequence[int],
+        position_of_step: Callable[[int], int],
     ) -> PlaceOrder:
         """Returns the order of the sequences, which is that of their ids."""
-        del shuffle, position_of_step
+        del shuffle, batch_sizes, position_of_step
         return PlaceOrder(len(self), seed, num_epochs)
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
@@ -294,59 +292,6 @@ class ShuffledPacked(Packed):
 
     def _end(self) -> int:
         return 1 << 62
-
-
-def _documents(source: object) -> Any:
-    documents = as_source(source)
-    if isinstance(documents, HostBatches) or not hasattr(documents, "__getitem__"):
-        raise SourceError(
-            f"Packed got a {type(documents).__name__}, which is read in order. Expected random-access documents. Pack "
-            "streams with Grain's packing, or convert them to files that are read at random."
-        )
-    if hooks.find(documents, hooks.NumbersRecords) is not None:
-        raise SourceError(
-            "Packed got a mixture. Expected documents of one source. Pack the components: "
-            "Mixture({name: Packed(documents, sequence_length)}, weights=…)."
-        )
-    if wants_rng(documents):
-        raise SettingsError(
-            "Packed got documents whose function takes rng=, so their lengths may differ between epochs. Expected fixed "
-            "documents. Apply the function to the sequences: Map(Packed(documents, …), function).",
-            setting="source",
-        )
-    if not len(documents):
-        raise SourceError(f"Packed got a {type(documents).__name__} with 0 documents.")
-    return documents
-
-
-def _lengths(source: Any, key: str) -> np.ndarray:
-    """The length of every document, uint32 or int64; memory-mapped if there are many."""
-    known = hooks.find(source, hooks.KnowsLengths)
-    if known is not None:
-        lengths = np.asarray(known.lengths())
-        if lengths.shape != (len(source),) or lengths.dtype.kind not in "iu":
-            raise SourceError(
-                f"lengths() of {type(source).__name__} returned {lengths.dtype} of shape {lengths.shape}. Expected one "
-                f"integer per record, [{len(source)}]."
-            )
-        return lengths
-    number = len(source)
-    lengths = np.empty(number, np.uint32)
-    if lengths.nbytes > _MAPPED_BYTES:
-        lengths = np.memmap(tempfile.TemporaryFile(), np.uint32, "w+", shape=(number,))  # noqa: SIM115 (the map holds it)
-    _log.info("reading %d documents once for their lengths", number)
-    with Dropping("the packing of documents: read for their lengths", number, "documents") as progress:
-        for first in range(0, number, _DOCUMENTS_PER_READ):
-            ids = np.arange(first, min(first + _DOCUMENTS_PER_READ, number))
-            lengths[ids] = [len(_leaves(record, key)[key]) for record in _read_items(source, ids)]
-            progress.add(len(ids))
-    return lengths
-
-
-def _read_items(source: Any, ids: np.ndarray) -> Sequence[Any]:
-    if hooks.find(source, hooks.ItemsReader) is not None:
-        return source.__getitems__(ids.tolist())
-    return [source[record_id] for record_id in ids.tolist()]
 
 
 def _leaves(record: object, key: str) -> dict[str, np.ndarray]:

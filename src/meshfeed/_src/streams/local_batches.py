@@ -411,8 +411,9 @@ class LocalBatchStream:
             self._first = (iterator, batch)
         return self._first[1]
 
-    def record_spec(self) -> RecordSpec:
+    def record_spec(self, cursor: Cursor | None = None) -> RecordSpec:
         """Returns the structure of the first batch; reads it if necessary."""
+        del cursor
         if self._spec is None:
             self.learn(self._peek())
         assert self._spec is not None

@@ -245,8 +245,8 @@ class FeedStream(Protocol[C]):
         """Returns the global batch size of the next step; may read one host batch."""
         ...
 
-    def record_spec(self) -> RecordSpec:
-        """Returns the structure of the records; may read one record."""
+    def record_spec(self, cursor: C | None = None) -> RecordSpec:
+        """Returns the structure of the records, of the next step if they differ between steps; may read one record."""
         ...
 
     def record_ids(self, cursor: C, step: int) -> RecordIds:

@@ -25,7 +25,15 @@ from meshfeed._src.order.shards import ShardOrder, default_num_lanes
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
-from meshfeed._src.reading.host_batch import RecordSpec, add_mask, check_spec, num_bytes, pad_rows, spec_of_batch
+from meshfeed._src.reading.host_batch import (
+    RecordSpec,
+    add_mask,
+    check_spec,
+    num_bytes,
+    num_rows,
+    pad_rows,
+    spec_of_batch,
+)
 from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of, reads_columns
 from meshfeed._src.reading.workers import WorkerReader
@@ -135,6 +143,7 @@ class RandomAccessStream:
                 shuffle=shuffle,
                 seed=settings.seed,
                 num_epochs=settings.num_epochs,
+                batch_sizes=self.schedule.sizes,
                 position_of_step=step_schedule.position_of_step,
             )
         return EpochOrder(len(self.source), shuffle=shuffle, seed=settings.seed, num_epochs=settings.num_epochs)
@@ -273,9 +282,16 @@ class RandomAccessStream:
         """Returns the global batch size of the next step."""
         return cursor.step_schedule.at(cursor.step)[1]
 
-    def record_spec(self) -> RecordSpec:
-        """Returns the structure of record 0."""
-        return self.records.spec()
+    def record_spec(self, cursor: RandomAccessCursor | None = None) -> RecordSpec:
+        """Returns the structure of record 0; that of the next step if the source has records of several shapes."""
+        last = None if cursor is None else self.num_steps(cursor)
+        if cursor is None or not self.records.several_shapes or (last is not None and cursor.step >= last):
+            return self.records.spec()
+        return self.spec_at(cursor.order, cursor.step_schedule.at(cursor.step)[0])
+
+    def spec_at(self, order: RecordOrder, position: int) -> RecordSpec:
+        """Returns the structure of the records of the batch at ``position``."""
+        return self.records.spec_of(int(order.ids_at(np.array([position], np.int64))[0][0]))
 
     def open_reader(self, cursor: RandomAccessCursor, host_rows: HostRows, *, hosts_agree: bool) -> RandomAccessReader:
         """Opens the data at a cursor."""
@@ -370,7 +386,7 @@ class RandomAccessReader:
         if files is not None and files.cached_files(np.empty(0, np.int64)) is not None:
             self._fetches = FetchAhead(_files_of_steps(files, stream, cursor, host_rows))
             weakref.finalize(self, self._fetches.close).atexit = False  # a reader that nobody closed
-        self._spec: RecordSpec | None = None
+        self._specs: dict[int, RecordSpec] = {}
         self._part: _Part | None = None
         # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
         self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
@@ -434,25 +450,24 @@ class RandomAccessReader:
 
     def _finish(self, step: int, record_ids: RecordIds, rows: ReadRows | None) -> HostBatch:
         part = self._part_of(self._step_schedule.at(step)[1])
-        num_rows = part.num_rows
         if rows is None:
-            tree = self._stream.record_spec().zeros(num_rows)
+            tree = self._stream.spec_at(self._order, self._step_schedule.at(step)[0]).zeros(part.num_rows)
         else:
-            tree = rows.tree if len(record_ids) == num_rows else pad_rows(rows.tree, num_rows)
-        if self._ahead > 1 and part.columns is None:
-            self._check(tree, num_rows, step)
+            tree = rows.tree if len(record_ids) == part.num_rows else pad_rows(rows.tree, part.num_rows)
+        if self._ahead > 1 and part.columns is None and len(record_ids):
+            self._check(tree, record_ids, step)
         if self._settings.mask_key is not None:
-            tree = add_mask(tree, self._settings.mask_key, np.arange(num_rows) < len(record_ids))
+            tree = add_mask(tree, self._settings.mask_key, np.arange(part.num_rows) < len(record_ids))
         batch = HostBatch(step, part.size, tree, num_bytes(tree), record_ids=record_ids)
         if rows is not None:
             batch.bad, batch.times, batch.retries = rows.bad, rows.times, rows.retries
         return batch
 
-    def _check(self, tree: PyTree, num_rows: int, step: int) -> None:
+    def _check(self, tree: PyTree, record_ids: RecordIds, step: int) -> None:
         """Compares records across reads; each worker or thread checks only the records of its own read."""
-        found = spec_of_batch(tree, num_rows, what="the source")
-        self._spec = self._spec or found
-        check_spec(self._spec, found, what=f"step {step}")
+        found = spec_of_batch(tree, num_rows(tree), what="the source")
+        known = self._specs.setdefault(self._stream.records.shape_index(record_ids), found)
+        check_spec(known, found, what=f"step {step}")
 
     def final(self) -> int | None:
         """Returns None: every host computes the end by itself."""

@@ -99,6 +99,12 @@ def Mixture(
             raise SourceError(
                 f"component {name!r} is batches of this host. Expected a source of records. Pass records."
             )
+        if hooks.find(source, hooks.NumbersRecords) is not None and not isinstance(source, RandomMixture):
+            raise SourceError(
+                f"component {name!r} is of kind {getattr(source, 'kind', type(source).__name__)!r}, which orders its records "
+                "itself. Expected a source of plain records: pad them with Padded instead of Buckets, and map the "
+                "components of a mixture instead of the mixture."
+            )
         sources[name] = source
     given = list(sources)
     sources, stages, parts = _flatten(sources, parse_weights(weights, given), Parts.of(sources, take, repeat))
@@ -218,9 +224,16 @@ class RandomMixture:
         return int(join_ids(self._names.index(next(iter(self.stages[0][1]))), 0))
 
     def make_order(
-        self, *, shuffle: bool | int, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]
+        self,
+        *,
+        shuffle: bool | int,
+        seed: int,
+        num_epochs: int | None,
+        batch_sizes: Sequence[int],
+        position_of_step: Callable[[int], int],
     ) -> MixtureOrder:
         """The order of the mixture for a feed's settings."""
+        del batch_sizes
         if self._identities is None:
             self._identities = {
                 name: {**compact_identity(source), **self.parts.identity(name)}

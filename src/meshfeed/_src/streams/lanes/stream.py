@@ -427,8 +427,9 @@ class LaneStream:
         num_epochs = settings.num_epochs if self._staged is None else 1  # a mixture's lanes cover all epochs
         return LaneSettings(num_lanes, num_epochs, settings.seed, settings.retry, settings.bad_records)
 
-    def record_spec(self) -> RecordSpec:
+    def record_spec(self, cursor: Cursor | None = None) -> RecordSpec:
         """Returns the structure of the first record of the first nonempty lane."""
+        del cursor
         if self._spec is None:
             settings = dataclasses.replace(self.lane_settings(self.num_lanes), num_epochs=1)
             source = self._source_under(StepSchedule(self.schedule))

@@ -1,0 +1,175 @@
+"""An order in which every batch has records of one bucket, so that a batch has one of few shapes.
+
+Each bucket of records is a stream of its own: its records in the order of :class:`EpochOrder`, epoch after epoch without a
+gap, cut into batches. A batch belongs to the epoch in which its last record comes. Epoch e therefore has
+``(e + 1) * n // size - e * n // size`` batches of a bucket of n records, and both the number of batches before an epoch and
+the batch at a place of an epoch follow from the sizes of the buckets alone.
+
+The batches of an epoch are permuted with ``shuffle``. Without it, they come in the order in which reading the records one
+after the other completes them.
+
+A finite stream ends with the records that fill no batch of their bucket, from the longest bucket to the shortest. They share
+batches, which have the shape of the longest bucket in them. Every record therefore comes exactly once per epoch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.order.epochs import EpochOrder, derive_key, permute
+
+ALGORITHM = "length-buckets"
+VERSION = 1
+
+_RECORDS, _BATCHES = 121, 122  # purposes of derived keys
+_CHUNK = 4096  # batches whose places are computed together
+
+
+class BucketOrder:
+    """The order of records in buckets.
+
+    Args:
+      buckets: the record ids of each bucket, ascending, integers [records]. From the shortest records to the longest; may be
+        memory-mapped.
+      num_records: records of the source, in a bucket or not.
+      global_batch_size: rows of every batch.
+      shuffle: False, True, or a number of records of a bucket that are shuffled together.
+      seed: 0 to 2**64 - 1.
+      num_epochs: number of epochs, or None for an endless stream.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[np.ndarray],
+        *,
+        num_records: int,
+        global_batch_size: int,
+        shuffle: bool | int,
+        seed: int,
+        num_epochs: int | None,
+    ) -> None:
+        self._buckets, self._num_records, self._size = tuple(buckets), num_records, global_batch_size
+        self._shuffle, self._seed, self._num_epochs = shuffle, seed, num_epochs
+        self._counts = np.array([len(ids) for ids in buckets], np.int64)
+        self._used = np.flatnonzero(self._counts)
+        self._per_epoch = int(self._counts.sum())
+        self._orders = {
+            bucket: EpochOrder(
+                int(self._counts[bucket]), shuffle=shuffle, seed=derive_key(seed, _RECORDS, bucket), num_epochs=None
+            )
+            for bucket in self._used.tolist()
+        }
+        self.total = None if num_epochs is None else self._per_epoch * num_epochs
+        self._num_full = None if num_epochs is None else self._num_before(num_epochs)
+        self._places = functools.lru_cache(maxsize=64)(self._compute_places)
+
+    def config(self) -> dict[str, JsonValue]:
+        """The part of the fingerprint that describes the order."""
+        return {
+            "algorithm": ALGORITHM,
+            "version": VERSION,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "buckets": {"global_batch_size": self._size, "num_epochs": self._num_epochs},
+        }
+
+    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
+        """Does nothing: there are no stages."""
+
+    def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
+        """Returns :meth:`ids_at` for positions ``[start, stop)``."""
+        return self.ids_at(np.arange(start, stop, dtype=np.int64))
+
+    def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
+        """Returns record ids and epochs at ``positions``, int64[n] each.
+
+        A record in a batch of a longer bucket b than its own has the id ``record + num_records * (1 + b)``: ids determine
+        the shape of a batch.
+
+        Raises:
+          IndexError: a position is outside the stream.
+        """
+        positions = np.asarray(positions, np.int64)
+        end = 1 << 62 if self.total is None else self.total
+        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < end:
+            raise IndexError(
+                f"positions {positions.min()}..{positions.max()} are not all within the stream's [0, {end})"
+            )
+        record_ids, epochs = np.empty_like(positions), np.empty_like(positions)
+        steps, rows = np.divmod(positions, self._size)
+        for step in np.unique(steps).tolist():
+            here = np.flatnonzero(steps == step)
+            if self._num_full is not None and step >= self._num_full:
+                found = self._last_ids(step - self._num_full, rows[here])
+            else:
+                bucket, number = self.batch_at(step)
+                found = self._ids_of(bucket, number * self._size + rows[here])
+            record_ids[here], epochs[here] = found
+        return record_ids, epochs
+
+    def batch_at(self, step: int) -> tuple[int, int]:
+        """Returns the bucket of the batch at ``step``, and which batch of this bucket's stream it is."""
+        low = step * self._size // self._per_epoch  # no epoch has more batches than its records fill
+        high = (step + len(self._counts)) * self._size // self._per_epoch + 1
+        epoch = low + bisect.bisect_right(range(low, high + 1), step, key=self._num_before) - 1
+        chunk, within = divmod(step - self._num_before(epoch), _CHUNK)
+        place = int(self._places(epoch, chunk)[within])
+        begins = self._begins(epoch)
+        first = np.concatenate([[0], np.cumsum(self._begins(epoch + 1) - begins)])
+        bucket = int(np.searchsorted(first, place, side="right")) - 1
+        return bucket, int(begins[bucket]) + place - int(first[bucket])
+
+    def _begins(self, epoch: int) -> np.ndarray:
+        """The batches of each bucket before an epoch, int64[buckets]."""
+        return epoch * self._counts // self._size
+
+    def _num_before(self, epoch: int) -> int:
+        return int(self._begins(epoch).sum())
+
+    def _compute_places(self, epoch: int, chunk: int) -> np.ndarray:
+        """Which batches of an epoch come at the places of a chunk, counted bucket by bucket; int64[places]."""
+        count = self._num_before(epoch + 1) - self._num_before(epoch)
+        places = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, count))
+        if not self._shuffle:
+            return self._as_completed(epoch)[places]
+        return permute(places, count, derive_key(self._seed, _BATCHES, self._per_epoch, epoch))
+
+    def _as_completed(self, epoch: int) -> np.ndarray:
+        """The batches of an epoch in the order of their last records."""
+        begins, ends = self._begins(epoch), self._begins(epoch + 1)
+        last = [
+            self._buckets[bucket][
+                (np.arange(begins[bucket], ends[bucket]) + 1) * self._size - 1 - epoch * self._counts[bucket]
+            ]
+            for bucket in self._used.tolist()
+        ]
+        return np.argsort(np.concatenate(last), kind="stable")
+
+    def _ids_of(self, bucket: int, places: np.ndarray) -> tuple[RecordIds, RecordIds]:
+        """Record ids and epochs at places of a bucket's stream."""
+        within, epochs = self._orders[bucket].ids_at(places)
+        return self._buckets[bucket][within].astype(np.int64), epochs
+
+    def _last_ids(self, batch: int, rows: np.ndarray) -> tuple[RecordIds, RecordIds]:
+        """Record ids and epochs of rows of a batch of records that fill no batch of their bucket."""
+        assert self._num_epochs is not None
+        begins = self._begins(self._num_epochs) * self._size
+        left = self._num_epochs * self._counts - begins
+        longest_first = np.arange(len(left))[::-1]
+        ends = np.cumsum(left[longest_first])
+        places = batch * self._size + rows
+        bucket_at = np.searchsorted(ends, np.append(places, batch * self._size), side="right")
+        record_ids, epochs = np.empty_like(places), np.empty_like(places)
+        shape = int(longest_first[bucket_at[-1]])
+        for at in np.unique(bucket_at[:-1]).tolist():
+            bucket, here = int(longest_first[at]), np.flatnonzero(bucket_at[:-1] == at)
+            within = places[here] - (ends[at] - left[bucket])
+            record_ids[here], epochs[here] = self._ids_of(bucket, begins[bucket] + within)
+            if bucket != shape:
+                record_ids[here] += self._num_records * (1 + shape)
+        return record_ids, epochs

@@ -1,0 +1,105 @@
+"""Records of unequal length: which sources have them, their lengths, and reading them one by one."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.types import Record
+from meshfeed._src.reading.records import wants_rng
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source
+
+_log = logging.getLogger("meshfeed.sources.documents")
+_MAPPED_BYTES = 64 << 20  # larger arrays are in a temporary file, which the system may drop from memory
+_RECORDS_PER_READ = 4096
+_RECORDS_PER_DIGEST = 1 << 20
+
+
+def documents_of(source: object, name: str, *, of_stream: str, of_mixture: str) -> Any:
+    """Returns a random-access source whose records have fixed lengths.
+
+    Args:
+      source: what the user passed.
+      name: the source that needs them, for errors.
+      of_stream: what to do with a stream instead.
+      of_mixture: what to do with a mixture instead.
+
+    Raises:
+      SourceError: the source is a stream or a mixture, or has no records.
+      SettingsError: the records depend on random numbers.
+    """
+    documents = as_source(source)
+    if isinstance(documents, HostBatches) or not hasattr(documents, "__getitem__"):
+        raise SourceError(
+            f"{name} got a {type(documents).__name__}, which is read in order. Expected random-access records. {of_stream}"
+        )
+    if hooks.find(documents, hooks.NumbersRecords) is not None:
+        kind = getattr(documents, "kind", type(documents).__name__)
+        raise SourceError(f"{name} got a source of kind {kind!r}. Expected records of one source. {of_mixture}")
+    if wants_rng(documents):
+        raise SettingsError(
+            f"{name} got records whose function takes rng=, so their lengths may differ between epochs. Expected fixed "
+            f"records. Apply the function afterwards: Map({name}(…), function).",
+            setting="source",
+        )
+    if not len(documents):
+        raise SourceError(f"{name} got a {type(documents).__name__} with 0 records.")
+    return documents
+
+
+def lengths_of(source: Any, measure: Callable[[Record], int]) -> np.ndarray:
+    """Returns the length of every record, unsigned or signed integers [records]; memory-mapped if there are many.
+
+    Args:
+      source: a random-access source.
+      measure: returns the length of a record; used if the source does not know the lengths.
+    """
+    known = hooks.find(source, hooks.KnowsLengths)
+    if known is not None:
+        lengths = np.asarray(known.lengths())
+        if lengths.shape != (len(source),) or lengths.dtype.kind not in "iu":
+            raise SourceError(
+                f"lengths() of {type(source).__name__} returned {lengths.dtype} of shape {lengths.shape}. Expected one "
+                f"integer per record, [{len(source)}]."
+            )
+        return lengths
+    number = len(source)
+    lengths = empty(number, np.uint32)
+    _log.info("reading %d records once for their lengths", number)
+    with Dropping("a source of records of unequal length: read for their lengths", number, "records") as progress:
+        for first in range(0, number, _RECORDS_PER_READ):
+            ids = np.arange(first, min(first + _RECORDS_PER_READ, number))
+            lengths[ids] = [measure(record) for record in read_items(source, ids)]
+            progress.add(len(ids))
+    return lengths
+
+
+def empty(number: int, dtype: type[np.unsignedinteger[Any]]) -> np.ndarray:
+    """Returns an uninitialized array [number]; a large one in a temporary file."""
+    if number * np.dtype(dtype).itemsize <= _MAPPED_BYTES:
+        return np.empty(number, dtype)
+    return np.memmap(tempfile.TemporaryFile(), dtype, "w+", shape=(number,))  # the map holds the file
+
+
+def digest_of_lengths(lengths: np.ndarray) -> str:
+    """Returns the xxh3-64 of lengths; the same for every dtype."""
+    digest = xxhash.xxh3_64()
+    for first in range(0, len(lengths), _RECORDS_PER_DIGEST):
+        digest.update(lengths[first : first + _RECORDS_PER_DIGEST].astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def read_items(source: Any, ids: np.ndarray) -> Sequence[Record]:
+    """Reads records, which may differ in shape."""
+    if hooks.find(source, hooks.ItemsReader) is not None:
+        return source.__getitems__(ids.tolist())
+    return [source[record_id] for record_id in ids.tolist()]
