@@ -1,0 +1,162 @@
+"""The pages, as a reader would follow them: each block is run as it stands, and what is shown as output must come out.
+
+Blocks of a page run in order, in an empty folder and on eight CPU devices:
+
+- ``python`` runs in this process, with the names of the page's earlier blocks. A block that begins with ``# name.py`` is
+  written to that file instead.
+- ``bash`` runs in a shell; variables that a block exports stay set.
+- ``text`` is the output of the block before it; before any other block it is a drawing.
+- ``sh`` holds commands that cannot run here (an installation, a cluster's): their files must exist.
+- Blocks without a language are excerpts of logs and folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import traceback
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from meshfeed._src.testing.hosts import free_port
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NEEDS = {"docs/how-to/tfds-and-tf-data.md": "tensorflow"}  # extras that not every environment of the tests has
+DATA = {  # what only a library outside the test environment can write: page → name in its folder → folder to copy
+    "docs/how-to/migrate-from-mosaic-streaming.md": {"train": "tests/data/formats/mds_zstd"},
+}
+PORT = "127.0.0.1:8476"
+
+
+class Block(NamedTuple):
+    language: str
+    content: str
+    line: int  # of its first line, counted from 1
+
+
+def blocks(text: str) -> list[Block]:
+    """Each fenced block, in order."""
+    found = re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], match[2], text.count("\n", 0, match.start()) + 2) for match in found]
+
+
+def name(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+class Page:
+    """Runs one page in the current folder."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.port = f"127.0.0.1:{free_port()}"
+        self.names: dict[str, object] = {"__name__": "__main__"}
+        self.exports = ""
+        self.output: str | None = None  # of the last block that ran
+        self.num_shown = 0
+        tools = pathlib.Path(".tools")  # the page's `python` and `meshfeed` are those that run this test
+        tools.mkdir()
+        for tool, command in (("python", ""), ("meshfeed", " -m meshfeed._src.cli.main")):
+            (tools / tool).write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
+            (tools / tool).chmod(0o755)
+
+    def run(self) -> None:
+        for block in blocks(self.path.read_text()):
+            block = block._replace(content=block.content.replace(PORT, self.port))
+            if block.language == "python":
+                self.output = self.run_python(block)
+            elif block.language == "bash":
+                self.output = self.run_bash(block)
+            elif block.language == "text" and self.output is not None:
+                assert self.output == block.content, f"{name(self.path)}:{block.line}"
+                self.num_shown += 1
+
+    def run_python(self, block: Block) -> str:
+        if file := re.match(r"# ([\w./-]+\.py)\n", block.content):
+            pathlib.Path(file[1]).write_text(block.content)
+            return ""
+        code = compile("\n" * (block.line - 1) + block.content, str(self.path), "exec", dont_inherit=True)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            try:
+                exec(code, self.names)
+            except BaseException:
+                pytest.fail(f"{name(self.path)}:\n{traceback.format_exc()}", pytrace=False)
+        return output.getvalue()
+
+    def run_bash(self, block: Block) -> str:
+        if all(line.startswith("export ") for line in block.content.splitlines()):
+            self.exports += block.content
+            return ""
+        env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        env["PATH"] = f"{pathlib.Path('.tools').resolve()}{os.pathsep}{env['PATH']}"
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
+        ended = subprocess.run(
+            ["bash", "-e", "-c", self.exports + block.content], env=env, capture_output=True, text=True, timeout=600
+        )
+        place = f"{name(self.path)}:{block.line}"
+        assert ended.returncode == 0, f"{place}\n{block.content}\n{ended.stdout}\n{ended.stderr}"
+        return ended.stdout
+
+
+def runnable() -> list[object]:
+    found: list[object] = []
+    for page in PAGES:
+        languages = {block.language for block in blocks(page.read_text())}
+        if languages & {"python", "bash"}:
+            marks = [pytest.mark.multihost] if "bash" in languages else []
+            found.append(pytest.param(page, id=name(page), marks=marks))
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", runnable())
+def test_every_block_does_what_the_page_says(
+    path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library := NEEDS.get(name(path)):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    for file, source in DATA.get(name(path), {}).items():
+        shutil.copytree(ROOT / source, tmp_path / file)
+    page = Page(path)
+    try:
+        page.run()
+    finally:
+        page.names.clear()
+        gc.collect()
+        if orbax := sys.modules.get("orbax.checkpoint"):  # a page registers ours
+            orbax.type_handlers.register_type_handler(jax.Array, orbax.type_handlers.ArrayHandler(), override=True)
+    assert page.num_shown >= (6 if path.stem == "tutorial" else 0)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_block_is_of_a_kind_that_is_not_run(page: pathlib.Path) -> None:
+    for block in blocks(page.read_text()):
+        assert block.language in ("python", "bash", "text", "sh", "yaml", "diff", ""), f"{name(page)}:{block.line}"
+        if block.language == "sh":
+            for line in block.content.splitlines():
+                command = shlex.split(line, comments=True)
+                known = command[:2] == ["pip", "install"] or command[0] in ("git", "cd", "kubectl", "sbatch")
+                assert known or (ROOT / command[0]).is_file(), f"{name(page)}:{block.line}: {line}"
+                files = [word for word in command if word.startswith("examples/")]
+                assert all((ROOT / word).is_file() for word in files), f"{name(page)}:{block.line}: {line}"
+
+
+def test_libraries_of_pages_are_optional_ones() -> None:
+    assert {*NEEDS, *DATA} <= {name(page) for page in PAGES}
+
+
+def test_the_block_reader_finds_them() -> None:
+    assert blocks("a\n```sh\nx\n```\n\n```text\n```\n") == [Block("sh", "x\n", 3), Block("text", "", 7)]
