@@ -269,7 +269,7 @@ def test_late_hosts_are_named_with_what_they_do(monkeypatch: pytest.MonkeyPatch)
     error = late(store, 1, describe=lambda: "reading fast.parquet")
     assert str(error).startswith(
         "step 0: hosts 1, 2 have not read it yet (host 1 is reading fast.parquet; host 2 is reading slow.parquet) (waited 0 "
-        "s, timeout_seconds=0.05). Look at the log of that host; raise timeout_seconds if its reads may take longer."
+        "s, timeout_seconds=0.05). Check the log of that host; raise timeout_seconds if its reads may take longer."
     )
     assert error.hosts == (1, 2)
     assert error.waited_seconds >= 0.05

@@ -75,7 +75,7 @@ def test_a_forked_child_leaves_its_parents_feed_alone(how: str, tmp_path: Path) 
     parent, child, said, same_worker, num_workers, same_hosts, steps = json.loads(done.stdout.splitlines()[-1])
     assert said == (
         f"this feed belongs to process {parent} and cannot be used in its forked child {child}, which has none of its "
-        'threads and connections. Make a new one in the child, or start the child with multiprocessing\'s "spawn" method. '
+        'threads and connections. Create a new one in the child, or start the child with multiprocessing\'s "spawn" method. '
         "| closed"
     )
     assert (same_worker, num_workers) == (True, 1)

@@ -300,7 +300,7 @@ def test_hosts_that_do_not_come_are_named(here: int, monkeypatch: pytest.MonkeyP
     assert caught.value.hosts == (2, 3)
     assert caught.value.waited_seconds >= 0.05
     assert str(caught.value) == (
-        f"choosing a step: hosts 2, 3 did not arrive within 0 s (this is host {here} of 4). Look at the log of that host: "
+        f"choosing a step: hosts 2, 3 did not arrive within 0 s (this is host {here} of 4). Check the log of that host: "
         "it has stopped, is still starting, or runs different code."
     )
     assert here == 0 or job.store.calls["directory"] == 0
@@ -420,7 +420,7 @@ def test_a_host_that_no_longer_drops_records_is_a_stall(here: int, monkeypatch: 
     store = Resuming(1 - here, looks=3)
     with pytest.raises(
         StalledError,
-        match=rf"host {1 - here} did not .*\(host {1 - here} is resuming lane 3: dropped 3 of 400,000 records\)\. Look",
+        match=rf"host {1 - here} did not .*\(host {1 - here} is resuming lane 3: dropped 3 of 400,000 records\)\. Check",
     ) as caught:
         Job(store, monkeypatch).on(here, reduce, 0, range(2), 0, 0.05)
     assert caught.value.hosts == (1 - here,)

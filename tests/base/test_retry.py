@@ -125,7 +125,7 @@ def test_reads_without_progress_are_given_up_after_as_many_tries(down: int, capl
         where = f" from record {down} on" if down % ROWS else ""
         for number, message in zip((2, 3), last, strict=True):
             assert message.startswith(f"reading {rest} records{where} failed (OSError: the network is down)")
-            assert f"; try {number} of 3 in " in message
+            assert f"; attempt {number} of 3 in " in message
 
 
 def test_a_record_that_fails_more_often_is_given_up() -> None:

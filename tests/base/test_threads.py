@@ -59,7 +59,7 @@ def test_shutdown_finishes_what_was_submitted_and_close_does_not() -> None:
         second = threads.submit(done.append, 1)
         assert begun.wait(30)
         threads.shutdown(wait=False, cancel_futures=how == "close")
-        with pytest.raises(RuntimeError, match="the threads ends are closed"):
+        with pytest.raises(RuntimeError, match="the thread pool 'ends' is closed"):
             threads.submit(print)
         go_on.set()
         first.result()

@@ -290,7 +290,7 @@ def test_a_url_from_which_nothing_is_read_is_named(state):
         lambda url, _: checkpoint_commands.inspect(url),
         checkpoint_commands.diff,
     ):
-        with pytest.raises(CheckpointError, match=r"memory://run/1.* folders and gs://, not from memory://"):
+        with pytest.raises(CheckpointError, match=r"memory://run/1.* folders, gs:// and s3://, not from memory://"):
             call("memory://run/1", state)
 
 

@@ -173,4 +173,4 @@ def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x.json").write_text('{"meshfeed": 1, ')
     assert "not JSON" in run(tmp_path / "x.json").output
     assert "no feed state found. Pass" in run(tmp_path / "none").output
-    assert "folders and gs://, not from memory://" in run("memory://run").output
+    assert "folders, gs:// and s3://, not from memory://" in run("memory://run").output

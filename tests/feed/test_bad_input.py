@@ -94,7 +94,7 @@ def test_a_wrong_setting_names_the_keyword_and_what_it_takes(setting: str, value
     ("setting", "value", "takes"),
     [
         ("load", "twice", "a list of distinct process indices that read for all"),
-        ("retry", None, r"Retry\(attempts=1\) never tries again"),
+        ("retry", None, r"Retry\(attempts=1\) disables retries"),
         ("timeout_seconds", float("inf"), "a finite number of seconds above 0"),
     ],
 )

@@ -267,7 +267,7 @@ def test_a_state_without_a_field_says_which() -> None:
     with make_feed() as feed:
         state = feed.get_state()
         del state["position"]
-        with pytest.raises(meshfeed.StateMismatchError, match=r"'position'.*cut short"):
+        with pytest.raises(meshfeed.StateMismatchError, match=r"'position'.*truncated"):
             feed.set_state(state)
 
 

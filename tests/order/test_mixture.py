@@ -70,7 +70,7 @@ def test_block_counts_by_hand():
     [
         ({}, "no component"),
         ({"a": 0}, "no component"),
-        ({"x": 1}, "'x', which is no component; the components are 'a', 'b'"),
+        ({"x": 1}, "unknown component 'x'; the components are 'a', 'b'"),
         ({"a": -1}, "-1 for 'a'"),
         ({"a": float("nan")}, "nan for 'a'"),
         ({"a": True}, "True for 'a'"),
@@ -99,14 +99,14 @@ def test_a_component_that_no_weight_names_is_an_error_or_with_stages_a_warning(c
     assert raised.value.setting == "weights"
     assert str(raised.value) == (
         "weights leaves out the component 'a', 'c', which would never be read. Name every component, as in "
-        "weights={'a': 1, 'b': 3, 'c': 1, 'd': 0} (0: not read), or take it out of the components."
+        "weights={'a': 1, 'b': 3, 'c': 1, 'd': 0} (0: not read), or remove it from the components."
     )
     check_all_named([(0, {"a": 1}), (5, {"c": 1})], names)
     assert [(record.name, record.levelname, record.message) for record in caplog.records] == [
         (
             "meshfeed.mixture",
             "WARNING",
-            "no stage of weights names the component 'b', 'd': it will not be read before one does.",
+            "no stage of weights names the component 'b', 'd'; it is not read until a stage does.",
         )
     ]
 
@@ -292,7 +292,9 @@ def test_components_out_of_range():
     with pytest.raises(SettingsError) as raised:
         mixture({"a": 5, "b": 2**48 + 1}, ((0, {"a": 1}),))
     assert raised.value.setting == "components"
-    assert str(raised.value) == ("component 'b' has 281474976710657 records; a mixture can tell at most 2**48 apart.")
+    assert str(raised.value) == (
+        "component 'b' has 281474976710657 records; a mixture takes at most 2**48 per component."
+    )
 
 
 # --- the same for ever ----------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ GOLDEN_IDS = [44, 866, 681, 91, 562, 37, 46, 535, 937, 15, 313, 735, 8, 3, 22]
 
 
 def test_the_algorithm_has_not_changed():
-    """If this fails, saved states would go on with other records: raise MIXTURE_VERSION, and only then these."""
+    """If this fails, saved states would continue with different records: raise MIXTURE_VERSION, and only then these."""
     order = mixture(stages=((0, WEIGHTS), (100, {"books": 1, "web": 1})))
     component, ids = split_ids(drawn(order, 95, 110))
     assert component.tolist() == GOLDEN_COMPONENTS
@@ -402,7 +404,7 @@ def test_changed_components_are_named(sizes, weights, field, message):
 def test_a_component_dropped_by_later_stages_must_stay_for_the_past():
     saved, current = config_of(WEIGHTS), config_of([(0, WEIGHTS), (100, {"web": 1})])
     current["components"] = [entry for entry in current["components"] if entry[0] != "books"]
-    with pytest.raises(StateMismatchError, match="must stay replayable") as raised:
+    with pytest.raises(StateMismatchError, match="must remain replayable") as raised:
         check_stages(saved, current, 1000, step=100)
     assert raised.value.field == "mixture.components.books"
 

@@ -159,9 +159,9 @@ def test_a_plan_of_a_leaf_is_made_once() -> None:
 
 def test_a_batch_that_does_not_divide_names_axis_size_and_sizes_that_work() -> None:
     mesh = fake_mesh({"data": 4, "model": 2}, 4, 2)
-    with pytest.raises(PlanError, match=r"batch of size 10 .* mesh axis 'data' of size 4.* nearest .*: 8 and 12\."):
+    with pytest.raises(PlanError, match=r"batch of size 10 .* mesh axis 'data' of size 4.* Nearest .*: 8 and 12\."):
         plan_host(NamedSharding(mesh, P("data")), 10, 0)
-    with pytest.raises(PlanError, match=r"size 3 .*axes \('data', 'model'\) of size 4 x 2 = 8.* that can: 8\."):
+    with pytest.raises(PlanError, match=r"size 3 .*axes \('data', 'model'\) of size 4 x 2 = 8.* sizes: 8\."):
         plan_host(NamedSharding(mesh, P(("data", "model"))), 3, 0)
 
 
@@ -182,7 +182,7 @@ def test_a_dimension_that_does_not_divide_names_the_leaf() -> None:
 
 def test_a_leaf_of_a_sharding_that_was_not_planned_is_refused() -> None:
     mesh = fake_mesh({"data": 4}, 4, 1)
-    with pytest.raises(PlanError, match="made from other shardings"):
+    with pytest.raises(PlanError, match="made from different shardings"):
         plan_host(NamedSharding(mesh, P("data")), 8, 1).leaf(NamedSharding(mesh, P()), (8,))
 
 
@@ -236,7 +236,7 @@ def test_what_a_plan_refuses_word_for_word() -> None:
         "leaf ['x'] has the global shape (); expected (4, ...), rows first"
     )
     rest = (
-        "of size 6 cannot be divided evenly over mesh axis 'seq' of size 4. Sizes nearest to it that can: 4 and 8. Change "
+        "of size 6 cannot be divided evenly over mesh axis 'seq' of size 4. Nearest valid sizes: 4 and 8. Change "
         "the size, or divide it over fewer axes."
     )
     assert message(plan.leaf, sharding, (4, 6)) == f"dimension 1 of leaf (the only one) {rest}"
@@ -244,7 +244,7 @@ def test_what_a_plan_refuses_word_for_word() -> None:
     odd = HostPlan(1, 5, ((0, 5),))
     assert message(odd.leaf, sharding, (5, 8)).startswith("the global batch of size 5 cannot be divided evenly over")
     assert message(plan.local_rows, 1, 3) == (
-        "host 1 holds the rows ((0, 2),) and not 1 to 3: the plan was made from other shardings. Make it from the "
+        "host 1 holds the rows ((0, 2),), not 1 to 3: the plan was made from different shardings. Make it from the "
         "shardings of all leaves."
     )
 

@@ -27,7 +27,7 @@ from meshfeed._src.plan.topology import fake_devices, fake_mesh
 
 MESH = fake_mesh({"data": 4, "model": 2}, 4, 2)
 ROWS, COLUMNS = NamedSharding(MESH, P("data")), NamedSharding(MESH, P(None, "model"))
-TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings."
+TAKES = "Pass a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings."
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of N
         (
             lambda: {"x": P("data")},
             SettingsError,
-            f"sharding['x'] is a PartitionSpec, which names no devices: {P('data')}. Give NamedSharding(mesh, spec).",
+            f"sharding['x'] is a PartitionSpec, which names no devices: {P('data')}. Pass NamedSharding(mesh, spec).",
         ),
         (lambda: [ROWS, 3], SettingsError, f"sharding[1] is of type int: 3. {TAKES}"),
         (lambda: "rows", SettingsError, f"sharding is of type str: 'rows'. {TAKES}"),
@@ -45,19 +45,19 @@ TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of N
         (
             lambda: (NamedSharding(MESH.abstract_mesh, P("data")),),
             SettingsError,
-            "sharding[0] is over an AbstractMesh, which has no devices. Give a Mesh.",
+            "sharding[0] is over an AbstractMesh, which has no devices. Pass a Mesh.",
         ),
         (
             lambda: {"x": NamedSharding(MESH, P("data", P.UNCONSTRAINED))},
             SettingsError,
-            f"sharding['x'] leaves open where data goes: {P('data', P.UNCONSTRAINED)}. Every entry must be None, an axis, "
+            f"sharding['x'] does not define a layout: {P('data', P.UNCONSTRAINED)}. Every entry must be None, an axis, "
             "or a tuple of axes.",
         ),
         (
             lambda: Mesh(np.empty((0, 2), object), ("data", "model"), axis_types=(AxisType.Auto,) * 2),
             PlanError,
-            "sharding is over a mesh without devices, of shape {'data': 0, 'model': 2}. Give each axis a size of at least "
-            "1.",
+            "sharding is over a mesh without devices, of shape {'data': 0, 'model': 2}. Each axis must have a size of "
+            "at least 1.",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_spec_that_is_reduced_over_an_axis_is_refused(kind: str) -> None:
     with pytest.raises(SettingsError) as caught:
         normalize_sharding(NamedSharding(mesh, spec))
     assert str(caught.value) == (
-        f"sharding leaves open where data goes: {spec}. Every entry must be None, an axis, or a tuple of axes."
+        f"sharding does not define a layout: {spec}. Every entry must be None, an axis, or a tuple of axes."
     )
 
 
@@ -134,15 +134,15 @@ BATCH = {"a": {"x": 0, "y": 1}, "b": [2, 3]}
 @pytest.mark.parametrize(
     ("prefix", "where"),
     [
-        ({"a": ROWS}, "at batch the batch has ['b'], and there is no sharding for it"),
-        ({"a": ROWS, "b": ROWS, "c": ROWS}, "at batch there is a sharding for ['c'], and the batch has no such part"),
-        ({"a": {"x": ROWS}, "b": ROWS}, "at batch['a'] the batch has ['y'], and there is no sharding for it"),
-        ({"a": ROWS, "b": [ROWS]}, "at batch['b'] the batch has [1], and there is no sharding for it"),
+        ({"a": ROWS}, "at batch the batch has ['b'], but there is no sharding for it"),
+        ({"a": ROWS, "b": ROWS, "c": ROWS}, "at batch there is a sharding for ['c'], but the batch has no such part"),
+        ({"a": {"x": ROWS}, "b": ROWS}, "at batch['a'] the batch has ['y'], but there is no sharding for it"),
+        ({"a": ROWS, "b": [ROWS]}, "at batch['b'] the batch has [1], but there is no sharding for it"),
         ({"a": ROWS, "b": (ROWS, ROWS)}, "at batch['b'] the shardings are a tuple and the batch is a list"),
         ({"a": ROWS, "b": Pair(ROWS, ROWS)}, "at batch['b'] the shardings are a Pair and the batch is a list"),
         (
             {"a": {"x": ROWS, "y": {"z": ROWS}}, "b": ROWS},
-            "at batch['a']['y'] there is a sharding for ['z'], and the batch has no such part",
+            "at batch['a']['y'] there is a sharding for ['z'], but the batch has no such part",
         ),
     ],
 )
@@ -151,7 +151,7 @@ def test_the_first_place_where_a_prefix_does_not_fit_is_named(prefix: Any, where
         broadcast_shardings(prefix, BATCH)
     assert str(caught.value) == (
         f"the pytree of shardings is not a prefix of the batch: {where}. Received a batch of structure "
-        f"{jax.tree.structure(BATCH)}; shardings {jax.tree.structure(prefix)}. Give one sharding for each of those parts, "
+        f"{jax.tree.structure(BATCH)}; shardings {jax.tree.structure(prefix)}. Pass one sharding for each of those parts, "
         "or one NamedSharding for the whole batch."
     )
 
@@ -169,8 +169,8 @@ def test_a_size_is_accepted_or_its_nearest_neighbours_are_named(
     nearest = [max((n for n in good if n <= size), default=0), min(n for n in good if n >= size)]
     works = " and ".join(str(n) for n in nearest if n)
     assert str(caught.value) == (
-        f"the batch of size {size} cannot be divided evenly over mesh axes ('a', 'b') of size {a} x {b} = {a * b}. Sizes "
-        f"nearest to it that can: {works}. Change the size, or divide it over fewer axes."
+        f"the batch of size {size} cannot be divided evenly over mesh axes ('a', 'b') of size {a} x {b} = {a * b}. "
+        f"Nearest valid sizes: {works}. Change the size, or divide it over fewer axes."
     )
 
 
@@ -178,6 +178,6 @@ def test_one_axis_is_named_alone() -> None:
     with pytest.raises(PlanError) as caught:
         check_divisible("dimension 1", 10, ("model",), {"model": 4})
     assert str(caught.value) == (
-        "dimension 1 of size 10 cannot be divided evenly over mesh axis 'model' of size 4. Sizes nearest to it that can: 8 "
+        "dimension 1 of size 10 cannot be divided evenly over mesh axis 'model' of size 4. Nearest valid sizes: 8 "
         "and 12. Change the size, or divide it over fewer axes."
     )

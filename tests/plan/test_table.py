@@ -95,13 +95,13 @@ def test_the_hosts_of_the_mesh_may_be_given_in_its_shape() -> None:
 
 
 EVENLY = (
-    "{} cannot be divided evenly over mesh axis {}. Sizes nearest to it that can: {}. Change the size, or divide it over "
+    "{} cannot be divided evenly over mesh axis {}. Nearest valid sizes: {}. Change the size, or divide it over "
     "fewer axes."
 )
-UNKNOWN = "the spec names the axis 'seq', and the mesh has ['data', 'model']. Name one of those."
-TWICE = "the spec names the axis {!r} twice. An axis divides one dimension."
+UNKNOWN = "the spec names the axis 'seq', which the mesh does not have. Use one of ['data', 'model']."
+TWICE = "the spec names the axis {!r} twice. An axis can divide only one dimension."
 TOO_SMALL = (
-    "the mesh {'data': 2, 'model': 4} has 8 positions, and 3 hosts x 2 devices are 6. Make the mesh smaller, or give more "
+    "the mesh {'data': 2, 'model': 4} has 8 positions, but 3 hosts x 2 devices are 6. Use a smaller mesh, or more "
     "hosts or devices."
 )
 PROCESSES = (

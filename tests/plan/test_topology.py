@@ -61,14 +61,14 @@ def test_a_mesh_holds_the_devices_in_row_major_order() -> None:
         (
             lambda: fake_mesh({"data": 3, "model": 3}, 4, 2),
             "axes",
-            "a mesh {'data': 3, 'model': 3} of 9 positions, 8 devices (4 hosts x 2) and 9 places in the order do not fit. "
-            "Give at least one device and exactly one place for each position",
+            "the mesh {'data': 3, 'model': 3} has 9 positions, but there are 8 devices (4 hosts x 2) and a permutation of "
+            "9. Each position needs one device and one entry of the permutation",
         ),
         (
             lambda: fake_mesh({"data": 4}, 4, 2, permutation=[0, 1, 2]),
             "axes",
-            "a mesh {'data': 4} of 4 positions, 8 devices (4 hosts x 2) and 3 places in the order do not fit. "
-            "Give at least one device and exactly one place for each position",
+            "the mesh {'data': 4} has 4 positions, but there are 8 devices (4 hosts x 2) and a permutation of 3. "
+            "Each position needs one device and one entry of the permutation",
         ),
     ],
 )

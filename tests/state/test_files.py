@@ -163,7 +163,7 @@ def test_parts_become_one_file(tmp_path: pathlib.Path) -> None:
 def test_a_folder_without_a_state(tmp_path: pathlib.Path) -> None:
     for directory in (tmp_path, tmp_path / "absent"):
         assert message(CheckpointError, files.read_document, directory) == (
-            f"{directory}: no iterator state there, expected state.json. Restore without a feed, or read files of "
+            f"{directory}: no iterator state, expected state.json. Restore without a feed, or read files of "
             "MaxText and Grain with `meshfeed import-position`."
         )
     files.merge_files(tmp_path)
@@ -206,7 +206,7 @@ def test_a_damaged_file_is_named(tmp_path: pathlib.Path) -> None:
     assert damage().endswith(f"), expected a state of a feed. {REMEDY}")
     for text in ("[1]", "{}", '{"digest": 1}'):
         path.write_text(text)
-        assert damage() == f"{path}: no state of a feed. {REMEDY}"
+        assert damage() == f"{path}: not the state of a feed. {REMEDY}"
     # A flipped bit in any field, the version among them, asks for no upgrade
     for field, value in (("state", {**STATE, "position": 9}), ("meshfeed_iterator", 2), ("identity", 0), ("part", 1)):
         changed = {**good, field: value}
@@ -222,7 +222,7 @@ def test_a_file_of_a_newer_version_asks_for_an_upgrade(tmp_path: pathlib.Path) -
     (tmp_path / "state.json").write_text(json.dumps({**bare, "digest": digest_of(bare)}))
     path = tmp_path / "state.json"
     assert message(CheckpointError, files.read_document, tmp_path) == (
-        f"{path}: format 2, this version reads up to 1. Upgrade meshfeed."
+        f"{path}: has format 2, but this version of meshfeed reads up to 1. Upgrade meshfeed."
     )
 
 
@@ -237,8 +237,8 @@ def test_damage_found_in_a_step_can_name_the_step() -> None:
 def test_a_url_that_cannot_be_read_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.readable_path(str(tmp_path)) == epath.Path(tmp_path)
     assert message(CheckpointError, files.readable_path, "hdfs://a/b") == (
-        "hdfs://a/b: checkpoints are read from folders and gs://, not from hdfs://. Give the path of a folder, or copy the "
-        "checkpoint into one."
+        "hdfs://a/b: checkpoints are read from folders, gs:// and s3://, not from hdfs://. Pass the path of a folder, or "
+        "copy the checkpoint into one."
     )
 
     def fail(path: Any) -> bool:

@@ -35,8 +35,8 @@ STATE: dict[str, Any] = {
     "fingerprint": {"source": {"kind": "memory", "records": 10_000}, "seed": 0},
 }
 LANES: dict[str, Any] = {**STATE, "kind": "lanes", "step": 100, "num_lanes": 12}
-REMEDY = "Pass what get_state() returned; if this was read from a file, it is damaged: use an earlier checkpoint."
-CUT = f"It is cut short or not JSON (Expecting ',' delimiter: line 1 column 3 (char 2)). {REMEDY}"
+REMEDY = "Pass the result of get_state(). If this was read from a file, the file is damaged: use an earlier checkpoint."
+CUT = f"It is truncated or not JSON (Expecting ',' delimiter: line 1 column 3 (char 2)). {REMEDY}"
 NEWER = "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
 ENTRIES = "[[record id, epoch, reason, step], …]"
 CHANGED = "The state was changed or damaged; use an earlier checkpoint."
@@ -143,12 +143,12 @@ def test_the_version_is_the_lowest_that_can_read_the_state() -> None:
         ([1], "state", [1], "a JSON object", REMEDY),
         ("[1]", "state", [1], "a JSON object", REMEDY),
         (None, "state", None, "a JSON object", REMEDY),
-        ({}, "meshfeed", None, 2, f"This is no state of a feed. {REMEDY}"),
-        ({**STATE, "meshfeed": True}, "meshfeed", True, 2, f"This is no state of a feed. {REMEDY}"),
-        ({**STATE, "meshfeed": "1"}, "meshfeed", "1", 2, f"This is no state of a feed. {REMEDY}"),
+        ({}, "meshfeed", None, 2, f"This is not the state of a feed. {REMEDY}"),
+        ({**STATE, "meshfeed": True}, "meshfeed", True, 2, f"This is not the state of a feed. {REMEDY}"),
+        ({**STATE, "meshfeed": "1"}, "meshfeed", "1", 2, f"This is not the state of a feed. {REMEDY}"),
         ({**STATE, "meshfeed": 3}, "meshfeed", 3, 2, NEWER),
         ({**STATE, "meshfeed": 0}, "meshfeed", 0, 2, f"There is no such version. {REMEDY}"),
-        ({**STATE, "meshfeed": 2}, "meshfeed", 2, 1, f"Nothing in the state is of that version. {REMEDY}"),
+        ({**STATE, "meshfeed": 2}, "meshfeed", 2, 1, f"Nothing in the state needs that version. {REMEDY}"),
         ({**STATE, "epoch": 3}, "epoch", 3, "no such field", REMEDY),
         ({**STATE, "kind": "lane"}, "kind", "lane", "random_access or lanes or host_batches", REMEDY),
         ({**STATE, "kind": 3}, "kind", 3, "str", REMEDY),
@@ -156,7 +156,7 @@ def test_the_version_is_the_lowest_that_can_read_the_state() -> None:
         ({**STATE, "position": 64.0}, "position", 64.0, "int", REMEDY),
         ({**STATE, "position": True}, "position", True, "int", REMEDY),
         ({**STATE, "position": -1}, "position", -1, "int", REMEDY),
-        ({**STATE, "position": 2**62}, "position", 2**62, "a number below 2**62, beyond which no stream goes", REMEDY),
+        ({**STATE, "position": 2**62}, "position", 2**62, "a number below 2**62, the limit of every stream", REMEDY),
         ({**STATE, "segments": {}}, "segments", {}, "list", REMEDY),
         ({**STATE, "fingerprint": []}, "fingerprint", [], "dict", REMEDY),
         ({**LANES, "step": "1"}, "step", "1", "int", REMEDY),
@@ -188,7 +188,7 @@ def test_what_is_no_state_is_refused(state: Any, field: str, saved: Any, current
 )
 def test_a_state_without_a_field_is_cut_short(field: str, kind: str) -> None:
     without = {key: value for key, value in STATE.items() if key != field}
-    assert refusal(parse_state, without) == (field, "missing", kind, f"The state is cut short. {REMEDY}")
+    assert refusal(parse_state, without) == (field, "missing", kind, f"The state is truncated. {REMEDY}")
 
 
 def test_zero_and_the_last_position_are_positions() -> None:
@@ -222,7 +222,7 @@ FINGERPRINT = {
     "source": {"kind": "array_record", "files": {"count": 4, "bytes": 800}},
     "shuffle": True, "seed": 3, "num_epochs": 2, "end": "drop", "num_lanes": 8, "batches": 5,
 }  # fmt: skip
-ORDER = "This version of meshfeed orders records otherwise; continue with the version that saved the state."
+ORDER = "This version of meshfeed orders records differently; continue with the version that saved the state."
 VALUE = "Pass the saved value, or start a new stream without the state."
 SOURCE = "Pass the source that the state was saved with, or start a new stream without the state."
 
@@ -308,7 +308,7 @@ def test_the_missing_files_of_a_numbered_set(names: list[str], missing: list[str
 def test_a_state_of_a_different_kind_of_source() -> None:
     error = kind_mismatch("lanes", "random_access")
     assert (error.field, error.saved, error.current) == ("kind", "lanes", "random_access")
-    assert error.remedy == "The state belongs to another kind of source; pass that source, or start a new stream."
+    assert error.remedy == "The state belongs to a different kind of source; pass that source, or start a new stream."
 
 
 # --- states of several hosts ----------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ class WindowAgreement:
                 waited = time.monotonic() - start
                 raise StalledError(
                     f"step {step}: {self._describe_stragglers(stragglers)} (waited {waited:.0f} s, "
-                    f"timeout_seconds={self._timeout_seconds:g}). Look at the log of that host; raise timeout_seconds if its "
+                    f"timeout_seconds={self._timeout_seconds:g}). Check the log of that host; raise timeout_seconds if its "
                     "reads may take longer.",
                     hosts=stragglers.hosts or (self._keys.reducer,),
                     waited_seconds=waited,

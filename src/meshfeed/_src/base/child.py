@@ -173,14 +173,14 @@ class ChildProcess:
         return True
 
     def how_it_ended(self) -> str:
-        """Describes the end of a child that has hung up, such as ``exited with code 1``."""
+        """Describes how a child that has hung up ended, such as ``exited with code 1``."""
         if not self.wait(_EXIT_SECONDS):
             return "closed its connection"
         code = self._process.returncode
         return f"exited with code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal_name(-code)})"
 
     def log(self, start: int = 0) -> str:
-        """Returns the output of the child from byte ``start`` of its log."""
+        """Returns the child's output, from byte ``start`` of its log."""
         assert self._log_path is not None
         with open(self._log_path, "rb") as log:
             log.seek(start)
@@ -192,7 +192,7 @@ class ChildProcess:
         return 0 if self._log_path is None else self._log_path.stat().st_size
 
     def print_stacks(self) -> None:
-        """Makes a child that has sent a message print the stacks of its threads."""
+        """Makes the child print its threads' stacks. Before its first message, the signal may kill it instead."""
         self._process.send_signal(signal.SIGUSR1)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -220,7 +220,7 @@ class ChildProcess:
         self.hang_up()
         if deadline is not None and self.wait(deadline - time.monotonic()):
             return True
-        self.kill()  # for instance, the child holds the GIL in a C call
+        self.kill()  # for example, the child holds the GIL in a C call
         return self.wait(_EXIT_SECONDS)
 
 
@@ -301,7 +301,7 @@ def main() -> None:
 
 
 def serve(parent: Parent) -> None:
-    """Creates a task from the first message, and answers every further one with the result of the task.
+    """Creates a task from the first message, and answers each later message with the task's result.
 
     The first message is ``(make_task, gc_every)``; see :class:`meshfeed._src.reading.workers.WorkerPool`. Returns at
     STOP, and ends the process once the parent has hung up.
@@ -366,7 +366,7 @@ def _describe(error: BaseException) -> ErrorDescription:
         pickled = cloudpickle.dumps(error.with_traceback(None))
         if type(pickle.loads(pickled)).__qualname__ != type(error).__qualname__:
             pickled = None
-    except Exception:  # for instance, an exception whose __init__ takes other arguments than its args
+    except Exception:  # for example, an exception whose __init__ does not accept its args
         pickled = None
     return {"type": type(error).__name__, "message": str(error), "traceback": text, "pickled": pickled}
 
@@ -384,7 +384,7 @@ def _leads_group() -> bool:
 
 
 def _leave(code: int = 0) -> NoReturn:
-    """Ends this process, and its group if it leads one, without teardown, which threads of libraries could block."""
+    """Ends this process, and its group if it leads one, without teardown, which a library's threads could block."""
     if _leads_group() and not code:
         os.killpg(0, signal.SIGKILL)
     os._exit(code)

@@ -1,7 +1,7 @@
 """Process indices, and the coordination service's key-value store, through which hosts exchange short texts.
 
-No other module asks JAX about processes. A single-process job needs no store. A multi-process job without one is an
-error (:func:`require_store`), because its hosts could not report failures to each other and would hang in the next
+Only this module queries JAX's process index and count. A single-process job needs no store. A multi-process job without
+one is an error (:func:`require_store`): its hosts could not report failures to each other and would hang in the next
 collective.
 """
 
@@ -79,7 +79,7 @@ class _Counters:
             previous = self._client() if self._client is not None else None
             if client is not previous:
                 self._counts.clear()
-                # Weak, to keep no replaced client alive; an id could be reused by its successor.
+                # Weak, so that a replaced client can be freed. Its id() would not do: the successor may reuse it.
                 try:
                     self._client = None if client is None else weakref.ref(client)
                 except TypeError:  # a client type without weak references
@@ -114,7 +114,7 @@ def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> N
     Args:
       function: the function to call; its exceptions are logged at DEBUG.
       name: name of the thread.
-      at_exit: whether to call it even if the interpreter is shutting down and can start no thread.
+      at_exit: whether to call it even if the interpreter is shutting down and cannot start a thread.
     """
 
     def call() -> None:

@@ -5,7 +5,7 @@ JSON has no tuples, bytes or arrays, and only string keys. Such values become a 
 and its arguments. A dict that itself contains a reserved key is written as pairs, so user data is never mistaken for
 an encoding.
 
-The structure, shapes and dtypes of a pytree as JSON, for exchange between hosts without pickle.
+Also describes the structure, shapes and dtypes of a pytree as JSON, for exchange between hosts without pickle.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _decode_array(inner: Any) -> np.ndarray[Any, Any]:
 def _decode_other(inner: Any) -> Any:
     kind, *arguments = inner
     if kind not in _OTHERS:
-        raise ValueError(f"a value of the kind {kind!r}, which this version of meshfeed cannot read. Upgrade meshfeed.")
+        raise ValueError(f"this version of meshfeed cannot read values of the kind {kind!r}. Upgrade meshfeed.")
     return _OTHERS[kind](*arguments)
 
 
@@ -183,8 +183,8 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 def tree_to_json(tree: PyTree) -> dict[str, Any]:
     """Describes a pytree whose leaves have a shape and a dtype.
 
-    Supports dicts, lists, tuples and None. For any other node (a namedtuple, a registered class) the result holds an
-    error message, which :func:`tree_from_json` raises; most hosts never need the description.
+    Supports dicts, lists, tuples and None. Most hosts never need the description, so any other node (a namedtuple, a
+    registered class) is not an error here: the result holds a message, which :func:`tree_from_json` raises.
     """
     leaves, structure = jax.tree.flatten(tree)
     numbered = jax.tree.unflatten(structure, range(len(leaves)))

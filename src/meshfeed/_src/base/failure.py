@@ -120,7 +120,7 @@ def _is_json(value: object) -> bool:
 
 
 def _known(module: str, name: str) -> type[Exception] | None:
-    """Returns an exception type of Python or meshfeed; other modules may be missing here."""
+    """Returns an exception type of Python or meshfeed; None for other modules, which may be missing here."""
     if module == "builtins" or module.partition(".")[0] == "meshfeed":
         kind = getattr(importlib.import_module(module), name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:

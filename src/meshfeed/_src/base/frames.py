@@ -40,7 +40,7 @@ _RECEIVE_BYTES = 1 << 18
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles every array as an out-of-band buffer, even for dtypes without buffer protocol, such as bfloat16."""
+    """Pickles every array as an out-of-band buffer, even if its dtype has no buffer protocol, such as bfloat16."""
 
     def reducer_override(self, value: object) -> Any:
         jax = sys.modules.get("jax")
@@ -203,7 +203,7 @@ class Inbox:
         self._files.extend(files)
         if result_flags & getattr(socket, "MSG_CTRUNC", 0):
             raise OSError(
-                errno.EMFILE, "no file descriptor is left to receive a batch of a child process: raise `ulimit -n`"
+                errno.EMFILE, "no file descriptor left to receive a batch from a child process. Raise `ulimit -n`."
             )
         self._bytes += content
         return bool(content)

@@ -1,7 +1,7 @@
 """Optional hooks: what a source, a lane or an iterator may offer beyond its required methods.
 
-Each hook is a Protocol, and :func:`find` looks it up. There is no base class and no registration: an object has a hook
-if it defines every member of the Protocol.
+Each hook is a Protocol. There is no base class and no registration: an object has a hook if it defines every member of
+the Protocol, which :func:`find` checks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Closeable(Protocol):
     """Releases files and threads."""
 
     def close(self) -> None:
-        """Releases them. The object may be used again, which opens them again."""
+        """Releases them; using the object again reopens them."""
         ...
 
 
@@ -104,9 +104,9 @@ class DecodesRows(Protocol):
 class BatchReader(Protocol):
     """Reads records that are already stacked.
 
-    ``read_batch(record_ids: int64[n])`` returns a pytree of arrays ``[n, ...]``. It gets ``columns=`` (ColumnSlices)
-    from feeds that need only part of each leaf, if the source has ``reads_columns = True``, and ``rngs=`` (one
-    generator per record), if it has that parameter.
+    ``read_batch(record_ids: int64[n])`` returns a pytree of arrays ``[n, ...]``. If the source sets ``reads_columns =
+    True``, feeds that need only part of each leaf pass ``columns=`` (ColumnSlices). If the method has the parameter
+    ``rngs``, feeds pass one generator per record.
     """
 
     read_batch: Callable[..., PyTree]
@@ -142,12 +142,12 @@ class Concatenates(Protocol):
     """Joins sources that read and decode alike, so that a mixture reads them with one call."""
 
     def concatenate(self, others: Sequence[RandomAccessSource]) -> RandomAccessSource | None:
-        """Returns one source over the records of this one and then of ``others``; None if they are not alike."""
+        """Returns one source of this source's records followed by those of ``others``; None if they are not alike."""
         ...
 
 
 class Sharded(Protocol):
-    """Has its records in files, which ``shuffle="shards"`` keeps together."""
+    """Stores its records in files, which ``shuffle="shards"`` reads a few at a time."""
 
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64 ``[files]``, in the order of their record ids."""
@@ -155,23 +155,23 @@ class Sharded(Protocol):
 
 
 class CachedFile(Hashable, Protocol):
-    """A file that is read through a cache on a local disk. Equal to itself in every batch."""
+    """A file that is read through a cache on a local disk. Instances for the same file compare equal."""
 
     num_bytes: int
     """Size of the copy in bytes; 0 if not known."""
 
     @property
     def ahead_bytes(self) -> int:
-        """How many bytes of files the cache keeps ahead of the reads."""
+        """How many bytes of files to fetch ahead of the reads."""
         ...
 
     @property
     def plan_bytes(self) -> int:
-        """How many bytes of files the cache wants to know the next uses of."""
+        """How many bytes of upcoming files to plan for, so that eviction can compare when they are needed."""
         ...
 
     def follow(self, next_use: Callable[[CachedFile], float]) -> None:
-        """Tells the cache how to look up when a file is needed next, as long as the owner of ``next_use`` exists."""
+        """Registers a function that returns when a file is needed next, until the function's owner is freed."""
         ...
 
     def is_here(self) -> bool:
@@ -195,7 +195,7 @@ class CachesFiles(Protocol):
 
 
 class StagedOrder(RecordOrder, Protocol):
-    """An order whose future may change: a mixture with stages."""
+    """An order that may change after the saved position: a mixture with stages."""
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
         """Checks that a stream saved at ``position`` with ``saved_mixture`` can resume with this order.
@@ -244,7 +244,7 @@ class SeveralShapes(Protocol):
 
 
 class KnowsLengths(Protocol):
-    """Has records of unequal length, and knows the lengths without reading the records."""
+    """Has records of unequal length, whose lengths are available without reading them."""
 
     def lengths(self) -> np.ndarray:
         """Returns the length of every record, integers ``[len(source)]``."""
@@ -255,12 +255,12 @@ class SlicesReader(Protocol):
     """Reads parts of records of unequal length."""
 
     def read_slices(self, record_ids: RecordIds, starts: np.ndarray, lengths: np.ndarray) -> PyTree:
-        """Returns the parts one after the other, arrays ``[sum of lengths, ...]``; the arguments are int64 ``[n]``."""
+        """Returns the concatenated parts, arrays ``[sum of lengths, ...]``; the arguments are int64 ``[n]``."""
         ...
 
 
 class OrdersWithin(Protocol):
-    """Shuffles what its records are made of, not only the records: packed sequences."""
+    """Shuffles the parts of its records too, as packed sequences shuffle their documents."""
 
     def with_order(self, *, shuffle: bool | int | str, seed: int) -> RandomAccessSource:
         """Returns the source for a feed's settings."""
@@ -268,10 +268,10 @@ class OrdersWithin(Protocol):
 
 
 class RowLengths(Protocol):
-    """Knows the lengths of what records are made of without reading the records."""
+    """Has records made of segments, whose lengths are available without reading the records."""
 
     def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the lengths of all segments, int64, and the first segment of each record, int64 ``[n + 1]``."""
+        """Returns all segments' lengths, int64 ``[segments]``, and each record's first segment, int64 ``[n + 1]``."""
         ...
 
 
@@ -287,7 +287,7 @@ class LimitsLanes(Protocol):
 
 
 class StagedStream(StreamSource, Protocol):
-    """A stream whose future may change: a mixture with stages. Its lanes cover all epochs."""
+    """A stream that may change after the saved position: a mixture with stages. Its lanes cover all epochs."""
 
     def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StagedStream:
         """Returns a copy with a feed's settings, whose stages begin at positions."""
@@ -330,7 +330,7 @@ class StackedLane(Protocol):
 
 
 class UnevenHosts(Protocol):
-    """Host batches as MaxText makes them, which hosts need not make alike."""
+    """Host batches whose number and size may differ between hosts, as with MaxText."""
 
     rows_may_vary: bool
     """Whether the number of rows may differ between batches."""
@@ -357,7 +357,7 @@ def _members(hook: type) -> tuple[tuple[str, bool], ...]:
 
 
 def find(thing: object, hook: type[H]) -> H | None:
-    """Returns ``thing`` as a ``hook`` if it has every member of that Protocol, otherwise None.
+    """Returns ``thing`` typed as ``hook`` if it has every member of that Protocol, else None.
 
     A method counts only if it is callable, and an attribute only if it is not None.
     """

@@ -1,7 +1,7 @@
-"""The private parts of JAX that are used here, and what happens in a version of JAX without them.
+"""The private parts of JAX that meshfeed uses, and the fallbacks for versions of JAX without them.
 
-JAX has no public access to the key-value store of its coordination service: without the client, a job of several
-processes is refused (``coordination.py``). Without ``batched_device_put``, arrays are assembled through the public API.
+JAX has no public access to the key-value store of its coordination service. Without the client, a multi-process job
+raises an error (``coordination.py``). Without ``batched_device_put``, arrays are assembled through the public API.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class KeyValueStore:
         self._client.key_value_delete(key)
 
 
-# If a later JAX renames a method, the store counts as missing instead of failing in mid-run.
+# If a later JAX renames a method, the store counts as missing at startup instead of failing mid-run.
 _CLIENT_METHODS = (
     "key_value_set",
     "blocking_key_value_get",
@@ -125,7 +125,7 @@ def _disown_client() -> None:
 
 
 def probe_fast_call() -> FastCall | None:
-    """Returns ``batched_device_put``, in which JAX's own transfers end; None if it is missing or has other parameters."""
+    """Returns ``batched_device_put``, which underlies JAX's own transfers; None if missing or its parameters differ."""
     try:
         from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 

@@ -5,9 +5,9 @@ parent's finalizers would close, on all hosts, a feed that the parent still uses
 records the process that created it (:class:`Owner`), and its copies in forked children release nothing.
 
 In a job of several processes without ``jax.distributed.initialize()``, each process acts as the whole job: it reads all
-of the data and writes to the same checkpoint folder. :func:`other_processes` detects this by the launcher's environment
-variables, and only by those set per task: in a Slurm batch script or an interactive ``salloc`` shell, ``SLURM_NTASKS``
-is the size of the allocation, and a single process is correct there.
+of the data and writes to the same checkpoint folder. :func:`other_processes` detects this from the launcher's
+environment variables, but only from those set per task: in a Slurm batch script or an interactive ``salloc`` shell,
+``SLURM_NTASKS`` is the size of the allocation, and a single process is correct there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Owner:
         if not self.is_here:
             raise MeshfeedError(
                 f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
-                "none of its threads and connections. Make a new one in the child, or start the child with "
+                "none of its threads and connections. Create a new one in the child, or start the child with "
                 'multiprocessing\'s "spawn" method.'
             )
 
@@ -88,7 +88,7 @@ def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | No
     if environment.get(INDEPENDENT, "0") not in ("", "0"):
         return None
     found = [name for name in _COUNTS if _number(environment.get(name)) > 1]
-    if _number(environment.get(_COMPLETION_INDEX)) > 0:  # 0 is the first pod, which cannot infer how many there are
+    if _number(environment.get(_COMPLETION_INDEX)) > 0:  # the first pod, 0, cannot infer whether there are others
         found.append(_COMPLETION_INDEX)
     if on_tpu:
         found += [name for name in _TPU_LISTS if "," in environment.get(name, "")]
@@ -116,7 +116,7 @@ def forgotten_processes() -> str | None:
 
 @functools.cache
 def warn_if_forgotten() -> None:
-    """Logs a warning, once per process, if the processes do not share the data."""
+    """Logs a warning, once per process, if this process reads all of the data although the job has others."""
     text = forgotten_processes()
     if text is not None:
         _log.warning("each process reads all of the data: %s", text)

@@ -7,12 +7,12 @@ reducer. A reduction has these keys in the key-value store, below a prefix of it
     out         the result, announced by the reducer
     late        while the reducer waits: the stragglers, for the messages of the hosts that wait for the result
 
-In a reduction without stragglers, each host makes two requests, and the reducer a few more. Whoever no longer has
-patience with the stragglers raises an error that names them. Keys are deleted once no host can read them again: by the
-reducer as soon as every host has reached a later reduction, or by the last of all hosts to :func:`leave`. A host that
-was killed does neither. The values of a reduction that it left unfinished are then deleted with the announcement of the
-failure. The announcement itself stays, because survivors cannot distinguish a killed host from a slow one, which must
-still learn why the others did not wait.
+In a reduction without stragglers, each host makes two requests, and the reducer a few more. A host whose timeout
+expires raises an error that names the stragglers. Keys are deleted once no host can read them again: by the reducer as
+soon as every host has reached a later reduction, or by the last of all hosts to :func:`leave`. A killed host does
+neither. The values of a reduction that it left unfinished are then deleted when the failure is announced. The
+announcement itself stays: survivors cannot distinguish a killed host from a slow one, which must still be able to read
+why the others did not wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FIRST_NOTE_SECONDS = 0.2
 _NOTE_SECONDS = 1.0
 _NAMED_HOSTS = 8  # messages and notes stay short in jobs with thousands of hosts
 _REPORT_SECONDS = 5.0
-_ANNOUNCING_SECONDS = 2.0  # longer than a reducer that has all values takes to announce, and a note is old
+_ANNOUNCING_SECONDS = 2.0  # longer than a reducer with all values takes to announce, and than the age of a note
 
 
 class Stragglers(NamedTuple):
@@ -70,7 +70,7 @@ _NO_STRAGGLERS = Stragglers((), 0)
 class Reduction:
     """One host's side of one reduction.
 
-    Announcements are JSON objects: ``{"result": …}``, or ``{"stalled": …}`` from a reducer without patience.
+    Announcements are JSON objects: ``{"result": …}``, or ``{"stalled": …}`` from a reducer whose timeout expired.
 
     Args:
       store: the key-value store.
@@ -123,7 +123,7 @@ class Reduction:
           tick: called between slices with the seconds waited so far; may raise.
         """
         start = time.monotonic()
-        # With thousands of hosts that wait at the same time, each asks less often.
+        # With thousands of waiting hosts, each polls less often.
         shortest = max(_MIN_SLICE_SECONDS, len(self._participants) * _SLICE_SECONDS_PER_HOST)
         while True:
             now = time.monotonic()
@@ -151,16 +151,15 @@ class Reduction:
         stragglers = self.stragglers()
         if stragglers.hosts:
             return self.wait(time.monotonic()), stragglers  # the announcement may have come since
-        # The announcement is on its way, or the stragglers that were noted have come and others have not.
+        # Either the announcement is on its way, or the noted stragglers have arrived and others have not.
         announcement = self.wait(time.monotonic() + _ANNOUNCING_SECONDS)
         return announcement, self.stragglers() if announcement is None else _NO_STRAGGLERS
 
     def stragglers(self) -> Stragglers:
         """Finds the hosts that the reducer waits for.
 
-        The reducer, which lists the values anyway, publishes which ones are missing, and the others only look for the
-        values of the hosts named there. If thousands of hosts listed the values themselves, the coordinator would send
-        all values to each of them.
+        The reducer lists the values anyway and publishes which are missing; the other hosts look up only those. If
+        thousands of hosts listed the values themselves, the coordinator would send all values to each of them.
         """
         if self._collected:
             return Stragglers.of(self._participants - self._collected.keys())
@@ -181,7 +180,7 @@ class Reduction:
 
         Args:
           deadline: in seconds of ``time.monotonic()``.
-          done: whether to stop collecting, given the values so far; by default, once there are all.
+          done: whether to stop collecting, given the values so far; default: stop when all have arrived.
 
         Returns:
           Host → value, ascending, of the hosts that arrived.
@@ -230,10 +229,10 @@ class Reduction:
         return json.loads(text)
 
     def discard_values(self) -> None:
-        """Deletes all hosts' values, which nobody needs once the announcement is there."""
+        """Deletes all hosts' values, which are not read after the announcement."""
         self._store.delete(f"{self._prefix}/in")
 
-    # ------------------------------------------------------------------ all of it
+    # ------------------------------------------------------------------ the whole reduction
 
     def result(
         self,
@@ -275,7 +274,7 @@ class Reduction:
                 return self.unpack(announcement, doing, hint)
 
     def unpack(self, announcement: Mapping[str, JsonValue], doing: str, hint: str = "") -> JsonValue:
-        """Returns the result of an announcement, or raises the StalledError of a reducer without patience."""
+        """Returns the result of an announcement, or raises its StalledError."""
         if "result" in announcement:
             return announcement["result"]
         (hosts, count), waited, notes = announcement["stalled"]
@@ -284,7 +283,7 @@ class Reduction:
         else:
             hosts, what = [self.reducer], f"host {self.reducer} did not announce the result within {waited:.0f} s"
         raise StalledError(
-            f"{doing}: {what} (this is host {self._host} of {len(self._participants)}){notes}. Look at the log of that host: "
+            f"{doing}: {what} (this is host {self._host} of {len(self._participants)}){notes}. Check the log of that host: "
             f"it has stopped, is still starting, or runs different code{hint}.",
             hosts=tuple(hosts),
             waited_seconds=waited,
@@ -343,7 +342,7 @@ def reduce_json(
 def leave(store: KeyValueStore, prefix: str, num_hosts: int) -> None:
     """Marks this host as done with the keys below ``prefix``; the last of ``num_hosts`` hosts deletes them.
 
-    Errors are only logged, and at interpreter exit nothing is done: leftover keys are harmless and end with the job.
+    Errors are only logged, and at interpreter exit this does nothing: leftover keys are harmless and end with the job.
     """
 
     def count() -> None:
@@ -354,17 +353,17 @@ def leave(store: KeyValueStore, prefix: str, num_hosts: int) -> None:
 
 
 class Patience:
-    """How long to wait for stragglers: as long as one of them resumes by dropping records and makes progress.
+    """The deadline of a wait for stragglers, extended while one of them makes progress dropping records to resume.
 
-    Makes no request before the time-out.
+    Makes no request before the timeout.
 
     Args:
-      store: where stragglers publish their progress.
+      store: the store in which stragglers publish their progress.
       seconds: longest wait without progress.
 
     Attributes:
       deadline: on the clock of ``time.monotonic()``.
-      resuming: host → its progress when last looked at, for hosts that drop records.
+      resuming: host → its progress at the last check, for hosts that drop records.
     """
 
     def __init__(self, store: KeyValueStore, seconds: float) -> None:
@@ -376,7 +375,7 @@ class Patience:
         """Extends the deadline if there was progress since the last call; returns whether there was.
 
         Args:
-          late: the stragglers; the first 8 are looked at.
+          late: the stragglers; only the first 8 are checked.
         """
         before = self.resuming
         found = {host: self._store.try_get(_resuming_key(host)) for host in late[:_NAMED_HOSTS]}
@@ -401,7 +400,7 @@ class ProgressReport:
 
     Args:
       store: the key-value store; None if no other host waits.
-      timeout_seconds: time-out of the hosts that wait.
+      timeout_seconds: timeout of the hosts that wait.
     """
 
     def __init__(self, store: KeyValueStore | None, timeout_seconds: float) -> None:
@@ -417,13 +416,13 @@ class ProgressReport:
             self._store.set(_resuming_key(coordination.process_index()), text, overwrite=True)
 
     def end(self) -> None:
-        """Deletes what was published."""
+        """Deletes the published progress."""
         if self._store is not None and self._published:
             self._published = ""
-            with contextlib.suppress(Exception):  # the coordinator is gone; what ends the wait is the error to report
+            with contextlib.suppress(Exception):  # the coordinator is gone; the error that ended the wait is reported
                 self._store.delete(_resuming_key(coordination.process_index()))
 
 
 def _resuming_key(host: int) -> str:
-    """One key per host for all its feeds: whoever waits for the host cannot tell which of them keeps it busy."""
+    """One key per host, for all its feeds: a host that waits for it cannot distinguish which feed keeps it busy."""
     return f"meshfeed/resuming/{host}"

@@ -47,6 +47,8 @@ def call_with_retry(
 ) -> T:
     """Calls ``operation`` until it succeeds, with exponential backoff and full jitter.
 
+    See Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+
     Args:
       operation: called once per attempt. With ``progress``, it may resume from where it failed.
       retry: number of attempts, pauses and exception types.
@@ -56,8 +58,8 @@ def call_with_retry(
         the failures of one record must not use up the attempts of the next.
 
     Raises:
-      The exception of the last attempt; without a retry if ``retry`` does not name its type. StopIteration is never
-      retried.
+      The exception of the last attempt. An exception whose type is not in ``retry.on``, or StopIteration, is raised
+      without a retry.
     """
     tries, reached = 0, None if progress is None else progress()
     while True:
@@ -72,7 +74,7 @@ def call_with_retry(
                 raise
             # The exponent is bounded because a float overflows at 2.0**1024.
             pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
-            _log.warning("%s failed (%s: %s); try %d of %d in %.1f s", doing if isinstance(doing, str) else doing(),
+            _log.warning("%s failed (%s: %s); attempt %d of %d in %.1f s", doing if isinstance(doing, str) else doing(),
                          type(error).__name__, error, tries + 1, retry.attempts, pause)  # fmt: skip
         if on_retry is not None:
             on_retry()

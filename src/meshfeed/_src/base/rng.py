@@ -22,9 +22,10 @@ class _KeyWords(ISeedSequence):
 def philox(seed: int, epoch: int, record_id: int) -> np.random.Generator:
     """Returns the generator of one record in one epoch, for augmentation.
 
-    The Philox4x64 key is (seed, epoch), and the highest word of the counter starts at the record id. Distinct inputs
-    below 2**64 thus give distinct streams that do not overlap within 2**192 draws. Equal to
-    ``np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, record_id]))``. Takes about 3 µs.
+    The key of Philox4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is (seed, epoch), and
+    the highest word of its counter starts at the record id. Distinct inputs below 2**64 thus give distinct streams that
+    do not overlap within 2**192 draws. Equal to ``np.random.Generator(np.random.Philox(key=[seed, epoch],
+    counter=[0, 0, 0, record_id]))``. Takes about 3 µs.
     """
     key: Any = _KeyWords(np.array([seed, epoch], dtype=np.uint64))
     return np.random.Generator(np.random.Philox(key, counter=np.array([0, 0, 0, record_id], dtype=np.uint64)))

@@ -17,7 +17,7 @@ from meshfeed._src.base.types import public
 T = TypeVar("T")
 
 Balance: TypeAlias = "Literal['attention', 'tokens'] | Callable[[np.ndarray], float]"
-"""What the rows of a global batch are balanced by; a function gets the segment lengths of one row, int64[segments]."""
+"""The cost by which rows of a global batch are balanced; a function takes one row's segment lengths, int64[segments]."""
 
 
 def _integer(setting: str, value: object, minimum: int, what: str) -> int:
@@ -46,7 +46,7 @@ class BatchSchedule:
     """
 
     def __init__(self, stages: Sequence[tuple[int, int]]) -> None:
-        what = "a list of (first_step, global_batch_size) with first_step 0 first and rising, sizes of at least 1"
+        what = "a list of (first_step, global_batch_size), with steps increasing from 0 and sizes of at least 1"
         try:
             pairs = [(first, size) for first, size in stages]
         except (TypeError, ValueError):
@@ -86,8 +86,8 @@ class Retry:
 
     Attributes:
       attempts: attempts per record, including the first; 1 disables retries. A failed call that reads several records
-        counts as an attempt for each of them. They are then read in smaller calls, and the count starts again after
-        each record that was read.
+        counts as an attempt for each of them. They are then read in smaller calls, and the count restarts after each
+        record read.
       initial_seconds: upper bound of the first pause; doubles with each attempt.
       max_seconds: upper bound of every pause.
       on: exception types to retry. If they include OSError, the transient errors of TensorFlow
@@ -101,7 +101,7 @@ class Retry:
     on: tuple[type[BaseException], ...] = (OSError,)
 
     def __post_init__(self) -> None:
-        _integer("retry.attempts", self.attempts, 1, "an int of at least 1 (1: no second try)")
+        _integer("retry.attempts", self.attempts, 1, "an int of at least 1 (1: no retries)")
         _number("retry.initial_seconds", self.initial_seconds, 0, "a number of seconds of at least 0")
         _number("retry.max_seconds", self.max_seconds, 0, "a number of seconds of at least 0")
         given = (self.on,) if isinstance(self.on, type) else self.on
@@ -117,8 +117,8 @@ class Workers(int):
 
     Args:
       count: number of processes, at least 0. A plain int uses the default ``gc_every``.
-      gc_every: reads per run of a worker's garbage collector. It is disabled in between, to avoid delaying a batch; 0
-        keeps Python's own schedule.
+      gc_every: reads between runs of a worker's garbage collector, which is disabled in between so that it does not
+        delay a batch; 0 keeps Python's own schedule.
 
     Raises:
       SettingsError: a number is out of range.
@@ -307,7 +307,7 @@ def check_settings(
         prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
         num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),  # pyright: ignore[reportArgumentType] # checked there
         num_threads=_optional_integer("num_threads", num_threads),
-        retry=_instance("retry", retry, Retry, "a meshfeed.Retry; meshfeed.Retry(attempts=1) never tries again"),
+        retry=_instance("retry", retry, Retry, "a meshfeed.Retry; meshfeed.Retry(attempts=1) disables retries"),
         bad_records=None if bad_records is None else _instance("bad_records", bad_records, SkipBad, none_or_skip),
         check_replicas=_flag("check_replicas", check_replicas),
         timeout_seconds=_number(
@@ -318,7 +318,7 @@ def check_settings(
 
 
 def balance_json(settings: FeedSettings) -> str | None:
-    """Returns ``balance`` as it is shown and compared between hosts: a function by its name."""
+    """Returns ``balance`` for display and for comparison between hosts; a function is represented by its name."""
     balance = settings.balance
     if balance is None or isinstance(balance, str):
         return balance

@@ -1,7 +1,7 @@
 """Counters and timings of a feed on this host, and the progress of resumes that read and drop records.
 
-Such a resume may take long without being a stall. Records are dropped deep inside sources, in ``set_state`` methods that
-take nothing but a state. Threads of this process and other hosts wait for all of them alike, so there is one
+Such a resume may take minutes without being a stall. Records are dropped deep inside sources, in ``set_state`` methods
+whose only argument is the state. Threads of this process and other hosts wait for all of them alike, so there is one
 :data:`PROGRESS` per process.
 """
 
@@ -37,8 +37,8 @@ class FeedStats:
       skipped_records: bad records replaced in delivered batches of this host.
       startup_seconds: the part of ``wait_seconds`` spent waiting for the first batch, including the first batch after
         each ``reset`` and ``set_state``.
-      elapsed_seconds: time from the first batch to the last, without the waits in ``startup_seconds`` and the time
-        from the last batch before a ``reset`` or ``set_state`` to the first batch after it.
+      elapsed_seconds: time from the first batch to the last, excluding the time from the last batch before a ``reset``
+        or ``set_state`` to the first batch after it.
       feed_id: identifies the feed; empty in the statistics of an interval, which cannot start another interval.
     """
 
@@ -78,13 +78,13 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
     if not isinstance(earlier, FeedStats) or earlier.feed_id != stats.feed_id:
         what = "a FeedStats of a different feed or of an interval" if isinstance(earlier, FeedStats) else repr(earlier)
         raise SettingsError(
-            f"since={what}; it takes what an earlier call of stats() of this feed returned.", setting="since"
+            f"since={what}; it takes the result of an earlier call of stats() of this feed.", setting="since"
         )
     sums = {name: getattr(stats, name) - getattr(earlier, name) for name in _SUMS}
     if min(sums.values()) < 0:  # counters never decrease, so ``earlier`` is the later of the two
         raise SettingsError(
-            f"since= was taken after {earlier.batches} batches, later than the figures to compare it with, which were taken "
-            f"after {stats.batches}. Pass what an earlier call of stats() returned.",
+            f"since= was taken after {earlier.batches} batches, later than the statistics it is subtracted from (after "
+            f"{stats.batches}). Pass the result of an earlier call of stats().",
             setting="since",
         )
     return _make_stats(sums, "")
@@ -164,7 +164,7 @@ class Progress:
         return time.monotonic() - self._moved_at
 
     def __str__(self) -> str:
-        """Describes what progressed last and has not ended; empty if nothing is being dropped."""
+        """Describes the latest progress; empty if nothing is being dropped."""
         latest = self._latest
         return "" if latest is None else str(latest)
 
@@ -178,7 +178,7 @@ class Dropping:
     Args:
       what: the object being resumed, such as ``lane 3``.
       total: number of records to drop.
-      unit: what is counted, in the plural.
+      unit: the unit of ``total``, in the plural.
     """
 
     def __init__(self, what: str, total: int, unit: str = "records") -> None:

@@ -113,7 +113,7 @@ class Background:
         self._threads.append(thread)
         try:
             thread.start()
-        except RuntimeError:  # the process cannot start another thread: this one, which is never joined, does the work
+        except RuntimeError:  # the process cannot start another thread; use this one, which is never joined
             self._threads.remove(thread)
             self._run()
 
@@ -275,7 +275,7 @@ class Threads:
         self._unstarted = list(reversed(self._threads))
         self._name = name
         self._closed = False
-        # The threads hold the queue but not the pool, so they do not keep it alive. At exit, daemons need no end.
+        # The threads hold the queue but not the pool, so they do not keep it alive. Daemon threads need no end at exit.
         weakref.finalize(self, _end, self._tasks, num_threads).atexit = False
 
     def submit(self, function: Callable[..., R], /, *args: object, **kwargs: object) -> Call[R]:
@@ -285,7 +285,7 @@ class Threads:
           RuntimeError: after :meth:`shutdown` or :meth:`close`.
         """
         if self._closed:
-            raise RuntimeError(f"the threads {self._name} are closed and take no new work")
+            raise RuntimeError(f"the thread pool {self._name!r} is closed and accepts no new work")
         for thread in self._unstarted[-1:]:
             thread.start()
             with contextlib.suppress(ValueError):  # a concurrent caller has started it too
@@ -306,9 +306,11 @@ class Threads:
         return [call.result() for call in calls]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the threads once submitted work is done; ``cancel_futures`` cancels work that has not started.
+        """Ends the threads once submitted work is done.
 
-        ``wait`` waits at most five seconds; a thread that hangs in a call ends when the call returns.
+        Args:
+          wait: whether to wait for the threads, at most 5 s; a thread that hangs in a call ends when the call returns.
+          cancel_futures: whether to cancel work that has not started.
         """
         deadline = time.monotonic() + _CLOSE_SECONDS  # one deadline for all threads
         self._closed = True
@@ -320,7 +322,7 @@ class Threads:
         hung = [thread for thread in self._threads if not thread.join(max(0.0, deadline - time.monotonic()))]
         if hung:
             _log.warning(
-                "%d threads %s are still in a read of the source after close; they end with that read",
+                "%d %s threads are still reading the source after close; they end when that read returns",
                 len(hung),
                 self._name,
             )
@@ -331,7 +333,7 @@ class Threads:
 
 
 def close_within(thing: object, seconds: float | None = None) -> None:
-    """Calls ``thing.close()``, if defined, and waits at most ``seconds`` for it (default: 5 s, as for threads).
+    """Calls ``thing.close()``, if defined, and waits at most ``seconds`` for it (default: 5).
 
     Iterators of other libraries join their threads in ``close``, and those may hang in a read.
 

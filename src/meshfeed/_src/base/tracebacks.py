@@ -1,6 +1,6 @@
 """Decorators for the public API: short tracebacks, and suggestions for misspelled keywords.
 
-A traceback shows the caller's line and, if the user's source or decoder raised, its frames.
+A traceback shows the caller's line and, if the user's source or decoder raised, that code's frames.
 ``MESHFEED_FULL_TRACEBACK=1`` in the environment keeps every frame.
 """
 
@@ -102,5 +102,5 @@ def _is_own(frame: types.FrameType) -> bool:
 
 
 def _is_carrier(frame: types.FrameType) -> bool:
-    """Whether the frame belongs to a library that only forwards a call of meshfeed: to a thread, or as a retry."""
+    """Whether the frame belongs to a library that only forwards meshfeed's call: to a thread, or as a retry."""
     return f"{frame.f_globals.get('__name__', '')}.".startswith(_CARRIERS)

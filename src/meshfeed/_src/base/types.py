@@ -1,7 +1,7 @@
 """Protocols and type aliases shared by all rooms, and the public module names of private definitions.
 
-The protocols are not base classes: any object with the methods of a source is a source. What a source may define beyond
-them is in ``hooks.py``.
+The protocols are not base classes: any object with the methods of a source is a source. ``hooks.py`` lists the optional
+methods.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class LaneIterator(Protocol):
 class StreamSource(Protocol):
     """A sequential source that can be split into lanes.
 
-    ``open(lane_index, num_lanes)`` returns the records of lane ``lane_index`` of ``num_lanes`` from the beginning, the
-    same records on every host. It gets ``epoch=`` and ``seed=`` if it has these parameters.
+    ``open(lane_index, num_lanes)`` returns an iterator over the records of lane ``lane_index`` of ``num_lanes`` from the
+    beginning, the same on every host. Feeds pass ``epoch=`` and ``seed=`` if it has these parameters.
     """
 
     open: Callable[..., LaneIterator]
@@ -127,11 +127,11 @@ class HostBatchPass(Protocol):
 
 
 class HostBatchSource(Protocol):
-    """The batches that a host makes for itself (:class:`meshfeed.sources.HostBatches`)."""
+    """A host's own batches (:class:`meshfeed.sources.HostBatches`)."""
 
     @property
     def iterable(self) -> object:
-        """What the batches come from."""
+        """The iterable of batches that the user passed."""
         ...
 
     @property

@@ -1,11 +1,11 @@
-"""Orders the rows of a global batch so that equal parts of it cost the same.
+"""Orders the rows of a global batch so that equal parts of it cost about the same.
 
-The rows are split into halves of equal number and nearly equal cost, the halves again, and so on. Any power of two of
-equal, consecutive parts is therefore balanced, whatever the number of devices: the order is a function of the costs alone,
-and the same batch has the same rows in the same order on any mesh.
+The rows are split into halves of equal size and nearly equal cost, the halves again, and so on. The batch is therefore
+balanced when cut into any power of two of equal parts, on any number of devices. The order depends on the costs alone,
+so a batch has the same rows in the same order on any mesh.
 
-Each split pairs rows of neighbouring cost, and gives one of each pair to each half: so that the differences of the pairs
-cancel, from the largest to the smallest (balanced number partitioning; Coffman, Frederickson and Lueker, 1984).
+Each split pairs rows of similar cost and puts one row of each pair in each half, choosing which so that the differences
+of the pairs cancel, largest first (balanced number partitioning; Coffman, Frederickson and Lueker, 1984).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from meshfeed._src.base.types import RecordIds
 
-_SWAPS = 3  # rows that a split swaps at the end; each at least halves what a small group is off, usually
-_MAX_SWAPPED = 32  # rows of a half, since every pair is tried; larger groups come out even without
-_CHOSEN = 32  # the largest and the smallest differences of a split that are placed one by one
+_SWAPS = 3  # swaps at the end of a split; each usually halves the remaining difference of a small group, or better
+_MAX_SWAPPED = 32  # the largest half that is swapped, since every pair is tried; larger halves balance without swaps
+_CHOSEN = 32  # how many of the largest and of the smallest differences of a split are placed one by one
 
 
 def balanced_rows(costs: np.ndarray) -> RecordIds:
-    """Returns which row of the batch becomes each row, int64[rows].
+    """Returns, for each row of the balanced batch, its row in the given batch; int64[rows].
 
     Args:
       costs: numbers [rows], at least 0.
@@ -49,7 +49,7 @@ def _halve(groups: RecordIds, of_row: np.ndarray) -> RecordIds:
 
 
 def _signs(differences: np.ndarray) -> np.ndarray:
-    """Returns 1 or -1 for each difference so that the signed sum of each group is small.
+    """Returns 1 or -1 for each difference, chosen to make the signed sum of each group small.
 
     Args:
       differences: [groups, n], descending, at least 0.
@@ -67,11 +67,11 @@ def _signs(differences: np.ndarray) -> np.ndarray:
 
 
 def _swap(groups: RecordIds, costs: np.ndarray) -> RecordIds:
-    """Swaps one row of each half for one of the other, if that brings the halves closer together.
+    """Swaps the pair of rows between the halves of each group that balances them best, if any does.
 
     Args:
       groups: int64[groups, 2, rows].
-      costs: of these rows, same shape.
+      costs: costs of these rows, same shape.
     """
     more = costs.sum(axis=2)
     gap = (more[:, 0] - more[:, 1])[:, None, None]

@@ -44,7 +44,10 @@ _EPOCH, _BLOCKS, _WITHIN, _SHORT_BLOCK, _REPLACEMENT = 1, 2, 3, 4, 5
 
 
 def mix64(value: int) -> int:
-    """A bijection of 64-bit integers in which every input bit affects every output bit (splitmix64's finalizer)."""
+    """A bijection of 64-bit integers in which every input bit affects every output bit.
+
+    One step of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -245,7 +248,7 @@ class EpochOrder:
         return record_ids, epochs
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
-        """Returns record ids and epochs at positions ``[start, stop)``, as a faster :meth:`ids_at`.
+        """Returns :meth:`ids_at` for positions ``[start, stop)``, faster.
 
         Raises:
           IndexError: a position is outside the stream.
@@ -306,9 +309,9 @@ def _chunk(order: EpochOrder, epoch: int, chunk_index: int) -> RecordIds:
 def _blocked_ids(offsets: RecordIds, num_records: int, block_records: int, seed: int, epoch: int) -> RecordIds:
     """Blocked shuffle: permutes the blocks over the slots of the epoch, and the records within each block.
 
-    The last block may lack ``missing`` records. Its slot is chosen by a key of its own; every slot then begins at
-    ``slot * block_records``, less ``missing`` for slots after the short one. Slot and start thus follow from each other
-    by arithmetic.
+    The last block may lack ``missing`` records. A separate key chooses its slot; every slot then begins at
+    ``slot * block_records``, less ``missing`` for slots after the short one. Offsets therefore map to slots by
+    arithmetic.
     """
     num_blocks = -(-num_records // block_records)
     missing = num_blocks * block_records - num_records
@@ -378,17 +381,17 @@ def _check_order(num_records: int, shuffle: bool | int, seed: int, num_epochs: i
     if not _is_int(num_records) or num_records > _MAX_POSITION:
         raise SettingsError(f"num_records must be an int from 1 to 2**62, not {num_records!r}.", setting="num_records")
     if num_records < 1:
-        raise SourceError(f"the source has {num_records} records, and an order needs at least one.")
+        raise SourceError(f"the source has {num_records} records; an order needs at least one.")
     if not isinstance(shuffle, (bool, np.bool_)) and not (_is_int(shuffle) and shuffle >= 0):
         raise SettingsError(
-            f"shuffle={shuffle!r}: pass False, True, or the number of records of a block (an int >= 1).",
+            f"shuffle={shuffle!r}: pass False, True, or the number of records per block (an int >= 1).",
             setting="shuffle",
         )
     if not _is_int(seed) or not 0 <= seed <= _MASK:
         raise SettingsError(f"seed={seed!r}: pass an int from 0 to 2**64 - 1.", setting="seed")
     if num_epochs is not None and not (_is_int(num_epochs) and num_epochs >= 1):
         raise SettingsError(
-            f"num_epochs={num_epochs!r}: pass an int >= 1, or None to repeat for ever.", setting="num_epochs"
+            f"num_epochs={num_epochs!r}: pass an int >= 1, or None to repeat forever.", setting="num_epochs"
         )
 
 

@@ -37,7 +37,7 @@ GivenWeights = Weights | Sequence[tuple[int, Weights]]
 StagedWeights = tuple[tuple[int, dict[str, float]], ...]
 """(first step, weights) pairs, the first at step 0."""
 
-_TAKES = "{name: weight}, or stages [(first_step, {name: weight}), ...] with the first at step 0 and the steps rising"
+_TAKES = "{name: weight}, or stages [(first_step, {name: weight}), ...] with steps increasing from 0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def parse_weights(weights: GivenWeights, names: Sequence[str]) -> StagedWeights:
       SettingsError: the weights have neither form, a name is unknown, a weight is not a finite number of at least 0,
         or all weights of a stage are 0.
     """
-    given = cast("object", [(0, weights)] if isinstance(weights, Mapping) else weights)  # not checked so far
+    given = cast("object", [(0, weights)] if isinstance(weights, Mapping) else weights)  # not validated yet
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise SettingsError(f"weights={weights!r}; it takes {_TAKES}.", setting="weights")
     stages: list[tuple[int, dict[str, float]]] = []
@@ -118,12 +118,12 @@ def check_all_named(weights: GivenWeights, names: Sequence[str]) -> None:
     if not forgotten:
         return
     if not isinstance(weights, Mapping):
-        _log.warning("no stage of weights names the component %s: it will not be read before one does.", forgotten)
+        _log.warning("no stage of weights names the component %s; it is not read until a stage does.", forgotten)
         return
     complete = {name: weights.get(name, 1) for name in names}
     raise SettingsError(
         f"weights leaves out the component {forgotten}, which would never be read. Name every component, as in "
-        f"weights={complete!r} (0: not read), or take it out of the components.",
+        f"weights={complete!r} (0: not read), or remove it from the components.",
         setting="weights",
     )
 
@@ -143,7 +143,7 @@ def _check_weights(weights: Mapping[str, object], names: Sequence[str]) -> dict[
     for name, weight in weights.items():
         if name not in names:
             raise SettingsError(
-                f"weights names {name!r}, which is no component; the components are {', '.join(map(repr, names))}.",
+                f"weights has the unknown component {name!r}; the components are {', '.join(map(repr, names))}.",
                 setting="weights",
             )
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
@@ -262,8 +262,8 @@ def _raise_changed(
         f"mixture.stages[{index}]",
         None if old is None else (old.first_step, dict(old.weights)),
         None if new is None else (new.first_step, dict(new.weights)),
-        "A stage that has begun cannot change: what was delivered was drawn by it. To go on with the new weights from "
-        f"here, write {write_stages(stages)}",
+        "A stage that has begun cannot change, because delivered records were drawn with it. To use the new weights "
+        f"from here on, pass {write_stages(stages)}",
     )
 
 
@@ -279,13 +279,13 @@ def _check_components(
                 field,
                 identity,
                 None,
-                "The past was drawn from it and must stay replayable: keep it among the components (in the order "
-                f"{order}, additions last) and leave it out of the stages to come.",
+                "Delivered records came from it and must remain replayable: keep it among the components (in the order "
+                f"{order}, additions last) and leave it out of later stages.",
             )
         new_number, new_identity = here[name]
         if new_number != number:
             raise StateMismatchError(
-                f"{field}.number", number, new_number, f"Name the components in the order {order}, additions last."
+                f"{field}.number", number, new_number, f"Pass the components in the order {order}, additions last."
             )
         if new_identity != identity:
             if isinstance(identity, dict) and isinstance(new_identity, dict):
@@ -296,7 +296,7 @@ def _check_components(
                 field,
                 identity,
                 new_identity,
-                "Pass the component's data as it was, or add the new data under a new name.",
+                "Pass the component's original data, or add the new data under a new name.",
             )
 
 
@@ -453,7 +453,7 @@ class MixtureOrder:
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, or None for an endless stream.
       on_end: "repeat" or "stop".
-      repeat: component → times that it is read per epoch; 1 if not named.
+      repeat: component → how many times it is read per epoch; default: 1.
       identities: component → JSON value that must be equal for a state to be usable; default: the number of records.
 
     Raises:
@@ -484,7 +484,7 @@ class MixtureOrder:
         for name, order in zip(self._names, self._orders, strict=True):
             if order.num_records > 1 << COMPONENT_SHIFT:
                 raise SettingsError(
-                    f"component {name!r} has {order.num_records} records; a mixture can tell at most 2**48 apart.",
+                    f"component {name!r} has {order.num_records} records; a mixture takes at most 2**48 per component.",
                     setting="components",
                 )
         if on_end == "stop" and num_epochs is None:

@@ -1,12 +1,13 @@
 """Computes which parts of which documents make up each sequence, from the documents' lengths.
 
-Documents are packed in blocks of consecutive documents. How many sequences a block gives depends only on its lengths, so
-the place of a sequence in the epoch leads to its block by one search in a table of 8 bytes per block. Its documents then
+Documents are packed in blocks of consecutive documents. The number of sequences of a block depends only on its
+documents' lengths, so one search in a table of 8 bytes per block finds the block of a sequence. The sequence's documents
 follow from that block alone: shuffling permutes the blocks, and the documents within each.
 
 ``method="split"`` puts the documents of a block end to end and cuts at multiples of the sequence length. ``"fit"`` takes
-pieces from the longest to the shortest, and puts each into the sequence with the least room that holds it (best fit
-decreasing). Pieces of equal length are exchangeable, so the number of sequences does not depend on the order.
+pieces from the longest to the shortest and puts each into the fullest sequence that has room for it (best-fit
+decreasing, as in Ding et al., "Fewer truncations improve language modeling", 2024). Pieces of equal length are
+interchangeable, so the number of sequences does not depend on the order of the documents.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class PackingStats:
-    """What packing makes of the documents of an epoch.
+    """Statistics of packing the documents of one epoch.
 
     Attributes:
       sequences: number of sequences.
       documents: number of documents, including empty and dropped ones.
       tokens: tokens in the sequences.
-      padding_fraction: share of the sequences' places that is padding.
-      cut_documents: documents that are in more than one sequence.
-      lost_tokens: tokens of documents that were truncated or dropped.
+      padding_fraction: fraction of the sequences' tokens that is padding, from 0 to 1.
+      cut_documents: number of documents that are in more than one sequence.
+      lost_tokens: tokens lost because documents were truncated or dropped.
     """
 
     sequences: int
@@ -81,7 +82,7 @@ class Packing:
       sequence_length: tokens per sequence.
       method: "split" or "fit".
       block: documents per block.
-      long: what becomes of a document longer than a sequence: "split", "truncate" or "drop".
+      long: what to do with a document longer than a sequence: "split", "truncate" or "drop".
       shuffle: whether documents and blocks are permuted, differently in each epoch.
       seed: 0 to 2**64 - 1.
     """
@@ -117,13 +118,13 @@ class Packing:
         self._forget()
 
     def shuffled(self, seed: int) -> Packing:
-        """Returns the same packing with documents and blocks permuted; does not count again."""
+        """Returns the same packing with documents and blocks permuted; reuses the sequence counts."""
         other = object.__new__(Packing)
         other.__setstate__({**self.__getstate__(), "_shuffle": True, "_seed": seed})
         return other
 
     def pieces_at(self, positions: RecordIds) -> Pieces:
-        """Returns the pieces of sequences.
+        """Returns the pieces of the sequences at ``positions``, in that order.
 
         Args:
           positions: int64[n], ``epoch * num_sequences + place``, in any order, repeats allowed.
@@ -141,7 +142,7 @@ class Packing:
         return found[0][1] if len(found) == 1 else _join(found, len(positions))
 
     def stats(self, epoch: int = 0) -> PackingStats:
-        """Returns figures of one epoch; goes through all lengths."""
+        """Returns the statistics of one epoch; reads all lengths."""
         tokens = cut = total = 0
         for block in range(len(self._counts)):
             plan = self._plan(epoch, block)
@@ -154,7 +155,7 @@ class Packing:
         return self.lengths[block * self._block : (block + 1) * self._block].astype(np.int64)
 
     def _used_lengths(self, block: int) -> np.ndarray:
-        """How many tokens of each document of a block are in sequences, int64[documents of the block]."""
+        """Number of tokens of each document of a block that sequences contain, int64[documents of the block]."""
         lengths = self._lengths_of(block)
         if self._long == "truncate":
             return np.minimum(lengths, self.sequence_length)
@@ -168,7 +169,7 @@ class Packing:
         return int(whole.sum()) + best_fit(_descending(rest), self.sequence_length)[1]
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of an epoch in order, and the sequences up to and including each; int64[blocks] each."""
+        """The blocks of an epoch in order, and the cumulative number of their sequences; int64[blocks] each."""
         found = self._epochs.get(epoch)
         if found is None:
             blocks = np.arange(len(self._counts))
@@ -210,13 +211,13 @@ class _SplitBlock:
     """
 
     def __init__(self, documents: RecordIds, lengths: np.ndarray, sequence_length: int) -> None:
-        used = np.flatnonzero(lengths)  # an empty document takes no place
+        used = np.flatnonzero(lengths)  # an empty document has no piece
         self._documents, self._lengths, self._size = documents[used], lengths[used], sequence_length
         self._ends = np.cumsum(self._lengths)
         self.num_tokens = int(self._ends[-1]) if len(used) else 0
 
     def pieces(self, numbers: np.ndarray) -> Pieces:
-        """The pieces of sequences of the block, int64[n]."""
+        """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
         starts = numbers * self._size
         stops = np.minimum(starts + self._size, self.num_tokens)
         first = np.searchsorted(self._ends, starts, side="right")
@@ -228,20 +229,20 @@ class _SplitBlock:
         return Pieces(splits, self._documents[at], begins - (self._ends[at] - self._lengths[at]), lengths)
 
     def num_cut(self) -> int:
-        """Documents in more than one sequence."""
+        """Number of documents in more than one sequence."""
         return int(np.count_nonzero((self._ends - self._lengths) // self._size != (self._ends - 1) // self._size))
 
 
 class _FitBlock:
-    """A block of documents, none of which is cut that fits into a sequence.
+    """A block of documents in which only documents longer than a sequence are cut.
 
-    Sequences that one document fills are computed, not stored: a document of 10**7 tokens gives thousands.
+    Sequences filled by a single document are computed, not stored: a document of 10**7 tokens fills thousands.
 
     Args:
       documents: int64[n], the documents in order.
       lengths: int64[n], their tokens.
       sequence_length: tokens per sequence.
-      key: of the permutation of sequences; None to order them by their first documents, full ones first.
+      key: key of the permutation of sequences; None to order them by their first documents, full ones first.
     """
 
     def __init__(self, documents: RecordIds, lengths: np.ndarray, sequence_length: int, key: int | None) -> None:
@@ -255,21 +256,21 @@ class _FitBlock:
         descending = used[np.argsort(-rest[used], kind="stable")]
         bins = np.empty(len(lengths), np.int64)
         bins[descending], number = best_fit(rest[descending], sequence_length)
-        by_bin = used[np.argsort(bins[used], kind="stable")]  # documents of a sequence stay in order
+        by_bin = used[np.argsort(bins[used], kind="stable")]  # stable: documents of a sequence stay in order
         self._documents, self._starts, self._rest = documents[by_bin], whole[by_bin] * sequence_length, rest[by_bin]
         self._splits = np.concatenate([[0], np.cumsum(np.bincount(bins[used], minlength=number))])
         self._by_first = np.argsort(by_bin[self._splits[:-1]]) if key is None else None
         self._num_sequences = self._num_whole + number
 
     def pieces(self, numbers: np.ndarray) -> Pieces:
-        """The pieces of sequences of the block, int64[n]."""
+        """Returns the pieces of the sequences ``numbers`` of the block, int64[n]."""
         if self._key is not None:
             numbers = permute(numbers, self._num_sequences, self._key)
         is_whole = numbers < self._num_whole
         bins = np.where(is_whole, 0, numbers - self._num_whole)
         if self._by_first is not None and len(self._by_first):
             bins = self._by_first[bins]
-        ends = np.append(self._splits, 1)  # without any bin, bin 0 is read below and not used
+        ends = np.append(self._splits, 1)  # if there are no bins, bin 0 is read below but not used
         counts = np.where(is_whole, 1, ends[bins + 1] - ends[bins])
         splits, sequence, within = _expand(counts)
         documents, starts, lengths = (np.zeros(len(sequence), np.int64) for _ in range(3))
@@ -283,19 +284,19 @@ class _FitBlock:
         return Pieces(splits, documents, starts, lengths)
 
     def num_cut(self) -> int:
-        """Documents in more than one sequence: those that do not fit into one."""
+        """Number of documents in more than one sequence: those longer than a sequence."""
         return self._cut
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Puts pieces into bins: each into the bin with the least room that holds it, or into a new one.
+    """Puts each piece into the fullest bin that has room for it, or into a new bin.
 
     Args:
       lengths: integers [n] from 1 to ``capacity``, taken in this order.
-      capacity: of each bin.
+      capacity: capacity of each bin.
 
     Returns:
-      int64[n], the bin of each piece; and the number of bins.
+      The bin of each piece, int64[n], and the number of bins.
     """
     if extension is None:
         return _best_fit_in_python(lengths.tolist(), capacity)
@@ -305,7 +306,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def _best_fit_in_python(lengths: list[int], capacity: int) -> tuple[np.ndarray, int]:
-    rooms: list[int] = []  # rooms that some bin has, ascending
+    rooms: list[int] = []  # the distinct amounts of room left in bins, ascending
     bins_with: dict[int, list[int]] = {}
     found = np.empty(len(lengths), np.int64)
     number = 0
@@ -330,19 +331,19 @@ def _best_fit_in_python(lengths: list[int], capacity: int) -> tuple[np.ndarray, 
 def _descending(lengths: np.ndarray) -> np.ndarray:
     used = lengths[lengths > 0]
     if len(used) and int(used.max()) < 1 << 16:
-        used = used.astype(np.uint16)  # sorted by radix
+        used = used.astype(np.uint16)  # numpy's stable sort of 16-bit integers is a radix sort
     return np.sort(used, kind="stable")[::-1]
 
 
 def _expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For groups of the given sizes: first members, and each member's group and index within it."""
+    """Returns, for groups of the given sizes, their first members, and each member's group and index within it."""
     splits = np.concatenate([[0], np.cumsum(counts)])
     group = np.repeat(np.arange(len(counts)), counts)
     return splits, group, np.arange(int(splits[-1]), dtype=np.int64) - splits[group]
 
 
 def _join(parts: list[tuple[np.ndarray, Pieces]], num_sequences: int) -> Pieces:
-    """Puts the sequences of several blocks into one order: each part has its rows and their pieces."""
+    """Merges the pieces of several blocks; each part consists of row numbers and the pieces of those rows."""
     counts = np.zeros(num_sequences, np.int64)
     for rows, pieces in parts:
         counts[rows] = np.diff(pieces.splits)
@@ -358,11 +359,11 @@ def _join(parts: list[tuple[np.ndarray, Pieces]], num_sequences: int) -> Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class PlaceOrder:
-    """The order of sequences that are numbered by their places in the stream: ``epoch * num_records + place``.
+    """The order of sequences whose record ids are their positions in the stream, ``epoch * num_records + place``.
 
     Attributes:
       num_records: sequences per epoch.
-      seed: of the packing, for the fingerprint.
+      seed: seed of the packing, for the fingerprint.
       num_epochs: number of epochs, or None for an endless stream.
     """
 

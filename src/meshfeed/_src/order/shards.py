@@ -1,20 +1,20 @@
 """An order that follows the files: each host reads few shards at a time, and each shard is needed once per epoch.
 
-A uniform order touches every shard all the time. A window over the whole stream would not help: all rows of a batch
+A uniform order reads from every shard all the time. A window over the whole stream would not help: all rows of a batch
 would come from the same few shards, and every host would need them all. Here the rows of each batch are divided into
 lanes, and each lane reads its own shards:
 
-* Cell ``c = t * num_lanes + lane`` of the stream is what the lane delivers as its record number t. Epoch e consists of
-  the cells ``[e * num_records, (e + 1) * num_records)``, so that epochs follow one another without a gap even if
-  ``num_lanes`` does not divide the number of records. A lane has as many records in an epoch as it has cells there.
+* Cell ``c = t * num_lanes + lane`` of the stream is record number t of the lane. Epoch e consists of the cells
+  ``[e * num_records, (e + 1) * num_records)``, so epochs follow one another without a gap even if ``num_lanes`` does not
+  divide the number of records. A lane has as many records in an epoch as it has cells there.
 * In each epoch the shards are permuted, laid end to end, and cut into one part per lane. A shard at a cut belongs to two
   lanes, or to more if it is longer than a part.
 * A lane reads its part in windows of two shards, or pieces of shards, and the records of a window in a keyed uniform
   permutation.
 
-The record of a cell depends on (shard lengths, ``num_lanes``, seed, cell) alone. Which cell a row of a batch holds
-depends also on the batch size, which any ``num_lanes`` divides; every batch ends with all lanes at the same t. The
-order therefore continues exactly with any batch size, and its state is one position. Memory is O(shards) per epoch.
+The record of a cell depends on (shard lengths, ``num_lanes``, seed, cell) alone. The cell of a row also depends on the
+batch size, but ``num_lanes`` divides every batch size, so every batch ends with all lanes at the same t. The order
+therefore continues exactly with any batch size, and its state is one position. Memory is O(shards) per epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshfeed._src.order.steps import StepSchedule
 ALGORITHM = "shard-windows"
 VERSION = 1
 
-_SHARDS, _WINDOW = 6, 7  # purposes of derived keys, beside those of epochs.py
+_SHARDS, _WINDOW = 6, 7  # purpose of a derived key; disjoint from those of epochs.py
 _OPEN_SHARDS = 2  # per lane
 _CHUNK_BITS = 12  # ids are computed in chunks of 4,096
 _MAX_LANES = 64  # of the default
@@ -40,14 +40,14 @@ _MAX_LANES = 64  # of the default
 
 @dataclasses.dataclass(frozen=True)
 class _EpochLayout:
-    """One epoch: permuted shards end to end, the line, cut into lanes, pieces and windows. int64 arrays.
+    """One epoch: the permuted shards end to end ("the line"), cut into lanes, pieces and windows. int64 arrays.
 
     Attributes:
       first_cell: [lanes], the number t of each lane's first record in the epoch.
-      lane_starts: [lanes], where each lane's part begins on the line.
-      piece_starts: [pieces], where each piece begins on the line.
+      lane_starts: [lanes], the offset on the line of each lane's part.
+      piece_starts: [pieces], the offset on the line of each piece.
       piece_ids: [pieces], the record id of each piece's first record.
-      window_starts: [windows + 1], where each window begins on the line, and the end of the line.
+      window_starts: [windows + 1], the offset on the line of each window, and the length of the line.
     """
 
     first_cell: RecordIds
@@ -65,7 +65,7 @@ class ShardOrder:
       num_lanes: number of lanes; divides every batch size of ``step_schedule``.
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, at least 1, or None to repeat forever.
-      step_schedule: where each batch begins, and its size.
+      step_schedule: position and size of each batch.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ShardOrder:
         cells = starts + offsets * self.num_lanes + lanes
         if self.total is None:
             return cells
-        # A last, partial batch has fewer rows than lanes need: it takes what is left in the order of the cells.
+        # A partial last batch cannot be divided into lanes; it takes the remaining cells in order.
         return np.where(starts + sizes > self.total, positions, cells)
 
     def _epoch_ids(self, epoch: int, cells: RecordIds) -> RecordIds:
@@ -158,7 +158,9 @@ class ShardOrder:
         shard_starts = np.cumsum(self._lengths[shards]) - self._lengths[shards]
         piece_starts = np.unique(np.concatenate([shard_starts, lane_starts]))
         piece_starts = piece_starts[piece_starts < self.num_records]
-        shard = np.searchsorted(shard_starts, piece_starts, side="right") - 1  # the last one: others there are empty
+        shard = (
+            np.searchsorted(shard_starts, piece_starts, side="right") - 1
+        )  # the last to start there; others are empty
         piece_ids = self._shard_ids[shards[shard]] + piece_starts - shard_starts[shard]
         lane = np.searchsorted(lane_starts, piece_starts, side="right") - 1
         rank = np.arange(piece_starts.size) - np.searchsorted(lane, lane)

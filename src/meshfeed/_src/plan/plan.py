@@ -131,8 +131,8 @@ class HostPlan:
         number = bisect.bisect_right(self.row_ranges, start, key=lambda row_range: row_range[0]) - 1
         if number < 0 or stop > self.row_ranges[number][1]:
             raise PlanError(
-                f"host {self.process_index} holds the rows {self.row_ranges} and not {start} to {stop}: the plan was "
-                f"made from other shardings. Make it from the shardings of all leaves."
+                f"host {self.process_index} holds the rows {self.row_ranges}, not {start} to {stop}: the plan was made "
+                f"from different shardings. Make it from the shardings of all leaves."
             )
         # By ranges rather than rows: a host may hold many rows, but they form few ranges.
         offset = sum(last - first for first, last in self.row_ranges[:number])

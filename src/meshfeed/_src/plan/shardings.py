@@ -14,7 +14,7 @@ from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
 from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import MeshDevice, PyTree
 
-_TAKES = "Give a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings"
+_TAKES = "Pass a NamedSharding, a Mesh (rows over all its axes), or a pytree of NamedShardings"
 
 
 def normalize_sharding(sharding: PyTree) -> PyTree:
@@ -41,23 +41,23 @@ def _normalize_leaf(leaf: object, path: str) -> NamedSharding:
         leaf = NamedSharding(leaf, PartitionSpec(leaf.axis_names))
     if isinstance(leaf, PartitionSpec):
         raise SettingsError(
-            f"{where} is a PartitionSpec, which names no devices: {leaf}. Give NamedSharding(mesh, spec).",
+            f"{where} is a PartitionSpec, which names no devices: {leaf}. Pass NamedSharding(mesh, spec).",
             setting="sharding",
         )
     if not isinstance(leaf, NamedSharding):
         raise SettingsError(f"{where} is of type {type(leaf).__name__}: {leaf!r}. {_TAKES}.", setting="sharding")
     if isinstance(leaf.mesh, AbstractMesh):
-        raise SettingsError(f"{where} is over an AbstractMesh, which has no devices. Give a Mesh.", setting="sharding")
+        raise SettingsError(f"{where} is over an AbstractMesh, which has no devices. Pass a Mesh.", setting="sharding")
     if not leaf.mesh.size:
         raise PlanError(
-            f"{where} is over a mesh without devices, of shape {dict(leaf.mesh.shape)}. Give each axis a size of at "
-            "least 1."
+            f"{where} is over a mesh without devices, of shape {dict(leaf.mesh.shape)}. Each axis must have a size of "
+            "at least 1."
         )
-    # Checked first: a spec with either set cannot be iterated.
+    # Checked first, because a spec with either set cannot be iterated.
     reduction = getattr(leaf.spec, "unreduced", None) or getattr(leaf.spec, "reduced", None)
     if reduction or any(entry is PartitionSpec.UNCONSTRAINED for entry in leaf.spec):
         raise SettingsError(
-            f"{where} leaves open where data goes: {leaf.spec}. Every entry must be None, an axis, or a tuple of axes.",
+            f"{where} does not define a layout: {leaf.spec}. Every entry must be None, an axis, or a tuple of axes.",
             setting="sharding",
         )
     return leaf
@@ -108,7 +108,7 @@ def broadcast_shardings(prefix: PyTree, tree: PyTree) -> list[NamedSharding]:
         where = _first_difference(prefix, tree, "") or str(error)
         raise SourceError(
             f"the pytree of shardings is not a prefix of the batch: {where}. Received a batch of structure "
-            f"{flatten(tree)[1]}; shardings {flatten(prefix)[1]}. Give one sharding for each of those "
+            f"{flatten(tree)[1]}; shardings {flatten(prefix)[1]}. Pass one sharding for each of those "
             f"parts, or one NamedSharding for the whole batch."
         ) from error
     return leaves
@@ -126,10 +126,10 @@ def _first_difference(prefix: PyTree, tree: PyTree, path: str) -> str:
     where = f"at batch{path}"
     for key in ours:
         if key not in theirs:
-            return f"{where} there is a sharding for {key}, and the batch has no such part"
+            return f"{where} there is a sharding for {key}, but the batch has no such part"
     for key in theirs:
         if key not in ours:
-            return f"{where} the batch has {key}, and there is no sharding for it"
+            return f"{where} the batch has {key}, but there is no sharding for it"
     for key, child in ours.items():
         if found := _first_difference(child, theirs[key], path + key):
             return found
@@ -172,7 +172,7 @@ def check_divisible(
         sizes = " x ".join(str(axis_sizes[axis]) for axis in axes)
         over = f"mesh axes {tuple(axes)!r} of size {sizes} = {parts}"
     raise PlanError(
-        f"{what} of size {size} cannot be divided evenly over {over}. Sizes nearest to it that can: {works}. Change "
+        f"{what} of size {size} cannot be divided evenly over {over}. Nearest valid sizes: {works}. Change "
         f"the size, or divide it over fewer axes."
     )
 

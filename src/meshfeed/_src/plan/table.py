@@ -132,8 +132,8 @@ def _process_table(
     if process_of is None:
         if positions > hosts * devices_per_host:
             raise SettingsError(
-                f"the mesh {dict(mesh_axes)} has {positions:,} positions, and {hosts:,} hosts x {devices_per_host} "
-                f"devices are {hosts * devices_per_host:,}. Make the mesh smaller, or give more hosts or devices.",
+                f"the mesh {dict(mesh_axes)} has {positions:,} positions, but {hosts:,} hosts x {devices_per_host} "
+                f"devices are {hosts * devices_per_host:,}. Use a smaller mesh, or more hosts or devices.",
                 setting="mesh",
             )
         return np.arange(positions, dtype=np.int64) // devices_per_host
@@ -153,11 +153,11 @@ def _check_axes(mesh_axes: Mapping[str, int], entries: Sequence[tuple[str, ...]]
     for axis in (axis for axes in entries for axis in axes):
         if axis not in mesh_axes:
             raise SettingsError(
-                f"the spec names the axis {axis!r}, and the mesh has {list(mesh_axes)}. Name one of those.",
+                f"the spec names the axis {axis!r}, which the mesh does not have. Use one of {list(mesh_axes)}.",
                 setting="spec",
             )
         if axis in used:
             raise SettingsError(
-                f"the spec names the axis {axis!r} twice. An axis divides one dimension.", setting="spec"
+                f"the spec names the axis {axis!r} twice. An axis can divide only one dimension.", setting="spec"
             )
         used.append(axis)

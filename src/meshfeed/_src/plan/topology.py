@@ -31,7 +31,7 @@ class FakeClient:
 
 
 class FakeDevice:
-    """Replaces a ``jax.Device`` in a mesh without data."""
+    """Stands in for a ``jax.Device`` in a mesh that holds no data."""
 
     platform = "cpu"
     device_kind = "fake"
@@ -100,9 +100,9 @@ def fake_mesh(
     order = range(size) if permutation is None else permutation
     if size > len(devices) or len(order) != size:
         raise SettingsError(
-            f"a mesh {dict(axes)} of {size} positions, {len(devices)} devices ({num_hosts} hosts x "
-            f"{devices_per_host}) and {len(order)} places in the order do not fit. Give at least one device and "
-            f"exactly one place for each position",
+            f"the mesh {dict(axes)} has {size} positions, but there are {len(devices)} devices ({num_hosts} hosts x "
+            f"{devices_per_host}) and a permutation of {len(order)}. Each position needs one device and one entry of "
+            f"the permutation",
             setting="axes",
         )
     grid = np.empty(size, object)

@@ -1,4 +1,4 @@
-"""Files of a feed's state: one per job if all hosts share the state, otherwise one per host, merged on read.
+"""Files of a feed's state: one per job if all hosts share the state, else one per host, merged on read.
 
 A folder contains ``state.json``, or ``part-<process>.json`` files, or both. Each is a document::
 
@@ -59,7 +59,7 @@ def make_document(state: JsonObject, identity: JsonObject | None, process: int) 
 
 
 def must_write(state: JsonObject, process: int) -> bool:
-    """Whether this host must write a file: it is process 0, or its state contains data that process 0 does not have."""
+    """Whether this host must write a file: it is process 0, or its state has data that process 0 does not have."""
     return process == 0 or state.get("kind") != "random_access" or bool(state.get("skipped"))
 
 
@@ -78,8 +78,8 @@ def readable_path(directory: Directory) -> epath.Path:
     scheme, is_url, _ = str(directory).partition("://")
     if is_url and scheme not in ("gs", "s3"):
         raise CheckpointError(
-            f"{directory}: checkpoints are read from folders and gs://, not from {scheme}://. Give the path of a folder, "
-            "or copy the checkpoint into one."
+            f"{directory}: checkpoints are read from folders, gs:// and s3://, not from {scheme}://. Pass the path of a "
+            "folder, or copy the checkpoint into one."
         )
     path = epath.Path(directory)
     if is_url:
@@ -103,7 +103,7 @@ def write_json(path: epath.Path, value: JsonValue) -> None:
     with open(beside, "w") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # otherwise a crash after the rename could leave an empty file
+        os.fsync(file.fileno())  # without it, a crash after the rename could leave an empty file
     os.replace(beside, os.fspath(path))
 
 
@@ -137,7 +137,7 @@ def _read_document(path: epath.Path) -> dict[str, JsonValue]:
             f"{path}: not JSON ({error}), expected a state of a feed. {remedy}", path=str(path)
         ) from None
     if not isinstance(document, dict) or "meshfeed_iterator" not in document:
-        raise DamagedStateError(f"{path}: no state of a feed. {remedy}", path=str(path))
+        raise DamagedStateError(f"{path}: not the state of a feed. {remedy}", path=str(path))
     document = cast("dict[str, JsonValue]", document)
     bare = {key: value for key, value in document.items() if key != "digest"}
     # Before the version check: a flipped bit in the version must not ask for an upgrade.
@@ -147,7 +147,8 @@ def _read_document(path: epath.Path) -> dict[str, JsonValue]:
         )
     if document["meshfeed_iterator"] > _VERSION:
         raise CheckpointError(
-            f"{path}: format {document['meshfeed_iterator']}, this version reads up to {_VERSION}. Upgrade meshfeed."
+            f"{path}: has format {document['meshfeed_iterator']}, but this version of meshfeed reads up to {_VERSION}. "
+            "Upgrade meshfeed."
         )
     return bare
 
@@ -174,8 +175,8 @@ def read_document(directory: Directory) -> dict[str, JsonValue]:
     paths = state_paths(directory) if epath.Path(directory).exists() else []
     if not paths:
         raise CheckpointError(
-            f"{directory}: no iterator state there, expected {STATE_FILE}. Restore without a feed, or read files of "
-            "MaxText and Grain with `meshfeed import-position`."
+            f"{directory}: no iterator state, expected {STATE_FILE}. Restore without a feed, or read files of MaxText "
+            "and Grain with `meshfeed import-position`."
         )
     documents = [_read_document(path) for path in paths]
     if len(documents) == 1:

@@ -76,7 +76,9 @@ _OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
 _MAX_NUMBER = 1 << 62
 KINDS = ("random_access", "lanes", "host_batches")
 
-_DAMAGED = "Pass what get_state() returned; if this was read from a file, it is damaged: use an earlier checkpoint."
+_DAMAGED = (
+    "Pass the result of get_state(). If this was read from a file, the file is damaged: use an earlier checkpoint."
+)
 _REQUIRED: dict[str, type] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
 _OPTIONAL: dict[str, type] = {
     "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
@@ -85,13 +87,13 @@ _OPTIONAL: dict[str, type] = {
 
 _REMEDIES = {
     "source": "Pass the source that the state was saved with, or start a new stream without the state.",
-    "order": "This version of meshfeed orders records otherwise; continue with the version that saved the state.",
+    "order": "This version of meshfeed orders records differently; continue with the version that saved the state.",
     "shuffle": "Pass the saved value, or start a new stream without the state.",
     "seed": "Pass the saved value, or start a new stream without the state.",
     "num_epochs": "Pass the saved value, or start a new stream without the state.",
     "end": "Pass the saved value, or start a new stream without the state.",
     "num_lanes": "Pass the saved number, or num_lanes=None to take it from the state.",
-    "kind": "The state belongs to another kind of source; pass that source, or start a new stream.",
+    "kind": "The state belongs to a different kind of source; pass that source, or start a new stream.",
 }
 
 
@@ -187,8 +189,8 @@ def parse_state(state: JsonValue) -> FeedState:
         raise StateMismatchError("kind", fields["kind"], " or ".join(KINDS), _DAMAGED)
     text = json.dumps(fields)
     if version > (needed := _needed_version(text)):
-        raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state is of that version. {_DAMAGED}")
-    return FeedState(**json.loads(text))  # a deep copy, which the caller cannot change
+        raise StateMismatchError("meshfeed", version, needed, f"Nothing in the state needs that version. {_DAMAGED}")
+    return FeedState(**json.loads(text))  # a deep copy: the caller may change its own
 
 
 def _parse_object(state: JsonValue) -> dict[str, JsonValue]:
@@ -197,7 +199,7 @@ def _parse_object(state: JsonValue) -> dict[str, JsonValue]:
             state = json.loads(state)
         except ValueError as error:
             raise StateMismatchError(
-                "state", _shorten(state), "JSON", f"It is cut short or not JSON ({error}). {_DAMAGED}"
+                "state", _shorten(state), "JSON", f"It is truncated or not JSON ({error}). {_DAMAGED}"
             ) from None
     if not isinstance(state, Mapping):
         raise StateMismatchError("state", _shorten(state), "a JSON object", _DAMAGED)
@@ -207,7 +209,7 @@ def _parse_object(state: JsonValue) -> dict[str, JsonValue]:
 def _pop_version(fields: dict[str, JsonValue]) -> int:
     version = fields.pop("meshfeed", None)
     if not isinstance(version, int) or isinstance(version, bool):
-        raise StateMismatchError("meshfeed", version, VERSION, f"This is no state of a feed. {_DAMAGED}")
+        raise StateMismatchError("meshfeed", version, VERSION, f"This is not the state of a feed. {_DAMAGED}")
     if version > VERSION:
         raise StateMismatchError(
             "meshfeed", version, VERSION, "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
@@ -220,7 +222,7 @@ def _pop_version(fields: dict[str, JsonValue]) -> int:
 def _check_fields(fields: Mapping[str, JsonValue]) -> None:
     for name, kind in _REQUIRED.items():
         if name not in fields:
-            raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is cut short. {_DAMAGED}")
+            raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is truncated. {_DAMAGED}")
     for name, value in fields.items():
         kind = _REQUIRED.get(name) or _OPTIONAL.get(name)
         if kind is None:
@@ -228,7 +230,7 @@ def _check_fields(fields: Mapping[str, JsonValue]) -> None:
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
             raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", _DAMAGED)
         if kind is int and value >= _MAX_NUMBER:
-            raise StateMismatchError(name, value, "a number below 2**62, beyond which no stream goes", _DAMAGED)
+            raise StateMismatchError(name, value, "a number below 2**62, the limit of every stream", _DAMAGED)
 
 
 def _is_ledger(entries: JsonValue) -> bool:
@@ -310,8 +312,8 @@ def _join_entries(part: str, left: JsonValue, right: JsonValue) -> JsonValue:
     if left == right:
         return left
     if part == "lanes":
-        # Two hosts that open the same lane may have taken the source's state at different records before the same place
-        # in the lane. The entry with the smaller skip resumes fastest.
+        # Hosts that open the same lane may have taken the source's state at different records before the same position.
+        # The entry with the smaller skip resumes faster.
         fields = ("records", "epoch", "taken", "ended")
         if not isinstance(left, dict) or not isinstance(right, dict):
             return None
