@@ -160,6 +160,10 @@ def test_an_unreadable_record_is_part_of_the_digest(caplog: pytest.LogCaptureFix
     assert caplog.messages[0] == (
         "record 19 cannot be read (KeyError: 19); the source's fingerprint marks it as unreadable"
     )
+    assert caplog.messages[2] == (
+        "records 0, 19 cannot be read (KeyError: 0); the source's fingerprint marks them as unreadable"
+    )
+    assert len(caplog.messages) == 4
     assert {(record.name, record.levelname) for record in caplog.records} == {("meshfeed.feed", "WARNING")}
 
 

@@ -53,21 +53,29 @@ def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: R
     try:
         return call_with_retry(lambda: digest(ids), retry, doing="reading four records to identify the source")
     except Exception:  # one unreadable record must not hide changes in the others
-        one_by_one = [_digest_or_bad(digest, ids[i : i + 1]) for i in range(len(ids))]
-        return digest_tree([np.frombuffer(text.encode(), np.uint8) for text in one_by_one])
+        return _digest_one_by_one(ids, digest)
 
 
-def _digest_or_bad(digest: Callable[[np.ndarray], str], record_id: np.ndarray) -> str:
-    try:
-        return digest(record_id)
-    except Exception as error:
+def _digest_one_by_one(ids: np.ndarray, digest: Callable[[np.ndarray], str]) -> str:
+    digests: list[str] = []
+    unreadable: list[tuple[int, Exception]] = []
+    for i in range(len(ids)):
+        try:
+            digests.append(digest(ids[i : i + 1]))
+        except Exception as error:
+            digests.append("bad")
+            unreadable.append((int(ids[i]), error))
+    if unreadable:
+        first = unreadable[0][1]
         _log.warning(
-            "record %d cannot be read (%s: %s); the source's fingerprint marks it as unreadable",
-            record_id[0],
-            type(error).__name__,
-            error,
+            "%s %s cannot be read (%s: %s); the source's fingerprint marks %s as unreadable",
+            "record" if len(unreadable) == 1 else "records",
+            ", ".join(str(record_id) for record_id, _ in unreadable),
+            type(first).__name__,
+            first,
+            "it" if len(unreadable) == 1 else "them",
         )
-        return "bad"
+    return digest_tree([np.frombuffer(text.encode(), np.uint8) for text in digests])
 
 
 def content_digest(source: RandomAccessSource, retry: Retry) -> str | None:
