@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from http_store import Store
 
 import meshfeed
 from meshfeed import SettingsError, ShardCache
@@ -54,6 +55,10 @@ def fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool
 
 def urls() -> list[str]:
     return [f"memory://ahead/{shard}.parquet" for shard in range(SHARDS)]
+
+
+def token_urls() -> list[str]:
+    return [f"memory://tokens/{shard}.bin" for shard in range(SHARDS)]
 
 
 def make_feed(cache: ShardCache, **settings: Any) -> Any:
@@ -241,3 +246,107 @@ def test_settings_and_pickle(tmp_path: pathlib.Path) -> None:
     assert ShardCache(tmp_path, max_bytes=10).ahead_bytes == 5
     again = pickle.loads(pickle.dumps(ShardCache(tmp_path, ahead_bytes=7)))
     assert (again.ahead_bytes, again.stats().hits) == (7, 0)
+
+
+@pytest.fixture
+def tokens() -> Any:
+    """Eight files of 400 tokens, in documents that end with 0; the tokens."""
+    memory = fsspec.filesystem("memory")
+    values = np.random.default_rng(0).integers(0, 20, 8 * 400).astype(np.uint16)
+    for shard in range(SHARDS):
+        memory.pipe(f"/tokens/{shard}.bin", values[400 * shard : 400 * shard + 400].tobytes())
+    yield values
+    memory.rm("/tokens", recursive=True)
+
+
+def feed_of(source: Any, **settings: Any) -> Any:
+    import jax
+
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    return meshfeed.Feed(source, mesh, **{"global_batch_size": 4, "prefetch": 0, **settings})
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_token_files_are_fetched_ahead(
+    tokens: Any, fetched: list[tuple[int, bool]], tmp_path: pathlib.Path, mapped: bool
+) -> None:
+    cache = ShardCache(tmp_path / "cache")
+    source = meshfeed.sources.Tokens(token_urls(), 20, next_token=False, dtype=np.uint16, cache=cache)
+    with feed_of(meshfeed.sources.Map(source, dict) if mapped else source) as feed:
+        del fetched[:]  # the fingerprint reads four windows
+        found = [next(feed)["tokens"] for _ in range(2)]
+        until(lambda: len(list(cache.directory.glob("*.bin"))) == SHARDS)
+        found += [batch["tokens"] for batch in feed]
+    np.testing.assert_array_equal(np.concatenate(found).reshape(-1), tokens)
+    assert fetched
+    assert all(ahead for _, ahead in fetched)
+
+
+def test_packed_documents_plan_the_files_that_they_read(
+    tokens: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    cache = ShardCache(tmp_path / "cache")
+    documents = meshfeed.sources.Tokens.documents(token_urls(), dtype=np.uint16, eod=0, cache=cache)
+    read: set[str] = set()
+    read_slices = documents.read_slices
+
+    def read_and_note(record_ids: Any, *args: Any) -> Any:
+        read.update(documents.file_of(record_id) for record_id in record_ids.tolist())
+        return read_slices(record_ids, *args)
+
+    monkeypatch.setattr(documents, "read_slices", read_and_note)
+    for method in ("split", "fit"):
+        packed = meshfeed.sources.Packed(documents, 20, block=40, method=method).with_order(shuffle=True, seed=3)
+        assert packed.cached_files(np.empty(0, np.int64)) == []
+        for step in range(12):
+            read.clear()
+            ids = np.arange(4 * step, 4 * step + 4)
+            packed.read_batch(ids)
+            files = packed.cached_files(ids)
+            assert files is not None
+            assert {file.url for file in files} == read  # type: ignore[attr-defined]
+    local = [str(tmp_path / f"{shard}.bin") for shard in range(SHARDS)]
+    for shard, path in enumerate(local):
+        pathlib.Path(path).write_bytes(tokens[400 * shard : 400 * shard + 400].tobytes())
+    bare = meshfeed.sources.Tokens.documents(local, dtype=np.uint16, eod=0, cache=cache)
+    assert meshfeed.sources.Packed(bare, 20).cached_files(np.empty(0, np.int64)) is None
+
+
+def mixed_with_a_stream(files: list[str], cache: ShardCache) -> Any:
+    def count(lane_index: int, num_lanes: int) -> Any:
+        return ({"x": np.int64(-1 - number)} for number in range(lane_index, 10_000, num_lanes))
+
+    components = {"files": meshfeed.sources.Parquet(files, cache=cache), "stream": meshfeed.sources.Stream(count)}
+    return meshfeed.sources.Mixture(components, weights={"files": 1, "stream": 1}, block=8, on_end="stop")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lanes_of_a_mixture_fetch_ahead_and_only_what_is_needed_after_a_resume(
+    store: Any, tmp_path: pathlib.Path, num_workers: int
+) -> None:
+    settings: dict[str, Any] = {"global_batch_size": 8, "num_lanes": 2, "num_workers": num_workers}
+    with Store() as server:  # which worker processes reach too
+        files = [server.put(f"{shard}.parquet", store.cat(f"/ahead/{shard}.parquet")) for shard in range(SHARDS)]
+        cache = ShardCache(tmp_path / "one")
+        with feed_of(mixed_with_a_stream(files, cache), **settings) as feed:
+            assert len(list(cache.directory.glob("*.parquet"))) < SHARDS  # those of the fingerprint
+            found = [next(feed)["x"] for _ in range(2)]
+            until(lambda: len(list(cache.directory.glob("*.parquet"))) == SHARDS)
+            while feed.step < 40:
+                found.append(next(feed)["x"])
+            state = feed.get_state()
+            found += [batch["x"] for batch in feed]
+        rows = np.concatenate(found)
+        assert sorted(rows[rows >= 0].tolist()) == list(range(SHARDS * ROWS))
+
+        cache = ShardCache(tmp_path / "two")
+        with feed_of(mixed_with_a_stream(files, cache), **settings) as feed:
+            first = {path.name[-9:] for path in cache.directory.glob("*.parquet")}
+            feed.set_state(state)
+            tail = np.concatenate([batch["x"] for batch in feed])
+        server.shutdown()
+    np.testing.assert_array_equal(tail, rows[40 * 8 :])
+    dropped = sum(lane["skip"] for lane in state["lanes"].values())  # read again, from the last snapshot on
+    needed = {f"{row // ROWS}.parquet" for row in rows[40 * 8 - 2 * dropped :].tolist() if row >= 0}
+    assert dropped > 8 or len(needed) < SHARDS - 3
+    assert {path.name[-9:] for path in cache.directory.glob("*.parquet")} <= first | needed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -311,6 +311,17 @@ class Resumable(Protocol):
 
     def set_state(self, state: JsonValue, /) -> None:
         """Continues after the record or batch at which ``state`` was taken."""
+        ...
+
+
+class PlansFiles(Protocol):
+    """Computes the files that it will read through a cache, without reading."""
+
+    def coming_files(self, num_records: int) -> Iterator[Sequence[CachedFile]] | None:
+        """Returns the files of each coming read of ``num_records`` records, from the current position to the end.
+
+        Lazy; another thread may advance it while the lane is read. None if there are no such files.
+        """
         ...
 
 

@@ -117,10 +117,17 @@ class Packing:
         self.__dict__.update(state)
         self._forget()
 
+    def copy(self) -> Packing:
+        """Returns the same packing with a cache of blocks of its own."""
+        return self._with()
+
     def shuffled(self, seed: int) -> Packing:
         """Returns the same packing with documents and blocks permuted; reuses the sequence counts."""
+        return self._with(_shuffle=True, _seed=seed)
+
+    def _with(self, **changes: object) -> Packing:
         other = object.__new__(Packing)
-        other.__setstate__({**self.__getstate__(), "_shuffle": True, "_seed": seed})
+        other.__setstate__({**self.__getstate__(), **changes})
         return other
 
     def pieces_at(self, positions: RecordIds) -> Pieces:

@@ -8,7 +8,6 @@ evicts the file whose next use is farthest (Belady's rule), and never one that i
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
 import math
 import time
@@ -18,10 +17,11 @@ from meshfeed._src.base.hooks import CachedFile
 from meshfeed._src.base.threads import Background, Threads, WakeUp
 
 _log = logging.getLogger("meshfeed.ahead")
-_NUM_THREADS = 4
+_NUM_THREADS = 8  # files and connections; connections serve the nearest file first
 _MAX_USES = 1 << 16  # coming uses kept in memory
 _SCANNED_AT_ONCE = 256
 _RECHECK_SECONDS = 5.0  # after which files that other processes evicted are noticed
+_FULL_SECONDS = 0.02  # after which a full cache is tried again, if a batch has been read
 
 
 class FetchAhead:
@@ -40,6 +40,8 @@ class FetchAhead:
         self._here: set[CachedFile] = set()
         self._under_way: set[CachedFile] = set()
         self._failed: set[CachedFile] = set()
+        self._begun: set[CachedFile] = set()  # files that a batch has used and others will
+        self._full: tuple[int, float] | None = None  # when the cache had no room: the batch and the time
         self._checked_at = time.monotonic()
         self._ended = self._closed = False
         self._events = 0
@@ -114,8 +116,10 @@ class FetchAhead:
             while uses and uses[0] < self._reached:
                 uses.popleft()
                 self._num_uses -= 1
+                self._begun.add(file)
             if not uses:
                 del self._uses[file]
+                self._begun.discard(file)
                 self._bytes -= file.num_bytes
 
     def _submit(self) -> None:
@@ -129,22 +133,40 @@ class FetchAhead:
                 continue
             if file.is_here():
                 self._here.add(file)
-            elif len(self._under_way) < _NUM_THREADS:
+            elif len(self._under_way) >= _NUM_THREADS or self._is_full():
+                break  # what is needed later must not take the room
+            else:
                 self._under_way.add(file)
                 self._threads.submit(self._fetch, file)
 
+    def _is_full(self) -> bool:
+        if self._full is None:
+            return False
+        batch, since = self._full
+        return batch == self._reached or time.monotonic() - since < _FULL_SECONDS
+
     def _near(self) -> list[CachedFile]:
-        """Returns the files that are needed next, up to the number of bytes to keep ahead."""
-        files = sorted(self._uses, key=self.next_use)
-        sizes = itertools.accumulate(file.num_bytes for file in files)
-        return [file for file, size in zip(files, sizes, strict=True) if size <= file.ahead_bytes] or files[:1]
+        """Returns the files that are needed next, up to the bytes to keep ahead; files in use do not count."""
+        near: list[CachedFile] = []
+        num_bytes = 0
+        for file in sorted(self._uses, key=self.next_use):
+            if file not in self._begun or file not in self._here:
+                num_bytes += file.num_bytes
+                if near and num_bytes > file.ahead_bytes:
+                    break
+            near.append(file)
+        return near
 
     def _fetch(self, file: CachedFile) -> None:
+        reached = self._reached
         try:
-            found = not self._closed and file.fetch(self.next_use(file))
+            if not self._closed and file.fetch(self.next_use(file)):
+                self._here.add(file)
+                self._full = None
+            else:
+                self._full = reached, time.monotonic()
         except Exception as error:  # the read that needs the file raises it
             _log.debug("fetching ahead failed: %s: %s", type(error).__name__, error)
-            found = False
-        (self._here if found else self._failed).add(file)
+            self._failed.add(file)
         self._under_way.discard(file)
         self._notify()

@@ -267,6 +267,11 @@ class MappedLane:
         self._read += 1
         return record, rng
 
+    def coming_files(self, num_records: int) -> Iterator[Sequence[hooks.CachedFile]] | None:
+        """The files that the source's lane will read; see :class:`meshfeed._src.base.hooks.PlansFiles`."""
+        plans = hooks.find(self._lane, hooks.PlansFiles)
+        return None if plans is None else plans.coming_files(num_records)
+
     def get_state(self) -> JsonValue:
         """Records read from the source, and its lane's state if it has one."""
         resumable = hooks.find(self._lane, hooks.Resumable)

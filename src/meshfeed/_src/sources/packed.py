@@ -93,6 +93,7 @@ class Packed:
                 f"{self._length:,} with long={long!r}. Check the documents and the key {key!r}."
             )
         self._identity: JsonValue = None
+        self._planned: Packing | None = None
 
     def __repr__(self) -> str:
         return f"Packed({self._source!r}, {len(self):,} sequences of {self._length:,} tokens)"
@@ -153,7 +154,7 @@ class Packed:
                 setting="shuffle",
             )
         other = object.__new__(ShuffledPacked)
-        other.__dict__.update(self.__dict__, _packing=self._packing.shuffled(seed))
+        other.__dict__.update(self.__dict__, _packing=self._packing.shuffled(seed), _planned=None)
         return other
 
     def fingerprint(self) -> JsonValue:
@@ -175,6 +176,15 @@ class Packed:
         """Returns the file of the first document of a sequence."""
         pieces = self._packing.pieces_at(np.array([record_id], np.int64))
         return file_of(self._source, int(pieces.documents[0]))
+
+    def cached_files(self, record_ids: RecordIds) -> Sequence[hooks.CachedFile] | None:
+        """Returns the files that hold the documents of sequences and are read through a cache; None without one."""
+        source = hooks.find(self._source, hooks.CachesFiles)
+        if source is None or not len(record_ids):
+            return None if source is None else source.cached_files(record_ids)
+        if self._planned is None:
+            self._planned = self._packing.copy()  # keeps the blocks to come apart from those being read
+        return source.cached_files(np.unique(self._planned.pieces_at(record_ids).documents))
 
     def close(self) -> None:
         """Closes the documents."""

@@ -10,8 +10,9 @@ One lane of a mixture: draws from the components in the order of the blocks, eac
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,23 +68,26 @@ class RecordsLane:
         self._wants_rng = wants_rng(source)
         self._taken = 0
 
+    def record_ids(self, first: int, stop: int) -> RecordIds:
+        """The ids of records ``[first, stop)`` of the lane in its epoch, or fewer at the end."""
+        size = self._order.num_records
+        offsets = self._lane_index + self._num_lanes * np.arange(first, stop)
+        return self._order.ids_at(self._epoch * size + offsets[offsets < size])[0]
+
     def next_batch(self, num_records: int) -> PyTree:
         """Up to ``num_records`` records, stacked.
 
         Raises:
           StopIteration: the epoch has ended.
         """
-        size = self._order.num_records
-        offsets = self._lane_index + self._num_lanes * np.arange(self._taken, self._taken + num_records)
-        offsets = offsets[offsets < size]
-        if not offsets.size:
+        record_ids = self.record_ids(self._taken, self._taken + num_records)
+        if not record_ids.size:
             raise StopIteration
-        record_ids: RecordIds = self._order.ids_at(self._epoch * size + offsets)[0]
         rngs = None
         if self._wants_rng:
             rngs = [philox(self._rng_seed, self._epoch, record_id) for record_id in record_ids.tolist()]
         batch = self._reader.read(record_ids, rngs)
-        self._taken += offsets.size
+        self._taken += record_ids.size
         return batch
 
     def get_state(self) -> int:
@@ -171,6 +175,14 @@ class ComponentLane:
             error.add_note(f"in component {self.name!r} of the mixture, lane {self._lane_index}, epoch {self.epoch}")
             raise
 
+    def coming(self, num_epochs: int | None) -> ComingFiles | None:
+        """The files to come, or None if the component reads none through a cache."""
+        files = None if self._is_stream else hooks.find(self._source, hooks.CachesFiles)
+        if files is None or files.cached_files(np.empty(0, np.int64)) is None:
+            return None
+        last = None if num_epochs is None else num_epochs * self.repeat
+        return ComingFiles(files, self._open_epoch, self.epoch, self._taken, last)
+
     def next_epoch(self) -> None:
         """Starts the component's next epoch.
 
@@ -208,18 +220,21 @@ class ComponentLane:
         iterator, self._iterator = self._iterator, None
         hooks.close(iterator)
 
+    def _open_epoch(self, epoch: int) -> RecordsLane:
+        return RecordsLane(
+            self._source,
+            self._lane_index,
+            self._num_lanes,
+            length=self._parts.length(self.name, self._source),
+            epoch=epoch,
+            shuffle=self._shuffle,
+            seed=epoch_order.derive_key(self._seed, _COMPONENT_SEED, self._number),
+            rng_seed=self._seed,
+        )
+
     def _open(self) -> Any:
         if not self._is_stream:
-            return RecordsLane(
-                self._source,
-                self._lane_index,
-                self._num_lanes,
-                length=self._parts.length(self.name, self._source),
-                epoch=self.epoch,
-                shuffle=self._shuffle,
-                seed=epoch_order.derive_key(self._seed, _COMPONENT_SEED, self._number),
-                rng_seed=self._seed,
-            )
+            return self._open_epoch(self.epoch)
         return hooks.open_lane(self._source, self._lane_index, self._num_lanes, epoch=self.epoch, seed=self._seed)
 
     def _reopen(self) -> None:
@@ -284,6 +299,49 @@ class ComponentLane:
         return self._decode(
             record, rng=philox(epoch_order.derive_key(self._seed, self._lane_index), self.epoch, record_id)
         )
+
+
+class ComingFiles:
+    """The files that a component of a mixture lane will read through a cache.
+
+    Args:
+      files: the component.
+      open_epoch: opens an epoch of its lane.
+      epoch: the current epoch.
+      taken: records taken from it.
+      num_epochs: the component's epochs, or None if it is repeated without end.
+    """
+
+    def __init__(
+        self,
+        files: hooks.CachesFiles,
+        open_epoch: Callable[[int], RecordsLane],
+        epoch: int,
+        taken: int,
+        num_epochs: int | None,
+    ) -> None:
+        self._files, self._open_epoch, self._num_epochs = files, open_epoch, num_epochs
+        self._epoch, self._taken, self._lane = epoch, taken, open_epoch(epoch)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the component has been read in all its epochs; a mixture may read it again."""
+        return self._num_epochs is not None and self._epoch >= self._num_epochs
+
+    def take(self, num_records: int) -> list[hooks.CachedFile]:
+        """Returns the files of the next records."""
+        found: list[hooks.CachedFile] = []
+        while num_records and not self.ended:
+            record_ids = self._lane.record_ids(self._taken, self._taken + num_records)
+            found += self._files.cached_files(record_ids) or ()
+            self._taken += record_ids.size
+            num_records -= record_ids.size
+            if num_records:
+                if not self._taken:  # the lane has no record of this component: the read raises
+                    break
+                self._epoch, self._taken = self._epoch + 1, 0
+                self._lane = self._open_epoch(self._epoch)
+        return found
 
 
 class MixtureLane:
@@ -355,6 +413,27 @@ class MixtureLane:
         batch = self._joiner.join(parts, count)
         self._position += count
         return batch
+
+    def coming_files(self, num_records: int) -> Iterator[Sequence[hooks.CachedFile]] | None:
+        """The files of the next reads; see :class:`meshfeed._src.base.hooks.PlansFiles`."""
+        found = {number: component.coming(self._num_epochs) for number, component in enumerate(self._components)}
+        coming = {number: files for number, files in found.items() if files is not None}
+        return self._plan_files(num_records, self._position, coming) if coming else None
+
+    def _plan_files(
+        self, num_records: int, position: int, coming: Mapping[int, ComingFiles]
+    ) -> Iterator[Sequence[hooks.CachedFile]]:
+        blocks = copy.copy(self._blocks)  # it keeps its last layout
+        while not all(files.ended for files in coming.values()):
+            files: list[hooks.CachedFile] = []
+            stop = position + num_records
+            while position < stop:
+                numbers = blocks.components_from(position, stop - position)
+                position += len(numbers)
+                for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+                    if number in coming:
+                        files += coming[int(number)].take(int(count))
+            yield list(dict.fromkeys(files))
 
     def _take(self, component: ComponentLane, rows: RecordIds, parts: list[Part]) -> int | None:
         """Reads records for ``rows`` and appends them to ``parts``.

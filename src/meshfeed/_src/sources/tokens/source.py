@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,9 +15,10 @@ from numpy.typing import DTypeLike
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
-from meshfeed._src.base.types import ColumnSlices, JsonValue, public
+from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.shard_cache import RemoteFile
 from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, expand_token_files, inspect
 from meshfeed._src.sources.tokens.reads import Ranges, read_ranges
 
@@ -43,6 +45,17 @@ class _Files:
     def document_lengths(self, eod: int | None) -> list[np.ndarray]:
         """Lengths of the documents of each file."""
         return file_paths.in_threads(lambda file: document_lengths(file, eod, self.cache), self.files)
+
+    def cached(self, file_index: np.ndarray) -> list[RemoteFile] | None:
+        """The files of reads, int64[n], that come through the cache; None if no file does."""
+        if self.cache is None or not self.cache.ahead_bytes or not self._any_cached:
+            return None
+        stored = [self.files[number].stored for number in np.unique(file_index).tolist()]
+        return [RemoteFile(self.cache, file.path, None, file.num_bytes) for file in stored if file.is_cached]
+
+    @functools.cached_property
+    def _any_cached(self) -> bool:
+        return any(file.stored.is_cached for file in self.files)
 
     def names(self) -> list[str]:
         return [file.stored.path for file in self.files]
@@ -224,6 +237,10 @@ class Tokens:
         ranges = Ranges(self._files.files, self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
         return {self._key: self._files.read(ranges).reshape(len(ids), width)}
 
+    def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
+        """Returns the files that hold windows, int64[n], and are read through the cache; None without one."""
+        return self._files.cached(self._pieces.file_index[np.searchsorted(self._pieces.ends, record_ids, side="right")])
+
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that holds a window."""
         return self._files.names()[
@@ -315,6 +332,10 @@ class TokenDocuments:
             )
         ranges = Ranges(self._files.files, file_index, begins + starts, lengths, record_ids)
         return {self._key: self._files.read(ranges)}
+
+    def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
+        """Returns the files that hold documents, int64[n], and are read through the cache; None without one."""
+        return self._files.cached(np.searchsorted(self._ends, record_ids, side="right"))
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that holds a document."""

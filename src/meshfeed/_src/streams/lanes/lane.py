@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -334,6 +334,11 @@ class Lane:
         self._close_iterator()
         self._epoch += 1
         self._taken, self._since, self._snapshot = 0, 0, None
+
+    def coming_files(self, num_records: int) -> Iterator[Sequence[hooks.CachedFile]] | None:
+        """See :class:`meshfeed._src.base.hooks.PlansFiles`."""
+        plans = find(self._iterator, hooks.PlansFiles)
+        return None if plans is None else plans.coming_files(num_records)
 
     # ------------------------------------------------------------------ state
 

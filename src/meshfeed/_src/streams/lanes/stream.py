@@ -7,9 +7,11 @@ processes. The state has one entry per lane, so lanes can move between hosts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 from meshfeed._src.base import hooks
@@ -20,6 +22,7 @@ from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
 from meshfeed._src.order.steps import StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
+from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
 from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
@@ -78,6 +81,8 @@ class LaneGroup:
         self, source: StreamSource, settings: LaneSettings, entries: Mapping[int, LaneEntry], num_threads: int = 1
     ) -> None:
         self._threads = None
+        self._fetches: FetchAhead | None = None
+        self._reads = 0
         if num_threads > 1 and len(entries) > 1:
             self._threads = Threads(min(num_threads, len(entries)), "meshfeed-lanes")
         self._lanes: list[Lane] = []
@@ -89,9 +94,21 @@ class LaneGroup:
             raise
         self._reading: Lane | None = self._lanes[0] if self._lanes else None
 
+    def _fetch_ahead(self, num_records: int) -> None:
+        """Fetches the files of coming reads, from the second read on: a replay may read only one."""
+        if self._reads == 1:
+            plans = [plan for lane in self._lanes if (plan := lane.coming_files(num_records)) is not None]
+            if plans:
+                self._fetches = FetchAhead(_join_plans(plans))
+                weakref.finalize(self, self._fetches.close).atexit = False  # a group that nobody closed
+        if self._fetches is not None:
+            self._fetches.reached(self._reads - 1)
+        self._reads += 1
+
     def read(self, num_records: int) -> GroupRows:
         """Reads up to ``num_records`` records of each lane; fewer only if a lane ends."""
         start = time.perf_counter()
+        self._fetch_ahead(num_records)
 
         def take(lane: Lane) -> LaneRows:
             taken = lane.take(num_records)
@@ -113,6 +130,8 @@ class LaneGroup:
 
     def close(self) -> None:
         """Closes the lanes."""
+        if self._fetches is not None:
+            self._fetches.close()
         if self._threads is not None:
             self._threads.close()
         for lane in self._lanes:
@@ -120,6 +139,12 @@ class LaneGroup:
 
     # a worker calls the group as its task
     __call__ = read
+
+
+def _join_plans(plans: Sequence[Iterator[Sequence[hooks.CachedFile]]]) -> Iterator[list[hooks.CachedFile]]:
+    """Yields the files that each coming read of several lanes needs, until no lane needs any."""
+    for parts in itertools.zip_longest(*plans, fillvalue=()):
+        yield [file for files in parts for file in files]
 
 
 _Request = int | dict[int, LaneEntry]
