@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "maxtext": "arrays base feed remote sources state streams",
     "testing": "base",
     "demo": "base public testing",
-    "cli": "base checkpoint demo feed order pictures public reading state",
+    "cli": "base checkpoint demo feed order pictures public reading sources state",
     "public": "base checkpoint feed maxtext pictures plan remote sources state testing",
 }
 # From the ground up. A room imports only from rooms before it; streams and sources do not know each other.
@@ -58,6 +58,7 @@ LAZY = {
     "meshfeed.checkpoint": "public names",
     "meshfeed.sources": "public names",
     "meshfeed._src.cli.main": "commands",
+    "meshfeed._src.cli.manifest": "sources",
     "meshfeed._src.cli.bench": "sources of the user's choice",
     "meshfeed._src.cli.checkpoint": "Orbax",
     "meshfeed._src.cli.plan": "the plan of a mesh, which imports JAX",

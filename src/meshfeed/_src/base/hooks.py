@@ -251,6 +251,14 @@ class KnowsLengths(Protocol):
         ...
 
 
+class StoredLengths(Protocol):
+    """May know the lengths of a leaf of its records from a manifest."""
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if not known."""
+        ...
+
+
 class SlicesReader(Protocol):
     """Reads parts of records of unequal length."""
 

@@ -81,7 +81,7 @@ class Buckets:
             of_stream="Pad the records of streams with Padded.",
             of_mixture="Pad the records of mixtures with Padded.",
         )
-        self._lengths = lengths_of(self._source, self._pad.length_of)
+        self._lengths = lengths_of(self._source, self._pad.length_of, self._pad.keys[0])
         self._buckets = self._split(long)
         self._identity: JsonValue = None
 

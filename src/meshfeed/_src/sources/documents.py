@@ -56,19 +56,21 @@ def documents_of(source: object, name: str, *, of_stream: str, of_mixture: str) 
     return documents
 
 
-def lengths_of(source: Any, measure: Callable[[Record], int]) -> np.ndarray:
+def lengths_of(source: Any, measure: Callable[[Record], int], key: str | None = None) -> np.ndarray:
     """Returns the length of every record, unsigned or signed integers [records]; memory-mapped if there are many.
 
     Args:
       source: a random-access source.
       measure: returns the length of a record; used if the source does not know the lengths.
+      key: leaf that is measured, whose lengths a manifest may list.
     """
-    known = hooks.find(source, hooks.KnowsLengths)
-    if known is not None:
-        lengths = np.asarray(known.lengths())
+    known, stored = hooks.find(source, hooks.KnowsLengths), hooks.find(source, hooks.StoredLengths)
+    found = known.lengths() if known is not None else stored.stored_lengths(key) if stored and key else None
+    if found is not None:
+        lengths = np.asarray(found)
         if lengths.shape != (len(source),) or lengths.dtype.kind not in "iu":
             raise SourceError(
-                f"lengths() of {type(source).__name__} returned {lengths.dtype} of shape {lengths.shape}. Expected one "
+                f"the lengths of {type(source).__name__} are {lengths.dtype} of shape {lengths.shape}. Expected one "
                 f"integer per record, [{len(source)}]."
             )
         return lengths

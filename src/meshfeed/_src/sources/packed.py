@@ -85,7 +85,7 @@ class Packed:
         self._source = documents_of(source, "Packed", of_stream=_OF_STREAM, of_mixture=_OF_MIXTURE)
         self._key, self._pad_id, self._length = key, int(pad_id), int(sequence_length)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
-        lengths = lengths_of(self._source, lambda record: len(_leaves(record, key)[key]))
+        lengths = lengths_of(self._source, lambda record: len(_leaves(record, key)[key]), key)
         self._packing = Packing(lengths, self._length, **self._settings)
         if not self._packing.num_sequences:
             raise SourceError(

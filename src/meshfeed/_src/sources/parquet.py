@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 import operator
@@ -18,9 +19,10 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile
-from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, Shards, ShardSource, find_files, local_copy
+from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, ShardSource, local_copy
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,6 +45,13 @@ class ParquetShard(Shard):
 
     source: ClassVar[str] = "Parquet"
     schema: bytes = dataclasses.field(repr=False, compare=False)
+
+    def details(self) -> dict[str, JsonValue]:
+        return {"schema": base64.b64encode(self.schema).decode()}
+
+    @classmethod
+    def from_details(cls, details: Mapping[str, JsonValue]) -> dict[str, Any]:
+        return {"schema": base64.b64decode(details["schema"])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +135,8 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
         *,
         cache: ShardCache | None = None,
     ) -> None:
-        names = find_files(paths, cache, source="Parquet")
-        shards = Shards(file_paths.in_threads(lambda name: _inspect(name, cache), names), "Parquet")
+        form = FileFormat("Parquet", lambda name: inspect(name, cache), ParquetShard.from_entry)
+        shards = find_shards(paths, cache, form)
         self._columns = _choose(shards.files, columns)
         self._cache = cache
         super().__init__(ShardReader(shards, cache, self._check))
@@ -219,7 +228,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
         return digest_raw(repr(item.group.slice(item.row, 1).to_pylist()).encode() for item in found)
 
 
-def _inspect(name: str, cache: ShardCache | None) -> ParquetShard:
+def inspect(name: str, cache: ShardCache | None) -> ParquetShard:
     """Counts the rows of a file from its footer, without fetching the rest of a remote one."""
     if cache is None or not file_paths.is_url(name):
         status = os.stat(name)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor
@@ -256,6 +257,9 @@ class ShardFile(Shard):
     source: ClassVar[str] = "ArrayRecord"
     group_size: int
     transposed: bool = False
+
+    def details(self) -> dict[str, JsonValue]:
+        return {"group_size": self.group_size, **({"transposed": True} if self.transposed else {})}
 
     @property
     def num_chunks(self) -> int:

@@ -20,10 +20,10 @@ from meshfeed._src.sources.array_record.readers import OpenFile, ShardFile, insp
 from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, steps
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.shards import (
     Shards,
     fetch_together,
-    find_files,
     read_again_if_damaged,
     shared_pool,
 )
@@ -83,8 +83,8 @@ class ArrayRecord:
         self.decode = decode
         self.decode_batch = decode_batch
         self._cache = cache
-        names = find_files(paths, cache, source="ArrayRecord")
-        self._set_shards(Shards(file_paths.in_threads(self._inspect, names), "ArrayRecord"))
+        form = FileFormat("ArrayRecord", self._inspect, ShardFile.from_entry)
+        self._set_shards(find_shards(paths, cache, form))
 
     def _set_shards(self, shards: Shards[ShardFile]) -> None:
         self._shards = shards
@@ -105,7 +105,9 @@ class ArrayRecord:
                 return None
             sources.append(other)
         joined = copy.copy(self)
-        joined._set_shards(Shards([file for source in sources for file in source._shards.files], "ArrayRecord"))
+        files = [file for source in sources for file in source._shards.files]
+        manifests = dict.fromkeys(path for source in sources for path in source._shards.manifests)
+        joined._set_shards(Shards(files, "ArrayRecord", tuple(manifests)))
         return joined
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,6 +243,10 @@ class ArrayRecord:
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64[files]."""
         return self._shards.lengths
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
+        return self._shards.stored_lengths(key)
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""

@@ -45,6 +45,14 @@ _READERS = {
 _ENDING = re.compile(rf"\.({'|'.join(sorted(_READERS, key=len, reverse=True))})(?=$|[.-])", re.IGNORECASE)
 
 
+def source_of(path: str) -> str | None:
+    """Returns the name of the class in ``meshfeed.sources`` that reads a file, by its name; None if there is none."""
+    endings = _ENDING.findall(os.path.basename(path))
+    reader = _READERS[endings[-1].lower()][1] if endings else ""
+    found = re.search(r"meshfeed\.sources\.(ArrayRecord|Parquet|WebDataset|MDS)\(", reader)
+    return found[1] if found else "Tokens" if re.search(r"\.(bin|idx|npy)$", path) else None
+
+
 def reader_hint(path: object, *, unless: str = "") -> str:
     """Returns a sentence that names the file format and what to pass to the feed.
 

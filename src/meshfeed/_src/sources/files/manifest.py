@@ -22,7 +22,6 @@ import dataclasses
 import io
 import json
 import os
-import posixpath
 import secrets
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -64,6 +63,38 @@ class FileEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class LengthsFile:
+    """The file with the length of each record's leaf.
+
+    Attributes:
+      path: path or URL.
+      digest: its digest.
+      counts: lengths per file of the data set; None if there is one per record.
+      eod: the token that ends a document, for documents of files of tokens.
+    """
+
+    path: str
+    digest: str
+    counts: Sequence[int] | None = None
+    eod: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The lengths to write.
+
+    Attributes:
+      values: integers ``[records]``.
+      counts: see :class:`LengthsFile`.
+      eod: see :class:`LengthsFile`.
+    """
+
+    values: np.ndarray
+    counts: Sequence[int] | None = None
+    eod: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class DataManifest:
     """What a manifest lists.
 
@@ -71,29 +102,41 @@ class DataManifest:
       path: path or URL of the manifest.
       source: name of the source that reads the files, such as "ArrayRecord".
       files: the files, in the order of their records.
-      stored_lengths: leaf → path or URL of the file with the length of each record, and its digest.
+      lengths_files: leaf → the file with the length of each record.
     """
 
     path: str
     source: str
     files: Sequence[FileEntry]
-    stored_lengths: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict[str, "tuple[str, str]"])
+    lengths_files: Mapping[str, LengthsFile] = dataclasses.field(default_factory=dict[str, LengthsFile])
 
-    def lengths(self, key: str) -> np.ndarray | None:
-        """Returns the length of each record's leaf ``key``, uint32 or int64 ``[records]``; None if they are not listed.
+    def lengths(self, key: str, eod: int | None = None) -> dict[str, np.ndarray] | None:
+        """Returns the lengths of the leaf ``key`` of each file's records; None if they are not listed.
+
+        Args:
+          key: the leaf.
+          eod: the token that ends a document, for documents of files of tokens.
+
+        Returns:
+          Path or URL of a file → uint32 or int64 ``[records]``.
 
         Raises:
           SourceError: if the file with the lengths does not exist.
           CorruptDataError: if it is not the one that was written with the manifest.
           OSError: if it cannot be read.
         """
-        if key not in self.stored_lengths:
+        listed = self.lengths_files.get(key)
+        if listed is None or listed.eod != eod:
             return None
-        path, digest = self.stored_lengths[key]
-        content = _read(path)
-        if digest_of(content) != digest:
-            raise _damaged(path, f"{self.path} lists it with {digest}, and it has {digest_of(content)}")
-        return np.load(io.BytesIO(content), allow_pickle=False)
+        content = _read(listed.path)
+        if digest_of(content) != listed.digest:
+            raise damaged(listed.path, f"{self.path} lists it with {listed.digest}, and it has {digest_of(content)}")
+        values = np.load(io.BytesIO(content), allow_pickle=False)
+        ends = np.cumsum([entry.num_records for entry in self.files] if listed.counts is None else listed.counts)
+        if len(ends) != len(self.files) or not len(ends) or ends[-1] != len(values):
+            raise damaged(self.path, f"it lists {len(values):,} lengths of {key!r} for other numbers of records")
+        parts = np.split(values, ends[:-1])
+        return {entry.path: part for entry, part in zip(self.files, parts, strict=True)}
 
 
 def digest_of(content: bytes) -> str:
@@ -123,12 +166,12 @@ def describe_file(path: str, num_records: int, details: Mapping[str, JsonValue] 
 
 def is_manifest(name: str) -> bool:
     """Whether a file is named like a manifest or the lengths that belong to one, and thus holds no records."""
-    base = posixpath.basename(name)
+    base = file_paths.split(name)[1]
     return base == NAME or base.endswith(_LENGTHS_SUFFIX)
 
 
 def write_manifest(
-    path: str, source: str, files: Sequence[FileEntry], *, lengths: Mapping[str, np.ndarray] | None = None
+    path: str, source: str, files: Sequence[FileEntry], *, lengths: Mapping[str, Lengths] | None = None
 ) -> None:
     """Writes a manifest, in place of an earlier one. Local files are renamed into place when they are complete.
 
@@ -136,18 +179,21 @@ def write_manifest(
       path: path or URL of the manifest. Sources find it by themselves if it is ``NAME`` in the folder of the files.
       source: name of the source that reads the files, such as "ArrayRecord".
       files: the files, in the order of their records.
-      lengths: leaf → length of each record, integers ``[records]``, for :class:`meshfeed.sources.Packed`.
+      lengths: leaf → length of each record, for :class:`meshfeed.sources.Packed`.
 
     Raises:
       OSError: if a file cannot be written.
     """
-    folder, base = posixpath.split(path)
-    stored: dict[str, dict[str, str]] = {}
-    for key, values in (lengths or {}).items():
+    path = file_paths.absolute(path)
+    folder, base = file_paths.split(path)
+    stored: dict[str, dict[str, JsonValue]] = {}
+    for key, leaf in (lengths or {}).items():
         name = f"{base.removesuffix('.json')}.{urllib.parse.quote(key, safe='')}{_LENGTHS_SUFFIX}"
-        content = _npy(values)
-        _write(posixpath.join(folder, name), content)
+        content = _npy(leaf.values)
+        _write(folder + name, content)
+        more = {"counts": None if leaf.counts is None else list(leaf.counts), "eod": leaf.eod}
         stored[key] = {"file": name, "digest": digest_of(content)}
+        stored[key] |= {field: value for field, value in more.items() if value is not None}
     details: dict[str, int] = {}  # as JSON → its number
     numbers = [details.setdefault(json.dumps(dict(file.details)), len(details)) for file in files]
     rows = [
@@ -171,12 +217,13 @@ def read_manifest(path: str) -> DataManifest:
       CorruptDataError: if the file is not a manifest.
       OSError: if it cannot be read.
     """
+    path = file_paths.absolute(path)
     return parse_manifest(_read(path), path)
 
 
 def parse_manifest(content: bytes, path: str) -> DataManifest:
     """Parses the content of a manifest; ``path`` is where it is from. Raises as :func:`read_manifest`."""
-    folder = posixpath.dirname(path)
+    folder, _ = file_paths.split(path)
     try:
         found = json.loads(content)
         if found["format"] != _FORMAT:
@@ -191,16 +238,45 @@ def parse_manifest(content: bytes, path: str) -> DataManifest:
             FileEntry(_joined(name, folder), int(num_bytes), int(num_records), digest, details[number])
             for name, num_bytes, num_records, digest, number in found["files"]
         ]
-        stored = {key: (_joined(item["file"], folder), item["digest"]) for key, item in found["lengths"].items()}
+        stored = {
+            key: LengthsFile(_joined(item["file"], folder), item["digest"], item.get("counts"), item.get("eod"))
+            for key, item in found["lengths"].items()
+        }
         return DataManifest(path, found["source"], files, stored)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         if isinstance(error, SourceError):
             raise
-        raise _damaged(path, f"it is no manifest of meshfeed ({type(error).__name__}: {error})") from error
+        raise damaged(path, f"it is no manifest of meshfeed ({type(error).__name__}: {error})") from error
 
 
-def _damaged(path: str, reason: str) -> CorruptDataError:
+def damaged(path: str, reason: str) -> CorruptDataError:
+    """Returns the error for a manifest, or a file that belongs to one, with wrong content."""
     return CorruptDataError(f"{path}: {reason}. Write the manifest again with `meshfeed manifest`.", path=path)
+
+
+def lengths_by_file(paths: Sequence[str], key: str, eod: int | None = None) -> dict[str, np.ndarray]:
+    """Returns the lengths of the leaf ``key`` of records, from manifests.
+
+    Args:
+      paths: the manifests.
+      key: the leaf.
+      eod: see :meth:`DataManifest.lengths`.
+
+    Returns:
+      Path or URL of each file whose lengths are listed → uint32 or int64 ``[records]``.
+
+    Raises:
+      SourceError, CorruptDataError, OSError: as for :func:`read_manifest`.
+    """
+    found: dict[str, np.ndarray] = {}
+    for path in paths:
+        found |= read_manifest(path).lengths(key, eod) or {}
+    return found
+
+
+def is_meshfeeds(content: bytes) -> bool:
+    """Whether a file named ``manifest.json`` was written by meshfeed: other tools use that name too."""
+    return _FORMAT.encode() in content[:256]
 
 
 def _npy(lengths: np.ndarray) -> bytes:
@@ -212,11 +288,11 @@ def _npy(lengths: np.ndarray) -> bytes:
 
 
 def _relative(path: str, folder: str) -> str:
-    return path.removeprefix(f"{folder}/")
+    return path.removeprefix(folder)
 
 
 def _joined(name: str, folder: str) -> str:
-    return name if file_paths.is_url(name) else posixpath.join(folder, name)
+    return name if file_paths.is_url(name) or os.path.isabs(name) else folder + name
 
 
 def _read(path: str) -> bytes:

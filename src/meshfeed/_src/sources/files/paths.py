@@ -44,6 +44,17 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None and not path.startswith("file://")
 
 
+def absolute(path: str) -> str:
+    """Returns the absolute form of a local path; a URL as it is."""
+    return path if is_url(path) else os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+
+
+def split(path: str) -> tuple[str, str]:
+    """Returns the folder of a path or URL, with its last slash, and the base name."""
+    folder, slash, base = path.rpartition("/")
+    return folder + slash, base
+
+
 def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
     """Returns ``[function(item) for item in items]``, computed in threads; raises the first error, drops the rest."""
     if len(items) <= 1:
@@ -85,7 +96,7 @@ def expand_paths(paths: Paths, *, source: str) -> list[str]:
 
 
 def _expand_local(name: str, source: str) -> list[str]:
-    path = os.path.abspath(os.path.expanduser(name.removeprefix("file://")))
+    path = absolute(name)
     if os.path.isfile(path):  # before globbing: a file name may contain brackets
         return [path]
     if os.path.isdir(path):

@@ -442,6 +442,11 @@ class ShardCache:
             self._fetch_once(entry)
             waited = (waited or 0.0) + time.monotonic() - started
 
+    def expect(self, checksums: Mapping[str, str]) -> None:
+        """Adds checksums of files, URL → checksum, from a manifest; those that the user passed come first."""
+        new = {url: checksum for url, checksum in checksums.items() if url.rpartition("/")[2] not in self._checksums}
+        self._checksums = {**new, **self._checksums}
+
     def identify(self, url: str) -> tuple[int, str]:
         """Returns the size in bytes and a version key, which changes if the content at the URL changes."""
         entry = self._entry(url)

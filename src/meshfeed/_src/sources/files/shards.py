@@ -12,8 +12,8 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
 from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, Lru, is_out_of_files, max_open_files
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
@@ -47,6 +48,8 @@ class Shard:
       version: modification time in nanoseconds; for a file of a cache, its version key. Empty if not known.
       num_records: number of records.
       compression: how the stored file is compressed; None if it is not.
+      digest: digest of the stored file as a manifest lists it; None if not known.
+      manifest: path of the manifest that lists the file; empty if there is none.
       key: identifies this file and version; a string, because strings cache their hash.
     """
 
@@ -56,6 +59,8 @@ class Shard:
     version: str
     num_records: int
     compression: str | None = dataclasses.field(default=None, kw_only=True)
+    digest: str | None = dataclasses.field(default=None, kw_only=True, compare=False, repr=False)
+    manifest: str = dataclasses.field(default="", kw_only=True, compare=False, repr=False)
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +71,31 @@ class Shard:
     def is_cached(self) -> bool:
         """Whether the file is read from a copy in the cache."""
         return self.compression is not None or is_url(self.path)
+
+    def details(self) -> dict[str, JsonValue]:
+        """Returns the fields that a subclass adds, as JSON."""
+        return {}
+
+    @classmethod
+    def from_details(cls, details: Mapping[str, JsonValue]) -> dict[str, Any]:
+        """Returns the fields that a subclass adds, from what :meth:`details` returned."""
+        return dict(details)
+
+    @classmethod
+    def from_entry(cls, entry: FileEntry, version: str, manifest: str) -> Self:
+        """Returns a file as the manifest at the path ``manifest`` lists it."""
+        compression = compression_of(entry.path)
+        num_bytes = 0 if compression else entry.num_bytes  # the size of the copy is known once it is there
+        known = {"compression": compression, "digest": entry.digest, "manifest": manifest}
+        try:
+            more = cls.from_details(entry.details)
+            return cls(entry.path, num_bytes, version, entry.num_records, **known, **more)
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(manifest, f"it lists {entry.path} with the details {dict(entry.details)}") from error
+
+    def entry(self) -> FileEntry:
+        """Returns what a manifest lists of the file."""
+        return FileEntry(self.path, self.num_bytes, self.num_records, self.digest, self.details())
 
     def describe_change(self, path: str) -> str:
         """Returns what the file was and what it is now, for an error."""
@@ -80,19 +110,6 @@ Part = tuple[list[int], "np.ndarray | None", np.ndarray, "np.ndarray | None"]
 def files_per_call() -> int:
     """Returns the maximum number of files that one call may hold open."""
     return max(1, min(_MAX_FILES_PER_CALL, max_open_files() // _CALLS_AT_ONCE))
-
-
-def find_files(paths: file_paths.Paths, cache: ShardCache | None, *, source: str) -> list[str]:
-    """Expands ``paths`` to files, and checks that URLs come with a cache.
-
-    Raises:
-      SettingsError: if ``cache`` is not a ShardCache, or there is a URL without a cache.
-      SourceError: if there are no files, or a file is missing; names the path or pattern.
-    """
-    check_cache(cache, source=source)
-    names = file_paths.expand_paths(paths, source=source)
-    need_cache(names, cache, source=source)
-    return names
 
 
 def check_cache(cache: object, *, source: str) -> None:
@@ -135,6 +152,7 @@ class Shards(Generic[S]):
     Args:
       shards: the files.
       what: the files in an error, such as "ArrayRecord".
+      manifests: paths of the manifests that list some of them.
 
     Attributes:
       files: the files.
@@ -146,8 +164,9 @@ class Shards(Generic[S]):
       SourceError: if the files have no record.
     """
 
-    def __init__(self, shards: Sequence[S], what: str) -> None:
+    def __init__(self, shards: Sequence[S], what: str, manifests: Sequence[str] = ()) -> None:
         self.files = list(shards)
+        self.manifests = tuple(manifests)
         self.lengths = np.array([file.num_records for file in self.files], np.int64)
         self.ends = np.cumsum(self.lengths)
         self.starts = self.ends - self.lengths
@@ -241,6 +260,12 @@ class Shards(Generic[S]):
         """Returns the paths and URLs of the files, in record id order."""
         return [file.path for file in self.files]
 
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of the leaf ``key`` of each record, if manifests list them; see ``StoredLengths``."""
+        found = lengths_by_file(self.manifests, key)
+        parts = [found.get(name) for name in self.names()]
+        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
+
     def identity(self) -> JsonValue:
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
         return file_paths.identify_files(self.names(), [file.num_bytes for file in self.files])
@@ -277,9 +302,12 @@ def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: s
 
 def changed(shard: Shard, path: str) -> SourceError:
     """Returns the error for a file that is no longer the one that the source was created with."""
+    since, remedy = "the source was made", "Build the source again"
+    if shard.manifest:
+        since = f"the manifest {shard.manifest} was written"
+        remedy = "Write the manifest again with `meshfeed manifest`"
     return SourceError(
-        f"the {shard.source} file {shard.path} has changed since the source was made: {shard.describe_change(path)}. "
-        "Build the source again."
+        f"the {shard.source} file {shard.path} has changed since {since}: {shard.describe_change(path)}. {remedy}."
     )
 
 
@@ -526,6 +554,10 @@ class ShardSource(Generic[S, T]):
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64[files]."""
         return self._reader.shards.lengths
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
+        return self._reader.shards.stored_lengths(key)
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""

@@ -13,15 +13,18 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.manifest import FileEntry, damaged
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.paths import is_url
-from meshfeed._src.sources.files.shards import Shard, find_files, open_descriptor, shared_pool
+from meshfeed._src.sources.files.shards import Shard, open_descriptor, shared_pool
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -99,6 +102,16 @@ class TokenFile:
     num_tokens: int
     index: DocumentIndex | None = None
 
+    def entry(self) -> FileEntry:
+        """Returns what a manifest lists of the file."""
+        details: dict[str, JsonValue] = {"dtype": self.dtype.str}
+        if self.offset:
+            details["offset"] = self.offset
+        if self.index is not None:
+            index = self.index
+            details["index"] = [index.file.num_bytes, index.num_sequences, index.num_bounds]
+        return FileEntry(self.stored.path, self.stored.num_bytes, self.num_tokens, self.stored.digest, details)
+
 
 def cut_short(path: str, what: str, record_id: int | None = None) -> CorruptDataError:
     """Returns the error for a file that lacks bytes."""
@@ -107,9 +120,34 @@ def cut_short(path: str, what: str, record_id: int | None = None) -> CorruptData
     )
 
 
-def expand_token_files(paths: file_paths.Paths, cache: ShardCache | None) -> list[str]:
+def listed(entry: FileEntry, version: str, manifest: str, dtype: np.dtype[Any] | None) -> TokenFile:
+    """Returns a file that a manifest lists.
+
+    Args:
+      entry: see ``FileFormat.rebuild``, also for the next two.
+      version: version of the file.
+      manifest: path of the manifest.
+      dtype: the user's ``dtype=``.
+
+    Raises:
+      SourceError: if the dtype is not ``dtype``.
+      CorruptDataError: if the manifest lists something else than a file of tokens.
+    """
+    try:
+        stored = StoredFile(entry.path, entry.num_bytes, version, 0, digest=entry.digest, manifest=manifest)
+        index = None
+        if "index" in entry.details:
+            num_bytes, num_sequences, num_bounds = entry.details["index"]
+            file = StoredFile(f"{entry.path[:-4]}.idx", num_bytes, "", 0, manifest=manifest)
+            index = DocumentIndex(file, num_sequences, num_bounds)
+        stored_dtype, offset = np.dtype(entry.details["dtype"]), int(entry.details.get("offset", 0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(manifest, f"it lists {entry.path} with the details {dict(entry.details)}") from error
+    return _checked_dtype(TokenFile(stored, stored_dtype, offset, entry.num_records, index), dtype)
+
+
+def token_files(names: Sequence[str]) -> list[str]:
     """Returns the files that hold tokens, in order: a Megatron index stands for the ``.bin`` beside it."""
-    names = find_files(paths, cache, source="Tokens")
     return list(dict.fromkeys(f"{name[:-4]}.bin" if name.endswith(".idx") else name for name in names))
 
 

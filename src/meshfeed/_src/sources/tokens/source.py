@@ -18,12 +18,18 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.lookup import FileFormat, find_files
+from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.shard_cache import RemoteFile
-from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, expand_token_files, inspect
+from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, inspect, listed, token_files
 from meshfeed._src.sources.tokens.reads import Ranges, read_ranges
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
+
+
+LENGTHS_KEY = "tokens"
+"""Where a manifest lists the lengths of documents; the name of the leaf is a setting of the reader."""
 
 
 class _Files:
@@ -32,8 +38,14 @@ class _Files:
     def __init__(self, paths: file_paths.Paths, dtype: Any, cache: ShardCache | None) -> None:
         wanted = None if dtype is None else _token_dtype(dtype)
         self.cache = cache
-        names = expand_token_files(paths, cache)
-        self.files: list[TokenFile] = file_paths.in_threads(lambda name: inspect(name, wanted, cache), names)
+        form = FileFormat(
+            "Tokens",
+            lambda name: inspect(name, wanted, cache),
+            lambda entry, version, manifest: listed(entry, version, manifest, wanted),
+            token_files,
+        )
+        found = find_files(paths, cache, form)
+        self.files, self.manifests = found.files, found.manifests
 
     def read(self, ranges: Ranges) -> np.ndarray:
         """Reads ranges one after the other, int32[sum of the lengths]."""
@@ -44,7 +56,15 @@ class _Files:
 
     def document_lengths(self, eod: int | None) -> list[np.ndarray]:
         """Lengths of the documents of each file."""
-        return file_paths.in_threads(lambda file: document_lengths(file, eod, self.cache), self.files)
+        listed = lengths_by_file(self.manifests, LENGTHS_KEY, eod)
+
+        def find(file: TokenFile) -> np.ndarray:
+            found = listed.get(file.stored.path)
+            if found is None or int(found.sum(dtype=np.int64)) != file.num_tokens:
+                return document_lengths(file, eod, self.cache)
+            return found.astype(np.int64)
+
+        return file_paths.in_threads(find, self.files)
 
     def cached(self, file_index: np.ndarray) -> list[RemoteFile] | None:
         """The files of reads, int64[n], that come through the cache; None if no file does."""
@@ -294,6 +314,10 @@ class TokenDocuments:
     def lengths(self) -> np.ndarray:
         """Returns the number of tokens of each document, uint32[documents]; int64 if one has 2**32 or more."""
         return self._lengths
+
+    def documents_per_file(self) -> list[int]:
+        """Returns the number of documents of each file."""
+        return np.diff(self._ends, prepend=0).tolist()
 
     def __getitem__(self, record_id: Any) -> dict[str, np.ndarray]:
         """Document ``record_id``: ``{key: int32[tokens]}``."""

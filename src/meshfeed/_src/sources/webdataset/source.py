@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError
 from meshfeed._src.base.tracebacks import hides_own_frames
@@ -19,15 +20,15 @@ from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
+from meshfeed._src.sources.files.lookup import FileFormat, find_shards
+from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shards import (
     OpenFile,
     Shard,
     ShardReader,
-    Shards,
     ShardSource,
-    check_cache,
-    need_cache,
+    changed,
     read_spans,
 )
 from meshfeed._src.sources.webdataset.index import SUFFIX, TarIndex, load, save, scan
@@ -46,8 +47,8 @@ class TarShard(Shard):
     """
 
     source: ClassVar[str] = "WebDataset"
-    index: pathlib.Path | None
-    stamp: str
+    index: pathlib.Path | None = None
+    stamp: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +109,14 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
                 f"WebDataset got decode={decode!r}. Expected a function of one record (a dict of bytes) that gives arrays.",
                 setting="decode",
             )
-        check_cache(cache, source="WebDataset")
-        found = file_paths.expand_paths(paths, source="WebDataset")
-        names = [name for name in found if not name.endswith(SUFFIX)]
-        need_cache(names, cache, source="WebDataset")
         self.decode = decode
-        shards = file_paths.in_threads(lambda name: _inspect(name, cache), names)
-        super().__init__(ShardReader(Shards(shards, "WebDataset"), cache, _check))
+        form = FileFormat(
+            "WebDataset",
+            lambda name: inspect(name, cache),
+            lambda entry, version, manifest: _listed(entry, version, manifest, cache),
+            archives,
+        )
+        super().__init__(ShardReader(find_shards(paths, cache, form), cache, _check))
 
     def __getitem__(self, record_id: Any) -> Record:
         """Returns record ``record_id``, decoded; a dict of bytes if the source has no decoder."""
@@ -156,19 +158,39 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
         return digest_raw(part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
 
 
-def _inspect(name: str, cache: ShardCache | None) -> TarShard:
+def archives(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not name.endswith(SUFFIX)]
+
+
+def inspect(name: str, cache: ShardCache | None) -> TarShard:
     """Counts the samples of an archive from its index, which is made if there is none."""
     compression = compression_of(name)
     if cache is not None and (compression is not None or file_paths.is_url(name)):
         return _inspect_remote(name, compression, cache)
     descriptor = Descriptor(name)
     num_bytes, version = descriptor.status.st_size, str(descriptor.status.st_mtime_ns)
-    stamp = f"{num_bytes} bytes, modified {version}"
+    stamp, places = _local_places(name, num_bytes, version, cache)
+    index, place = _find_or_make(places, stamp, lambda: scan(descriptor, name))
+    return TarShard(name, num_bytes, version, index.num_samples, place, stamp)
+
+
+def _local_places(name: str, num_bytes: int, version: str, cache: ShardCache | None) -> tuple[str, list[pathlib.Path]]:
+    """Returns the stamp of a local archive, and where its index may be saved."""
     places = [pathlib.Path(f"{name}{SUFFIX}")]
     if cache is not None:
         places.append(cache.directory / f"{os.path.basename(name)}-{num_bytes}-{version}{SUFFIX}")
-    index, place = _find_or_make(places, stamp, lambda: scan(descriptor, name))
-    return TarShard(name, num_bytes, version, index.num_samples, place, stamp)
+    return f"{num_bytes} bytes, modified {version}", places
+
+
+def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | None) -> TarShard:
+    """Returns an archive that a manifest lists; its index is loaded or made when it is first read."""
+    shard = TarShard.from_entry(entry, version, manifest)
+    if cache is None or not shard.is_cached:
+        stamp, places = _local_places(entry.path, entry.num_bytes, version, cache)
+        return dataclasses.replace(shard, index=next(filter(os.path.exists, places), places[-1]), stamp=stamp)
+    stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest}"
+    place = cache.directory / f"{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"
+    return dataclasses.replace(shard, index=place, stamp=stamp)
 
 
 def _inspect_remote(name: str, compression: str | None, cache: ShardCache) -> TarShard:
@@ -197,10 +219,11 @@ def _find_or_make(
 
 
 def _check(shard: TarShard, open_file: OpenFile) -> tuple[_CheckedTar, int]:
-    """Loads the index of an archive, or makes it again if it is gone."""
-    index = None if shard.index is None else load(shard.index, shard.stamp)
-    if index is None:
-        index = scan(open_file(), shard.path)
+    """Loads the index of an archive, or makes it if it is gone."""
+    places = [] if shard.index is None else [shard.index]
+    index, _ = _find_or_make(places, shard.stamp, lambda: scan(open_file(), shard.path))
+    if index.num_samples != shard.num_records:
+        raise changed(shard, shard.path)
     return _CheckedTar(shard, index, index.names(), open_file), index.num_entries
 
 
