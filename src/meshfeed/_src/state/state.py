@@ -288,6 +288,8 @@ def compare_fingerprints(
         if _same(old, new) or (top == "num_epochs" and old is None):  # an endless stream may be given an end
             continue
         flat_old, flat_new = flatten(old, top), flatten(new, top)
+        if len(flat_old.keys() & {top}) != len(flat_new.keys() & {top}):  # only one of them is an object
+            flat_old, flat_new = {top: old}, {top: new}
         field = next(
             name
             for name in dict.fromkeys((*flat_new, *flat_old))
