@@ -148,13 +148,13 @@ def test_lists_need_be_equally_long_only_within_a_batch():
 )
 def test_what_no_device_holds_is_named_with_a_remedy(columns, message):
     with pytest.raises(SourceError, match=message):
-        HuggingFace(datasets.Dataset.from_dict(columns))
+        meshfeed.Feed(datasets.Dataset.from_dict(columns), jax.make_mesh((1,), ("data",)), global_batch_size=1)
 
 
 @pytest.mark.parametrize(
     "open_dataset",
     [
-        lambda d: HuggingFace(d),
+        lambda d: HuggingFace(d)[0],
         lambda d: HuggingFace(d.with_transform(lambda batch: batch))[0],
         lambda d: next(HuggingFace(d.to_iterable_dataset()).open(0, 1)),
     ],
@@ -163,7 +163,7 @@ def test_what_no_device_holds_is_named_with_a_remedy(columns, message):
 def test_a_dataset_of_text_only_is_not_told_to_keep_other_columns(open_dataset):
     with pytest.raises(
         SourceError,
-        match=r"column 'text' holds .* with map\(\) of the dataset \(Parquet: meshfeed\.sources\.Map\)\.$",
+        match=r"column 'text' holds .* with meshfeed\.sources\.Map or map\(\) of the dataset\.$",
     ):
         open_dataset(datasets.Dataset.from_dict({"text": ["a", "b"], "author": ["c", "d"]}))
 

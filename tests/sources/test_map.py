@@ -120,6 +120,18 @@ def test_none_drops_a_record_of_a_stream(stream: str) -> None:
     assert values(feed_of(Map(STREAMS[stream](), some), num_lanes=1)) == kept[: len(kept) // 8 * 8]
 
 
+def test_a_list_of_records_is_no_batch() -> None:
+    def doubled(records: list[dict[str, Any]]) -> Any:
+        return [double(record) for record in records]
+
+    for source, settings in ((memory(), {}), (Stream(Lane), {"num_lanes": 4})):
+        with (
+            pytest.raises(meshfeed.SourceError, match=r"returned a list of \d records.*np.stack"),
+            feed_of(Map(source, doubled, batched=True), **settings) as feed,
+        ):
+            next(feed)
+
+
 def test_none_is_an_error_for_random_access() -> None:
     with pytest.raises(meshfeed.SourceError, match="returned None for record 0"), feed_of(Map(memory(), some)) as feed:
         next(feed)

@@ -73,6 +73,15 @@ def test_parts_of_streams(lanes: int) -> None:
         assert counts[100:116].min() >= times
 
 
+def test_fewer_records_of_a_stream_than_lanes() -> None:
+    mixture = Mixture({"a": stream(0), "b": memory(100)}, {"a": 1, "b": 1}, block=4, take={"a": 2})
+    with pytest.raises(
+        meshfeed.SettingsError, match=r"take\['a'\]=2 leaves no record for lane [23] of 4.*at least 4"
+    ) as error:
+        values(mixture, num_lanes=4)
+    assert error.value.setting == "take"
+
+
 def test_a_mixture_of_mixtures_is_one_mixture() -> None:
     inner = Mixture({"x": memory(0), "y": memory(100)}, {"x": 3, "y": 1}, block=8, take={"x": 20})
     nested = Mixture({"in": inner, "out": memory(200)}, {"in": 2, "out": 2}, block=8)

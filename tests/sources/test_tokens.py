@@ -142,7 +142,7 @@ def test_documents_that_end_with_eod(way: str, tmp_path: pathlib.Path, monkeypat
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_slices_of_documents(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    tokens = np.array(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=200)), np.uint16)
+    tokens = np.array([*data.draw(st.lists(st.integers(0, 3), max_size=200)), EOD], np.uint16)
     path = tmp_path_factory.mktemp("slices") / "x.bin"
     tokens.tofile(path)
     documents = list(pieces(tokens))
@@ -314,6 +314,14 @@ def test_files_that_are_none_of_these(tmp_path: pathlib.Path) -> None:
     for eod in (-1, 1 << 16):
         with pytest.raises(meshfeed.SettingsError, match=f"eod={eod}; .* holds uint16, 0 to 65535, so it never occurs"):
             Tokens.documents(path, dtype=np.uint16, eod=eod)
+    for make in (Tokens.documents, lambda path, **settings: Tokens(path, 8, **settings)):
+        with pytest.raises(meshfeed.SettingsError, match=rf"eod=0 does not occur in {path}\. Pass") as error:
+            make(path, dtype=np.uint16, eod=0)
+        assert error.value.setting == "eod"
+        with pytest.raises(meshfeed.SettingsError, match=r"eod=0 does not occur in .*x.bin or the 1 other file\(s\)"):
+            make([path, tmp_path / "tokens.npy"], dtype=np.uint16, eod=0)
+    np.array([5, 6, 0], np.uint16).tofile(tmp_path / "one.bin")  # one document each; the first does not end
+    assert len(Tokens.documents([path, tmp_path / "one.bin"], dtype=np.uint16, eod=0)) == 2
     with pytest.raises(meshfeed.SourceError, match="Pass eod="):
         Tokens.documents(path, dtype=np.uint16)
     with pytest.raises(IndexError, match="record id 12 is out of range"):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed import SettingsError, StateMismatchError
-from meshfeed.sources import ArrayRecord, DecodeRaw, Map, Memory, Mixture
+from meshfeed.sources import ArrayRecord, DecodeRaw, Map, Memory, Mixture, Tokens
 from meshfeed.testing import check_resumable
 
 SIZES = [7, 12, 1, 0, 9, 15, 4, 10, 11, 3, 8, 8, 5, 2, 13, 6, 12, 9]
@@ -96,11 +96,35 @@ def test_mapped_records_keep_their_shards(paths) -> None:
         assert ids_of(feed) == ids_of(mapped)
 
 
+def test_token_files_are_shards(tmp_path) -> None:
+    wanted, first = [], 0
+    for number, size in enumerate([9, 40, 3, 25, 62, 17]):
+        np.arange(first, first + size, dtype=np.uint16).tofile(tmp_path / f"{number}.bin")
+        wanted.append([*range(first, first + size // 5 * 5, 5)])
+        first += size
+    source = Tokens(f"{tmp_path}/*.bin", 5, dtype=np.uint16, next_token=False)
+    assert source.shard_lengths().tolist() == [len(part) for part in wanted]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def feed() -> meshfeed.Feed:
+        return meshfeed.Feed(
+            source, mesh, global_batch_size=4, shuffle="shards", num_lanes=2, end="pad", mask_key="real"
+        )
+
+    with feed() as opened:
+        found = [int(x) for batch in opened for x in np.asarray(batch["tokens"])[np.asarray(batch["real"]), 0]]
+    assert sorted(found) == [*itertools.chain(*wanted)]
+    assert check_resumable(feed, save_points=[3])
+    documents = Tokens.documents([f"{tmp_path}/{n}.bin" for n in (3, 4)], dtype=np.uint16, eod=90)
+    assert documents.shard_lengths().tolist() == [1, 2]
+
+
 def test_what_has_no_shards_is_refused(paths) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     memory, files = Memory({"x": np.zeros((40, 2), np.int32)}), ArrayRecord(paths)
-    for source, kind in ((memory, "Memory"), (Mixture({"a": files}, {"a": 1}), "mixture")):
-        with pytest.raises(SettingsError, match=rf"shuffle='shards' needs a source whose files.* is a {kind}"):
+    mixture, mapped = Mixture({"a": files}, {"a": 1}), Map(memory, lambda record: record)
+    for source, kind in ((memory, "Memory"), (mixture, "mixture"), (mapped, "map")):
+        with pytest.raises(SettingsError, match=rf"shuffle='shards' needs a source whose files.* of kind '{kind}'"):
             meshfeed.Feed(source, mesh, global_batch_size=8, shuffle="shards")
     with pytest.raises(SettingsError, match="num_lanes=3; it must divide every global batch size, here 8"):
         make_feed(paths, num_lanes=3)

@@ -235,6 +235,22 @@ class NumbersRecords(Protocol):
         ...
 
 
+class Unconverted(Protocol):
+    """Converts its records to arrays, and can also give them as they are stored, such as with text."""
+
+    def unconverted(self) -> Any:
+        """Returns a source over the same records, of the same kind and identity, for functions that convert them."""
+        ...
+
+
+class ChecksRecords(Protocol):
+    """Knows whether its records can become arrays, from the types of their leaves."""
+
+    def check_records(self) -> None:
+        """Raises SourceError if they cannot; reads nothing."""
+        ...
+
+
 class SeveralShapes(Protocol):
     """Has records of several shapes; all records of a batch have the same."""
 
@@ -392,6 +408,12 @@ def close(thing: object) -> None:
     closeable = find(thing, Closeable)
     if closeable is not None:
         closeable.close()
+
+
+def unconverted(source: Any) -> Any:
+    """Returns ``source`` with its records as they are stored, if it converts them; otherwise ``source``."""
+    converts = find(source, Unconverted)
+    return source if converts is None else converts.unconverted()
 
 
 def is_stream(source: object) -> bool:

@@ -109,7 +109,8 @@ def replay(
     """Show which records a past or future batch contains.
 
     STATE is a JSON file with the result of feed.get_state(), or a checkpoint folder. Reads no data unless
-    --array-record is given.
+    --array-record is given. A state has no balance= of the feed, which moves records between the rows of a batch;
+    feed.record_ids(step) gives them in row order.
     """
     from meshfeed._src.cli import replay as cli_replay
 

@@ -104,7 +104,7 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
     records if the source has a length.
     """
     own = find(source, hooks.Fingerprinted)
-    identity: dict[str, JsonValue] = {"kind": _kind(source)}
+    identity: dict[str, JsonValue] = {"kind": kind_of(source)}
     if isinstance(source, Sized):
         identity["records"] = len(source)
     if own is not None:
@@ -119,7 +119,8 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
     return identity
 
 
-def _kind(source: RandomAccessSource | StreamSource) -> str:
+def kind_of(source: object) -> str:
+    """Returns the kind of a source: its own name for it, or that of its class."""
     kinded = find(source, hooks.Kinded)
     return type(source).__name__ if kinded is None or not kinded.kind else kinded.kind
 
@@ -139,7 +140,7 @@ def identify_within(
             host = process_index()
             doing = "reading four of its records" if find(source, hooks.Fingerprinted) is None else "its fingerprint()"
             raise StalledError(
-                f"host {host} cannot identify its source, a {_kind(source)}: {doing} has not returned after {waited:.0f} s "
+                f"host {host} cannot identify its source, a {kind_of(source)}: {doing} has not returned after {waited:.0f} s "
                 f"(timeout_seconds={timeout_seconds:g}). Look at its storage; raise timeout_seconds if it may take longer.",
                 hosts=(host,),
                 waited_seconds=waited,

@@ -37,7 +37,7 @@ def documents_of(source: object, name: str, *, of_stream: str, of_mixture: str) 
       SourceError: the source is a stream or a mixture, or has no records.
       SettingsError: the records depend on random numbers.
     """
-    documents = as_source(source)
+    documents = hooks.unconverted(as_source(source))
     if isinstance(documents, HostBatches) or not hasattr(documents, "__getitem__"):
         raise SourceError(
             f"{name} got a {type(documents).__name__}, which is read in order. Expected random-access records. {of_stream}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
         raise SettingsError(f"function={function!r}; Map takes a function of one record.", setting="function")
     if not isinstance(batched, bool):
         raise SettingsError(f"batched={batched!r}; it takes True or False.", setting="batched")
-    records = as_source(source)
+    records = hooks.unconverted(as_source(source))
     if isinstance(records, HostBatches):
         raise SourceError("Map got batches of this host. Expected a source of records. Map them in your own iterable.")
     if not hooks.is_stream(records):
@@ -80,7 +80,15 @@ class _Mapped:
     def _apply(self, records: Sequence[Record], rngs: Rngs | None) -> PyTree:
         """The function's result for a list of records, stacked, in memory that only the caller can write."""
         extra = {"rng": list(rngs)} if rngs is not None else {}
-        batch = own_batch(self._function(list(records), **extra), self._function, "__call__")
+        returned = self._function(list(records), **extra)
+        if isinstance(returned, list) and (not returned or isinstance(returned[0], Mapping)):
+            raise SourceError(
+                f"the function of Map(batched=True) returned a list of {len(returned)} records. Expected one pytree of "
+                "arrays [n, ...] for the n records: stack them, such as {name: np.stack([record[name] for record in "
+                "records])}, or "
+                "leave batched out and return one record."
+            )
+        batch = own_batch(returned, self._function, "__call__")
         spec_of_batch(batch, len(records), what="the function of Map")
         return batch
 

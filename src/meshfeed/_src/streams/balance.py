@@ -11,6 +11,7 @@ from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.settings import Balance
 from meshfeed._src.base.types import RandomAccessSource, RecordIds
 from meshfeed._src.order.balance import balanced_rows
+from meshfeed._src.reading.identity import kind_of
 
 _POWERS = {"attention": 2, "tokens": 1}
 
@@ -32,8 +33,8 @@ class RowBalance:
         self._balance = balance
         if self._of_rows is None and self._of_records is None:
             raise SettingsError(
-                f"balance={balance!r} needs a source that knows the lengths of its records, and {type(source).__name__} does "
-                "not. Use Packed, or give the source lengths() -> int[records].",
+                f"balance={balance!r} needs a source that knows the lengths of its records; this one, of kind "
+                f"{kind_of(source)!r}, does not. Use Packed, or give the source lengths() -> int[records].",
                 setting="balance",
             )
 

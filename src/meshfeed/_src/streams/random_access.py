@@ -34,7 +34,7 @@ from meshfeed._src.reading.host_batch import (
     pad_rows,
     spec_of_batch,
 )
-from meshfeed._src.reading.identity import identify_within
+from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.records import ReadRows, RecordReader, file_of, reads_columns
 from meshfeed._src.reading.workers import WorkerReader
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
@@ -78,6 +78,9 @@ class RandomAccessStream:
             )
         if len(source) < 1:
             raise SourceError(f"the source {type(source).__name__} is empty: it has 0 records.")
+        checks = find(source, hooks.ChecksRecords)
+        if checks is not None:
+            checks.check_records()
         within = find(source, hooks.OrdersWithin)
         if within is not None:
             source = within.with_order(shuffle=settings.shuffle, seed=settings.seed)
@@ -106,10 +109,10 @@ class RandomAccessStream:
     def _get_shard_lengths(self) -> RecordIds:
         sharded = find(self.source, hooks.Sharded)
         if sharded is None or self._numbering is not None:
-            kind = "mixture" if self._numbering is not None else type(self.source).__name__
             raise SettingsError(
-                f"shuffle='shards' needs a source whose files are downloaded whole (ArrayRecord, MDS, Parquet, "
-                f"WebDataset); this one is a {kind}. Pass shuffle=True, or a number of records per block.",
+                "shuffle='shards' needs a source whose files are downloaded whole (ArrayRecord, MDS, Parquet, Tokens, "
+                f"WebDataset, or Map over one of them); this one is of kind {kind_of(self.source)!r}. Pass shuffle=True, or "
+                "a number of records per block.",
                 setting="shuffle",
             )
         return sharded.shard_lengths()

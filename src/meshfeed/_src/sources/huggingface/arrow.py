@@ -20,7 +20,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
 
-MAP = "map() of the dataset (Parquet: meshfeed.sources.Map)"  # HuggingFace refuses text before Map
+MAP = "meshfeed.sources.Map or map() of the dataset"
 
 
 def leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
@@ -56,24 +56,38 @@ def record_to_numpy(
     Raises:
       SourceError: a column is missing, or has text, a null or ragged lists.
     """
-    names = list(record) if columns is None else columns
     advised = record if columns is None else columns
     known = dtypes or {}
-    result = {}
-    for name in names:
-        try:
-            value = record[name]
-        except KeyError:
+    where = {"record_id": record_id, "lane_index": lane_index}
+    return {
+        name: value_to_numpy(value, name, advised, dtype=known.get(name), **where)
+        for name, value in chosen(record, columns, **where).items()
+    }
+
+
+def chosen(
+    record: Mapping[str, Any],
+    columns: Sequence[str] | None,
+    *,
+    record_id: int | None = None,
+    lane_index: int | None = None,
+) -> dict[str, Any]:
+    """Returns the chosen columns of a record, as they are; see :func:`record_to_numpy`.
+
+    Raises:
+      SourceError: a column is missing.
+    """
+    if columns is None:
+        return dict(record)
+    for name in columns:
+        if name not in record:
             raise SourceError(
-                f"a record has no column {name!r}; it has {sorted(record)}. Expected the columns {list(names)} in "
+                f"a record has no column {name!r}; it has {sorted(record)}. Expected the columns {list(columns)} in "
                 "every record. Correct columns=, or the map() that makes the records.",
                 record_id=record_id,
                 lane_index=lane_index,
-            ) from None
-        result[name] = value_to_numpy(
-            value, name, advised, dtype=known.get(name), record_id=record_id, lane_index=lane_index
-        )
-    return result
+            )
+    return {name: record[name] for name in columns}
 
 
 def value_to_numpy(
@@ -177,6 +191,43 @@ def text_error(column: str, arrow_type: object, all_columns: Sequence[str]) -> S
         f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "
         f"Turn it into token ids with {MAP}{leave_out(column, all_columns)}."
     )
+
+
+def stored_values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None = None) -> list[Any]:
+    """Returns the values of a column: numpy scalars, arrays for lists of numbers, and Python objects for all else.
+
+    Args:
+      column: of any type, nulls allowed.
+      dtype: to which numbers are cast; None for the column's own.
+    """
+    values: list[Any] = []
+    for chunk in column.chunks:
+        if isinstance(chunk, pa.ExtensionArray):
+            chunk = chunk.storage
+        values += _stored_in(chunk, dtype)
+    return values
+
+
+def _stored_in(chunk: pa.Array, dtype: np.dtype[Any] | None) -> list[Any]:
+    t = chunk.type
+    if _is_number(t) and not chunk.null_count:
+        return list(_numbers(chunk, dtype))
+    if (pa.types.is_list(t) or pa.types.is_large_list(t)) and _is_number(t.value_type):
+        first, last = chunk.offsets[0].as_py(), chunk.offsets[-1].as_py()
+        inner = chunk.values.slice(first, last - first)
+        if not chunk.null_count and not inner.null_count:
+            ends = chunk.offsets.to_numpy()[1:-1] - first
+            return np.split(_numbers(inner, dtype), ends) if len(chunk) else []
+    return chunk.to_pylist()
+
+
+def _is_number(t: pa.DataType) -> bool:
+    return pa.types.is_boolean(t) or pa.types.is_integer(t) or pa.types.is_floating(t)
+
+
+def _numbers(array: pa.Array, dtype: np.dtype[Any] | None) -> np.ndarray:
+    values = array.to_numpy(zero_copy_only=False)
+    return np.array(values, dtype)  # a copy: the function may write to it, or keep it
 
 
 class ColumnRows:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -16,7 +18,7 @@ from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface import internals
-from meshfeed._src.sources.huggingface.arrow import record_to_numpy, table_rows
+from meshfeed._src.sources.huggingface.arrow import chosen, record_to_numpy, stored_values, table_rows
 from meshfeed._src.sources.huggingface.cut import LaneCut, check_tree, cut_tree, find_leaves, walk
 from meshfeed._src.sources.huggingface.files import Counts, file_sizes, open_files
 from meshfeed._src.sources.huggingface.fingerprint import describe_node
@@ -124,6 +126,12 @@ class TableLane(_Lane):
             size += count
         return parts[0] if len(parts) == 1 else _concatenate(parts)
 
+    def next_stored(self) -> dict[str, Any]:
+        """The next record as it is stored; not to be mixed with the other methods."""
+        row = self._ready(_stored_rows) - self._block_start
+        self._row += 1
+        return self._block[row]
+
     def get_state(self) -> JsonValue:
         """State after the last record returned."""
         return {**self._about, "before": self._before, "row": self._row}
@@ -151,7 +159,7 @@ class TableLane(_Lane):
         self._table = self._block = None
         self._block_start = self._block_stop = 0
 
-    def _ready(self) -> int:
+    def _ready(self, decode: Callable[[pa.Table, int, int], Any] = table_rows) -> int:
         """Decodes the block of the next row if necessary, and returns the row's index in the table."""
         if self._block_start <= self._row < self._block_stop:
             return self._row
@@ -160,7 +168,7 @@ class TableLane(_Lane):
         try:
             while self._table is None or self._row >= len(self._table):
                 self._next_table()
-            self._decode_block()
+            self._decode_block(decode)
         except StopIteration:
             raise
         except SourceError as error:
@@ -206,17 +214,23 @@ class TableLane(_Lane):
             return table
         return cast_table_to_features(table, features)
 
-    def _decode_block(self) -> None:
+    def _decode_block(self, decode: Callable[[pa.Table, int, int], Any]) -> None:
         assert self._table is not None
         rows = max(1, _BLOCK_BYTES * len(self._table) // max(self._table.nbytes, 1))
         stop = min(self._row + rows, len(self._table))
         try:
-            block = table_rows(self._table, self._row, stop)
+            block = decode(self._table, self._row, stop)
         except SourceError:
             # Some row is bad. Decode one row at a time, which delivers the good rows before it first.
             stop = self._row + 1
-            block = table_rows(self._table, self._row, stop)
+            block = decode(self._table, self._row, stop)
         self._block, self._block_start, self._block_stop = block, self._row, stop
+
+
+def _stored_rows(table: pa.Table, start: int, stop: int) -> list[dict[str, Any]]:
+    part = table.slice(start, stop - start)
+    columns = [stored_values(column) for column in part.columns]
+    return [dict(zip(part.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _tables_of(tree: Node) -> Iterator[tuple[object, pa.Table]]:
@@ -246,12 +260,19 @@ class ExampleLane(_Lane):
         self._restored: Any = dataset.state_dict()  # used until the first record; then the dataset's own state is right
 
     def __next__(self) -> dict[str, PyTree]:
+        return self._next(functools.partial(record_to_numpy, dtypes=self._dtypes))
+
+    def next_stored(self) -> dict[str, Any]:
+        """The next record as the dataset makes it."""
+        return self._next(chosen)
+
+    def _next(self, convert: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         if self._error is not None:
             raise self._error.with_traceback(None)
         try:
             example = next(self._examples)
             self._restored = None
-            return record_to_numpy(example, self._columns, dtypes=self._dtypes, lane_index=self._lane_index)
+            return convert(example, self._columns, lane_index=self._lane_index)
         except StopIteration:
             raise
         except Exception as error:
@@ -282,10 +303,24 @@ class ExampleLane(_Lane):
         self._examples = iter(())
 
 
+class StoredLane:
+    """The records of a lane as they are stored, for functions that turn them into arrays."""
+
+    def __init__(self, lane: TableLane | ExampleLane) -> None:
+        self._lane = lane
+        self.get_state, self.set_state, self.close = lane.get_state, lane.set_state, lane.close
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self._lane.next_stored()
+
+
 class ReplayedLane:
     """A lane without a state, for nodes of datasets whose state is not exact; it resumes by reading again."""
 
-    def __init__(self, lane: TableLane | ExampleLane) -> None:
+    def __init__(self, lane: TableLane | ExampleLane | StoredLane) -> None:
         self._lane = lane
 
     def __iter__(self) -> ReplayedLane:
@@ -373,13 +408,20 @@ class HuggingFaceStream:
         self._shuffle_buffer = shuffle_buffer
         self._warned: set[int] = set()
         self._counts: dict[int, Counts] = {}
+        self._converts = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_counts": {}}  # keyed by id(), which is only valid in this process
 
+    def unconverted(self) -> HuggingFaceStream:
+        """Returns the stream with its records as they are stored, such as with text."""
+        other = copy.copy(self)
+        other._converts = False
+        return other
+
     def open(
         self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
-    ) -> TableLane | ExampleLane | ReplayedLane | WindowShuffle:
+    ) -> TableLane | ExampleLane | StoredLane | ReplayedLane | WindowShuffle:
         """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
 
         Args:
@@ -440,14 +482,15 @@ class HuggingFaceStream:
             identity["rows"] = rows
         return identity
 
-    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | ReplayedLane:
+    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | StoredLane | ReplayedLane:
         dataset, features = self._dataset, self._dataset.features
         chosen = {} if features is None else {name: features[name] for name in self._columns or features}
-        lane: TableLane | ExampleLane
+        lane: TableLane | ExampleLane | StoredLane
         if tree.iter_arrow is not None and not any(require_decoding(feature) for feature in chosen.values()):
             lane = TableLane(tree, self._columns, features, cut.lane_index, cut.epoch, cut.units)
         else:
             lane = ExampleLane(internals.dataset_of(tree, dataset), self._columns, cut.lane_index, cut.epoch, cut.units)
+        lane = lane if self._converts else StoredLane(lane)
         return lane if all(map(internals.has_exact_state, walk(tree))) else ReplayedLane(lane)
 
     def _warn(self, cut: LaneCut) -> None:

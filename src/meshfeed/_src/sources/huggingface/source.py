@@ -38,8 +38,8 @@ def HuggingFace(  # named like a class, but returns one of several
 
     Raises:
       SettingsError: ``columns`` or ``shuffle_buffer`` is invalid.
-      SourceError: ``dataset`` is not a dataset, is empty, has columns of text, or is a stream that cannot resume
-        exactly.
+      SourceError: ``dataset`` is not a dataset, is empty, or is a stream that cannot resume exactly. A feed raises it for
+        columns of text; ``Map`` passes them to its function.
     """
     import datasets
 

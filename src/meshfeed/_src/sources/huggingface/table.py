@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import jax
 import numpy as np
@@ -15,7 +15,14 @@ from datasets.table import MemoryMappedTable
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
-from meshfeed._src.sources.huggingface.arrow import ColumnRows, record_to_numpy, usable_columns, value_to_numpy
+from meshfeed._src.sources.huggingface.arrow import (
+    ColumnRows,
+    chosen,
+    record_to_numpy,
+    stored_values,
+    usable_columns,
+    value_to_numpy,
+)
 from meshfeed._src.sources.huggingface.fingerprint import content_digest, function_name
 from meshfeed._src.sources.huggingface.internals import require_decoding, row_indices
 
@@ -47,10 +54,23 @@ class HuggingFaceTable:
         features = dataset.features
         self._decoded = [name for name in self._columns if require_decoding(features[name])]
         self._mapped = _is_mapped(dataset.data)
-        self._readers = self._readers_of(dataset.data.table)
+        self._readers: dict[str, ColumnRows] | None = None  # made late: functions may turn text into arrays
         chunks, self._direct = row_indices(dataset)
         self._rows = None if chunks is None else _RowMap(chunks)
         self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
+
+    def check_records(self) -> None:
+        """Checks that all columns have an array form.
+
+        Raises:
+          SourceError: a column has none, such as text; names it.
+        """
+        if self._readers is None:
+            self._readers = self._readers_of(self._dataset.data.table)
+
+    def unconverted(self) -> StoredRows:
+        """Returns the records as they are stored: text as str, and lists of any length."""
+        return StoredRows(self)
 
     def _readers_of(self, table: pa.Table) -> dict[str, ColumnRows]:
         usable = [*usable_columns(table.schema), *self._decoded]
@@ -85,6 +105,16 @@ class HuggingFaceTable:
         batch = self.read_batch(np.asarray(record_ids, np.int64))
         return [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(len(record_ids))]
 
+    def read_stored(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Reads records as they are stored; see :class:`StoredRows`."""
+        stored = [name for name in self._columns if name not in self._decoded]
+        table = cast("pa.Table", self._dataset.with_format("arrow", columns=stored)[list(record_ids)])
+        columns = {name: stored_values(table.column(name), self._dtype) for name in stored}
+        decoded = self._decoder.__getitems__(list(record_ids)) if self._decoder is not None else []
+        for name in self._decoded:
+            columns[name] = [value_to_numpy(record[name], name, self._columns) for record in decoded]
+        return [{name: columns[name][row] for name in self._columns} for row in range(len(record_ids))]
+
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
         """Reads records as stacked arrays.
 
@@ -106,6 +136,8 @@ class HuggingFaceTable:
         if not ids.size:
             one = self.read_batch(np.zeros(1, np.int64))
             return {name: jax.tree.map(lambda leaf: leaf[:0], part) for name, part in one.items()}
+        self.check_records()
+        assert self._readers is not None
         if not self._direct:  # datasets finds the rows, which takes longer
             table = self._dataset.with_format("arrow")[ids.tolist()]
             readers = self._readers_of(table)
@@ -156,6 +188,44 @@ def _copied_if_read_only(leaf: np.ndarray) -> np.ndarray:
     return leaf if leaf.flags.writeable else memory.copy(leaf)
 
 
+class StoredRows:
+    """Records of a ``datasets.Dataset`` as they are stored, for functions that turn them into arrays.
+
+    Numbers are numpy scalars and lists of numbers are arrays; text, nulls and all else are Python objects.
+
+    Args:
+      source: the source that converts the same records.
+    """
+
+    def __init__(self, source: HuggingFaceTable | HuggingFaceRows) -> None:
+        self._source = source
+
+    def __repr__(self) -> str:
+        return repr(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
+        """Record ``record_id``: column name → value."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Several records, in the order of ``record_ids``.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+        """
+        for record_id in record_ids:
+            if not 0 <= record_id < len(self):
+                raise IndexError(f"record id {record_id} is out of range: the dataset has {len(self):,} records")
+        return self._source.read_stored(record_ids) if len(record_ids) else []
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: that of the source that converts the records."""
+        return self._source.fingerprint()
+
+
 class HuggingFaceRows:
     """Records of a ``datasets.Dataset`` with a transform (``with_transform``), read through the transform.
 
@@ -185,6 +255,14 @@ class HuggingFaceRows:
         if not 0 <= row < len(self):
             raise IndexError(f"record id {row} is out of range: the dataset has {len(self):,} records")
         return self.__getitems__([row])[0]
+
+    def unconverted(self) -> StoredRows:
+        """Returns the records as the transform makes them, such as with text."""
+        return StoredRows(self)
+
+    def read_stored(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Reads records as the transform makes them."""
+        return [chosen(record, self._columns) for record in self._dataset.__getitems__(list(record_ids))]
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
         """Several records, in the order of ``record_ids``.

@@ -190,6 +190,13 @@ class ComponentLane:
           SourceError: the current epoch had no records, so repeating it would loop forever.
         """
         if not self._taken:
+            if self._limit == 0:
+                raise SettingsError(
+                    f"take[{self.name!r}]={self._parts.take[self.name]} leaves no record for lane {self._lane_index} of "
+                    f"{self._num_lanes}, among which the records of a stream are divided. Take at least {self._num_lanes} "
+                    "records, or use fewer lanes (num_lanes=).",
+                    setting="take",
+                )
             raise SourceError(
                 f"component {self.name!r} of the mixture has no record in lane {self._lane_index} of {self._num_lanes} "
                 f"(epoch {self.epoch}), so that it cannot be repeated. Use fewer lanes (num_lanes=), or give each lane "

@@ -330,6 +330,15 @@ def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None)
     return np.diff(bounds)
 
 
+def ends_with(file: TokenFile, token: int | None, cache: ShardCache | None) -> bool:
+    """Whether the last token of a file is ``token``."""
+    if not file.num_tokens:
+        return False
+    stop = file.offset + file.num_tokens * file.dtype.itemsize
+    last = _read(file.stored, stop - file.dtype.itemsize, stop, cache, fetch=True)
+    return np.frombuffer(last, file.dtype)[0] == token
+
+
 def _indexed_lengths(file: TokenFile, index: DocumentIndex, cache: ShardCache | None) -> np.ndarray:
     content = memoryview(_read(index.file, 0, index.file.num_bytes, cache, fetch=True))
     lengths = np.frombuffer(content, "<i4", index.num_sequences, _MEGATRON_BYTES)

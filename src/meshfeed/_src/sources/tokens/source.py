@@ -21,7 +21,7 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.lookup import FileFormat, find_files
 from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.shard_cache import RemoteFile
-from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, inspect, listed, token_files
+from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, ends_with, inspect, listed, token_files
 from meshfeed._src.sources.tokens.reads import Ranges, read_ranges
 
 if TYPE_CHECKING:
@@ -55,7 +55,11 @@ class _Files:
         return out
 
     def document_lengths(self, eod: int | None) -> list[np.ndarray]:
-        """Lengths of the documents of each file."""
+        """Lengths of the documents of each file.
+
+        Raises:
+          SettingsError: none of the files that are searched contains ``eod``; also see :func:`document_lengths`.
+        """
         listed = lengths_by_file(self.manifests, LENGTHS_KEY, eod)
 
         def find(file: TokenFile) -> np.ndarray:
@@ -64,7 +68,20 @@ class _Files:
                 return document_lengths(file, eod, self.cache)
             return found.astype(np.int64)
 
-        return file_paths.in_threads(find, self.files)
+        lengths = file_paths.in_threads(find, self.files)
+        searched = [
+            (file, len(found))
+            for file, found in zip(self.files, lengths, strict=True)
+            if file.index is None and file.stored.path not in listed
+        ]
+        # A file of one document may or may not end with the token.
+        if searched and not any(number > 1 or ends_with(file, eod, self.cache) for file, number in searched):
+            others = f" or the {len(searched) - 1:,} other file(s)" if len(searched) > 1 else ""
+            raise SettingsError(
+                f"eod={eod} does not occur in {searched[0][0].stored.path}{others}. Pass the token that ends a document.",
+                setting="eod",
+            )
+        return lengths
 
     def cached(self, file_index: np.ndarray) -> list[RemoteFile] | None:
         """The files of reads, int64[n], that come through the cache; None if no file does."""
@@ -257,6 +274,11 @@ class Tokens:
         ranges = Ranges(self._files.files, self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
         return {self._key: self._files.read(ranges).reshape(len(ids), width)}
 
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of windows of each file, int64[files]."""
+        windows = np.diff(self._pieces.ends, prepend=0)
+        return np.bincount(self._pieces.file_index, windows, len(self._files.files)).astype(np.int64)
+
     def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
         """Returns the files that hold windows, int64[n], and are read through the cache; None without one."""
         return self._files.cached(self._pieces.file_index[np.searchsorted(self._pieces.ends, record_ids, side="right")])
@@ -356,6 +378,10 @@ class TokenDocuments:
             )
         ranges = Ranges(self._files.files, file_index, begins + starts, lengths, record_ids)
         return {self._key: self._files.read(ranges)}
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of documents of each file, int64[files]."""
+        return np.diff(self._ends, prepend=0)
 
     def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
         """Returns the files that hold documents, int64[n], and are read through the cache; None without one."""
