@@ -86,7 +86,15 @@ def test_every_requirement_has_a_lower_bound() -> None:
 def test_all_holds_every_extra_that_users_need() -> None:
     extras = PROJECT["optional-dependencies"]
     ((_, listed),) = [requirement.split("[") for requirement in extras["all"]]
-    assert set(listed.rstrip("]").split(",")) == extras.keys() - {"all", "bench", "check", "demo", "mutate", "test"}
+    assert set(listed.rstrip("]").split(",")) == extras.keys() - {
+        "all",
+        "bench",
+        "check",
+        "demo",
+        "docs",
+        "mutate",
+        "test",
+    }
 
 
 def test_the_lock_names_pypi_only_and_belongs_to_this_project() -> None:

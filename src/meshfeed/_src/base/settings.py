@@ -116,8 +116,8 @@ class Workers(int):
     """A number of worker processes and their garbage collection: ``num_workers=meshfeed.Workers(4, gc_every=50)``.
 
     Args:
-      count: number of processes, at least 0. A plain int uses the default ``gc_every``.
-      gc_every: reads between runs of a worker's garbage collector, which is disabled in between so that it does not
+      count (int): number of processes, at least 0. A plain int uses the default ``gc_every``.
+      gc_every (int): reads between runs of a worker's garbage collector, which is disabled in between so that it does not
         delay a batch; 0 keeps Python's own schedule.
 
     Raises:

@@ -162,10 +162,10 @@ def _mesh_of(array: object) -> Mesh:
 class RemoteIteratorWrapper:
     """Runs a :class:`RemoteIterator` on each host of the mesh and transfers its batches to the accelerators.
 
+    Arguments not listed below are those of :class:`RemoteIterator`. The functions are sent to the hosts as pickles, which
+    execute code there: the network between the controller and the hosts must be trusted.
+
     Args:
-      get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic: arguments of :class:`RemoteIterator`. The
-        functions are sent to the hosts as pickles, which execute code there: the network between the controller and the
-        hosts must be trusted.
       global_mesh: the mesh of accelerators.
 
     Attributes:

@@ -155,13 +155,13 @@ class RemoteFeed:
     """:class:`meshfeed.Feed` on the CPU hosts attached to the accelerators, with the same interface.
 
     The global batches are bit-identical to those of the local feed, and either can resume from the other's checkpoints.
+    All other keywords are those of :class:`meshfeed.Feed`.
 
     Args:
       make_source: ``make_source() -> source``, called on each host; must be importable there, or picklable with
         everything it refers to. It is sent to the hosts as a pickle, which executes code there: the network between the
         controller and the hosts must be trusted. All other messages between hosts are plain data, not pickles.
       sharding: as for :class:`meshfeed.Feed`; all leaves must use one mesh.
-      **: every other keyword as for :class:`meshfeed.Feed`.
 
     Raises:
       SettingsError: if a keyword has an invalid value, the factory cannot be pickled, or an accelerator has no

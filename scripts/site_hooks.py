@@ -1,0 +1,77 @@
+"""MkDocs hooks of the documentation site: pages for the examples, and links that leave docs/."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import posixpath
+import re
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
+
+
+def _example_page(path: pathlib.Path) -> str:
+    text, language = path.read_text(), LANGUAGES.get(path.suffix, "text")
+    title = path.relative_to(ROOT / "examples")
+    return f"# {title}\n\n```{language}\n{text}```\n"
+
+
+def _summary(path: pathlib.Path) -> str:
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+    comments = [line.lstrip("# ") for line in path.read_text().splitlines() if re.match(r"# \w", line)]
+    return comments[0] if comments else ""
+
+
+def _examples() -> list[pathlib.Path]:
+    return sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in LANGUAGES)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds all decisions and examples to the navigation."""
+    decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
+    pages = ["decisions/README.md", *(f"decisions/{name}" for name in decisions)]
+    examples = ["examples/index.md", *(f"{path.relative_to(ROOT)}.md" for path in _examples())]
+    assert config.nav is not None
+    config.nav += [{"Examples": examples}, {"Decisions": pages}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds a page for each example and one that lists them."""
+    rows = []
+    for path in _examples():
+        name = path.relative_to(ROOT)
+        files.append(File.generated(config, f"{name}.md", content=_example_page(path)))
+        link = path.relative_to(ROOT / "examples")
+        rows.append(f"| [`{link}`]({link}.md) | {_summary(path)} |")
+    head = "# Examples\n\nComplete programs, each run by the tests.\n\n| file | shows |\n|---|---|\n"
+    files.append(File.generated(config, "examples/index.md", content=head + "\n".join(rows) + "\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leads links to examples to their pages; other links that leave docs/ become plain text."""
+    folder = posixpath.dirname(f"docs/{page.file.src_uri}")
+
+    def replace(match: re.Match[str]) -> str:
+        text, link = match[1], match[2]
+        if "://" in link or link.startswith(("#", "mailto:")):
+            return match[0]
+        target = posixpath.normpath(posixpath.join(folder, link.partition("#")[0]))
+        if target.startswith("docs/") or page.file.generated_by:
+            return match[0]
+        uri = f"{target}/index.md" if target == "examples" else f"{target}.md"
+        if files.get_file_from_path(uri) is None:
+            return text
+        return f"[{text}]({posixpath.relpath(uri, folder.removeprefix('docs').lstrip('/') or '.')})"
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", replace, markdown)
