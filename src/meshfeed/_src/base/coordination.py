@@ -35,6 +35,14 @@ def process_count() -> int:
     return jax.process_count()
 
 
+def place_in_job() -> tuple[int, int] | None:
+    """Returns the index of this process and the number of processes; None without ``jax.distributed``.
+
+    Unlike :func:`process_index`, does not initialize the backend, which waits for all other processes.
+    """
+    return jax_internals.place_in_job()
+
+
 def is_distributed() -> bool:
     """Whether ``jax.distributed.initialize()`` was called."""
     return jax.distributed.is_initialized()

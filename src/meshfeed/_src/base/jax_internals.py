@@ -89,6 +89,13 @@ def coordination_client() -> Any | None:
     return client if client is not None and all(hasattr(client, name) for name in _CLIENT_METHODS) else None
 
 
+def place_in_job() -> tuple[int, int] | None:
+    """See :func:`meshfeed._src.base.coordination.place_in_job`."""
+    state = _global_state()
+    index, number = getattr(state, "process_id", None), getattr(state, "num_processes", None)
+    return None if index is None or number is None or coordination_client() is None else (index, number)
+
+
 def key_value_store() -> KeyValueStore | None:
     """Returns the job's key-value store, or None without ``jax.distributed``."""
     client = coordination_client()

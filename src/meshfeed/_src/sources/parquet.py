@@ -135,7 +135,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
         *,
         cache: ShardCache | None = None,
     ) -> None:
-        form = FileFormat("Parquet", lambda name: inspect(name, cache), ParquetShard.from_entry)
+        form = FileFormat("Parquet", lambda name: inspect(name, cache), ParquetShard.describe, ParquetShard.from_entry)
         shards = find_shards(paths, cache, form)
         self._columns = _choose(shards.files, columns)
         self._cache = cache

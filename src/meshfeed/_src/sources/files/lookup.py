@@ -1,4 +1,4 @@
-"""What is in each file of a source: from a manifest, or by looking at the file."""
+"""What is in each file of a source: from a manifest, from other hosts, or by looking at the file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import manifest as manifests
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.manifest import DataManifest, FileEntry
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shards import Shard, Shards, check_cache, need_cache
+from meshfeed._src.sources.files.shared_lookup import look_together
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -30,6 +32,7 @@ class FileFormat(Generic[F]):
     Attributes:
       source: name of the source, such as "ArrayRecord".
       inspect: looks at a file, given its path or URL.
+      describe: returns what :meth:`inspect` found as a manifest lists it, and the version of the file.
       rebuild: returns the same without looking, given what a manifest lists of the file, its version (see ``Shard``), and
         the path of the manifest.
       select: returns the files that hold records, of those that the user's paths expand to.
@@ -37,6 +40,7 @@ class FileFormat(Generic[F]):
 
     source: str
     inspect: Callable[[str], F]
+    describe: Callable[[F], tuple[FileEntry, str]]
     rebuild: Callable[[FileEntry, str, str], F]
     select: Callable[[Sequence[str]], list[str]] = list
 
@@ -81,11 +85,38 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
         entry, manifest = listed[name]
         return form.rebuild(entry, _version(entry, manifest, form.source), manifest)
 
-    slow = [name for name in names if name not in listed or not is_url(name)]  # 10,000 calls in threads take 0.1 s
-    looked = file_paths.in_threads(lambda name: rebuild(name) if name in listed else form.inspect(name), slow)
-    known = dict(zip(slow, looked, strict=True))
+    local = [name for name in names if not is_url(name)]
+    remote = list(dict.fromkeys(name for name in names if is_url(name) and name not in listed))
+    looked = file_paths.in_threads(lambda name: rebuild(name) if name in listed else form.inspect(name), local)
+    known = {**dict(zip(local, looked, strict=True)), **_look(remote, form)}
+    # What remote files are listed with costs no request: 10,000 calls in threads would take 0.1 s.
     files = [known[name] if name in known else rebuild(name) for name in names]
     return FoundFiles(files, names, tuple(one.path for one in found))
+
+
+def _look(names: Sequence[str], form: FileFormat[F]) -> dict[str, F]:
+    """Looks at remote files, together with the other hosts of the job."""
+    here: dict[str, F] = {}
+
+    def inspect(name: str) -> F:
+        try:
+            return form.inspect(name)
+        except (MeshfeedError, OSError):
+            file_paths.check_url(name, source=form.source)  # a missing file, or a folder, is named as such
+            raise
+
+    def look(numbers: Sequence[int]) -> list[JsonValue]:
+        mine = [names[number] for number in numbers]
+        found = file_paths.in_threads(inspect, mine)
+        here.update(zip(mine, found, strict=True))
+        described = [form.describe(file) for file in found]
+        return [[entry.num_bytes, entry.num_records, version, dict(entry.details)] for entry, version in described]
+
+    found = look_together(names, form.source, look) if names else []
+    for name, (num_bytes, num_records, version, details) in zip(names, found, strict=True):
+        if name not in here:
+            here[name] = form.rebuild(FileEntry(name, num_bytes, num_records, None, details), version, "")
+    return here
 
 
 def find_shards(paths: file_paths.Paths, cache: ShardCache | None, form: FileFormat[S]) -> Shards[S]:

@@ -114,21 +114,29 @@ def _expand_local(name: str, source: str) -> list[str]:
 
 def _expand_url(name: str, source: str) -> list[str]:
     file_system, path = open_file_system(name, source)
+    if not _MAGIC.search(path):
+        return [name]  # without a request: whoever looks at the file finds out whether it is there
     with remote_errors(name, source):
-        return _list_url(file_system, path, name, source)
-
-
-def _list_url(file_system: Any, path: str, name: str, source: str) -> list[str]:
-    if _MAGIC.search(path):
         files = sorted(str(match) for match in file_system.glob(path))
-        if not files:
-            raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
-        return [file_system.unstrip_protocol(match) for match in files]
-    if file_system.info(path).get("type") == "directory":  # raises FileNotFoundError if missing
+    if not files:
+        raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
+    return [file_system.unstrip_protocol(match) for match in files]
+
+
+def check_url(url: str, *, source: str) -> None:
+    """Checks that a URL is a file.
+
+    Raises:
+      SourceError: if it does not exist, is not readable, or is a folder.
+      OSError: if the store does not answer.
+    """
+    file_system, path = open_file_system(url, source)
+    with remote_errors(url, source):
+        is_folder = file_system.info(path).get("type") == "directory"  # raises FileNotFoundError if missing
+    if is_folder:
         raise SourceError(
-            f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {name.rstrip('/')}/*."
+            f"{source} got the folder {url!r}. Expected files. Name them with a glob such as {url.rstrip('/')}/*."
         )
-    return [name]
 
 
 def open_file_system(url: str, source: str) -> tuple[Any, str]:

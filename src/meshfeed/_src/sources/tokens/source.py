@@ -41,6 +41,7 @@ class _Files:
         form = FileFormat(
             "Tokens",
             lambda name: inspect(name, wanted, cache),
+            lambda file: (file.entry(), file.stored.version),
             lambda entry, version, manifest: listed(entry, version, manifest, wanted),
             token_files,
         )

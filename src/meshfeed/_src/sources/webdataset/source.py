@@ -113,6 +113,7 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
         form = FileFormat(
             "WebDataset",
             lambda name: inspect(name, cache),
+            TarShard.describe,
             lambda entry, version, manifest: _listed(entry, version, manifest, cache),
             archives,
         )

@@ -1,0 +1,46 @@
+"""Sources over a store on real hosts, for tests/multihost/test_lookup.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec
+import jax
+
+from meshfeed import ShardCache
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.sources.files import shared_lookup
+from meshfeed.sources import ArrayRecord
+
+
+def outcome(urls: list[str], folder: str) -> Any:
+    """Number of records, or the error."""
+    cache = ShardCache(f"{folder}/{jax.process_index()}")
+    try:
+        source = ArrayRecord(urls, cache=cache)
+    except Exception as error:
+        return [type(error).__name__, str(error), getattr(error, "path", None)]
+    return len(source)
+
+
+def look(
+    once: list[str], good: list[str], other: list[str], missing: list[str], corrupt: list[str], folder: str
+) -> dict[str, Any]:
+    host = jax.process_index()
+    # The server counts by this header.
+    fsspec.config.conf["http"] = {"client_kwargs": {"headers": {"X-Host": str(host)}}}
+    found: dict[str, Any] = {}
+    found["once"] = outcome(once, folder)
+    pairs = [("good", good), ("other", other)]
+    for name, urls in pairs if host % 2 else pairs[::-1]:  # in any order
+        found[name] = outcome(urls, folder)
+    found["missing"] = outcome(missing, folder)
+    found["corrupt"] = outcome(corrupt, folder)
+    found["again"] = outcome(good, folder)
+    shared_lookup._MIN_WAIT_SECONDS = shared_lookup._MAX_WAIT_SECONDS = 0.2
+    # Only some hosts create these: the others do not make them wait for ever, with and without the lowest.
+    found["some"] = outcome(good[:5], folder) if host < 3 else None
+    found["not the lowest"] = outcome(good[1:], folder) if host > 5 else None
+    source = ArrayRecord(good, cache=ShardCache(f"{folder}/{host}"))
+    found["identity"] = source_identity(source)
+    return found

@@ -1,0 +1,76 @@
+"""Hosts divide the files of a store among them: each file is looked at once per job."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "sources"))
+
+import array_record_files
+import http_store
+import lookup_jobs
+
+from meshfeed import ShardCache
+from meshfeed._src.reading.identity import source_identity
+from meshfeed.sources import ArrayRecord
+from meshfeed.testing import run_hosts
+
+HOSTS, FILES = 8, 36
+
+
+class CountingHandler(http_store._Handler):
+    """Counts the requests for each file by the host that sends them."""
+
+    counts: ClassVar[collections.Counter[tuple[str, str, str]]] = collections.Counter()
+
+    def do_HEAD(self) -> None:
+        self.counts["HEAD", self.path, self.headers.get("X-Host", "")] += 1
+        super().do_HEAD()
+
+    def do_GET(self) -> None:
+        self.counts["GET", self.path, self.headers.get("X-Host", "")] += 1
+        super().do_GET()
+
+
+def test_each_file_is_looked_at_by_one_host(tmp_path: Path) -> None:
+    store = http_store.Store()
+    store.RequestHandlerClass = CountingHandler
+    urls = [
+        store.put(path, Path(array_record_files.write(tmp_path / path, [b"abc"] * (1 + part % 5))).read_bytes())
+        for part, path in enumerate(f"good-{part:02}" for part in range(FILES))
+    ]
+    for name in ("other-1", "other-2", "after", "last"):
+        store.put(name, store.files["good-00"])
+    once = [store.put(name.replace("good", "once"), content) for name, content in list(store.files.items())[:FILES]]
+    other = [store.url(name) for name in ("other-1", "other-2")]
+    missing = [*other, store.url("gone"), store.url("also-gone")]
+    corrupt = [store.url("after"), store.put("damaged", b"x" * 100_000), store.url("last")]
+    results = run_hosts(
+        lookup_jobs.look, once, urls, other, missing, corrupt, str(tmp_path), num_hosts=HOSTS, devices_per_host=1
+    )
+    values = [result.value for result in results]
+
+    records = sum(1 + part % 5 for part in range(FILES))
+    names = ("once", "good", "other", "again")
+    assert [[value[name] for name in names] for value in values] == [[records, records, 2, records]] * HOSTS
+    once = [count for (_, path, _), count in CountingHandler.counts.items() if path.startswith("/once")]
+    assert once == [1] * 2 * FILES  # the size and the footer of each, by one host
+    for method in ("HEAD", "GET"):
+        by_host = collections.Counter(
+            by for kind, path, by in CountingHandler.counts if kind == method and path.startswith("/once")
+        )
+        assert sorted(by_host.values()) == [4] * 4 + [5] * 4
+    kind, message, path = values[0]["missing"]
+    assert (kind, "there is no file" in message, "gone" in message) == ("SourceError", True, True)
+    assert [value["missing"] for value in values] == [[kind, message, path]] * HOSTS
+    kind, message, path = values[0]["corrupt"]
+    assert (kind, path) == ("CorruptDataError", store.url("damaged"))
+    assert [value["corrupt"] for value in values] == [[kind, message, path]] * HOSTS
+    assert [value["some"] for value in values] == [sum(1 + part % 5 for part in range(5))] * 3 + [None] * 5
+    assert [value["not the lowest"] for value in values] == [None] * 6 + [records - 1] * 2
+    alone = source_identity(ArrayRecord(urls, cache=ShardCache(tmp_path / "alone")))
+    assert [value["identity"] for value in values] == [alone] * HOSTS
