@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import importlib
 import inspect
 import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 import meshfeed
+from meshfeed._src.testing.hosts import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run(name: str, *arguments: str, devices: int = 8) -> str:
+def environment(devices: int) -> dict[str, str]:
     env = dict(os.environ)
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH")]))
+    return env
+
+
+def run(name: str, *arguments: str, devices: int = 8) -> str:
     command = [
         sys.executable,
         "-W",
@@ -31,7 +38,7 @@ def run(name: str, *arguments: str, devices: int = 8) -> str:
         str(EXAMPLES / name),
         *arguments,
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(devices))
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
@@ -146,9 +153,60 @@ def test_a_loop_from_maxtext_before_and_after(tmp_path: pathlib.Path) -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.multihost
+def test_an_evaluation_counts_every_record_once_on_any_number_of_hosts() -> None:
+    (alone,) = run("evaluate.py").splitlines()
+    assert json.loads(alone)["records"] == 1_003
+    assert run("evaluate.py", "--batch", "48", devices=1) == f"{alone}\n"
+    address = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-hosts", "2", "--host"]
+    with concurrent.futures.ThreadPoolExecutor() as hosts:
+        other = hosts.submit(run, "evaluate.py", *address, "1", devices=2)
+        assert alone in run("evaluate.py", *address, "0", devices=2).splitlines()
+        other.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["classify_images.py", "finetune_chat.py"])
+def test_training_learns_and_resumes(name: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("flax" if name == "classify_images.py" else "datasets")
+
+    def losses(steps: int) -> dict[int, float]:
+        lines = run(name, "--folder", str(tmp_path), "--steps", str(steps)).splitlines()
+        assert lines[0].startswith(f"from step {0 if steps == 30 else 30}, ")
+        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+), loss ([\d.]+)", "\n".join(lines[1:]))}
+
+    first, second = losses(30), losses(50)
+    assert first.keys() == {10, 20, 30}
+    assert second.keys() == {40, 50}
+    assert second[50] < first[10] / 2
+
+
+@pytest.mark.multihost
+def test_a_job_restarts_on_another_number_of_hosts(tmp_path: pathlib.Path) -> None:
+    from meshfeed._src.demo.corpus import build_corpus
+
+    corpus = build_corpus(tmp_path / "corpus", num_records=101, record_bytes=17)
+    train = (
+        f"{shlex.quote(sys.executable)} {EXAMPLES}/train_lm.py --data '{corpus.pattern}' --batch 8 --save-every 2"
+        f" --checkpoints {tmp_path}/run --log {tmp_path}/log-$$"
+    )
+    job = tmp_path / "job.sh"  # the first time, the hosts fail after step 4
+    job.write_text(
+        f'if [[ " $* " == *" --num-hosts 2 "* ]]; then {train} --steps 4 "$@" && exit 1; else {train} --steps 6 "$@"; fi\n'
+    )
+    env = environment(devices=2) | {"PORT": str(free_port())}
+    command = [EXAMPLES / "elastic_restart.sh", "2 1", "bash", job]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert ended.returncode == 0, ended.stderr
+    restored = sorted(json.loads(log.read_text().splitlines()[0])["restored"] for log in tmp_path.glob("log-*"))
+    assert restored == [0, 0, 4]
+    failing = [EXAMPLES / "elastic_restart.sh", "2 1", "false"]
+    assert subprocess.run(failing, capture_output=True, timeout=60, env=env).returncode == 1
+
+
 def test_every_example_is_run_by_some_test() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    for path in EXAMPLES.glob("*.py"):
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")):
         assert re.search(rf"\b{path.stem}\b", tests), f"{path.name} is run by no test"
 
 
