@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pathlib
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +18,7 @@ import pytest
 
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base.child import ChildProcess
+from meshfeed._src.base.frames import Inbox
 
 SECONDS = 60.0
 SERVE = "meshfeed._src.base.child:serve"
@@ -111,3 +116,21 @@ def test_more_than_a_socket_holds_is_sent_while_the_child_is_busy(tmp_path: path
             values.append(frame.value)
     assert values == [None, *[10_000_000] * 4]
     assert child.close()
+
+
+def test_progress_is_told_through_a_high_descriptor() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    try:
+        mine, other = socket.socketpair()
+        parent = child_process.Parent(fcntl.fcntl(other.fileno(), fcntl.F_DUPFD, 1500), os.getppid())
+        parent.tell("halfway")
+        other.close()
+        inbox = Inbox(mine)
+        assert inbox.receive()
+        frame = inbox.take()
+        assert frame is not None
+        assert (frame.kind, frame.value) == (child_process.PROGRESS_TEXT, "halfway")
+        mine.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -71,7 +71,10 @@ def test_plan_counts_hosts_without_a_device_in_the_mesh() -> None:
     ("line", "message"),
     [
         ("--mesh data=8 --spec data --global-batch-size 13", "Nearest valid sizes: 8 and 16"),
-        ("--mesh data=8 --spec dat --global-batch-size 16", "the spec names the axis 'dat', and the mesh has ['data']"),
+        (
+            "--mesh data=8 --spec dat --global-batch-size 16",
+            "the spec names the axis 'dat', which the mesh does not have",
+        ),
         ("--mesh data=9 --spec data --global-batch-size 9", "9 positions"),
         ("--mesh data=8 --spec data,data --global-batch-size 16", "as in --shape 2048, or fewer entries"),
         ("--mesh data --spec data --global-batch-size 16", "'data' is not axis=size"),

@@ -270,7 +270,9 @@ class Parent:
         """Sends progress, unless that would block because the parent is not reading."""
         if self._lock.acquire(blocking=False):
             try:
-                if select.select([], [self._connection], [], 0)[1]:
+                writable = select.poll()  # select() fails for descriptors from 1024 on
+                writable.register(self._connection, select.POLLOUT)
+                if writable.poll(0):
                     send_packed(self._connection, PROGRESS_TEXT, pack(progress))
             finally:
                 self._lock.release()

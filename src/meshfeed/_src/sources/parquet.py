@@ -154,7 +154,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
           IndexError: if an id is not in [0, len).
           CorruptDataError: if a file is damaged; names it.
         """
-        found = self._reader.read(np.asarray(record_ids, np.int64), self._read_rows)
+        found = self._shard_reader.read(np.asarray(record_ids, np.int64), self._read_rows)
         return [{name: _plain(item.group.column(name)[item.row]) for name in self._columns} for item in found]
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
@@ -172,7 +172,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
           CorruptDataError: if a file is damaged; names it.
         """
         ids = np.asarray(record_ids, np.int64)
-        found = self._reader.read(ids, self._read_rows)
+        found = self._shard_reader.read(ids, self._read_rows)
         slots: dict[int, list[int]] = {}
         for slot, item in enumerate(found):
             slots.setdefault(id(item.group), []).append(slot)
@@ -211,20 +211,20 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
 
     def file_names(self) -> list[str]:
         """Returns the paths and URLs of the files, in record id order."""
-        return self._reader.shards.names()
+        return self._shard_reader.shards.names()
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "parquet",
-            "files": self._reader.shards.identity(),
+            "files": self._shard_reader.shards.identity(),
             "columns": list(self._columns),
             "records": len(self),
             "content": probe_digest(len(self), self._digest),
         }
 
     def _digest(self, record_ids: np.ndarray) -> str:
-        found = self._reader.read(record_ids, self._read_rows)
+        found = self._shard_reader.read(record_ids, self._read_rows)
         return digest_raw(repr(item.group.slice(item.row, 1).to_pylist()).encode() for item in found)
 
 

@@ -547,33 +547,33 @@ class ShardSource(Generic[S, T]):
     """
 
     def __init__(self, reader: ShardReader[S, T]) -> None:
-        self._reader = reader
+        self._shard_reader = reader
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._reader.shards!r})"
+        return f"{type(self).__name__}({self._shard_reader.shards!r})"
 
     def __len__(self) -> int:
-        return len(self._reader.shards)
+        return len(self._shard_reader.shards)
 
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64[files]."""
-        return self._reader.shards.lengths
+        return self._shard_reader.shards.lengths
 
     def stored_lengths(self, key: str) -> np.ndarray | None:
         """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
-        return self._reader.shards.stored_lengths(key)
+        return self._shard_reader.shards.stored_lengths(key)
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""
-        return self._reader.shards.file_of(record_id)
+        return self._shard_reader.shards.file_of(record_id)
 
     def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
         """Returns the files that hold these records, int64[n], and are read through the cache; None without one."""
-        return self._reader.cached_files(record_ids)
+        return self._shard_reader.cached_files(record_ids)
 
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
-        self._reader.close()
+        self._shard_reader.close()
 
 
 def read_spans(file: Descriptor, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:

@@ -172,7 +172,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
         return records.take()[0][column.name]
 
     def _samples(self, ids: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-        samples = self._reader.read(ids, _read_rows)
+        samples = self._shard_reader.read(ids, _read_rows)
         bounds, wrong = self._layout.bounds(samples)
         if wrong is not None:
             raise self._corrupt(int(ids[wrong]), "the sizes of its columns do not add up to its size")
@@ -199,7 +199,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: shards, columns, number of records, and a digest of 4 records spread over the source."""
-        shards = self._reader.shards
+        shards = self._shard_reader.shards
         return {
             "kind": "mds",
             "files": file_paths.identify_files(
@@ -207,7 +207,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
             ),
             "columns": [[column.name, column.encoding] for _, column in self._chosen],
             "records": len(self),
-            "content": probe_digest(len(self), lambda ids: digest_raw(self._reader.read(ids, _read_rows))),
+            "content": probe_digest(len(self), lambda ids: digest_raw(self._shard_reader.read(ids, _read_rows))),
         }
 
 

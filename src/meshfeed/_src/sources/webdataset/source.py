@@ -143,13 +143,13 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
           SourceError: if a file has been removed or changed since the source was created.
           OSError: if a file cannot be read.
         """
-        return self._reader.read(record_ids, _read_rows)
+        return self._shard_reader.read(record_ids, _read_rows)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "webdataset",
-            "files": self._reader.shards.identity(),
+            "files": self._shard_reader.shards.identity(),
             "records": len(self),
             "content": probe_digest(len(self), self._digest),
         }
