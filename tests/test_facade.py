@@ -17,7 +17,10 @@ import meshfeed
 ROOT = pathlib.Path(__file__).parent.parent
 
 # TFDS, TFData and the like import their library when they are used, so the names are there without it.
-FACADES = ["meshfeed", *(f"meshfeed.{name}" for name in ("checkpoint", "maxtext", "remote", "sources", "testing"))]
+FACADES = [
+    "meshfeed",
+    *(f"meshfeed.{name}" for name in ("checkpoint", "maxtext", "monitoring", "remote", "sources", "testing")),
+]
 
 
 @pytest.mark.parametrize("facade", FACADES)

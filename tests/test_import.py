@@ -24,6 +24,9 @@ HEAVY = [
     "torch",
     "pytest",
     "hypothesis",
+    "matplotlib",
+    "prometheus_client",
+    "tensorboardX",
 ]
 
 _SCRIPT = """

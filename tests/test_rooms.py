@@ -27,12 +27,13 @@ MAY_IMPORT = {
     "agreement": "base reading state streams",
     "feed": "agreement arrays base pictures plan reading sources state streams",
     "checkpoint": "arrays base state",
+    "monitoring": "base feed pictures",
     "remote": "base feed pictures plan state",
     "maxtext": "arrays base feed remote sources state streams",
     "testing": "base",
     "demo": "base public testing",
-    "cli": "base checkpoint demo feed order pictures public reading sources state",
-    "public": "base checkpoint feed maxtext pictures plan remote sources state testing",
+    "cli": "base checkpoint demo feed monitoring order pictures public reading sources state",
+    "public": "base checkpoint feed maxtext monitoring pictures plan remote sources state testing",
 }
 # From the ground up. A room imports only from rooms before it; streams and sources do not know each other.
 FLOORS = (
@@ -43,7 +44,7 @@ FLOORS = (
     "streams sources checkpoint",
     "agreement",
     "feed",
-    "remote",
+    "remote monitoring",
     "maxtext",
     "testing",
     "public",
@@ -62,6 +63,7 @@ LAZY = {
     "meshfeed._src.cli.bench": "sources of the user's choice",
     "meshfeed._src.cli.checkpoint": "Orbax",
     "meshfeed._src.cli.plan": "the plan of a mesh, which imports JAX",
+    "meshfeed._src.cli.report": "the feed, which imports JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",
     "meshfeed._src.sources.array_record.source": "fsspec",
     "meshfeed._src.sources.grain.source": "Grain",

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshfeed import checkpoint, maxtext, remote, sources, testing
+    from meshfeed import checkpoint, maxtext, monitoring, remote, sources, testing
     from meshfeed._src.base.errors import (
         AgreementError,
         CheckpointError,
@@ -54,7 +54,7 @@ _HOME = {
     "Workers": "meshfeed._src.base.settings",
     "merge_states": "meshfeed._src.state.state",
 }
-_MODULES = ("checkpoint", "maxtext", "remote", "sources", "testing")
+_MODULES = ("checkpoint", "maxtext", "monitoring", "remote", "sources", "testing")
 
 __all__ = [
     "AgreementError",
@@ -80,6 +80,7 @@ __all__ = [
     "checkpoint",
     "maxtext",
     "merge_states",
+    "monitoring",
     "remote",
     "sources",
     "testing",

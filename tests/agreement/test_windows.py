@@ -69,6 +69,34 @@ def test_a_healthy_host_makes_two_requests_a_window() -> None:
     assert not [key for key in reducer_store.keys if int(key.split("/")[2]) < 10], "windows that all have seen are gone"
 
 
+def test_only_the_wait_for_other_hosts_counts_as_peer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(CountingStore):
+        def get(self, key: str, seconds: float) -> str | None:
+            waiting.set()
+            return super().get(key, seconds)
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock, waiting, shared = Clock(), threading.Event(), CountingStore()
+    monkeypatch.setattr(windows, "time", clock)
+    late, early = make_agreement(shared, 0, 2), make_agreement(Store(shared), 1, 2)
+    early.publish(WindowReport(early.window_end, contents={"bytes": 1}))
+    thread = threading.Thread(target=early.wait_for, args=(0,))
+    thread.start()
+    assert waiting.wait(20)
+    clock.now = 100.0
+    late.publish(WindowReport(late.window_end, contents={"bytes": 1}))
+    assert late.wait_for(0) is None
+    thread.join(20)
+    assert (early.peer_wait_seconds, late.peer_wait_seconds) == (100.0, 0.0)
+    for host in (early, late):
+        host.close()
+
+
 def test_windows_grow_from_one_step_to_what_the_largest_batch_allows() -> None:
     store = CountingStore()
     hosts = [make_agreement(store, host, 2, first_step=5, byte_limit=2 * 4 * 100) for host in range(2)]

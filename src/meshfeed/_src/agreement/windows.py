@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -127,6 +128,9 @@ class WindowAgreement:
         self._last_published = False  # after a failure or the end of the data, no report follows
         self._ends = window_ends(first_step, self._window_size)
         self._window_end: int | None = None
+        self._published_at: dict[int, float] = {}  # window → when this host published its report
+        self.peer_wait_seconds = 0.0
+        """How long :meth:`wait_for` waited after this host had published its report."""
         self.patient_until = 0.0
         """Until when the current wait may last, past ``timeout_seconds``, because a straggler drops records and makes
         progress; in seconds of ``time.monotonic()``. Never decreases."""
@@ -177,6 +181,7 @@ class WindowAgreement:
     def _put(self, report: WindowReport) -> None:
         report = dataclasses.replace(report, pads=self._pad, seen=self._announced)
         self._keys.reduction(self._published).publish(report.to_json())
+        self._published_at[self._published] = time.monotonic()
         self._published += 1
 
     # ------------------------------------------------------------------ the consumer's side
@@ -191,7 +196,10 @@ class WindowAgreement:
             number = self._announced
             if step < self._upto or self._stop is not None:
                 break
+            start = time.monotonic()
             self._wait_for_announcement(step, number)
+            own_part_read = self._published_at.pop(number, math.inf)
+            self.peer_wait_seconds += max(0.0, time.monotonic() - max(start, own_part_read))
         return self._stop if self._stop is not None and step >= self._stop.step else None
 
     def contents(self) -> list[AnnouncedContents]:

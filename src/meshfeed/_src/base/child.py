@@ -32,10 +32,10 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, TypedDict
 
 from meshfeed._src.base.frames import Frame, Inbox, Packed, pack, send_packed, small_frame
-from meshfeed._src.base.stats import PROGRESS
+from meshfeed._src.base.stats import CACHES, PROGRESS
 
 SETUP, REQUEST, STOP = 1, 2, 3  # from the parent
-READY, RESULT, ERROR, PROGRESS_TEXT = 4, 5, 6, 7  # from the child
+READY, RESULT, ERROR, PROGRESS_TEXT, CACHE_USE = 4, 5, 6, 7, 8  # from the child
 
 _BOOT = "import sys; sys.path[:] = {path!r}; from meshfeed._src.base.child import main; main()"
 _EXIT_SECONDS = 5.0
@@ -355,6 +355,8 @@ def _answer(parent: Parent, kind: int, function: Callable[..., object], *args: o
     except BaseException as error:
         parent.send(ERROR, pack(_describe(error)))
         return False
+    if used := CACHES.take():
+        parent.send(CACHE_USE, pack(used))
     parent.send(kind, answer)
     return True
 

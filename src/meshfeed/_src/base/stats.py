@@ -1,8 +1,11 @@
-"""Counters and timings of a feed on this host, and the progress of resumes that read and drop records.
+"""Counters and timings of a feed on this host, of shard caches, and the progress of resumes that drop records.
 
-Such a resume may take minutes without being a stall. Records are dropped deep inside sources, in ``set_state`` methods
-whose only argument is the state. Threads of this process and other hosts wait for all of them alike, so there is one
-:data:`PROGRESS` per process.
+:class:`StatsRecorder` is the only place in which the figures of a feed are counted. ``feed.stats()``, the exporters of
+:mod:`meshfeed.monitoring` and the report read its totals; ``jax.monitoring`` receives its increments.
+
+A resume that reads and drops records may take minutes without being a stall. Records are dropped deep inside sources, in
+``set_state`` methods whose only argument is the state. Threads of this process and other hosts wait for all of them alike,
+so there is one :data:`PROGRESS` per process.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from meshfeed._src.base import events
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
 
@@ -37,6 +41,8 @@ class FeedStats:
       skipped_records: bad records replaced in delivered batches of this host.
       startup_seconds: the part of ``wait_seconds`` spent waiting for the first batch, including the first batch after
         each ``reset`` and ``set_state``.
+      peer_wait_seconds: time that the read-ahead waited for other hosts after this host had read its part. The host that
+        all others wait for has the least.
       elapsed_seconds: time from the first batch to the last, excluding the time from the last batch before a ``reset``
         or ``set_state`` to the first batch after it.
       feed_id: identifies the feed; empty in the statistics of an interval, which cannot start another interval.
@@ -54,6 +60,7 @@ class FeedStats:
     skipped_records: int = 0
     startup_seconds: float = 0.0
     elapsed_seconds: float = 0.0
+    peer_wait_seconds: float = 0.0
     feed_id: str = dataclasses.field(default="", repr=False)
 
 
@@ -65,6 +72,12 @@ def _make_stats(sums: Mapping[str, Any], feed_id: str) -> FeedStats:
     waited = sums["wait_seconds"] - sums["startup_seconds"]
     fraction = min(1.0, max(0.0, waited / elapsed)) if elapsed > 0 else 0.0
     return FeedStats(stall_fraction=fraction, feed_id=feed_id, **sums)
+
+
+def total_stats(parts: Iterable[FeedStats]) -> FeedStats:
+    """Returns the sum of statistics, such as those of a feed's successive runs."""
+    parts = list(parts)
+    return _make_stats({name: sum(getattr(part, name) for part in parts) for name in _SUMS}, "")
 
 
 def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
@@ -90,15 +103,67 @@ def stats_since(stats: FeedStats, earlier: FeedStats | None) -> FeedStats:
     return _make_stats(sums, "")
 
 
-class StatsRecorder:
-    """Accumulates statistics. Thread-safe, except that deliveries and restarts must not run concurrently."""
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The figures of a feed at one moment.
 
-    def __init__(self) -> None:
+    Attributes:
+      time: seconds since 1970.
+      step: batches delivered since the start of the stream.
+      position: records delivered since the start of the stream, over all hosts.
+      stats: the feed's statistics.
+      cache: figure → total of all shard caches of this process and its workers, with the names of ``CacheStats``.
+    """
+
+    time: float
+    step: int
+    position: int
+    stats: FeedStats
+    cache: Mapping[str, float]
+
+
+_CUMULATIVE = ("wait_seconds", "read_seconds", "decode_seconds", "transfer_seconds", "peer_wait_seconds")
+
+
+def rates(before: Sample, after: Sample) -> dict[str, float]:
+    """Returns the figures of the interval between two samples of one feed, as people compare them.
+
+    Returns:
+      ``stall_fraction``; ``batches``, ``records`` and ``bytes`` ``_per_second``; the seconds of each stage
+      ``_per_batch``; ``retries`` and ``skipped_records``; and, if a shard cache was used, ``cache_hit_fraction``.
+    """
+    stats = stats_since(after.stats, before.stats)
+    seconds, batches = max(stats.elapsed_seconds + stats.startup_seconds, 1e-9), max(stats.batches, 1)
+    found: dict[str, float] = {"stall_fraction": stats.stall_fraction}
+    found |= {f"{name}_per_second": getattr(stats, name) / seconds for name in ("batches", "records", "bytes")}
+    found |= {f"{name}_per_batch": getattr(stats, name) / batches for name in _CUMULATIVE}
+    found |= {"retries": stats.retries, "skipped_records": stats.skipped_records}
+    hits, misses = (after.cache.get(name, 0) - before.cache.get(name, 0) for name in ("hits", "misses"))
+    return found | ({"cache_hit_fraction": hits / (hits + misses)} if hits + misses else {})
+
+
+_PUBLISH_SECONDS = 0.1
+_HISTORY = 512
+
+
+class StatsRecorder:
+    """Accumulates statistics. Thread-safe, except that deliveries and restarts must not run concurrently.
+
+    Args:
+      name: name of the feed, for listeners of ``jax.monitoring``.
+    """
+
+    def __init__(self, name: str = "") -> None:
         self._lock = threading.Lock()
         self._feed_id = uuid.uuid4().hex[:16]
+        self._name = name
         defaults = FeedStats()
         self._sums: dict[str, Any] = {name: getattr(defaults, name) for name in _SUMS}  # int or float, like the fields
+        self._published = dict(self._sums)
+        self._publish_at = 0.0
         self._last_delivery: float | None = None
+        self._history: list[Sample] = []
+        self._history_at, self._history_seconds = 0.0, _PUBLISH_SECONDS
 
     def read(self, times: Mapping[str, float], retries: int) -> None:
         """Records the read of one host batch: seconds per field, and the number of retries."""
@@ -107,6 +172,11 @@ class StatsRecorder:
             for name, seconds in times.items():
                 sums[name] += seconds
             sums["retries"] += retries
+
+    def waited_for_peers(self, seconds: float) -> None:
+        """Records a wait of the read-ahead for other hosts."""
+        with self._lock:
+            self._sums["peer_wait_seconds"] += seconds
 
     def restart(self) -> None:
         """Counts the wait for the next batch as startup."""
@@ -134,6 +204,66 @@ class StatsRecorder:
         with self._lock:
             return _make_stats(self._sums, self._feed_id)
 
+    # ------------------------------------------------------------------ increments and history
+
+    @property
+    def due(self) -> bool:
+        """Whether to call :meth:`publish`: ten times per second while batches are delivered."""
+        return self._last_delivery is not None and self._last_delivery >= self._publish_at
+
+    def publish(self, step: int, position: int) -> None:
+        """Sends the increments since the last call to ``jax.monitoring``, and keeps a sample for the report."""
+        now = time.perf_counter()
+        self._publish_at = now + _PUBLISH_SECONDS
+        with self._lock:
+            sums = dict(self._sums)
+        before, self._published = self._published, sums
+        if now >= self._history_at:
+            self._remember(Sample(time.time(), step, position, _make_stats(sums, self._feed_id), CACHES.totals()))
+            self._history_at = now + self._history_seconds
+        events.record(self._name, {name: sums[name] - before[name] for name in _SUMS if sums[name] != before[name]})
+
+    def _remember(self, sample: Sample) -> None:
+        self._history.append(sample)
+        if len(self._history) >= _HISTORY:  # the whole run stays, at half the resolution
+            self._history = self._history[::2]
+            self._history_seconds *= 2
+
+    def history(self) -> list[Sample]:
+        """Returns up to 512 samples, spread evenly over the run so far."""
+        return list(self._history)
+
+
+class Totals:
+    """Counters of this process by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[str, float] = {}
+
+    def add(self, more: Mapping[str, float]) -> None:
+        """Adds to counters."""
+        with self._lock:
+            for name, value in more.items():
+                self._totals[name] = self._totals.get(name, 0) + value
+
+    def totals(self) -> dict[str, float]:
+        """Returns the counters that are not 0."""
+        with self._lock:
+            return {name: value for name, value in self._totals.items() if value}
+
+    def take(self) -> dict[str, float]:
+        """Returns the counters that are not 0, and resets them: a worker sends them to its parent."""
+        if not self._totals:
+            return {}
+        with self._lock:
+            taken, self._totals = self._totals, {}
+        return taken
+
+
+CACHES = Totals()
+"""What the shard caches of this process and of its workers did, with the names of ``CacheStats``. A cache may serve
+several feeds, and a worker has a copy of its own, so the figures belong to the process."""
 
 _TELL_SECONDS = 1.0
 

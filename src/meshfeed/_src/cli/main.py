@@ -16,6 +16,7 @@ from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError
 from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import manifest as cli_manifest
 from meshfeed._src.cli import plan as cli_plan
+from meshfeed._src.cli import report as cli_report
 
 _EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
 
@@ -182,7 +183,8 @@ cli_plan.plan.epilog = _example(
     "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64"
 )
 cli_manifest.manifest.epilog = _example("manifest 'data/*.array_record'")
-for _command in (cli_plan.plan, cli_manifest.manifest, *cli_checkpoint.COMMANDS):
+cli_report.report.epilog = _example("report logs/ --output report.html")
+for _command in (cli_plan.plan, cli_manifest.manifest, cli_report.report, *cli_checkpoint.COMMANDS):
     main.add_command(_command)
 
 

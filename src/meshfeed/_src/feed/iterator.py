@@ -7,6 +7,8 @@ compares settings with the other hosts and builds the pipeline; each further ``n
 from __future__ import annotations
 
 import logging
+import os
+import pathlib
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -30,12 +32,13 @@ from meshfeed._src.base.settings import (
     check_settings,
     settings_json,
 )
-from meshfeed._src.base.stats import PROGRESS, FeedStats, StatsRecorder, stats_since
+from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
+from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.plan.shardings import normalize_sharding, participants
 from meshfeed._src.reading.host_batch import spec_with_mask
@@ -246,11 +249,11 @@ class Feed:
         self._closed = self._released = False
         self._failed: BaseException | None = None
         self._failed_at: TracebackType | None = None
-        self._stats = StatsRecorder()
         self._host = coordination.process_index()
         self._owner = Owner()
         # check_settings rejects other types below, once the handshake exists and can report the error to other hosts.
         self.name = name if isinstance(name, str) else f"feed-{coordination.next_use('feeds')}"
+        self._stats = StatsRecorder(self.name)
         self._second_pass = SecondPass(self.name)
         self._scope = f"feed/{self.name}/{coordination.next_use(f'feed {self.name}')}"
         self._participants = _participants(sharding)
@@ -374,6 +377,7 @@ class Feed:
         ready.finished = True
 
     def _fail(self, error: Exception) -> None:
+        self._stats.publish(self._cursor.step, self._cursor.position)
         if not isinstance(error, StopIteration):
             self._failed, self._failed_at = error, error.__traceback__
             return
@@ -389,6 +393,8 @@ class Feed:
         batch, position = ready.batch, self._cursor.position
         self._stats.delivered(start, ready.cursor.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
         ready.counted = True
+        if self._stats.due:
+            self._stats.publish(ready.cursor.step, ready.cursor.position)
         if logs_steps():
             contents = self._stream.describe_batch(batch)
             log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
@@ -641,6 +647,21 @@ class Feed:
         """
         return stats_since(self._stats.snapshot(), since)
 
+    @hides_own_frames
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes this host's figures over time as one HTML page, without external resources.
+
+        For the figures of all hosts, write logs with :func:`meshfeed.monitoring.log` and run ``meshfeed report``.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        pathlib.Path(path).write_text(report_page(report_figures([self._figures()])), encoding="utf-8")
+
+    def _figures(self) -> HostLog:
+        now = Sample(time.time(), self.step, self.position, self._stats.snapshot(), CACHES.totals())
+        return HostLog(self.name, self._host, [*self._stats.history(), now])
+
     # ------------------------------------------------------------------ closing
 
     def _leave(
@@ -676,6 +697,7 @@ class Feed:
         self._leave(self._cursor, None, "closed its feed", self._failed or _because)
         self._handshake.leave()
         self._stream.close()
+        self._stats.publish(self._cursor.step, self._cursor.position)
         self._released = True
 
     def __enter__(self) -> Feed:

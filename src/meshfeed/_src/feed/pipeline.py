@@ -318,7 +318,9 @@ class Pipeline:
     def _produce(self) -> Ready:
         """Returns the next batch without taking it off, so an interrupted call can be repeated."""
         if self._agreement is not None:
+            waited = self._agreement.peer_wait_seconds
             stop = self._agreement.wait_for(self._step)
+            self._stats.waited_for_peers(self._agreement.peer_wait_seconds - waited)
             announced = self._agreement.contents()
             for contents in announced:
                 self._window_reports.learn(contents)

@@ -17,7 +17,7 @@ from meshfeed._src.base.child import ChildProcess, ErrorDescription
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.process import finalize
 from meshfeed._src.base.settings import Workers
-from meshfeed._src.base.stats import PROGRESS
+from meshfeed._src.base.stats import CACHES, PROGRESS
 from meshfeed._src.base.types import ColumnSlices, RecordIds
 from meshfeed._src.reading.records import ReadRows, RecordReader
 
@@ -175,6 +175,8 @@ class _Worker(Generic[Request, Answer]):
             elif frame.kind == child_process.PROGRESS_TEXT:
                 start, self._resuming = time.monotonic(), frame.value
                 PROGRESS.moved(self._resuming)
+            elif frame.kind == child_process.CACHE_USE:
+                CACHES.add(frame.value)
             elif frame.kind == child_process.READY:
                 self._ready = True
             elif frame.kind == child_process.ERROR:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pathlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, LocalIterator, SecondPass
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
+from meshfeed._src.pictures.report import report_figures, report_page
 from meshfeed._src.plan.shardings import normalize_sharding, sharding_leaves
 from meshfeed._src.remote.client import RemoteClient
 from meshfeed._src.remote.wire import make_payload
@@ -106,6 +109,7 @@ class FeedTarget:
             "replay": self._replay,
             "config": feed.config,
             "stats": lambda: dataclasses.asdict(feed.stats()),
+            "report": lambda: report_figures([feed._figures()]),
         }
 
     def next(self) -> PyTree:
@@ -342,6 +346,10 @@ class RemoteFeed:
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
         """Returns the stats of the first host, in total or ``since`` an earlier call; times are measured on that host."""
         return stats_since(FeedStats(**self._client.call("stats")[0]), since)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the figures of the first host over time as one HTML page; see :meth:`meshfeed.Feed.report`."""
+        pathlib.Path(path).write_text(report_page(self._client.call("report")[0]), encoding="utf-8")
 
     # ------------------------------------------------------------------ closing
 

@@ -46,6 +46,7 @@ import xxhash
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
@@ -393,6 +394,7 @@ class ShardCache:
         return self._stats
 
     def _count(self, **more: float) -> None:
+        CACHES.add(more)
         with self._stats_lock:
             self._stats = dataclasses.replace(
                 self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()}

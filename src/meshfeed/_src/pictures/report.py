@@ -1,0 +1,286 @@
+"""The report of a run: figures of one or several hosts over time, as JSON and as one HTML page."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from meshfeed._src.base.stats import FeedStats, Sample, rates, total_stats
+from meshfeed._src.base.types import JsonValue
+from meshfeed._src.pictures.chart import MAX_LINES, Bar, Series, bar_chart, line_chart
+from meshfeed._src.pictures.drawing import Drawing, page
+
+_POINTS = 96
+_SHOWN_HOSTS = 32
+_STAGES = {
+    "read": "read",
+    "decode": "decode",
+    "transfer": "transfer",
+    "peer_wait": "wait for hosts",
+    "wait": "wait in next",
+}
+_STALLED = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLog:
+    """The samples of one run of a feed on one host, at least one, in order of time."""
+
+    feed: str
+    host: int
+    samples: Sequence[Sample]
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def report_figures(logs: Sequence[HostLog]) -> dict[str, JsonValue]:
+    """Returns the figures of the report as JSON: totals per feed and host, and their course over time.
+
+    Returns:
+      ``{"feeds": [{"feed", "start", "seconds", "hosts": […], "over_time": {"seconds": […], <figure>: {<host>: […]}}}]}``.
+      ``stall_fraction`` and the like are those of :class:`meshfeed.FeedStats`; ``lag_seconds`` is the time that the host
+      with the longest ``peer_wait_seconds`` waited more than this one; ``over_time`` has None where nothing is known.
+    """
+    feeds = sorted({log.feed for log in logs})
+    return {"feeds": [_feed_figures(feed, [log for log in logs if log.feed == feed]) for feed in feeds]}
+
+
+def _feed_figures(feed: str, logs: Sequence[HostLog]) -> dict[str, JsonValue]:
+    start = min(log.samples[0].time for log in logs)
+    end = max(log.samples[-1].time for log in logs)
+    hosts = [_host_figures(host, list(group)) for host, group in itertools.groupby(logs, key=lambda log: log.host)]
+    longest = max(host["peer_wait_seconds"] for host in hosts)
+    for host in hosts:
+        host["lag_seconds"] = longest - host["peer_wait_seconds"]
+    return {
+        "feed": feed,
+        "start": start,
+        "seconds": end - start,
+        "hosts": hosts,
+        "over_time": _over_time(logs, start, end),
+    }
+
+
+def _host_figures(host: int, runs: Sequence[HostLog]) -> dict[str, JsonValue]:
+    stats = total_stats([run.samples[-1].stats for run in runs])
+    cache: dict[str, float] = {}
+    for name, value in (pair for run in runs for pair in run.samples[-1].cache.items()):
+        cache[name] = cache.get(name, 0) + value
+    figures = {field.name: getattr(stats, field.name) for field in dataclasses.fields(FeedStats)}
+    del figures["feed_id"]
+    last = runs[-1].samples[-1]
+    return {"host": host, "runs": len(runs), "step": last.step, "position": last.position, **figures, "cache": cache}
+
+
+def _over_time(logs: Sequence[HostLog], start: float, end: float) -> dict[str, JsonValue]:
+    centers = start + (np.arange(_POINTS) + 0.5) / _POINTS * max(end - start, 1e-9)
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for log in logs:
+        for before, after in _intervals(log.samples):
+            inside = np.flatnonzero((centers > before.time) & (centers <= after.time)).tolist()
+            for name, value in rates(before, after).items():
+                values = found.setdefault(name, {}).setdefault(str(log.host), [None] * _POINTS)
+                for point in inside:
+                    values[point] = value
+    return {"seconds": (centers - start).tolist(), **found}
+
+
+def _intervals(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Pairs of samples between which batches were delivered: a stall belongs to the batch that ended it."""
+    moved = [samples[0]]
+    moved += [after for before, after in itertools.pairwise(samples) if after.stats.batches > before.stats.batches]
+    if len(moved) > 2 and moved[-1].time - moved[-2].time < 0.5 * (moved[-2].time - moved[-3].time):
+        del moved[-2]  # the last sample comes with the end, at any time after the one before
+    return list(itertools.pairwise(moved))
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def report_page(figures: dict[str, JsonValue]) -> str:
+    """Returns an HTML page without external resources, from the result of :func:`report_figures`."""
+    body = "\n".join(_feed_section(feed) for feed in figures["feeds"])
+    return page("meshfeed report", body, _STYLE)
+
+
+_STYLE = (
+    ".tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px;margin:16px 0}"
+    ".tile{background:var(--panel);border-radius:10px;padding:10px 14px}.tile b{display:block;font-size:21px;"
+    "font-weight:600;font-variant-numeric:tabular-nums}.tile span{color:var(--muted);font-size:13px}"
+    ".charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:8px 20px;margin:16px 0}"
+    ".charts svg{width:100%;height:auto}.verdict{font-size:16px;border-left:4px solid var(--accent);padding:2px 0 2px 12px}"
+    "section+section{border-top:1px solid var(--rule);margin-top:40px;padding-top:24px}"
+)
+
+
+def _feed_section(feed: dict[str, JsonValue]) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(feed["start"]))
+    hosts = feed["hosts"]
+    who = f"{len(hosts):,} host{'s' if len(hosts) > 1 else ''}"
+    tiles = "".join(
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+        for name, value in _tiles(feed).items()
+    )
+    charts = "".join(f"<div>{chart.to_svg()}</div>" for chart in _charts(feed))
+    return (
+        f'<section><h1>{html.escape(feed["feed"])}</h1>\n<p class="muted">{who}, from {when}, {_duration(feed["seconds"])}'
+        f'</p>\n<p class="verdict">{html.escape(_verdict(feed))}</p>\n<div class="tiles">{tiles}</div>\n'
+        f'<div class="charts">{charts}</div>\n<h2>Hosts</h2>\n{_host_table(feed)}</section>'
+    )
+
+
+def _tiles(feed: dict[str, JsonValue]) -> dict[str, str]:
+    hosts = feed["hosts"]
+    most = max(hosts, key=lambda host: host["batches"])
+    seconds = max(most["elapsed_seconds"] + most["startup_seconds"], 1e-9)
+    tiles = {
+        "stall, worst host": f"{max(host['stall_fraction'] for host in hosts):.1%}",
+        "batches": _count(most["batches"]),
+        "records": _count(most["records"]),
+        "batches per second": _number(most["batches"] / seconds),
+        "read per host": _bytes(sum(host["bytes"] for host in hosts) / len(hosts)),
+        "startup": _duration(max(host["startup_seconds"] for host in hosts)),
+    }
+    if (hits := _hit_fraction(hosts)) is not None:
+        tiles["shard cache hits"] = f"{hits:.1%}"
+    for name, label in (("retries", "retried reads"), ("skipped_records", "bad records replaced")):
+        if total := sum(host[name] for host in hosts):
+            tiles[label] = f"{total:,}"
+    return tiles
+
+
+def _hit_fraction(hosts: Sequence[dict[str, JsonValue]]) -> float | None:
+    hits, misses = (sum(host["cache"].get(name, 0) for host in hosts) for name in ("hits", "misses"))
+    return hits / (hits + misses) if hits + misses else None
+
+
+def _verdict(feed: dict[str, JsonValue]) -> str:
+    """What a reader would conclude from the figures."""
+    hosts = feed["hosts"]
+    worst = max(hosts, key=lambda host: host["stall_fraction"])
+    waited = f"The training loop waited for data {worst['stall_fraction']:.1%} of the time"
+    waited += f" on host {worst['host']}." if len(hosts) > 1 else "."
+    if worst["stall_fraction"] < _STALLED:
+        return f"{waited} The feed keeps up with the step."
+    slowest = max(hosts, key=lambda host: host["lag_seconds"])
+    if slowest["lag_seconds"] > 0.5 * (worst["wait_seconds"] - worst["startup_seconds"]):
+        return (
+            f"{waited} The others wait for host {slowest['host']}, which read its part "
+            f"{_duration(slowest['lag_seconds'])} later than the fastest host in total. Look at its disk, network and cores."
+        )
+    batches = max(worst["batches"], 1)
+    stage = max(("read", "decode", "transfer"), key=lambda name: worst[f"{name}_seconds"])
+    each, step = worst[f"{stage}_seconds"] / batches, worst["elapsed_seconds"] / batches
+    return (
+        f"{waited} The longest stage is {stage}: {_duration(each)} per batch, summed over threads, and a step takes "
+        f"{_duration(step)}."
+    )
+
+
+def _charts(feed: dict[str, JsonValue]) -> list[Drawing]:
+    course, hosts = feed["over_time"], feed["hosts"]
+    charts = [
+        _course_chart("Time that the loop waited for data", feed, "stall_fraction", lambda value: f"{value:.0%}", 0.1),
+        _course_chart("Batches per second", feed, "batches_per_second", _number),
+        bar_chart(
+            "Time per batch by stage, mean of hosts",
+            [Bar(label, _mean_per_batch(hosts, name), _range(hosts, name)) for name, label in _STAGES.items()],
+            text=_duration,
+        ),
+    ]
+    if len(hosts) > 1:
+        late = sorted(hosts, key=lambda host: -host["lag_seconds"])[:6]
+        bars = [Bar(f"host {host['host']}", host["lag_seconds"]) for host in late]
+        charts.append(bar_chart("Lag behind the fastest host, in total", bars, text=_duration))
+    if "cache_hit_fraction" in course:
+        charts.append(_course_chart("Shard cache hits", feed, "cache_hit_fraction", lambda value: f"{value:.0%}", 1.0))
+    return [chart for chart in charts if chart is not None]
+
+
+def _course_chart(
+    title: str, feed: dict[str, JsonValue], figure: str, text: Callable[[float], str], least_top: float = 0.0
+) -> Drawing:
+    by_host = feed["over_time"].get(figure, {})
+    values = {host: [math.nan if value is None else value for value in line] for host, line in by_host.items()}
+    return line_chart(title, _few_lines(values), feed["seconds"], y_text=text, least_top=least_top)
+
+
+def _few_lines(values: dict[str, list[float]]) -> list[Series]:
+    """One line per host, or with many hosts the highest, the median and the lowest at each time."""
+    if len(values) <= MAX_LINES:
+        return [Series(f"host {host}", line) for host, line in sorted(values.items(), key=lambda pair: int(pair[0]))]
+    table = np.array(list(values.values()))
+    known = ~np.isnan(table).all(axis=0)
+    lines: list[Series] = []
+    for name, reduce in (("median of hosts", np.nanmedian), ("highest", np.nanmax), ("lowest", np.nanmin)):
+        line = np.full(table.shape[1], np.nan)
+        line[known] = reduce(table[:, known], axis=0)
+        lines.append(Series(name, line.tolist()))
+    return lines
+
+
+def _per_batch(host: dict[str, JsonValue], stage: str) -> float:
+    seconds = host[f"{stage}_seconds"] - (host["startup_seconds"] if stage == "wait" else 0.0)
+    return seconds / max(host["batches"], 1)
+
+
+def _mean_per_batch(hosts: Sequence[dict[str, JsonValue]], stage: str) -> float:
+    return sum(_per_batch(host, stage) for host in hosts) / len(hosts)
+
+
+def _range(hosts: Sequence[dict[str, JsonValue]], stage: str) -> str:
+    each = [_per_batch(host, stage) for host in hosts]
+    return f"{_duration(min(each))} to {_duration(max(each))}" if len(hosts) > 1 else ""
+
+
+def _host_table(feed: dict[str, JsonValue]) -> str:
+    hosts = sorted(feed["hosts"], key=lambda host: (-host["lag_seconds"], host["host"]))
+    heads = ("host", "step", "stall", *_STAGES.values(), "lag", "bytes", "retries", "bad", "cache hits")
+    rows = ["".join(f"<th>{head}</th>" for head in heads)]
+    for host in hosts[:_SHOWN_HOSTS]:
+        hits = _hit_fraction([host])
+        cells = [str(host["host"]), f"{host['step']:,}", f"{host['stall_fraction']:.1%}"]
+        cells += [_duration(_per_batch(host, stage)) for stage in _STAGES]
+        cells += [_duration(host["lag_seconds"]), _bytes(host["bytes"]), f"{host['retries']:,}"]
+        cells += [f"{host['skipped_records']:,}", "–" if hits is None else f"{hits:.1%}"]
+        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    more = len(hosts) - _SHOWN_HOSTS
+    note = f'<p class="muted">{more:,} more hosts, with less lag; --json has all of them.</p>' if more > 0 else ""
+    how = (
+        "Stages are per batch, summed over threads. Lag is how much longer the host with the longest wait for hosts waited; "
+        "stall is the share of the run that the loop waited for data, without startup."
+    )
+    note += f'<p class="muted">{how}</p>'
+    return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>{note}'
+
+
+def _count(value: int) -> str:
+    return f"{value:,}" if value < 10_000_000 else f"{value / 1e6:,.1f} M" if value < 1e10 else f"{value / 1e9:,.1f} G"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds <= 0:
+        return "0 s"
+    for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
+        if seconds >= size * (2 if unit in ("h", "min") else 1):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

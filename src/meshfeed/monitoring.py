@@ -1,0 +1,15 @@
+"""Exporters of a feed's figures: a log for ``meshfeed report``, a Prometheus endpoint, TensorBoard.
+
+The figures are those of ``feed.stats()``, with the step, the position and the totals of shard caches. An exporter reads them
+on a thread of its own, or when it is scraped, so it costs the training loop nothing. The same figures reach every listener
+of ``jax.monitoring`` as events.
+"""
+
+from __future__ import annotations
+
+from meshfeed._src.monitoring.log import log
+from meshfeed._src.monitoring.prometheus import prometheus
+from meshfeed._src.monitoring.sampling import Exporter
+from meshfeed._src.monitoring.tensorboard import tensorboard
+
+__all__ = ["Exporter", "log", "prometheus", "tensorboard"]

@@ -1,0 +1,178 @@
+"""Exporters: the log, Prometheus over HTTP, TensorBoard's event files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pathlib
+import urllib.request
+import weakref
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+import meshfeed
+from meshfeed._src.monitoring.log import read_logs
+
+
+def make_feed(name: str) -> meshfeed.Feed:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return meshfeed.Feed({"x": np.arange(640)}, mesh, global_batch_size=8, name=name)
+
+
+@pytest.fixture
+def feed() -> Iterator[meshfeed.Feed]:
+    with make_feed("train") as feed:
+        yield feed
+
+
+def take(feed: meshfeed.Feed, number: int) -> None:
+    for _ in range(number):
+        next(feed)
+
+
+# ---------------------------------------------------------------------- the log
+
+
+def test_the_log_has_the_first_and_the_last_figures(feed: meshfeed.Feed, tmp_path: pathlib.Path) -> None:
+    with meshfeed.monitoring.log(feed, tmp_path / "logs", seconds=1000):
+        take(feed, 5)
+    (path,) = (tmp_path / "logs").iterdir()
+    assert path.name == "train-host-00000.jsonl"
+    first, last = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["batches"], last["batches"], last["step"], last["position"]) == (0, 5, 5, 40)
+    assert (last["feed"], last["host"], last["run"]) == ("train", 0, first["run"])
+    assert last["wait_seconds"] == pytest.approx(feed.stats().wait_seconds, abs=1e-6)
+    (log,) = read_logs([tmp_path / "logs"])
+    assert (log.feed, log.host) == ("train", 0)
+    assert log.samples[-1].stats.batches == 5
+
+
+def test_a_second_run_appends_and_stays_apart(tmp_path: pathlib.Path) -> None:
+    for _ in range(2):
+        with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):
+            take(feed, 3)
+    assert [log.samples[-1].stats.batches for log in read_logs([tmp_path])] == [3, 3]
+
+
+def test_half_a_line_of_a_killed_process_is_left_out_and_other_damage_is_named(tmp_path: pathlib.Path) -> None:
+    with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):
+        take(feed, 3)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_text()
+    path.write_text(whole + whole.splitlines()[-1][:40])
+    assert [log.samples[-1].stats.batches for log in read_logs([path])] == [3]
+    path.write_text(whole + '{"loss": 3}\n' + whole)
+    with pytest.raises(meshfeed.SourceError, match=r"line 3 of .*train-host-00000.jsonl is not a line of"):
+        read_logs([path])
+    with pytest.raises(meshfeed.SourceError, match="nowhere does not exist"):
+        read_logs([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(meshfeed.SourceError, match="no figures in"):
+        read_logs([tmp_path / "empty"])
+
+
+def test_a_long_log_is_thinned_and_its_totals_stay(tmp_path: pathlib.Path) -> None:
+    with make_feed("train") as feed, meshfeed.monitoring.log(feed, tmp_path, seconds=1000):
+        take(feed, 3)
+    (path,) = tmp_path.iterdir()
+    first, last = path.read_text().splitlines()
+    path.write_text("\n".join([first] * 5000 + [last]) + "\n")
+    (log,) = read_logs([path])
+    assert len(log.samples) <= 1001
+    assert log.samples[-1].stats.batches == 3
+
+
+def test_exporters_refuse_what_they_cannot_export(feed: meshfeed.Feed, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(meshfeed.SettingsError, match="cannot be written"):
+        meshfeed.monitoring.log(feed, tmp_path / "file")
+    with pytest.raises(meshfeed.SettingsError, match="Expected a positive number of seconds"):
+        meshfeed.monitoring.log(feed, tmp_path, seconds=0)
+    with pytest.raises(meshfeed.SettingsError, match=r"is not a meshfeed\.Feed\. For a RemoteFeed, call its stats"):
+        meshfeed.monitoring.log([1, 2], tmp_path)
+
+
+def test_an_exporter_does_not_keep_its_feed_alive(tmp_path: pathlib.Path) -> None:
+    feed = make_feed("train")
+    take(feed, 1)
+    log = meshfeed.monitoring.log(feed, tmp_path, seconds=1000)
+    alive = weakref.ref(feed)
+    feed.close()
+    del feed
+    gc.collect()
+    assert alive() is None
+    log.close()
+
+
+# ---------------------------------------------------------------------- Prometheus
+
+
+def scrape(port: int | None) -> dict[str, float]:
+    """Metric with its labels → value, as Prometheus's own parser reads what HTTP returns."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {f"{sample.name}{sorted(sample.labels.values())}": sample.value for sample in samples}
+
+
+def test_prometheus_scrapes_the_figures_of_several_feeds(feed: meshfeed.Feed) -> None:
+    pytest.importorskip("prometheus_client")
+    with make_feed("b") as other, meshfeed.monitoring.prometheus(feed, other, port=0, address="127.0.0.1") as exporter:
+        take(feed, 3)
+        found = scrape(exporter.port)
+        assert found["meshfeed_batches_total['0', 'train']"] == 3
+        assert found["meshfeed_records_total['0', 'train']"] == 24
+        assert found["meshfeed_batches_total['0', 'b']"] == 0
+        assert found["meshfeed_step['0', 'train']"] == 3
+        assert "meshfeed_cache_hits_total['0']" in found
+        stats = feed.stats()
+        assert found["meshfeed_wait_seconds_total['0', 'train']"] == stats.wait_seconds
+        assert {f"meshfeed_{name}_total['0', 'b']" for name in vars(stats)} - found.keys() == {
+            f"meshfeed_{name}_total['0', 'b']" for name in ("stall_fraction", "elapsed_seconds", "feed_id")
+        }
+        take(feed, 2)
+        assert scrape(exporter.port)["meshfeed_batches_total['0', 'train']"] == 5
+        with pytest.raises(meshfeed.SettingsError, match="several processes on one machine need one each"):
+            meshfeed.monitoring.prometheus(other, port=exporter.port, address="127.0.0.1")
+    with pytest.raises(OSError, match="refused"):
+        scrape(exporter.port)
+    exporter.close()
+
+
+def test_prometheus_in_a_registry_that_the_program_serves(feed: meshfeed.Feed) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    exporter = meshfeed.monitoring.prometheus(feed, port=None, registry=registry)
+    take(feed, 1)
+    assert registry.get_sample_value("meshfeed_batches_total", {"feed": "train", "host": "0"}) == 1
+    exporter.close()
+    assert registry.get_sample_value("meshfeed_batches_total", {"feed": "train", "host": "0"}) is None
+    with pytest.raises(meshfeed.SettingsError, match="at least one feed, and a port or a registry"):
+        meshfeed.monitoring.prometheus(feed, port=None)
+
+
+# ---------------------------------------------------------------------- TensorBoard
+
+
+def test_tensorboard_gets_the_figures_of_each_interval(feed: meshfeed.Feed, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401  # the format of the file read below
+
+    with meshfeed.monitoring.tensorboard(feed, tmp_path, seconds=1000):
+        take(feed, 4)
+    (path,) = (tmp_path / "host-00000").iterdir()
+    data, events = path.read_bytes(), []
+    while data:  # length, its checksum, the event, its checksum
+        length = int.from_bytes(data[:8], "little")
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    scalars = {value.tag: (event.step, value.simple_value) for event in events for value in event.summary.value}
+    assert scalars.keys() >= {"train/stall_fraction", "train/records_per_second", "train/read_seconds_per_batch"}
+    assert {step for step, _ in scalars.values()} == {4}
+    assert scalars["train/records_per_second"][1] == pytest.approx(8 * scalars["train/batches_per_second"][1], rel=1e-5)
