@@ -12,13 +12,16 @@
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-// What one pread brings at most: fits in the L2 cache, together with what it is converted to.
+// What one pread brings at most for several ranges: fits in the L2 cache, together with what it is converted to.
 #define BUFFER_BYTES (1 << 17)
 // Copying so many unused bytes between two ranges costs less than another system call.
 #define MAX_GAP_BYTES 1024
+// Tokens that are converted together.
+#define BLOCK 64
 
 typedef struct {
     const int64_t *fds, *offsets, *lengths, *places;
@@ -45,73 +48,69 @@ static void fetch_ahead(const Batch *b, Py_ssize_t first) {
 }
 
 // Reads `size` bytes for range `row`; returns 0 if the file ends before.
-static int read_fully(const Batch *b, Py_ssize_t row, Buffer *to, int64_t size) {
+static int read_fully(const Batch *b, Py_ssize_t row, char *to, int64_t size, Buffer *buffer) {
     int fd = (int)b->fds[row];
     int64_t offset = b->offsets[row];
-    char *buffer = to->bytes;
 #ifdef RWF_NOWAIT
-    if (to->probe) {
-        struct iovec part = {buffer, (size_t)size};
+    if (buffer->probe) {
+        struct iovec part = {to, (size_t)size};
         ssize_t done = preadv2(fd, &part, 1, (off_t)offset, RWF_NOWAIT);
         if (done == (ssize_t)size) return 1;
         if (done < 0 && errno == EAGAIN) fetch_ahead(b, row);  // other errors: the file system cannot tell
-        to->probe = 0;
+        buffer->probe = 0;
     }
 #endif
     while (size > 0) {
-        ssize_t done = pread(fd, buffer, (size_t)size, (off_t)offset);
+        ssize_t done = pread(fd, to, (size_t)size, (off_t)offset);
         if (done < 0 && errno == EINTR) continue;
         if (done <= 0) return 0;
-        buffer += done, offset += done, size -= done;
+        to += done, offset += done, size -= done;
     }
     return 1;
 }
 
-#define WIDEN(TYPE)                                                  \
-    do {                                                             \
-        const TYPE *from = (const TYPE *)stored;                     \
-        for (int64_t i = 0; i < count; i++) out[i] = (int32_t)from[i]; \
+// Converts block by block, each of which is loaded before it is stored: see read_in_place. `part` is vectorized.
+#define WIDEN(TYPE, CHECK)                                                        \
+    do {                                                                          \
+        TYPE part[BLOCK];                                                         \
+        for (int64_t first = 0; first < count; first += BLOCK) {                  \
+            int64_t size = count - first < BLOCK ? count - first : BLOCK;         \
+            memcpy(part, stored + first * (int64_t)sizeof(TYPE), (size_t)size * sizeof(TYPE)); \
+            for (int64_t i = 0; i < size; i++) {                                  \
+                int32_t token = (int32_t)part[i];                                 \
+                out[first + i] = token;                                           \
+                CHECK;                                                            \
+            }                                                                     \
+        }                                                                         \
     } while (0)
 
-// `wrong` collects bits without a branch in the loop, so that the compiler vectorizes it.
-#define WIDEN_CHECKED(TYPE, UNSIGNED)                                              \
-    do {                                                                           \
-        const TYPE *from = (const TYPE *)stored;                                   \
-        UNSIGNED wrong = 0;                                                        \
-        for (int64_t i = 0; i < count; i++) {                                      \
-            int32_t token = (int32_t)from[i];                                      \
-            out[i] = token;                                                        \
-            wrong |= (UNSIGNED)from[i] ^ (UNSIGNED)(TYPE)token;                     \
-        }                                                                          \
-        return wrong == 0;                                                         \
-    } while (0)
-
-// Converts tokens to int32; returns 0 if one does not fit.
+// Converts tokens to int32; returns 0 if one does not fit. `wrong` collects bits without a branch in the loop.
 static int widen(const char *stored, int64_t count, char kind, int itemsize, int32_t *out) {
+    uint64_t wrong = 0;
     if (kind == 'u') {
+        uint32_t high = 0;
         switch (itemsize) {
-            case 1: WIDEN(uint8_t); return 1;
-            case 2: WIDEN(uint16_t); return 1;
-            case 4: {
-                const uint32_t *from = (const uint32_t *)stored;
-                uint32_t all = 0;
-                for (int64_t i = 0; i < count; i++) out[i] = (int32_t)from[i], all |= from[i];
-                return !(all >> 31);
-            }
-            default: {
-                const uint64_t *from = (const uint64_t *)stored;
-                uint64_t all = 0;
-                for (int64_t i = 0; i < count; i++) out[i] = (int32_t)from[i], all |= from[i];
-                return !(all >> 31);
-            }
+            case 1: WIDEN(uint8_t, (void)0); return 1;
+            case 2: WIDEN(uint16_t, (void)0); return 1;
+            case 4: WIDEN(uint32_t, high |= part[i]); return !(high >> 31);
+            default: WIDEN(uint64_t, wrong |= part[i]); return !(wrong >> 31);
         }
     }
     switch (itemsize) {
-        case 1: WIDEN(int8_t); return 1;
-        case 2: WIDEN(int16_t); return 1;
-        case 4: WIDEN(int32_t); return 1;
-        default: WIDEN_CHECKED(int64_t, uint64_t);
+        case 1: WIDEN(int8_t, (void)0); return 1;
+        case 2: WIDEN(int16_t, (void)0); return 1;
+        case 4: WIDEN(int32_t, (void)0); return 1;
+        default: WIDEN(int64_t, wrong |= (uint64_t)part[i] ^ (uint64_t)(int64_t)token); return wrong == 0;
     }
+}
+
+// Reads one range to the end of its place in `out`, and converts it from there to the start. A token of at most 4 bytes is never
+// overwritten before it is loaded, and half of the place is in the cache already when it is written.
+static int read_in_place(const Batch *b, Py_ssize_t row, Buffer *buffer) {
+    int64_t count = b->lengths[row], size = count * b->itemsize;
+    int32_t *out = b->out + b->places[row];
+    char *stored = (char *)(out + count) - size;
+    return read_fully(b, row, stored, size, buffer) && widen(stored, count, b->kind, b->itemsize, out);
 }
 
 // Reads ranges that follow each other in a file with one call; returns how many ranges, or 0.
@@ -123,15 +122,17 @@ static Py_ssize_t read_run(const Batch *b, Py_ssize_t first, Buffer *buffer) {
         if (start < b->offsets[last - 1] || start > end + MAX_GAP_BYTES || stop - begin > BUFFER_BYTES) break;
         if (stop > end) end = stop;
     }
+    if (last == first + 1 && b->itemsize <= 4) return read_in_place(b, first, buffer);
     if (end - begin > buffer->capacity) {
-        char *larger = realloc(buffer->bytes, (size_t)(end - begin));
+        int64_t capacity = end - begin > BUFFER_BYTES ? end - begin : BUFFER_BYTES;
+        char *larger = realloc(buffer->bytes, (size_t)capacity);
         if (!larger) return 0;
-        buffer->bytes = larger, buffer->capacity = end - begin;
+        buffer->bytes = larger, buffer->capacity = capacity;
     }
-    if (!read_fully(b, first, buffer, end - begin)) {
+    if (!read_fully(b, first, buffer->bytes, end - begin, buffer)) {
         if (last == first + 1) return 0;
         last = first + 1;  // only a later range may lie beyond the end of the file
-        if (!read_fully(b, first, buffer, b->lengths[first] * b->itemsize)) return 0;
+        if (!read_fully(b, first, buffer->bytes, b->lengths[first] * b->itemsize, buffer)) return 0;
     }
     for (Py_ssize_t i = first; i < last; i++) {
         const char *stored = buffer->bytes + (b->offsets[i] - begin);
@@ -141,9 +142,9 @@ static Py_ssize_t read_run(const Batch *b, Py_ssize_t first, Buffer *buffer) {
 }
 
 static Py_ssize_t read_all(const Batch *b) {
-    Buffer buffer = {malloc(BUFFER_BYTES), BUFFER_BYTES, 1};
+    Buffer buffer = {NULL, 0, 1};
     Py_ssize_t done = 0;
-    while (buffer.bytes && done < b->count) {
+    while (done < b->count) {
         Py_ssize_t number = read_run(b, done, &buffer);
         if (!number) break;
         done += number;

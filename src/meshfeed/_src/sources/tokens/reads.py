@@ -9,16 +9,16 @@ the extension is not installed, and otherwise ranges with an error, which it rep
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shards import files_per_call
 from meshfeed._src.sources.tokens.files import TokenFile, cut_short
 
@@ -31,13 +31,50 @@ except ImportError as error:  # installed without a C compiler, or built for ano
     logging.getLogger("meshfeed").debug("token files are read by Python code, which is slower: %s", error)
     extension: Any = None
 
+_FEW = 16  # so many files are all opened for a batch, since finding those that it needs takes longer
 _RANGES_PER_CALL = 1024  # Ctrl-C takes effect only between calls
 _NATIVE = ("=", "|", "<" if sys.byteorder == "little" else ">")
 _INT32 = np.iinfo(np.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranges:
+class FileSet:
+    """The files of a source, with what is needed to read them at hand.
+
+    Args:
+      files: the files.
+    """
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files = files
+        self._headers = np.array([file.offset for file in files], np.int64)
+        self._all = list(range(len(files))) if len(files) <= _FEW and len({file.dtype for file in files}) == 1 else None
+
+    def groups(self, file_index: np.ndarray) -> list[list[int]]:
+        """Returns the files of ranges, int64[n], in groups of one dtype that are few enough to be open at once."""
+        if self._all is not None:
+            return [self._all]
+        by_dtype: dict[str, list[int]] = {}
+        for number in np.unique(file_index).tolist():
+            by_dtype.setdefault(self.files[number].dtype.str, []).append(number)
+        limit = files_per_call()
+        return [part[i : i + limit] for part in by_dtype.values() for i in range(0, len(part), limit)]
+
+    def places(
+        self, numbers: Sequence[int], file_index: np.ndarray, cache: ShardCache | None
+    ) -> tuple[list[Descriptor], np.ndarray, np.ndarray]:
+        """Opens the files ``numbers``.
+
+        Returns:
+          What must be held until everything is read, since the number of a closed descriptor may be reused; and for each
+          range, int64[n], its descriptor and the offset of its file's first token.
+        """
+        opened = [self.files[number].stored.open(cache) for number in numbers]
+        fds = np.array([descriptor.number for descriptor in opened], np.int64)
+        of_file = file_index if numbers is self._all else np.searchsorted(numbers, file_index)
+        return opened, fds[of_file], self._headers[file_index]
+
+
+class Ranges(NamedTuple):
     """Ranges of tokens, to be read one after the other into one array.
 
     Attributes:
@@ -48,7 +85,7 @@ class Ranges:
       record_ids: int64[n], for errors.
     """
 
-    files: Sequence[TokenFile]
+    files: FileSet
     file_index: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
@@ -69,50 +106,39 @@ def read_ranges(ranges: Ranges, out: np.ndarray, cache: ShardCache | None) -> No
       OSError: if a file cannot be read.
     """
     places = np.cumsum(ranges.lengths) - ranges.lengths
-    groups = _groups(ranges)
+    groups = ranges.files.groups(ranges.file_index)
     for numbers in groups:
-        rows = np.arange(len(places)) if len(groups) == 1 else np.flatnonzero(np.isin(ranges.file_index, numbers))
-        for first in range(0, len(rows), _RANGES_PER_CALL):
-            _read_rows(ranges, numbers, rows[first : first + _RANGES_PER_CALL], places, out, cache)
-
-
-def _groups(ranges: Ranges) -> list[list[int]]:
-    """Returns the files of the ranges, in groups of one dtype that are few enough to be open at once."""
-    if len(ranges.files) == 1:
-        return [[0]]
-    by_dtype: dict[str, list[int]] = {}
-    for number in np.unique(ranges.file_index).tolist():
-        by_dtype.setdefault(ranges.files[number].dtype.str, []).append(number)
-    limit = files_per_call()
-    return [part[i : i + limit] for part in by_dtype.values() for i in range(0, len(part), limit)]
+        rows = None if len(groups) == 1 else np.flatnonzero(np.isin(ranges.file_index, numbers))
+        for first in range(0, len(places) if rows is None else len(rows), _RANGES_PER_CALL):
+            part = slice(first, first + _RANGES_PER_CALL)
+            _read_rows(ranges, numbers, part if rows is None else rows[part], places, out, cache)
 
 
 def _read_rows(
     ranges: Ranges,
     numbers: Sequence[int],
-    rows: np.ndarray,
+    rows: slice | np.ndarray,
     places: np.ndarray,
     out: np.ndarray,
     cache: ShardCache | None,
 ) -> None:
     """Reads the ranges ``rows``, which are in the files ``numbers`` of one dtype."""
-    # Held until everything is read: the number of a closed descriptor may be reused.
-    opened = [ranges.files[number].stored.open(cache) for number in numbers]
-    dtype = ranges.files[numbers[0]].dtype
-    of_file = np.searchsorted(numbers, ranges.file_index[rows]) if len(numbers) > 1 else np.zeros(len(rows), np.int64)
-    fds = np.array([descriptor.number for descriptor in opened], np.int64)[of_file]
-    headers = np.array([ranges.files[number].offset for number in numbers], np.int64)[of_file]
-    offsets = headers + ranges.starts[rows] * dtype.itemsize
+    file_index, record_ids = ranges.file_index[rows], ranges.record_ids[rows]
+    lengths, places = ranges.lengths[rows], places[rows]
+    opened, fds, offsets = ranges.files.places(numbers, file_index, cache)
+    dtype = ranges.files.files[numbers[0]].dtype
+    offsets += ranges.starts[rows] * dtype.itemsize
     done = 0
     if extension is not None and dtype.byteorder in _NATIVE:
-        done = extension.read(fds, offsets, ranges.lengths[rows], places[rows], out, dtype.kind, dtype.itemsize)
-    for i in range(done, len(rows)):
-        _read_range(ranges, int(rows[i]), int(fds[i]), int(offsets[i]), out[places[rows[i]] :])
+        done = extension.read(fds, offsets, lengths, places, out, dtype.kind, dtype.itemsize)
+    for i in range(done, len(fds)):
+        file, start = ranges.files.files[int(file_index[i])], int(places[i])
+        _read_range(file, int(record_ids[i]), int(fds[i]), int(offsets[i]), out[start : start + int(lengths[i])])
+    del opened
 
 
-def _read_range(ranges: Ranges, row: int, fd: int, offset: int, out: np.ndarray) -> None:
-    file, record_id = ranges.files[int(ranges.file_index[row])], int(ranges.record_ids[row])
-    tokens = np.empty(int(ranges.lengths[row]), file.dtype)
+def _read_range(file: TokenFile, record_id: int, fd: int, offset: int, out: np.ndarray) -> None:
+    tokens = np.empty(len(out), file.dtype)
     view, done = memoryview(tokens.data).cast("B"), 0
     while done < len(view):
         number = os.preadv(fd, [view[done:]], offset + done)
@@ -127,4 +153,4 @@ def _read_range(ranges: Ranges, row: int, fd: int, offset: int, out: np.ndarray)
             f"int32. Check that the file holds {file.dtype}.",
             record_id=record_id,
         )
-    out[: len(tokens)] = tokens
+    out[:] = tokens

@@ -22,7 +22,7 @@ from meshfeed._src.sources.files.lookup import FileFormat, find_files
 from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.shard_cache import RemoteFile
 from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, ends_with, inspect, listed, token_files
-from meshfeed._src.sources.tokens.reads import Ranges, read_ranges
+from meshfeed._src.sources.tokens.reads import FileSet, Ranges, read_ranges
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -47,6 +47,7 @@ class _Files:
         )
         found = find_files(paths, cache, form)
         self.files, self.manifests = found.files, found.manifests
+        self.set = FileSet(self.files)
 
     def read(self, ranges: Ranges) -> np.ndarray:
         """Reads ranges one after the other, int32[sum of the lengths]."""
@@ -111,7 +112,7 @@ class _Pieces(NamedTuple):
 
     Attributes:
       file_index: int64[pieces], the file of each.
-      starts: int64[pieces], the first token of each in its file.
+      starts: int64[pieces], where window 0 would start in the piece's file if its windows went on before the piece.
       ends: int64[pieces], windows up to and including the piece.
     """
 
@@ -222,11 +223,11 @@ class Tokens:
         counts = [np.maximum(0, (length - self._width) // self._stride + 1) for length in lengths]
         starts = [np.cumsum(length) - length for length in lengths]
         used = [np.flatnonzero(count) for count in counts]
-        return _Pieces(
-            np.repeat(np.arange(len(lengths)), [len(rows) for rows in used]),
-            np.concatenate([start[rows] for start, rows in zip(starts, used, strict=True)]),
-            np.cumsum(np.concatenate([count[rows] for count, rows in zip(counts, used, strict=True)])),
-        )
+        windows = np.concatenate([count[rows] for count, rows in zip(counts, used, strict=True)])
+        ends = np.cumsum(windows)
+        first = np.concatenate([start[rows] for start, rows in zip(starts, used, strict=True)])
+        file_index = np.repeat(np.arange(len(lengths)), [len(rows) for rows in used])
+        return _Pieces(file_index, first - (ends - windows) * self._stride, ends)
 
     def __repr__(self) -> str:
         number = len(self._files.files)
@@ -270,9 +271,8 @@ class Tokens:
             return {self._key: self.read_batch(ids)[self._key][:, slices[0] if slices else slice(None)]}
         width = max(0, stop - first)
         piece = np.searchsorted(self._pieces.ends, ids, side="right")
-        within = ids - np.where(piece > 0, self._pieces.ends[piece - 1], 0)
-        starts = self._pieces.starts[piece] + within * self._stride + first
-        ranges = Ranges(self._files.files, self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
+        starts = self._pieces.starts[piece] + (ids * self._stride + first)
+        ranges = Ranges(self._files.set, self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
         return {self._key: self._files.read(ranges).reshape(len(ids), width)}
 
     def shard_lengths(self) -> RecordIds:
@@ -377,7 +377,7 @@ class TokenDocuments:
             begins[rows] = _starts(
                 self._lengths[first : int(self._ends[number])], self._checkpoints[number], within[rows]
             )
-        ranges = Ranges(self._files.files, file_index, begins + starts, lengths, record_ids)
+        ranges = Ranges(self._files.set, file_index, begins + starts, lengths, record_ids)
         return {self._key: self._files.read(ranges)}
 
     def shard_lengths(self) -> RecordIds:
