@@ -175,7 +175,7 @@ class CachedFile(Hashable, Protocol):
         ...
 
     def is_here(self) -> bool:
-        """Whether the copy is complete."""
+        """Whether the copy is known to be complete; sends no request."""
         ...
 
     def fetch(self, next_use: float) -> bool:

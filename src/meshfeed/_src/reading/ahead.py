@@ -76,12 +76,12 @@ class FetchAhead:
     def _run(self) -> None:
         try:
             while not self._closed:
-                started, seen = time.monotonic(), self._events
+                started, seen = time.thread_time(), self._events
                 self._scan()
                 self._forget()
                 self._submit()
                 # At most a tenth of the time, however many files there are: the reads need the interpreter too.
-                time.sleep(min(1.0, 9 * (time.monotonic() - started)))
+                time.sleep(min(1.0, 9 * (time.thread_time() - started)))
                 if self._is_far_enough():
                     self._wake.wait(lambda seen=seen: self._closed or self._events != seen)
         except Exception as error:  # the reads fetch by themselves

@@ -274,8 +274,8 @@ class RemoteFile:
 
     def is_here(self) -> bool:
         """See ``CachedFile``. Counts as a use, so that other processes do not evict the copy."""
-        entry = self.cache._entry(self.url, self.compression, self.num_bytes)
-        if not _is_whole(entry):
+        entry = self.cache._entries.get((self.url, self.compression))
+        if entry is None or not _is_whole(entry):
             return False
         with contextlib.suppress(OSError):
             os.utime(entry.path)
@@ -283,8 +283,10 @@ class RemoteFile:
 
     def fetch(self, next_use: float) -> bool:
         """See ``CachedFile``."""
+        entry = self.cache._entry(self.url, self.compression, self.num_bytes)
         try:
-            self.cache._fetch_once(self.cache._entry(self.url, self.compression, self.num_bytes), next_use)
+            if not self.is_here():
+                self.cache._fetch_once(entry, next_use)
         except _NoRoom:
             return False
         return True
@@ -376,12 +378,12 @@ class ShardCache:
         self._plans: list[weakref.WeakMethod[Callable[[Any], float]]] = []
         self._files: dict[str, RemoteFile] = {}  # by the name of the copy
         self._stats = CacheStats()
-        self._stats_lock = threading.Lock()
+        self._stats_lock, self._room_lock = threading.Lock(), threading.Lock()
         self._downloads = Downloads(self._retry, self._read_timeout_seconds, lambda _: None)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_plans", "_files", "_stats", "_stats_lock", "_downloads"):
+        for name in ("_plans", "_files", "_stats", "_stats_lock", "_room_lock", "_downloads"):
             del state[name]
         return state
 
@@ -512,9 +514,16 @@ class ShardCache:
             self._files[path.name] = RemoteFile(self, url, compression, copy_bytes or 0)
         return entry
 
-    def _room(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
         """Locks the folder."""
-        return locked(self.directory / f"{_PREFIX}room.lock", self._stall_seconds)
+        if not self._room_lock.acquire(timeout=self._stall_seconds):  # in turn, which polling for the file lock is not
+            raise _stalled(self.directory, "another thread of this process", self._stall_seconds)
+        try:
+            with locked(self.directory / f"{_PREFIX}room.lock", self._stall_seconds):
+                yield
+        finally:
+            self._room_lock.release()
 
     def _fetch_once(self, entry: _Entry, next_use: float | None = None) -> None:
         """Waits for another process that is fetching the file and makes progress; otherwise fetches it.

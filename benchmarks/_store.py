@@ -1,0 +1,116 @@
+"""An object store over HTTP with a limited bandwidth, in a process of its own: ``python -m benchmarks._store FOLDER``.
+
+Serves the files of a folder, with ranges and ETags. The bandwidth is shared by all connections, as a link is. GET of
+``/-/sent`` returns the bytes sent of files since the last such request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.server
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+_CHUNK_BYTES = 1 << 14
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: str, bandwidth: float, latency: float) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.bandwidth, self.latency = folder, bandwidth, latency
+        self.sent = 0
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def send(self, num_bytes: int) -> None:
+        """Waits for this connection's turn on the link."""
+        with self._lock:
+            self.sent += num_bytes
+            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self.bandwidth
+            wait = self._free_at - time.monotonic()
+        time.sleep(max(0.0, wait))
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        if self.path == "/-/sent":
+            content, self.server.sent = str(self.server.sent).encode(), 0
+            self._head(200, len(content))
+            self.wfile.write(content)
+            return
+        time.sleep(self.server.latency)
+        try:
+            file = open(self.server.folder + self.path, "rb")
+        except OSError:
+            self._head(404, 0)
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            wanted, start, stop = self.headers.get("Range"), 0, size
+            if wanted:
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                start, stop = int(first), int(last) + 1 if last else size
+            self._head(206 if wanted else 200, stop - start, f"bytes {start}-{stop - 1}/{size}")
+            file.seek(start)
+            while body and (content := file.read(min(_CHUNK_BYTES, stop - file.tell()))):
+                self.server.send(len(content))
+                self.wfile.write(content)
+
+    def _head(self, status: int, length: int, content_range: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", f'"{self.path}"')
+        if status == 206:
+            self.send_header("Content-Range", content_range)
+        self.end_headers()
+
+
+@contextlib.contextmanager
+def serve(folder: str, *, bandwidth: float, latency: float = 0.0) -> Iterator[str]:
+    """Serves a folder with ``bandwidth`` bytes per second and ``latency`` seconds per request; yields its URL."""
+    command = [sys.executable, "-m", "benchmarks._store", folder, str(bandwidth), str(latency)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+def bytes_sent(url: str) -> int:
+    """Bytes of files that a store has sent since the last call."""
+    with urllib.request.urlopen(f"{url}/-/sent") as answer:
+        return int(answer.read())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("bandwidth", type=float)
+    parser.add_argument("latency", type=float)
+    options = parser.parse_args()
+    server = _Server(options.folder, options.bandwidth, options.latency)
+    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+    server.serve_forever()
