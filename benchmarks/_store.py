@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import http.server
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -60,12 +61,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
             return
         time.sleep(self.server.latency)
-        try:
-            file = open(self.server.folder + self.path, "rb")
-        except OSError:
+        path = pathlib.Path(self.server.folder + self.path)
+        if not path.is_file():
             self._head(404, 0)
             return
-        with file:
+        with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             wanted, start, stop = self.headers.get("Range"), 0, size
             if wanted:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import tempfile
 import time
 from typing import Any
@@ -132,6 +133,109 @@ def stalls(url: str, total: int, options: argparse.Namespace) -> Table:
     )
 
 
+def evictions(folder: str, total: int, options: argparse.Namespace) -> Table:
+    """Two epochs with a cache of 30 %, in batches that need few shards; downloads of the second."""
+    import meshfeed
+    from meshfeed._src.order.cache import shards_of_steps, simulate_cache
+    from meshfeed._src.order.epochs import EpochOrder
+
+    lengths, batch = np.full(options.shards, options.records), 8
+    sizes = np.full(options.shards, total // options.shards)
+    steps, room = min(400, int(lengths.sum()) // batch), int(0.3 * total)
+    rows = []
+    with serve(folder, bandwidth=1e9) as url:
+        for name, shuffle in (("uniform", True), ("blocks of 1,024 records", 1024)):
+            for policy, evict, ahead in (("farthest next use", "farthest", None), ("opened longest ago", "oldest", 0)):
+                with tempfile.TemporaryDirectory() as copies:
+                    cache = meshfeed.ShardCache(copies, max_bytes=room, ahead_bytes=ahead)
+                    with make_feed(url, cache, options, shuffle=shuffle, global_batch_size=batch, prefetch=0) as feed:
+                        train(feed, 0.02, steps // 2)
+                        before = cache.stats().fetched
+                        train(feed, 0.02, steps // 2)
+                order = EpochOrder(int(lengths.sum()), shuffle=shuffle, seed=0, num_epochs=1)
+                uses = shards_of_steps(order, lengths, batch_size=batch, rows=[(0, batch)], steps=range(steps))
+                found = simulate_cache(uses, sizes, room, evict=evict, skip=steps // 2)
+                fetched = cache.stats().fetched - before
+                rows.append(
+                    {
+                        "order and policy": f"{name}, {policy}",
+                        "downloads": fetched,
+                        "simulated": found.num_downloads,
+                        "hit rate": 1 - fetched / found.num_uses,
+                        "simulated rate": found.hit_rate,
+                    }
+                )
+    return Table(
+        "Downloads with a cache of 30 %", rows, f"{steps // 2} steps of {batch} records after as many to fill it."
+    )
+
+
+_MOSAIC = """
+import sys, time, torch
+from streaming import StreamingDataset
+remote, local, batch, step, limit, algorithm = sys.argv[1:7]
+began = time.perf_counter()
+dataset = StreamingDataset(remote=remote, local=local, shuffle=True, shuffle_algo=algorithm, batch_size=int(batch),
+                           cache_limit=int(limit) or None, predownload=8 * int(batch), shuffle_block_size=8192)
+loader = torch.utils.data.DataLoader(dataset, batch_size=int(batch), num_workers=2, prefetch_factor=2, drop_last=True)
+first = waited = 0.0
+steps, asked = 0, time.perf_counter()
+for _ in loader:
+    now = time.perf_counter()
+    if not steps:
+        first = now - began
+    else:
+        waited += now - asked
+    steps += 1
+    time.sleep(float(step))
+    asked = time.perf_counter()
+print("RESULT", steps, first, time.perf_counter() - began, waited)
+"""
+
+
+def mosaic(url: str, total: int, options: argparse.Namespace) -> Table:
+    """A cold epoch of either library: the same store, files, steps and cache."""
+    import meshfeed
+
+    rows = []
+    for share in (1.05, 0.25):
+        room = int(share * total)
+        with tempfile.TemporaryDirectory() as folder:
+            bytes_sent(url)
+            began = time.perf_counter()
+            cache = meshfeed.ShardCache(folder, max_bytes=room)
+            with make_feed(url, cache, options, shuffle="shards", num_lanes=options.lanes) as feed:
+                train(feed, options.step_seconds, 1)
+                first = time.perf_counter() - began - options.step_seconds
+                train(feed, options.step_seconds)
+                rows.append(
+                    {
+                        "library": f"meshfeed along shards, cache of {share:.0%}",
+                        "epoch s": time.perf_counter() - began,
+                        "first batch s": first,
+                        "waiting": feed.stats().stall_fraction,
+                        "sent / set": bytes_sent(url) / total,
+                    }
+                )
+        with tempfile.TemporaryDirectory() as folder:
+            local = os.path.join(folder, "copy")
+            settings = (url, local, options.batch, options.step_seconds, room if share < 1 else 0, "py1e")
+            found = subprocess.run(
+                [options.mosaic, "-c", _MOSAIC, *map(str, settings)], check=True, capture_output=True, text=True
+            )
+            steps, first, epoch, waited = map(float, found.stdout.split("RESULT")[1].split())
+            rows.append(
+                {
+                    "library": f"Mosaic Streaming py1e, cache of {share:.0%}",
+                    "epoch s": epoch,
+                    "first batch s": first,
+                    "waiting": waited / (waited + steps * options.step_seconds),
+                    "sent / set": bytes_sent(url) / total,
+                }
+            )
+    return Table("A cold epoch", rows, "Both start with an empty cache; imports are left out.", bars="epoch s")
+
+
 def measure(options: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         total = write_shards(folder, options)
@@ -139,6 +243,10 @@ def measure(options: argparse.Namespace) -> Any:
         with serve(folder, bandwidth=options.ratio * consumption, latency=options.latency) as url:
             if "stalls" in options.only:
                 yield stalls(url, total, options)
+            if "mosaic" in options.only and options.mosaic:
+                yield mosaic(url, total, options)
+        if "evictions" in options.only:
+            yield evictions(folder, total, options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.cli import plan_cache
 
 
 class _Mesh(click.ParamType):
@@ -53,6 +54,23 @@ class _Shape(click.ParamType):
         return [int(part) for part in parts]
 
 
+class _Shuffle(click.ParamType):
+    name = "shards|yes|no|records"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> bool | int | str:
+        text = str(value)
+        found = {"yes": True, "no": False, "shards": "shards"}.get(text)
+        if found is None and text.isdecimal() and int(text) >= 1:
+            return int(text)
+        if found is None:
+            self.fail(f"{value!r} is not shards, yes, no or a number of records", param, ctx)
+        return found
+
+
+def _at_least_1(name: str, help_text: str) -> Any:
+    return click.option(name, type=click.IntRange(min=1), default=None, help=help_text)
+
+
 def _picture(suffix: str, what: str) -> Any:
     return click.option(
         f"--{suffix}", type=click.Path(dir_okay=False, path_type=pathlib.Path), help=f"Draw the mesh as {what}."
@@ -70,6 +88,12 @@ def _picture(suffix: str, what: str) -> Any:
 @click.option("--shape", type=_Shape(), default=None, help="Sizes of the dimensions after the rows: shows columns too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all hosts.")
 @click.option("--all", "show_all", is_flag=True, help="Print every host, not only the first and last.")
+@_at_least_1("--cache", "Bytes of each host's ShardCache: shows what hosts download per epoch instead.")
+@_at_least_1("--shards", "With --cache: number of shards.")
+@_at_least_1("--shard-bytes", "With --cache: bytes of each shard.")
+@_at_least_1("--shard-records", "With --cache: records of each shard.")
+@click.option("--shuffle", type=_Shuffle(), default="yes", help="With --cache: the feed's shuffle=; default: yes.")
+@_at_least_1("--num-lanes", "With --cache --shuffle shards: the feed's num_lanes=.")
 @_picture("svg", "an SVG file")
 @_picture("html", "an HTML page")
 @_picture("png", "a PNG file (needs matplotlib)")
@@ -82,9 +106,17 @@ def plan(
     shape: list[int] | None,
     as_json: bool,
     show_all: bool,
+    cache: int | None,
+    shards: int | None,
+    shard_bytes: int | None,
+    shard_records: int | None,
+    shuffle: bool | int | str,
+    num_lanes: int | None,
     **pictures: pathlib.Path | None,
 ) -> None:
     """Show which rows of the global batch each host reads.
+
+    With --cache, show what each host downloads per epoch, in a simulation with shards of equal size.
 
     Needs neither devices nor other hosts. Devices fill the mesh host by host, as with jax.make_mesh on CPUs; a real
     mesh may order its devices differently, and the feed uses the real order (feed.plan()).
@@ -103,6 +135,14 @@ def plan(
             raise SettingsError(f"--{suffix} {path} must end in .{suffix}.", setting=suffix)
     global_shape = [global_batch_size, *(shape or ())]
     made = make_plan(mesh, spec[:dimensions], global_shape, hosts=hosts, devices_per_host=devices_per_host)
+    if cache is not None:
+        if shards is None or shard_bytes is None or shard_records is None:
+            raise SettingsError("--cache needs --shards, --shard-bytes and --shard-records.", setting="cache")
+        dataset = plan_cache.ShardSet(shards, shard_bytes, shard_records, shuffle, num_lanes)
+        found = plan_cache.downloads_of_hosts(dataset, made.table.row_ranges(), global_batch_size, cache)
+        as_text = "\n".join(plan_cache.lines(found, shards * shard_bytes))
+        click.echo(json.dumps({"hosts": plan_cache.to_json(found)}) if as_json else as_text)
+        return
     wanted = [path for path in pictures.values() if path is not None]
     for path in wanted:
         made.save(path)

@@ -173,6 +173,7 @@ _log = logging.getLogger("meshfeed.sources.shard_cache")
 _POLL_SECONDS = 0.02
 _MAX_POLL_SECONDS = 0.05
 _AHEAD_BYTES = 4 << 30  # without max_bytes
+_PLANNED_TIMES = 4  # caches of files whose next uses are known: with fewer, the farthest of them is a guess
 _HASH_BYTES = 1 << 22
 _INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
@@ -266,7 +267,7 @@ class RemoteFile:
     @property
     def plan_bytes(self) -> int:
         """See ``CachedFile``."""
-        return self.cache.ahead_bytes + (self.cache.max_bytes or 0)
+        return self.cache.ahead_bytes + _PLANNED_TIMES * (self.cache.max_bytes or 0)
 
     def follow(self, next_use: Callable[[Any], float]) -> None:
         """See ``CachedFile``."""

@@ -1,0 +1,112 @@
+"""Which shards a host downloads if it keeps a limited number of bytes: a simulation of :class:`meshfeed.ShardCache`."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshfeed._src.base.types import RecordIds
+
+Evict = Literal["farthest", "oldest"]
+
+
+class Order(Protocol):
+    """See :class:`meshfeed._src.base.types.RecordOrder`."""
+
+    def ids_at(self, positions: RecordIds, /) -> tuple[RecordIds, RecordIds]:
+        """Returns record ids and epochs, int64[n]."""
+        ...
+
+
+class DownloadCounts(NamedTuple):
+    """What a host downloads.
+
+    Attributes:
+      num_uses: shards that batches need, counted once per batch.
+      num_downloads: how many of them were not in the cache.
+      num_bytes: bytes downloaded.
+    """
+
+    num_uses: int
+    num_downloads: int
+    num_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the uses that need no download."""
+        return 1 - self.num_downloads / max(1, self.num_uses)
+
+
+def shards_of_steps(
+    order: Order, lengths: RecordIds, *, batch_size: int, rows: Sequence[tuple[int, int]], steps: range
+) -> Iterator[RecordIds]:
+    """Yields the shards that each step needs on a host.
+
+    Args:
+      order: the order of the records.
+      lengths: records of each shard, int64[shards].
+      batch_size: rows of the global batch.
+      rows: the host's rows, as ranges.
+      steps: the steps.
+
+    Yields:
+      int64[shards of the step], ascending.
+    """
+    ends = np.cumsum(lengths)
+    held = np.concatenate([np.arange(first, stop) for first, stop in rows])
+    for step in steps:
+        yield np.unique(np.searchsorted(ends, order.ids_at(step * batch_size + held)[0], side="right"))
+
+
+def simulate_cache(
+    uses: Iterable[ArrayLike],
+    shard_bytes: Sequence[int] | RecordIds,
+    max_bytes: int,
+    *,
+    evict: Evict = "farthest",
+    skip: int = 0,
+) -> DownloadCounts:
+    """Counts the downloads of a host.
+
+    Args:
+      uses: the shards that each step needs.
+      shard_bytes: size of each shard.
+      max_bytes: bytes that the cache holds; the shards of a step are kept during the step in any case.
+      evict: ``"farthest"`` removes the shard whose next use is farthest (Belady), as the cache does for a feed;
+        ``"oldest"`` the one used longest ago (LRU).
+      skip: leading steps that fill the cache and are not counted.
+    """
+    steps: list[list[int]] = [np.asarray(step, np.int64).tolist() for step in uses]
+    coming: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
+    for number, step in enumerate(steps):
+        for shard in step:
+            coming[shard].append(number)
+    rank: dict[int, float] = {}  # of each shard in the cache; the smallest is removed first
+    heap: list[tuple[float, int]] = []
+    held = num_uses = num_downloads = num_bytes = 0
+    for number, step in enumerate(steps):
+        missing = [shard for shard in step if rank.pop(shard, None) is None]  # without a rank: not to be removed
+        new_bytes = sum(int(shard_bytes[shard]) for shard in missing)
+        held += new_bytes
+        if number >= skip:
+            num_uses, num_downloads, num_bytes = (
+                num_uses + len(step),
+                num_downloads + len(missing),
+                num_bytes + new_bytes,
+            )
+        while held > max_bytes and heap:
+            first, shard = heapq.heappop(heap)
+            if rank.get(shard) == first:  # otherwise used again since
+                del rank[shard]
+                held -= int(shard_bytes[shard])
+        for shard in step:
+            coming[shard].popleft()
+            rank[shard] = number if evict == "oldest" else -(coming[shard][0] if coming[shard] else math.inf)
+            heapq.heappush(heap, (rank[shard], shard))
+    return DownloadCounts(num_uses, num_downloads, num_bytes)
