@@ -161,12 +161,12 @@ class Needed:
 def test_the_copy_that_is_needed_last_makes_room(store: Any, tmp_path: pathlib.Path) -> None:
     size = store.size("/ahead/0.parquet")
     cache = ShardCache(tmp_path / "cache", max_bytes=3 * size + size // 2)
-    needed = Needed(dict(zip(urls(), [2.0, 9.0, 1.0, 5.0, 3.0], strict=False)))
+    needed = Needed(dict(zip(urls(), [2.0, 12.0, 1.0, 5.0, 3.0], strict=False)))
     files = [RemoteFile(cache, url, None, size) for url in urls()]
     files[0].follow(needed.next_use)
     for file in files[:3]:
         assert file.fetch(0)
-    assert files[3].fetch(5.0)  # drops 1, which is needed at 9, although 0 was opened before
+    assert files[3].fetch(5.0)  # drops 1, which is needed at 12, although 0 was opened before
     assert [file.is_here() for file in files[:4]] == [True, False, True, True]
     assert not files[1].fetch(9.0)  # nothing here is needed later
     assert [file.is_here() for file in files[:4]] == [True, False, True, True]

@@ -21,7 +21,7 @@ from http_store import BLOCK, Store
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.sources.files import shard_cache
+from meshfeed._src.sources.files import fill_bar, shard_cache
 from meshfeed._src.sources.files.download import Download
 from meshfeed._src.sources.files.shard_cache import ShardCache
 
@@ -615,3 +615,44 @@ def test_discard_while_others_evict_and_open(store: Store, tmp_path) -> None:
         thread.join(120)
     assert not wrong
     assert cache.num_bytes() <= 2500
+
+
+@pytest.mark.parametrize("attributes", [True, False])
+def test_a_copy_that_the_disk_damaged_is_fetched_again(store: Store, tmp_path, monkeypatch, attributes: bool) -> None:
+    content = os.urandom(1000)
+    url = store.put("x", content)
+    if not attributes:
+        monkeypatch.setattr(os, "setxattr", lambda *_: os.stat("/none"))  # as file systems without attributes do
+    sums = None if attributes else {"x": "md5:" + hashlib.md5(content).hexdigest()}
+    with ShardCache(tmp_path).open(url) as path:
+        copy = path
+    assert read(ShardCache(tmp_path, checksums=sums), url) == content
+    assert store.fetches == ["x"]
+    copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert read(ShardCache(tmp_path, checksums=sums, verify=False), url) != content
+    assert read(ShardCache(tmp_path, checksums=sums), url) == content
+    assert store.fetches == ["x", "x"]
+    copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ahead = ShardCache(tmp_path, checksums=sums)
+    assert shard_cache.RemoteFile(ahead, url, None, 1000).fetch(1.0)
+    assert read(ahead, url) == content
+    assert ahead.stats().fetched_ahead == 1
+
+
+def test_the_first_fill_shows_a_bar_on_a_terminal_only(store: Store, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(fill_bar, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    cache = ShardCache(tmp_path / "a")
+    assert read(cache, store.put("x", bytes(1000))) == bytes(1000)
+    bar = cache._fill._progress
+    assert bar is None or (bar.tasks[0].completed, bar.tasks[0].total) == (1000, 1000)
+    deadline = time.monotonic() + 60
+    while cache._fill._progress is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    read(cache, store.put("y", bytes(1000)))
+    assert cache._fill._progress is None  # the first fill has ended
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    other = ShardCache(tmp_path / "b")
+    other._fill.begin(10)
+    assert other._fill._progress is None

@@ -11,7 +11,7 @@ import collections
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from meshfeed._src.base.hooks import CachedFile
 from meshfeed._src.base.threads import Background, Threads, WakeUp
@@ -19,9 +19,16 @@ from meshfeed._src.base.threads import Background, Threads, WakeUp
 _log = logging.getLogger("meshfeed.ahead")
 _NUM_THREADS = 8  # files and connections; connections serve the nearest file first
 _MAX_USES = 1 << 16  # coming uses kept in memory
-_SCANNED_AT_ONCE = 256
+_SCANNED_AT_ONCE = 64
 _RECHECK_SECONDS = 5.0  # after which files that other processes evicted are noticed
 _FULL_SECONDS = 0.02  # after which a full cache is tried again, if a batch has been read
+
+
+def _rest(work: Callable[[], object]) -> float:
+    """Does some work; returns until when to rest, for at most a tenth of the time: the reads need the interpreter too."""
+    started = time.thread_time()
+    work()
+    return time.monotonic() + min(1.0, 9 * (time.thread_time() - started))
 
 
 class FetchAhead:
@@ -75,15 +82,14 @@ class FetchAhead:
 
     def _run(self) -> None:
         try:
+            scan_at = 0.0
             while not self._closed:
-                started, seen = time.thread_time(), self._events
-                self._scan()
-                self._forget()
-                self._submit()
-                # At most a tenth of the time, however many files there are: the reads need the interpreter too.
-                time.sleep(min(1.0, 9 * (time.thread_time() - started)))
-                if self._is_far_enough():
-                    self._wake.wait(lambda seen=seen: self._closed or self._events != seen)
+                seen = self._events
+                if time.monotonic() >= scan_at:
+                    scan_at = _rest(self._scan)
+                time.sleep(max(0.0, _rest(self._submit) - time.monotonic()))
+                wait = 60.0 if self._is_far_enough() else scan_at - time.monotonic()
+                self._wake.wait(lambda seen=seen: self._closed or self._events != seen, wait)
         except Exception as error:  # the reads fetch by themselves
             _log.warning("fetching ahead has ended: %s: %s", type(error).__name__, error)
 
@@ -124,6 +130,7 @@ class FetchAhead:
 
     def _submit(self) -> None:
         """Starts to fetch the files that are needed next and are missing."""
+        self._forget()
         if time.monotonic() - self._checked_at > _RECHECK_SECONDS:
             self._here, self._failed, self._checked_at = set(), set(), time.monotonic()
         near = self._near()

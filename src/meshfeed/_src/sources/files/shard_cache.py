@@ -50,6 +50,7 @@ from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
+from meshfeed._src.sources.files.fill_bar import FillBar
 from meshfeed._src.sources.files.paths import open_file_system, remote_errors
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
@@ -173,10 +174,14 @@ _log = logging.getLogger("meshfeed.sources.shard_cache")
 _POLL_SECONDS = 0.02
 _MAX_POLL_SECONDS = 0.05
 _AHEAD_BYTES = 4 << 30  # without max_bytes
+_LATER_TIMES = (
+    2  # what makes room for a file must be needed that much later: it may be needed sooner than what comes next
+)
 _PLANNED_TIMES = 4  # caches of files whose next uses are known: with fewer, the farthest of them is a guess
 _HASH_BYTES = 1 << 22
 _INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
+_DIGEST_ATTRIBUTE = "user.meshfeed.xxh3_64"
 _WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
 _PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
 _LOCK = re.compile(_PREFIX + r"[0-9a-f]{32}\.lock")
@@ -276,7 +281,7 @@ class RemoteFile:
     def is_here(self) -> bool:
         """See ``CachedFile``. Counts as a use, so that other processes do not evict the copy."""
         entry = self.cache._entries.get((self.url, self.compression))
-        if entry is None or not _is_whole(entry):
+        if entry is None or not _is_whole(entry) or not self.cache._known.get(entry.path.name):
             return False
         with contextlib.suppress(OSError):
             os.utime(entry.path)
@@ -286,8 +291,10 @@ class RemoteFile:
         """See ``CachedFile``."""
         entry = self.cache._entry(self.url, self.compression, self.num_bytes)
         try:
-            if not self.is_here():
+            if not _is_whole(entry) or not self.cache._is_intact(entry):
+                self.cache._drop_damaged(entry)
                 self.cache._fetch_once(entry, next_use)
+            self.is_here()
         except _NoRoom:
             return False
         return True
@@ -319,6 +326,9 @@ class ShardCache:
       stall_seconds: if another process fetches a file and receives no byte for this long, this process fetches the file
         too. Also the timeout for locks.
       read_timeout_seconds: a request to the store that is not answered for this long is sent again.
+      verify: a copy that another process fetched is compared with its digest when this process first opens it, which
+        reads it once; a damaged copy is fetched again. The digest is an extended attribute of the copy; without
+        one, its checksum is compared if it is known.
 
     Raises:
       SettingsError: if the folder cannot be created or written, or a setting is out of range.
@@ -335,6 +345,7 @@ class ShardCache:
         checksums: Mapping[str, str] | None = None,
         stall_seconds: float = 60.0,
         read_timeout_seconds: float = 30.0,
+        verify: bool = True,
     ) -> None:
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise SettingsError(
@@ -358,6 +369,7 @@ class ShardCache:
         self.max_bytes = max_bytes
         self._retry = retry
         self._checksums = dict(checksums or {})
+        self._verify = verify
         self._stall_seconds, self._read_timeout_seconds = stall_seconds, read_timeout_seconds
         self._entries: dict[tuple[str, str | None], _Entry] = {}
         self._forget_process()
@@ -378,13 +390,15 @@ class ShardCache:
         """Resets what belongs to this process."""
         self._plans: list[weakref.WeakMethod[Callable[[Any], float]]] = []
         self._files: dict[str, RemoteFile] = {}  # by the name of the copy
+        self._known: dict[str, bool] = {}  # name of a copy → whether its bytes are those that were fetched
+        self._fill = FillBar()
         self._stats = CacheStats()
         self._stats_lock, self._room_lock = threading.Lock(), threading.Lock()
-        self._downloads = Downloads(self._retry, self._read_timeout_seconds, lambda _: None)
+        self._downloads = Downloads(self._retry, self._read_timeout_seconds, self._fill.arrived)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_plans", "_files", "_stats", "_stats_lock", "_room_lock", "_downloads"):
+        for name in ("_plans", "_files", "_known", "_fill", "_stats", "_stats_lock", "_room_lock", "_downloads"):
             del state[name]
         return state
 
@@ -439,11 +453,12 @@ class ShardCache:
         waited = None
         while True:
             with _kept(entry, self._stall_seconds) as is_here:
-                if is_here:
+                if is_here and self._is_intact(entry):
                     self._count(hits=1) if waited is None else self._count(misses=1, wait_seconds=waited)
                     yield entry.path
                     return
             started = time.monotonic()
+            self._drop_damaged(entry)
             self._fetch_once(entry)
             waited = (waited or 0.0) + time.monotonic() - started
 
@@ -467,6 +482,10 @@ class ShardCache:
         """
         path = self._entry(url, compression).path
         self._entries.pop((url, compression), None)
+        self._known.pop(path.name, None)
+        self._remove(path)
+
+    def _remove(self, path: pathlib.Path) -> None:
         deadline = time.monotonic() + self._stall_seconds
         while not self._removed(path):
             if time.monotonic() > deadline:
@@ -476,6 +495,21 @@ class ShardCache:
                     waited_seconds=self._stall_seconds,
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _is_intact(self, entry: _Entry) -> bool:
+        """Compares a copy that this process did not fetch with its digest, once."""
+        name = entry.path.name
+        if name not in self._known:
+            self._known[name] = not self._verify or _matches_digest(entry)
+        return self._known[name]
+
+    def _drop_damaged(self, entry: _Entry) -> None:
+        """Removes a copy that the disk has damaged."""
+        if self._known.get(entry.path.name, True):
+            return
+        _log.warning("the copy %s of %s is damaged; fetching it again", entry.path, entry.url)
+        self._remove(entry.path)
+        self._known.pop(entry.path.name, None)
 
     def _removed(self, path: pathlib.Path) -> bool:
         with self._room():
@@ -582,12 +616,15 @@ class ShardCache:
         def priority() -> float:
             return -1.0 if next_use is None else self._next_use(entry.path)
 
+        self._fill.begin(entry.num_bytes)
         try:
             self._downloads.run(Download(entry.url, entry.num_bytes, handle, priority))
         except OSError:
             with contextlib.suppress(OSError):  # a file that changed may be why
                 self._check_version(entry, Retry(attempts=1))
             raise
+        finally:
+            self._fill.end()
         self._check_version(entry, self._retry)
 
     def _check_version(self, entry: _Entry, retry: Retry) -> None:
@@ -614,8 +651,10 @@ class ShardCache:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise OSError(error.errno, self._describe_full(entry)) from error
+            _write_digest(part)
             with self._room():  # a concurrent scan of the folder could miss both names
                 os.replace(part, entry.path)
+            self._known[entry.path.name] = True
 
     def _describe_full(self, entry: _Entry) -> str:
         """Returns an error message that names what holds the space of the disk."""
@@ -637,7 +676,7 @@ class ShardCache:
         deadline = time.monotonic() + self._stall_seconds
         while True:
             with self._room():
-                missing = self._make_room(entry.room_bytes, -1.0 if next_use is None else next_use)
+                missing = self._make_room(entry.room_bytes, -1.0 if next_use is None else _LATER_TIMES * next_use)
                 if missing <= 0:
                     return self._new_part(entry, entry.room_bytes)
             if next_use is not None:
@@ -736,16 +775,37 @@ def _check(entry: _Entry, part: pathlib.Path) -> None:
     if entry.checksum is None:
         return
     algorithm, _, wanted = entry.checksum.partition(":")
-    digest = xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.new(algorithm)
-    with part.open("rb") as file:
-        while content := file.read(_HASH_BYTES):
-            digest.update(content)
-    if digest.hexdigest() != wanted.lower():
+    found = _digest(part, algorithm)
+    if found != wanted.lower():
         raise CorruptDataError(
-            f"{entry.url}: fetched {size:,} bytes with {algorithm} {digest.hexdigest()}, expected {wanted}. The file "
+            f"{entry.url}: fetched {size:,} bytes with {algorithm} {found}, expected {wanted}. The file "
             "is not the one that was written: write it again, or correct the checksum.",
             path=entry.url,
         )
+
+
+def _digest(path: pathlib.Path, algorithm: str) -> str:
+    digest = xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.new(algorithm)
+    with path.open("rb") as file:
+        while content := file.read(_HASH_BYTES):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _write_digest(part: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):  # a file system without extended attributes
+        os.setxattr(part, _DIGEST_ATTRIBUTE, _digest(part, "xxh3_64").encode())
+
+
+def _matches_digest(entry: _Entry) -> bool:
+    """Whether a copy has the digest that was written with it, or else its checksum; True if neither is known."""
+    try:
+        return os.getxattr(entry.path, _DIGEST_ATTRIBUTE).decode() == _digest(entry.path, "xxh3_64")
+    except OSError:
+        if entry.checksum is None or entry.compression is not None:
+            return True
+    algorithm, _, wanted = entry.checksum.partition(":")
+    return _digest(entry.path, algorithm) == wanted.lower()
 
 
 def _is_whole(entry: _Entry) -> bool:
