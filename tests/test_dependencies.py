@@ -88,6 +88,7 @@ def test_all_holds_every_extra_that_users_need() -> None:
     ((_, listed),) = [requirement.split("[") for requirement in extras["all"]]
     assert set(listed.rstrip("]").split(",")) == extras.keys() - {
         "all",
+        "beam",
         "bench",
         "check",
         "demo",

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "streams": "base order plan reading state",
     "sources": "base order reading state",
     "agreement": "base reading state streams",
+    "convert": "base reading sources",
     "feed": "agreement arrays base pictures plan reading sources state streams",
     "checkpoint": "arrays base state",
     "monitoring": "base feed pictures",
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "maxtext": "arrays base feed remote sources state streams",
     "testing": "base",
     "demo": "base public testing",
-    "cli": "base checkpoint demo feed monitoring order pictures public reading sources state",
+    "cli": "base checkpoint convert demo feed monitoring order pictures public reading sources state",
     "public": "base checkpoint feed maxtext monitoring pictures plan remote sources state testing",
 }
 # From the ground up. A room imports only from rooms before it; streams and sources do not know each other.
@@ -42,7 +43,7 @@ FLOORS = (
     "reading pictures",
     "arrays",
     "streams sources checkpoint",
-    "agreement",
+    "agreement convert",
     "feed",
     "remote monitoring",
     "maxtext",
@@ -62,6 +63,7 @@ LAZY = {
     "meshfeed._src.cli.manifest": "sources",
     "meshfeed._src.cli.bench": "sources of the user's choice",
     "meshfeed._src.cli.checkpoint": "Orbax",
+    "meshfeed._src.cli.convert": "pyarrow, array_record",
     "meshfeed._src.cli.plan": "the plan of a mesh, which imports JAX",
     "meshfeed._src.cli.report": "the feed, which imports JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
     from meshfeed._src.sources.buckets import Buckets
+    from meshfeed._src.sources.decode_example import DecodeExample
     from meshfeed._src.sources.decode_raw import DecodeRaw
     from meshfeed._src.sources.grain.source import Grain
     from meshfeed._src.sources.host_batches import HostBatches
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ArrayRecord": "array_record.source",
     "Buckets": "buckets",
+    "DecodeExample": "decode_example",
     "DecodeRaw": "decode_raw",
     "Grain": "grain.source",
     "HostBatches": "host_batches",
@@ -55,6 +57,7 @@ _HOME = {
 __all__ = [
     "ArrayRecord",
     "Buckets",
+    "DecodeExample",
     "DecodeRaw",
     "Grain",
     "HostBatches",

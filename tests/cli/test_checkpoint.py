@@ -195,9 +195,3 @@ def test_a_template_after_its_first_batch_is_refused(position: list[Any]) -> Non
     result = run("import-position", *position, "--step", 3)
     assert result.exit_code == 1
     assert "the feed has delivered batches" in result.output
-
-
-def test_the_name_that_it_had_before_says_the_new_one(position: list[Any]) -> None:
-    result = run("convert", *position)
-    assert result.exit_code == 2
-    assert result.output == "Error: meshfeed convert is now meshfeed import-position.\n"

@@ -14,6 +14,7 @@ import click
 from meshfeed import __version__
 from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError
 from meshfeed._src.cli import checkpoint as cli_checkpoint
+from meshfeed._src.cli import convert as cli_convert
 from meshfeed._src.cli import manifest as cli_manifest
 from meshfeed._src.cli import plan as cli_plan
 from meshfeed._src.cli import report as cli_report
@@ -29,17 +30,7 @@ class _Mistyped(click.ClickException):
     exit_code = 2
 
 
-_MOVED = {"convert": "import-position"}  # old name → new name
-
-
 class _Commands(click.Group):
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in _MOVED and self.get_command(ctx, args[0]) is None:
-            raise _Mistyped(f"meshfeed {args[0]} is now meshfeed {_MOVED[args[0]]}.")
-        return super().resolve_command(ctx, args)
-
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
@@ -184,7 +175,13 @@ cli_plan.plan.epilog = _example(
 )
 cli_manifest.manifest.epilog = _example("manifest 'data/*.array_record'")
 cli_report.report.epilog = _example("report logs/ --output report.html")
-for _command in (cli_plan.plan, cli_manifest.manifest, cli_report.report, *cli_checkpoint.COMMANDS):
+for _command in (
+    cli_plan.plan,
+    cli_convert.convert,
+    cli_manifest.manifest,
+    cli_report.report,
+    *cli_checkpoint.COMMANDS,
+):
     main.add_command(_command)
 
 

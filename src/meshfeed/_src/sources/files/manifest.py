@@ -9,10 +9,11 @@ and what the format needs to open the file without reading it::
       ["train-00000.array_record", 1048576, 512, "xxh3_64:0011223344556677", 0],
       …],
      "details": [{"group_size": 1}],
-     "lengths": {"tokens": {"file": "manifest.tokens.lengths", "digest": "xxh3_64:8899aabbccddeeff"}}}
+     "lengths": {"tokens": {"file": "manifest.tokens.lengths", "digest": "xxh3_64:8899aabbccddeeff"}},
+     "made": null}
 
 The last column refers to ``details``, because most files share theirs. ``lengths`` refers to one file per leaf, in numpy's
-format, which holds the length of every record.
+format, which holds the length of every record. ``made`` is what the program that wrote the files keeps there.
 """
 
 from __future__ import annotations
@@ -103,12 +104,14 @@ class DataManifest:
       source: name of the source that reads the files, such as "ArrayRecord".
       files: the files, in the order of their records.
       lengths_files: leaf → the file with the length of each record.
+      made: what ``meshfeed convert`` keeps about the input and the features; None for other files.
     """
 
     path: str
     source: str
     files: Sequence[FileEntry]
     lengths_files: Mapping[str, LengthsFile] = dataclasses.field(default_factory=dict[str, LengthsFile])
+    made: JsonValue = None
 
     def lengths(self, key: str, eod: int | None = None) -> dict[str, np.ndarray] | None:
         """Returns the lengths of the leaf ``key`` of each file's records; None if they are not listed.
@@ -171,7 +174,12 @@ def is_manifest(name: str) -> bool:
 
 
 def write_manifest(
-    path: str, source: str, files: Sequence[FileEntry], *, lengths: Mapping[str, Lengths] | None = None
+    path: str,
+    source: str,
+    files: Sequence[FileEntry],
+    *,
+    lengths: Mapping[str, Lengths] | None = None,
+    made: JsonValue = None,
 ) -> None:
     """Writes a manifest, in place of an earlier one. Local files are renamed into place when they are complete.
 
@@ -180,6 +188,7 @@ def write_manifest(
       source: name of the source that reads the files, such as "ArrayRecord".
       files: the files, in the order of their records.
       lengths: leaf → length of each record, for :class:`meshfeed.sources.Packed`.
+      made: see :class:`DataManifest`.
 
     Raises:
       OSError: if a file cannot be written.
@@ -203,7 +212,8 @@ def write_manifest(
     head = {"format": _FORMAT, "version": _VERSION, "source": source, "columns": _COLUMNS}
     listed = ",\n  ".join(rows)  # one line per file, so that two manifests can be compared
     parts = [json.dumps(head)[:-1], f' "files": [\n  {listed}]', f' "details": [{", ".join(details)}]']
-    _write(path, (",\n".join(parts) + f',\n "lengths": {json.dumps(stored)}}}\n').encode())
+    parts += [f' "lengths": {json.dumps(stored)}', f' "made": {json.dumps(made)}}}\n']
+    _write(path, ",\n".join(parts).encode())
 
 
 def read_manifest(path: str) -> DataManifest:
@@ -242,7 +252,7 @@ def parse_manifest(content: bytes, path: str) -> DataManifest:
             key: LengthsFile(_joined(item["file"], folder), item["digest"], item.get("counts"), item.get("eod"))
             for key, item in found["lengths"].items()
         }
-        return DataManifest(path, found["source"], files, stored)
+        return DataManifest(path, found["source"], files, stored, found.get("made"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         if isinstance(error, SourceError):
             raise

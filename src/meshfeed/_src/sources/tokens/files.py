@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _NPY_MAGIC = b"\x93NUMPY"
-_LLM_C_BYTES = 1024
-_LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic number, version) → dtype
+LLM_C_BYTES = 1024
+LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic number, version) → dtype
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_BYTES = 34  # magic number, version, dtype code, number of sequences, number of document boundaries
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
@@ -247,11 +247,11 @@ def _inspect_npy(stored: StoredFile, head: bytes) -> TokenFile:
 
 
 def _inspect_llm_c(stored: StoredFile, head: bytes) -> TokenFile | None:
-    if len(head) < _LLM_C_BYTES:
+    if len(head) < LLM_C_BYTES:
         return None
     magic, version, num_tokens = np.frombuffer(head, "<i4", 3).tolist()
-    dtype = _LLM_C_DTYPES.get((magic, version))
-    return None if dtype is None else _checked_size(TokenFile(stored, np.dtype(dtype), _LLM_C_BYTES, num_tokens))
+    dtype = LLM_C_DTYPES.get((magic, version))
+    return None if dtype is None else _checked_size(TokenFile(stored, np.dtype(dtype), LLM_C_BYTES, num_tokens))
 
 
 def _checked_size(file: TokenFile) -> TokenFile:

@@ -229,11 +229,31 @@ def _check(shard: TarShard, open_file: OpenFile) -> tuple[_CheckedTar, int]:
 
 
 def _read_rows(checked: _CheckedTar, rows: np.ndarray, first_record_id: int) -> list[dict[str, Any]]:
-    index = checked.index
+    return read_samples(checked.open(), checked.index, rows, checked.shard.path, first_record_id)
+
+
+def read_samples(
+    archive: Descriptor, index: TarIndex, rows: np.ndarray, path: str, first_record_id: int = 0
+) -> list[dict[str, Any]]:
+    """Reads samples of an open archive.
+
+    Args:
+      archive: the open file.
+      index: its index.
+      rows: int64[n], the samples.
+      path: its name in errors.
+      first_record_id: added to the row in errors.
+
+    Returns:
+      n dicts of key and bytes.
+
+    Raises:
+      CorruptDataError: if the archive is cut short; names the file and the record.
+    """
     first, last = index.first_files[rows], index.first_files[rows + 1] - 1
     starts = index.starts[first]
     stops = index.starts[last] + index.sizes[last]
-    samples = read_spans(checked.open(), starts, stops)
+    samples = read_spans(archive, starts, stops)
     short = [
         row
         for row, sample, size in zip(rows.tolist(), samples, (stops - starts).tolist(), strict=True)
@@ -241,12 +261,12 @@ def _read_rows(checked: _CheckedTar, rows: np.ndarray, first_record_id: int) -> 
     ]
     if short:
         raise CorruptDataError(
-            f"{checked.shard.path}: record {first_record_id + short[0]} is not there in full. The archive was cut short: "
+            f"{path}: record {first_record_id + short[0]} is not there in full. The archive was cut short: "
             "copy it again.",
-            path=checked.shard.path,
+            path=path,
             record_id=first_record_id + short[0],
         )
-    counts = last + 1 - first
+    names, counts = index.names(), last + 1 - first
     files = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
     begins = index.starts[files] - np.repeat(starts, counts)
     ends = (begins + index.sizes[files]).tolist()
@@ -254,7 +274,7 @@ def _read_rows(checked: _CheckedTar, rows: np.ndarray, first_record_id: int) -> 
     return [
         {
             "__key__": index.key(row),
-            **{checked.names[name]: sample[low:high] for name, low, high in itertools.islice(places, count)},
+            **{names[name]: sample[low:high] for name, low, high in itertools.islice(places, count)},
         }
         for row, sample, count in zip(rows.tolist(), samples, counts.tolist(), strict=True)
     ]

@@ -1,0 +1,163 @@
+"""``meshfeed convert``: other formats to ArrayRecord or tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from meshfeed._src.base.errors import MeshfeedError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from meshfeed._src.convert.job import Conversion, Phase
+    from meshfeed._src.convert.run import Converted, Engine
+
+_FORMATS = ("csv", "huggingface", "images", "jsonl", "mds", "parquet", "text", "tfrecord", "webdataset")
+_INTERRUPTED = 130  # as shells report the end by Ctrl-C
+
+
+def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
+
+
+@click.command(
+    short_help="Convert other formats to ArrayRecord or tokens.",
+    epilog="\b\nExamples:\n  meshfeed convert 'corpus/*.parquet' --to records\n"
+    "  meshfeed convert corpus.jsonl --to tokens --encoding tokens \\\n      --tokenizer tokenizer.json",
+)
+@click.argument("data", nargs=-1, required=True)
+@click.option("--to", "directory", type=click.Path(), required=True, help="Folder to write to; new or empty.")
+@click.option("--shards", type=click.IntRange(min=1), help="Number of output files; default: one per 256 MiB of input.")
+@click.option("--workers", type=click.IntRange(min=1), help="Number of processes; default: one per CPU core.")
+@click.option(
+    "--encoding",
+    type=click.Choice(["example", "bytes", "tokens"]),
+    default="example",
+    show_default=True,
+    help="Write tf.train.Example, one column as it is, or token files.",
+)
+@click.option("--columns", callback=_names, help="Columns to write, separated by commas; default: all.")
+@click.option("--column", help="The column to write with --encoding bytes or tokens.")
+@click.option("--tokenizer", type=click.Path(), help="A tokenizer.json of Hugging Face tokenizers.")
+@click.option("--eod", metavar="TOKEN", help="Token to write after each record with --encoding tokens.")
+@click.option(
+    "--compression",
+    type=click.Choice(["zstd", "none"]),
+    default="zstd",
+    show_default=True,
+    help="Compression of ArrayRecord files.",
+)
+@click.option("--format", "named_format", type=click.Choice(_FORMATS), help="Format of DATA; default: by its names.")
+@click.option("--runner", help="Run as an Apache Beam pipeline: DirectRunner, PrismRunner, FlinkRunner, …")
+@click.option(
+    "--runner-option",
+    "options",
+    multiple=True,
+    metavar="OPTION",
+    help="An option of the pipeline, as in a=b. Repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def convert(
+    data: tuple[str, ...],
+    directory: str,
+    workers: int | None,
+    named_format: str | None,
+    runner: str | None,
+    options: tuple[str, ...],
+    as_json: bool,
+    **settings: object,
+) -> None:
+    """Convert files to ArrayRecord or token files.
+
+    DATA are files, globs or folders: Parquet, JSON lines, CSV, text, TFRecord, WebDataset, MDS, Hugging Face datasets on
+    disk, or a folder of images with one subfolder per class.
+
+    The output is the same for any number of workers. After a crash or Ctrl-C, the same command continues.
+    """
+    from meshfeed._src.convert import run
+    from meshfeed._src.convert.settings import Settings
+
+    start = time.monotonic()
+    engine = _engine(workers, runner, options)
+    show = _hidden if as_json or not sys.stderr.isatty() else _shown()
+    chosen = Settings(**settings)  # type: ignore[arg-type]  # click has checked them
+    try:
+        result = run.convert(data, directory, chosen, engine, named_format=named_format, show=show)
+    except KeyboardInterrupt:
+        click.echo("Interrupted. Run the same command again to continue.", err=True)
+        raise SystemExit(_INTERRUPTED) from None
+    except OSError as error:
+        raise MeshfeedError(f"{error}. After correcting this, run the same command again to continue.") from error
+    click.echo(json.dumps(dataclasses.asdict(result)) if as_json else _summary(result, time.monotonic() - start))
+
+
+def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -> Engine:
+    if runner is not None:
+        from meshfeed._src.convert.beam import RunInBeam
+
+        return RunInBeam(runner, [f"--{option.removeprefix('--')}" for option in options])
+    from meshfeed._src.convert.run import RunInWorkers
+
+    return RunInWorkers(workers or len(os.sched_getaffinity(0)))
+
+
+def _summary(result: Converted, seconds: float) -> str:
+    if result.was_complete:
+        return f"{result.directory} is complete: {result.num_records:,} records in {len(result.files):,} files."
+    tokens = "" if result.num_tokens is None else f", {result.num_tokens:,} tokens"
+    rate = result.num_records / max(seconds, 1e-3)
+    lines = [
+        f"{result.num_records:,} records{tokens} of {result.num_inputs:,} {result.format} inputs in {seconds:.1f} s "
+        f"({rate:,.0f} records/s)",
+        f"{result.directory}: {len(result.files):,} files, {result.num_bytes / 1e6:,.1f} MB, and manifest.json",
+    ]
+    lines += [
+        f"  {name}: {feature['kind']}{' list' if feature['list'] else ''}" for name, feature in result.features.items()
+    ]
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _hidden(_job: Conversion, _phase: Phase) -> Iterator[None]:
+    yield
+
+
+def _shown() -> Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]:
+    """Returns a function that shows a progress bar on standard error; nothing if rich is not installed."""
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return _hidden
+
+    class Progress(progress.Progress):
+        """Reads the count whenever it is drawn."""
+
+        count: Callable[[], int]
+
+        def get_renderables(self) -> Iterator[RenderableType]:
+            for task in self.tasks:
+                self.update(task.id, completed=self.count())
+            yield from super().get_renderables()
+
+    @contextlib.contextmanager
+    def show(job: Conversion, phase: Phase) -> Iterator[None]:
+        total, count = job.progress(phase)
+        what = {"scan": "inputs scanned", "write": "records written"}[phase]
+        columns = (progress.TextColumn(what), progress.BarColumn(), progress.MofNCompleteColumn())
+        shown = Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        shown.count = count
+        shown.add_task(what, total=total)
+        with shown:
+            yield
+
+    return show

@@ -1,0 +1,149 @@
+"""What a format of input files must do to be converted, and the types of its columns."""
+
+from __future__ import annotations
+
+import abc
+import base64
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshfeed._src.base.errors import SourceError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class TypesChanged(Exception):
+    """A block of a text file does not fit the types of the first blocks; the types of all blocks are needed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """What the first pass over a file has found.
+
+    Attributes:
+      num_records: number of records.
+      schema: columns and types; None if there is no record.
+      marks: (record, offset) of places where reading can begin, in order.
+      more: whatever else the format needs to read the file, JSON.
+    """
+
+    num_records: int
+    schema: pa.Schema | None
+    marks: Sequence[tuple[int, int]] = ()
+    more: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the scan as JSON."""
+        schema = None if self.schema is None else base64.b64encode(self.schema.serialize()).decode()
+        return {"num_records": self.num_records, "schema": schema, "marks": list(self.marks), "more": self.more}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Scan:
+        """Reverses :meth:`to_json`."""
+        schema = None if value["schema"] is None else read_schema(value["schema"])
+        return cls(value["num_records"], schema, [tuple(mark) for mark in value["marks"]], value["more"])
+
+
+def read_schema(text: str) -> pa.Schema:
+    """Returns the schema from its base64 form."""
+    import pyarrow as pa
+
+    return pa.ipc.read_schema(pa.BufferReader(base64.b64decode(text)))
+
+
+class Input(abc.ABC):
+    """Reads one format.
+
+    Args:
+      columns: names of the columns to convert; None for all.
+
+    Attributes:
+      name: name of the format.
+      examples: whether records are Examples already, in the one column ``record``.
+      types: all columns of all inputs; set before :meth:`read` is called.
+    """
+
+    name: str
+    examples = False
+    types: pa.Schema
+
+    def __init__(self, columns: Sequence[str] | None = None) -> None:
+        self.columns = columns
+
+    def num_bytes(self, path: str) -> int:
+        """Returns the size of an input, which decides the default number of output files."""
+        return os.path.getsize(path)
+
+    @abc.abstractmethod
+    def scan(self, path: str, *, all_types: bool) -> Scan:
+        """Counts the records of a file and finds their types.
+
+        Raises:
+          SourceError: the file cannot be read; names it.
+        """
+
+    @abc.abstractmethod
+    def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """Yields the records ``[start, stop)`` of a file, in order.
+
+        Args:
+          path: the file.
+          scan: what :meth:`scan` returned.
+          start: first record.
+          stop: record after the last one.
+          schema: columns to read. A format with types of its own may return them as they are.
+
+        Raises:
+          TypesChanged: a block does not fit ``schema``.
+          CorruptDataError: stored bytes are damaged; names the file.
+        """
+
+    def unify(self, schema: pa.Schema, other: pa.Schema, path: str) -> pa.Schema:
+        """Returns the types that hold the values of both; ``path`` is the file with ``other``.
+
+        Raises:
+          SourceError: a column has types that cannot be joined.
+        """
+        import pyarrow as pa
+
+        try:
+            return pa.unify_schemas([schema, other], promote_options="permissive")
+        except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
+            raise SourceError(
+                f"{path}: its columns do not fit those before: {error}. Expected values of one type per column. Convert the "
+                "files separately, or leave the column out with --columns."
+            ) from error
+
+
+def choose(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """Returns the chosen columns of a schema, in their order there.
+
+    Raises:
+      SourceError: there is no such column.
+    """
+    import pyarrow as pa
+
+    unknown = [name for name in columns or () if name not in schema.names]
+    if unknown:
+        raise SourceError(f"unknown columns {unknown}; the data has {schema.names}. Choose some of these.")
+    return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
+
+
+def align(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Returns a batch with the columns and types of ``schema``; a missing column is null."""
+    import pyarrow as pa
+
+    if batch.schema.equals(schema):
+        return batch
+    return pa.RecordBatch.from_arrays(
+        [
+            batch.column(field.name).cast(field.type)
+            if field.name in batch.schema.names
+            else pa.nulls(batch.num_rows, field.type)
+            for field in schema
+        ],
+        schema=schema,
+    )

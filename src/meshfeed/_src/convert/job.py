@@ -1,0 +1,367 @@
+"""The plan of a conversion, and its tasks. Everything is kept in a folder, ``DIR/.convert``, until the job is complete::
+
+    job.json          inputs and settings
+    scans/00007.json  records, types and marks of input 7
+    inputs/00007-…    its content, if it is compressed
+    plan.json         types, and the range of records of every output file
+    entries/00003.json  the row of output file 3 in the manifest
+    all-types         there if the types of the first blocks did not fit a later one
+    progress          int64[output files], records written
+
+Output file i of n holds records ``[N * i // n, N * (i + 1) // n)`` of the N input records: the same bytes, however many
+workers write them. A task writes under a temporary name and renames the file when it is complete, so a job that was killed
+continues with the tasks without a result.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.convert import columns as convert_columns
+from meshfeed._src.convert.formats import open_format
+from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema
+from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, TokenWriter, check_column
+from meshfeed._src.sources.files.compression import compression_of, decompress
+from meshfeed._src.sources.files.manifest import FileEntry, describe_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FOLDER = ".convert"
+_SHARD_BYTES = 256 << 20  # of input per output file, by default
+_BATCH_BYTES = 1 << 20
+
+Phase: TypeAlias = Literal["scan", "write"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputPlan:
+    """What is written where.
+
+    Attributes:
+      types: all columns of the input.
+      schema: the columns to read.
+      ends: int64[inputs], records up to the end of each input.
+      bounds: int64[output files + 1], the first record of each output file, and the number of records.
+      all_types: whether ``schema`` is that of all records, and not of the first blocks of text files.
+    """
+
+    types: pa.Schema
+    schema: pa.Schema
+    ends: np.ndarray
+    bounds: np.ndarray
+    all_types: bool
+
+    @property
+    def num_shards(self) -> int:
+        """Number of output files."""
+        return len(self.bounds) - 1
+
+
+class Conversion:
+    """A conversion that has been started in ``directory``. Any process that sees the folder can run its tasks.
+
+    Args:
+      directory: the folder for the output files.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = pathlib.Path(directory)
+        self.folder = self.directory / FOLDER
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """Inputs and settings, as JSON."""
+        return json.loads((self.folder / "job.json").read_text())
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The settings."""
+        return Settings(**self.description["settings"])
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The inputs."""
+        return [path for path, _, _ in self.description["inputs"]]
+
+    @functools.cached_property
+    def input(self) -> Input:
+        """The format."""
+        return open_format(self.description["format"], self.settings.columns)
+
+    # ------------------------------------------------------------------ the first pass
+
+    @property
+    def all_types(self) -> bool:
+        """Whether types are those of all blocks of text files, not only of the first ones."""
+        return (self.folder / "all-types").exists()
+
+    def scan(self, number: int) -> None:
+        """Scans an input, unless that is done."""
+        target = self._scan_path(number)
+        if target.exists():
+            return
+        with self._naming(number):
+            found = self.input.scan(self._local(number), all_types=self.all_types)
+        write_json(target, found.to_json())
+
+    def _scan_path(self, number: int) -> pathlib.Path:
+        return self.folder / "scans" / f"{number:05}.json"
+
+    def load_scan(self, number: int) -> Scan:
+        """Returns what the scan of an input has found."""
+        return Scan.from_json(json.loads(self._scan_path(number).read_text()))
+
+    def _local(self, number: int) -> str:
+        """Returns the path of an input, decompressed if need be."""
+        path = self.paths[number]
+        kind = compression_of(path) if os.path.isfile(path) else None
+        if kind is None:
+            return path
+        target = self.folder / "inputs" / f"{number:05}-{os.path.basename(path).rpartition('.')[0]}"
+        if not target.exists():
+            with _replacing(target) as part:
+                part.touch()
+                decompress(kind, path, str(part), None, what=path)
+        return str(target)
+
+    @contextlib.contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Adds the name of the input to errors of formats that do not expect them."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) or error.filename is None:
+                error.add_note(f"while reading {self.paths[number]}")
+            raise
+
+    def missing_scans(self) -> list[int]:
+        """Returns the inputs that have not been scanned."""
+        return [number for number in range(len(self.paths)) if not self._scan_path(number).exists()]
+
+    # ------------------------------------------------------------------ the plan
+
+    @functools.cached_property
+    def plan(self) -> OutputPlan:
+        """The plan; made from the scans once they are complete.
+
+        Raises:
+          SourceError: there are no records, or inputs have different columns.
+          SettingsError: there are more output files than records, or a column does not fit the encoding.
+        """
+        path = self.folder / "plan.json"
+        if not path.exists():
+            write_json(path, self._make_plan())
+        found = json.loads(path.read_text())
+        num_records, num_shards = found["ends"][-1], found["shards"]
+        bounds = [num_records * shard // num_shards for shard in range(num_shards + 1)]
+        types, schema = map(read_schema, found["schemas"])
+        return OutputPlan(types, schema, np.array(found["ends"]), np.array(bounds), found["all_types"])
+
+    def _make_plan(self) -> dict[str, Any]:
+        scans = [self.load_scan(number) for number in range(len(self.paths))]
+        ends = list(itertools.accumulate(scan.num_records for scan in scans))
+        schema: pa.Schema | None = None
+        for path, scan in zip(self.paths, scans, strict=True):
+            if scan.schema is not None:
+                schema = scan.schema if schema is None else self.input.unify(schema, scan.schema, path)
+        if schema is None or not ends[-1]:
+            raise SourceError(f"{_list(self.paths)}: there are no records. Expected at least one.")
+        shards = self.settings.shards or max(1, min(ends[-1], -(-self.description["bytes"] // _SHARD_BYTES)))
+        if shards > ends[-1]:
+            raise SettingsError(
+                f"--shards {shards:,} is more than the {ends[-1]:,} records. Give a number up to {ends[-1]:,}.",
+                setting="shards",
+            )
+        kept = self._choose(schema)
+        encoded = [Scan(0, one.remove_metadata()).to_json()["schema"] for one in (schema, kept)]
+        return {"ends": ends, "shards": shards, "schemas": encoded, "all_types": self.all_types}
+
+    def _choose(self, schema: pa.Schema) -> pa.Schema:
+        settings = self.settings
+        if self.input.examples and settings.encoding == "example":
+            if settings.columns is not None:
+                raise SettingsError(
+                    "the records are Examples already and are copied as they are, so --columns has no effect. Leave it out.",
+                    setting="columns",
+                )
+            return schema
+        chosen = choose(schema, settings.columns)
+        if settings.encoding != "example":
+            return check_column(chosen, settings.encoding, settings.column)
+        convert_columns.feature_kinds(chosen)  # raises for types that do not fit
+        return chosen
+
+    # ------------------------------------------------------------------ the output files
+
+    def shard_path(self, shard: int) -> pathlib.Path:
+        """Returns the path of an output file."""
+        ending = "bin" if self.settings.encoding == "tokens" else "array_record"
+        return self.directory / f"data-{shard:05}-of-{self.plan.num_shards:05}.{ending}"
+
+    def missing_shards(self) -> list[int]:
+        """Returns the output files that have not been written."""
+        return [shard for shard in range(self.plan.num_shards) if not self.shard_path(shard).exists()]
+
+    def write(self, shard: int) -> None:
+        """Writes an output file, unless that is done or types are to be found again."""
+        target = self.shard_path(shard)
+        if target.exists() or self.types_changed:
+            return
+        low, high = self.plan.bounds[shard : shard + 2].tolist()
+        try:
+            with _replacing(target, self.folder / "parts") as part:
+                file = self._open(str(part))
+                with self._progress(shard) as count:
+                    for first, batch in self._batches(low, high):
+                        file.write(batch, first)
+                        count[shard] = first + batch.num_rows - low
+                file.close()
+                write_json(self._entry_path(shard), self._describe(part, target, file.num_records))
+        except TypesChanged as error:
+            if self.plan.all_types:
+                raise SourceError(f"{error}. Expected values of one type per column. Correct the file.") from error
+            (self.folder / "all-types").touch()
+
+    @property
+    def types_changed(self) -> bool:
+        """Whether the plan is void: a record did not fit its types."""
+        return self.all_types and not self.plan.all_types
+
+    def _entry_path(self, shard: int) -> pathlib.Path:
+        return self.folder / "entries" / f"{shard:05}.json"
+
+    def _describe(self, part: pathlib.Path, target: pathlib.Path, num_records: int) -> dict[str, Any]:
+        """Returns the file's row of the manifest, without its details."""
+        entry = describe_file(str(part), num_records)
+        return {"path": str(target), "num_bytes": entry.num_bytes, "num_records": num_records, "digest": entry.digest}
+
+    def entries(self, details: dict[str, Any]) -> list[FileEntry]:
+        """Returns the rows of the manifest once all output files are written."""
+        rows = [json.loads(self._entry_path(shard).read_text()) for shard in range(self.plan.num_shards)]
+        return [FileEntry(**row, details=details) for row in rows]
+
+    def _open(self, path: str) -> OutputFile:
+        settings = self.settings
+        if settings.encoding == "tokens":
+            assert settings.tokenizer is not None  # run.py checks it
+            return TokenWriter(path, settings.tokenizer, settings.eod)
+        return ArrayRecordFile(path, settings.encoding, examples=self.input.examples, compression=settings.compression)
+
+    def _batches(self, low: int, high: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yields record number and batch of the records ``[low, high)``, in pieces of about 1 MiB."""
+        ends, schema = self.plan.ends.tolist(), self.plan.schema
+        self.input.types = self.plan.types
+        for number in range(bisect.bisect_right(ends, low), len(ends)):
+            begin = ends[number - 1] if number else 0
+            if begin >= high:
+                return
+            start, stop = max(low - begin, 0), min(high, ends[number]) - begin
+            if start >= stop:
+                continue
+            record = begin + start
+            with self._naming(number):
+                path = self._local(number)
+                for batch in self.input.read(path, self.load_scan(number), start, stop, schema):
+                    for piece in _pieces(align(batch, schema)):
+                        yield record, piece
+                        record += piece.num_rows
+            if record != begin + stop:
+                raise SourceError(
+                    f"{self.paths[number]} has {record - begin:,} records now and had {stop:,} when it was counted. Do not "
+                    f"change it during the conversion; remove {self.folder} and start again."
+                )
+
+    @contextlib.contextmanager
+    def _progress(self, shard: int) -> Iterator[np.ndarray]:
+        count = np.memmap(self.folder / "progress", np.int64, "r+")
+        try:
+            yield count
+        except BaseException:
+            count[shard] = 0
+            raise
+
+    def progress(self, phase: Phase) -> tuple[int, Callable[[], int]]:
+        """Returns how many inputs or records there are, and a function that counts those that are done."""
+        if phase == "scan":
+            return len(self.paths), lambda: len(list((self.folder / "scans").glob("*.json")))
+        bounds, counts = self.plan.bounds, np.memmap(self.folder / "progress", np.int64, "r")
+        done = np.array([self.shard_path(shard).exists() for shard in range(self.plan.num_shards)])
+        before = int(np.diff(bounds)[done].sum())
+        return int(bounds[-1]), lambda: before + int(counts.sum())
+
+    def run(self, phase: Phase, number: int) -> None:
+        """Runs a task."""
+        (self.scan if phase == "scan" else self.write)(number)
+
+
+class Task:
+    """Runs tasks of one phase, in a worker."""
+
+    def __init__(self, directory: str, phase: Phase) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process per core
+        self._directory = directory
+        self._phase: Phase = phase
+
+    def __call__(self, number: int) -> None:
+        """Runs a task."""
+        Conversion(self._directory).run(self._phase, number)
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    rows = max(1, batch.num_rows * _BATCH_BYTES // max(batch.nbytes, 1))
+    for low in range(0, batch.num_rows, rows):
+        yield batch.slice(low, rows)
+
+
+@contextlib.contextmanager
+def _replacing(target: pathlib.Path, folder: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
+    """Gives a temporary path, and renames the file there to ``target`` at the end, unless there is an error."""
+    part = (folder or target.parent) / f"{target.name}.{secrets.token_hex(4)}.part"
+    try:
+        yield part
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())  # a file under its final name is complete, even after a power failure
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a JSON file, in place of an earlier one, at once."""
+    with _replacing(path) as part:
+        part.write_text(json.dumps(value))
+
+
+def remove_parts(folder: pathlib.Path) -> None:
+    """Removes what tasks that were killed have left."""
+    for path in folder.rglob("*.part"):
+        path.unlink(missing_ok=True)
+
+
+def discard_plan(job: Conversion) -> None:
+    """Removes the scans, the output files and the plan of a job whose types are to be found again."""
+    for shard in range(job.plan.num_shards):
+        job.shard_path(shard).unlink(missing_ok=True)
+    for path in (job.folder / "scans").iterdir():
+        path.unlink()
+    (job.folder / "plan.json").unlink(missing_ok=True)
+
+
+def _list(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

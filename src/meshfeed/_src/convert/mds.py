@@ -1,0 +1,88 @@
+"""Data sets of Mosaic Streaming."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.convert.inputs import Input, Scan
+from meshfeed._src.sources.mds.source import MDS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_ROWS = 256
+
+
+class Mds(Input):
+    """Samples of Mosaic Streaming's MDS. JSON becomes text; images stay the bytes of their files."""
+
+    name = "mds"
+
+    def num_bytes(self, path: str) -> int:
+        """See :class:`Input`."""
+        return sum(shard["raw_data"]["bytes"] for shard in _mds_index(path)["shards"])
+
+    def scan(self, path: str, *, all_types: bool) -> Scan:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        source = MDS(path, image_bytes=True)
+        shard = _mds_index(path)["shards"][0]
+        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        first = source[0]
+        fields = [(name, _mds_type(encodings[name], first[name])) for name in sorted(first)]
+        source.close()
+        return Scan(len(source), pa.schema(fields), more=encodings)
+
+    def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """See :class:`Input`."""
+        import pyarrow as pa
+
+        source = MDS(path, [name for name in schema.names if name in scan.more], image_bytes=True)
+        for low in range(start, stop, _ROWS):
+            rows = source.__getitems__(range(low, min(low + _ROWS, stop)))
+            columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
+            try:
+                arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise SourceError(
+                    f"{path}: records {low} to {low + len(rows) - 1} hold values that differ from record 0 in type or rank: "
+                    f"{error}. Leave the column out with --columns."
+                ) from error
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        source.close()
+
+
+def _mds_index(path: str) -> dict[str, Any]:
+    with open(os.path.join(path, "index.json"), "rb") as file:
+        return json.load(file)
+
+
+def _mds_type(encoding: str, value: Any) -> pa.DataType:
+    """Returns the Arrow type of a column, by its encoding or its first value."""
+    import pyarrow as pa
+
+    if encoding == "json" or isinstance(value, str) or encoding == "str_decimal":
+        return pa.large_string()
+    if isinstance(value, bytes):
+        return pa.large_binary()
+    if isinstance(value, np.ndarray | np.generic):
+        kind = pa.from_numpy_dtype(value.dtype)
+        for _ in range(np.ndim(value)):
+            kind = pa.list_(kind)
+        return kind
+    return pa.float64() if isinstance(value, float) else pa.int64()
+
+
+def _mds_value(value: Any, encoding: str | None) -> Any:
+    if encoding == "json":
+        return json.dumps(value, ensure_ascii=False)
+    if encoding == "str_decimal":
+        return str(value)
+    return value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value

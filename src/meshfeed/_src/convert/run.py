@@ -1,0 +1,337 @@
+"""Runs a conversion: prepares or continues the job, lets an engine run its tasks, and completes it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
+from meshfeed._src.convert import columns as convert_columns
+from meshfeed._src.convert.formats import open_format, recognize
+from meshfeed._src.convert.job import FOLDER, Conversion, Phase, Task, discard_plan, remove_parts, write_json
+from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.writers import eod_id, load_tokenizer, manifest_details
+from meshfeed._src.reading.workers import WorkerPool, pickle_task
+from meshfeed._src.sources.files.manifest import NAME, read_manifest, write_manifest
+from meshfeed._src.sources.files.paths import identify_files
+
+_VERSION = 1
+_POLL_SECONDS = 0.02
+
+
+class Engine(Protocol):
+    """Runs tasks of a job, in any order and anywhere; see :class:`Conversion`."""
+
+    def __call__(self, directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        """Returns when all tasks are done; raises the error of one that failed."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What a conversion has made.
+
+    Attributes:
+      directory: the folder.
+      format: the format of the input.
+      num_inputs: number of input files or folders.
+      num_records: number of records of the input.
+      num_tokens: number of tokens written, with the encoding "tokens"; else None.
+      num_bytes: size of the output files in bytes.
+      files: names of the output files.
+      features: name → kind of each feature, with the encoding "example"; else empty.
+      was_complete: whether nothing was left to do.
+    """
+
+    directory: str
+    format: str
+    num_inputs: int
+    num_records: int
+    num_tokens: int | None
+    num_bytes: int
+    files: Sequence[str]
+    features: dict[str, Any]
+    was_complete: bool
+
+
+def convert(
+    data: Sequence[str],
+    directory: str,
+    settings: Settings,
+    engine: Engine,
+    *,
+    named_format: str | None = None,
+    show: Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]] = lambda job, phase: (
+        contextlib.nullcontext()
+    ),
+) -> Converted:
+    """Converts files to ArrayRecord or tokens.
+
+    Args:
+      data: paths, globs and folders.
+      directory: the folder for the output files: new, empty, or that of an unfinished conversion with the same
+        arguments, which is continued.
+      settings: what to write.
+      engine: runs the tasks.
+      named_format: the format of the input; None to recognize it.
+      show: returns a context in which the progress of a phase is shown.
+
+    Raises:
+      SettingsError: a setting is invalid, or the folder is in use or holds something else.
+      SourceError: the input cannot be read or written as it is to be.
+      OSError: a file cannot be read or written.
+    """
+    _check(settings)
+    kind, paths = recognize(data, named_format)
+    description = _describe(kind, paths, settings)
+    finished = _finished(directory, description)
+    if finished is not None:
+        return finished
+    with _lock(directory):
+        job = _prepare(directory, description)
+        try:
+            _run(directory, engine, show)
+        except BaseException:
+            remove_parts(job.folder)
+            if not any(pathlib.Path(directory).glob("data-*")):
+                shutil.rmtree(job.folder)  # nothing to continue from
+            raise
+        return _complete(Conversion(directory))
+
+
+def _check(settings: Settings) -> None:
+    tokens = settings.encoding == "tokens"
+    if tokens and settings.tokenizer is None:
+        raise SettingsError("--encoding tokens needs --tokenizer FILE, a tokenizer.json.", setting="tokenizer")
+    for name, value in (("tokenizer", settings.tokenizer), ("eod", settings.eod)):
+        if value is not None and not tokens:
+            raise SettingsError(f"--{name} applies to --encoding tokens only. Add that, or leave it out.", setting=name)
+    if settings.column is not None and settings.encoding == "example":
+        raise SettingsError(
+            "--column names the one column of --encoding bytes or tokens. For Examples, use --columns.",
+            setting="column",
+        )
+    if settings.tokenizer is not None:
+        tokenizer = load_tokenizer(settings.tokenizer)
+        if settings.eod is not None:
+            eod_id(tokenizer, settings.eod)
+
+
+# ------------------------------------------------------------------------ the folder
+
+
+def _describe(kind: str, paths: Sequence[str], settings: Settings) -> dict[str, Any]:
+    """Returns the job as JSON: what must be the same for it to be continued."""
+    reader = open_format(kind, settings.columns)
+    sizes = [reader.num_bytes(path) for path in paths]
+    inputs = [[path, size, os.stat(path).st_mtime_ns] for path, size in zip(paths, sizes, strict=True)]
+    made = dataclasses.asdict(settings) | {"columns": None if settings.columns is None else list(settings.columns)}
+    return {"version": _VERSION, "format": kind, "inputs": inputs, "bytes": sum(sizes), "settings": made}
+
+
+def _identity(description: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the manifest of the output files keeps of the job."""
+    inputs = description["inputs"]
+    files = identify_files([path for path, _, _ in inputs], [size for _, size, _ in inputs])
+    return {"version": _VERSION, "format": description["format"], "inputs": files, "settings": description["settings"]}
+
+
+def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
+    """Returns the result of an earlier run; None if there is something to do.
+
+    Raises:
+      SettingsError: the folder holds something else.
+    """
+    path = pathlib.Path(directory)
+    if path.exists() and not path.is_dir():
+        raise SettingsError(f"--to {directory} is a file. Name a new or empty folder.", setting="to")
+    if not path.exists() or (path / FOLDER).exists() or not any(path.iterdir()):
+        return None
+    converted = _converted_from(path)
+    if converted == _identity(description):
+        return _result(directory, description, was_complete=True)
+    what = "the result of another conversion" if converted else f"{len(list(path.iterdir())):,} other files"
+    raise SettingsError(
+        f"the folder {directory} holds {what}. Name a new folder, or remove what it holds.", setting="to"
+    )
+
+
+def _converted_from(directory: pathlib.Path) -> dict[str, Any] | None:
+    path = directory / NAME
+    if not path.exists():
+        return None
+    try:
+        return dict(read_manifest(str(path)).made["from"])
+    except (MeshfeedError, KeyError, IndexError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _lock(directory: str) -> Iterator[None]:
+    """Keeps other processes from converting to the same folder, and removes folders that stay empty."""
+    folder = pathlib.Path(directory) / FOLDER
+    is_new = not pathlib.Path(directory).exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(
+                f"another process is converting to {directory}. Wait for it, or name another folder.", setting="to"
+            ) from None
+        yield
+    finally:
+        os.close(number)
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)  # fails if there is anything in it
+
+
+def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
+    """Starts a job, or continues the one in the folder."""
+    job = Conversion(directory)
+    path = job.folder / "job.json"
+    if path.exists():
+        _check_same(job.description, description, directory)
+        remove_parts(job.folder)
+        return job
+    for name in ("scans", "inputs", "parts", "entries"):
+        (job.folder / name).mkdir(exist_ok=True)
+    write_json(path, description)
+    return job
+
+
+def _check_same(found: dict[str, Any], given: dict[str, Any], directory: str) -> None:
+    for name in ("version", "format", "inputs"):
+        if found[name] != given[name]:
+            what = {"inputs": "other or changed files", "format": "another format"}.get(name, "another version")
+            raise SettingsError(
+                f"the folder {directory} holds an unfinished conversion of {what}. Name another folder, or remove this one.",
+                setting="to",
+            )
+    for name, value in found["settings"].items():
+        if value != given["settings"].get(name):
+            raise SettingsError(
+                f"the folder {directory} holds an unfinished conversion with {name}={value!r}, and this one has "
+                f"{given['settings'].get(name)!r}. Use the same to continue, name another folder, or remove this one.",
+                setting="to",
+            )
+
+
+def _run(
+    directory: str, engine: Engine, show: Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]
+) -> None:
+    """Runs the tasks that are missing; twice if the types of the first blocks did not fit later ones."""
+    while True:
+        job = Conversion(directory)
+        with show(job, "scan"):
+            engine(directory, "scan", job.missing_scans())
+        num_shards = job.plan.num_shards
+        if not job.types_changed:
+            np.zeros(num_shards, np.int64).tofile(job.folder / "progress")
+            with show(job, "write"):
+                engine(directory, "write", job.missing_shards())
+        if not job.types_changed:
+            return
+        discard_plan(job)
+
+
+def _complete(job: Conversion) -> Converted:
+    """Writes the manifest and removes the job's folder."""
+    description, settings = job.description, job.settings
+    features = {}
+    if settings.encoding == "example" and not job.input.examples:
+        features = convert_columns.feature_kinds(job.plan.schema)
+    classes = [(job.load_scan(number).more or {}).get("classes") for number in range(len(job.paths))]
+    converted = {"from": _identity(description), "records": int(job.plan.bounds[-1]), "features": features}
+    converted |= {"classes": classes[0]} if classes[0] else {}
+    source, details = manifest_details(settings)
+    write_manifest(str(job.directory / NAME), source, job.entries(details), made=converted)
+    _remove(job.folder)
+    return _result(str(job.directory), description, was_complete=False)
+
+
+def _remove(folder: pathlib.Path) -> None:
+    for _ in range(10):  # a worker of a killed run may create a last file in it
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+    shutil.rmtree(folder)
+
+
+def _result(directory: str, description: dict[str, Any], *, was_complete: bool) -> Converted:
+    manifest = read_manifest(str(pathlib.Path(directory) / NAME))
+    converted = manifest.made
+    return Converted(
+        directory=directory,
+        format=description["format"],
+        num_inputs=len(description["inputs"]),
+        num_records=converted["records"],
+        num_tokens=None if manifest.source == "ArrayRecord" else sum(file.num_records for file in manifest.files),
+        num_bytes=sum(file.num_bytes for file in manifest.files),
+        files=[os.path.basename(file.path) for file in manifest.files],
+        features=dict(converted["features"]),
+        was_complete=was_complete,
+    )
+
+
+# ------------------------------------------------------------------------ on this machine
+
+
+def run_here(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+    """An :class:`Engine`: one task after the other, in this process."""
+    for number in numbers:
+        Conversion(directory).run(phase, number)
+
+
+class RunInWorkers:
+    """An :class:`Engine`: tasks in worker processes of this machine.
+
+    Args:
+      num_workers: number of processes; 1 for this one.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+
+    def __call__(self, directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        """See :class:`Engine`."""
+        num_workers = min(self._num_workers, len(numbers))
+        if num_workers <= 1:
+            run_here(directory, phase, numbers)
+            return
+        make_task = functools.partial(Task, directory, phase)
+        pool: WorkerPool[int, None] = WorkerPool(num_workers, pickle_task(make_task), name="convert", gc_every=0)
+        try:
+            _work(pool, list(reversed(numbers)), num_workers)
+        finally:
+            pool.close()
+
+
+def _work(pool: WorkerPool[int, None], waiting: list[int], num_workers: int) -> None:
+    """Gives each worker the next number when it is done with one."""
+    busy = {worker for worker in range(num_workers) if waiting}
+    for worker in busy:
+        pool.submit(worker, waiting.pop())
+    while busy:
+        for worker in sorted(busy):
+            try:
+                pool.result(worker, _POLL_SECONDS)
+            except StalledError:
+                continue
+            if waiting:
+                pool.submit(worker, waiting.pop())
+            else:
+                busy.remove(worker)

@@ -1,0 +1,236 @@
+"""Output files: ArrayRecord with Examples or bytes, and token files."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import json
+import os
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.convert.buffers import flags, to_bytes
+from meshfeed._src.convert.columns import flatten, is_text_or_bytes
+from meshfeed._src.convert.example import encode_examples
+from meshfeed._src.convert.settings import Settings
+from meshfeed._src.sources.decode_example import parse_example
+from meshfeed._src.sources.tokens.files import LLM_C_BYTES, LLM_C_DTYPES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import tokenizers
+
+_MAX_TOKENS = np.iinfo(np.int32).max  # what the header of a token file can state
+
+
+class OutputFile(abc.ABC):
+    """One output file while it is written.
+
+    Attributes:
+      num_records: records written so far; of a file of tokens, the number of tokens.
+    """
+
+    num_records = 0
+
+    @abc.abstractmethod
+    def write(self, batch: pa.RecordBatch, first_record: int) -> None:
+        """Appends records; ``first_record`` is the number of the first one in the input."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Completes the file.
+
+        Raises:
+          OSError: not all records are stored.
+        """
+
+
+class ArrayRecordFile(OutputFile):
+    """An ArrayRecord file.
+
+    Args:
+      path: the file.
+      encoding: "example", or "bytes" for the values of the only column.
+      examples: whether the only column already holds Examples.
+      compression: "zstd" or "none".
+    """
+
+    def __init__(self, path: str, encoding: str, *, examples: bool, compression: str) -> None:
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        options = {"zstd": "group_size:1", "none": "group_size:1,uncompressed"}[compression]
+        self._path = path
+        self._writer = ArrayRecordWriter(path, options)
+        self._is_encoded = examples or encoding == "bytes"
+        self._check_first = examples and encoding == "example"
+
+    def write(self, batch: pa.RecordBatch, first_record: int) -> None:
+        """See :class:`OutputFile`."""
+        if self._is_encoded:
+            column = batch.column(0)
+            if column.null_count:
+                row = int(np.flatnonzero(flags(column.is_null()))[0])
+                raise SourceError(
+                    f"record {first_record + row} has no value in the column {batch.schema.names[0]!r}, the one to write. "
+                    "Filter such records out before, or use --encoding example."
+                )
+            records = to_bytes(column)
+        else:
+            records = encode_examples(flatten(batch, first_record), first_record)
+        if self._check_first and records:
+            self._check_first = False
+            _check_example(records[0], first_record)
+        write = self._writer.write
+        for record in records:
+            write(record)
+        self.num_records += len(records)
+
+    def close(self) -> None:
+        """See :class:`OutputFile`."""
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        self._writer.close()
+        stored = ArrayRecordReader(self._path).num_records()  # the writer reports no error of the disk
+        if stored != self.num_records:
+            raise OSError(f"{self._path}: {stored:,} of {self.num_records:,} records are stored. Is the disk full?")
+
+
+def _check_example(record: bytes, number: int) -> None:
+    try:
+        parse_example(record)
+    except ValueError as error:
+        raise SourceError(
+            f"record {number} is not a tf.train.Example: {error} To write the records as they are, use --encoding bytes."
+        ) from error
+
+
+class TokenWriter(OutputFile):
+    """A token file in llm.c's format: 1,024 bytes of header, then the tokens of all records.
+
+    Args:
+      path: the file.
+      tokenizer: path of the ``tokenizer.json``.
+      eod: a token, or its number, written after each record; None for none.
+    """
+
+    def __init__(self, path: str, tokenizer: str, eod: str | None) -> None:
+        self._tokenizer = load_tokenizer(tokenizer)
+        self._eod = [] if eod is None else [eod_id(self._tokenizer, eod)]
+        self._magic, self._version, self._dtype = token_format(self._tokenizer)
+        self._file = open(path, "wb")  # noqa: SIM115  # close() completes it
+        self._file.write(bytes(LLM_C_BYTES))
+
+    def write(self, batch: pa.RecordBatch, first_record: int) -> None:
+        """See :class:`OutputFile`."""
+        texts = [_decode(value, first_record + row) for row, value in enumerate(to_bytes(batch.column(0)))]
+        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            ids = encoding.ids + self._eod
+            self._file.write(np.array(ids, self._dtype).tobytes())
+            self.num_records += len(ids)
+        if self.num_records > _MAX_TOKENS:
+            raise SettingsError(
+                f"an output file would hold more than {_MAX_TOKENS:,} tokens. Set a larger --shards.", setting="shards"
+            )
+
+    def close(self) -> None:
+        """See :class:`OutputFile`."""
+        header = struct.pack("<3i", self._magic, self._version, self.num_records)
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.close()
+
+
+def _decode(value: bytes, record: int) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"record {record} is not text in UTF-8: {error}. Convert the file with iconv -t utf-8."
+        ) from error
+
+
+@functools.lru_cache(1)
+def load_tokenizer(path: str) -> tokenizers.Tokenizer:
+    """Loads a ``tokenizer.json``.
+
+    Raises:
+      SourceError: tokenizers is not installed.
+      SettingsError: the file is not a tokenizer.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise SourceError("--encoding tokens needs tokenizers. Run: pip install tokenizers.") from error
+    if not os.path.isfile(path):
+        raise SettingsError(
+            f"there is no tokenizer file {path!r}. Give the path of a tokenizer.json.", setting="tokenizer"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise SettingsError(
+            f"{path} is not a tokenizer of Hugging Face tokenizers: {error}. Give a tokenizer.json.",
+            setting="tokenizer",
+        ) from error
+
+
+def token_format(tokenizer: tokenizers.Tokenizer) -> tuple[int, int, np.dtype[Any]]:
+    """Returns magic number, version and dtype of the smallest format that holds all tokens."""
+    for (magic, version), dtype in LLM_C_DTYPES.items():
+        if tokenizer.get_vocab_size() <= np.iinfo(dtype).max + 1:
+            return magic, version, np.dtype(dtype)
+    raise AssertionError("a vocabulary of more than 32 bits")
+
+
+def eod_id(tokenizer: tokenizers.Tokenizer, eod: str) -> int:
+    """Returns the number of the token that ends a document.
+
+    Raises:
+      SettingsError: the tokenizer has no such token.
+    """
+    found = tokenizer.token_to_id(eod)
+    if found is None and eod.isdecimal() and tokenizer.id_to_token(int(eod)) is not None:
+        found = int(eod)
+    if found is None:
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
+        raise SettingsError(
+            f"the tokenizer has no token {eod!r}. Its special tokens are {special}; give one of them or a number to --eod.",
+            setting="eod",
+        )
+    return found
+
+
+def manifest_details(settings: Settings) -> tuple[str, dict[str, Any]]:
+    """Returns the source that reads the output files, and what it needs to open them without looking."""
+    if settings.tokenizer is None:
+        return "ArrayRecord", {"group_size": 1}
+    _, _, dtype = token_format(load_tokenizer(settings.tokenizer))
+    return "Tokens", {"dtype": dtype.str, "offset": LLM_C_BYTES}
+
+
+def check_column(schema: pa.Schema, encoding: str, column: str | None) -> pa.Schema:
+    """Returns the one column to write for the encodings "bytes" and "tokens".
+
+    Raises:
+      SettingsError: ``column`` is missing or has a wrong type; lists those that fit.
+    """
+    import pyarrow as pa
+
+    fitting = [field.name for field in schema if is_text_or_bytes(_leaf(field.type))]
+    name = column or (fitting[0] if len(fitting) == 1 else None)
+    if name is None or name not in fitting:
+        what = "No column" if column is None and not fitting else f"--column {column}" if column else "Several columns"
+        problem = "holds text or bytes" if column is None else "is not a column of text or bytes"
+        raise SettingsError(
+            f"{what} {problem if what != 'Several columns' else 'hold text or bytes'}. --encoding {encoding} writes one: "
+            f"give --column with one of {json.dumps(fitting)}.",
+            setting="column",
+        )
+    return pa.schema([schema.field(name)])
+
+
+def _leaf(kind: pa.DataType) -> pa.DataType:
+    return getattr(kind, "storage_type", kind)

@@ -1,0 +1,313 @@
+"""Decodes records that are serialized ``tf.train.Example`` messages, without TensorFlow.
+
+The message is ``Example{1: Features{1: map<name, Feature>}}``, and a ``Feature`` is one of ``{1: BytesList, 2: FloatList,
+3: Int64List}``, each with its values in field 1. Source: tensorflow/core/example/feature.proto and protobuf's description
+of its encoding.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.types import public
+
+BYTES, FLOAT, INT64 = 1, 2, 3
+"""Fields of ``Feature``: the kinds of list."""
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_FEW_VALUES = 16  # below, a loop is faster than numpy
+_KIND_NAMES = {BYTES: "bytes", FLOAT: "floats", INT64: "integers"}
+_MASK = (1 << 64) - 1
+
+_Feature: TypeAlias = "np.ndarray | list[bytes]"
+_Convert: TypeAlias = Callable[[_Feature], object]
+
+
+@public("meshfeed.sources")
+class DecodeExample:
+    """``decode`` for records that are ``tf.train.Example`` messages, as ``meshfeed convert``, TFDS and tf.data write them.
+
+    A record becomes a dict of its features. Does what ``tf.io.parse_single_example`` does, without TensorFlow. Can be
+    pickled and sent to workers::
+
+        ArrayRecord(paths, decode=DecodeExample({"tokens": (np.int32, 2048), "label": np.int32}))
+        ArrayRecord(paths, decode=DecodeExample({"image": decode_jpeg, "label": np.int32}))
+
+    Args:
+      features: name → what it becomes; other features are skipped.
+
+        * ``(dtype, shape)``: an array of that shape, an int for one dimension. One entry of ``shape`` may be -1. A
+          feature of bytes must hold one value, the raw bytes of the array in this machine's byte order.
+        * ``dtype``: the same as ``(dtype, ())``.
+        * ``bytes``: the value of a feature that holds one.
+        * a function of the values: of the value for a feature that holds one value of bytes, else of a list of bytes or
+          an array. It may return any pytree of arrays.
+
+        None for all features: integers as int64 ``[n]``, floats as float32 ``[n]``, bytes as ``bytes`` if there is one
+        value and as a list otherwise. A feed cannot batch bytes: name the features.
+
+    Raises:
+      SettingsError: ``features`` is invalid; names the feature.
+    """
+
+    @hides_own_frames
+    def __init__(self, features: Mapping[str, Any] | None = None) -> None:
+        if features is not None and (not isinstance(features, Mapping) or not features):
+            raise SettingsError(
+                f"DecodeExample got features={features!r}. Expected a dict of name → (dtype, shape), dtype, bytes or a "
+                "function, such as {'tokens': (numpy.int32, 2048)}.",
+                setting="decode",
+            )
+        self._converts = None if features is None else {name: _convert(name, value) for name, value in features.items()}
+
+    @hides_own_frames
+    def __call__(self, record: bytes) -> dict[str, Any]:
+        """Decodes one record.
+
+        Raises:
+          ValueError: the record is not an Example, lacks a feature, or a feature does not fit; names it.
+        """
+        found = parse_example(record, None if self._converts is None else self._converts.keys())
+        if self._converts is None:
+            return {name: _one(values) for name, values in found.items()}
+        missing = [name for name in self._converts if name not in found]
+        if missing:
+            raise ValueError(
+                f"the record has no feature {missing[0]!r}. It has {sorted(parse_example(record))}; name one of these in "
+                "DecodeExample, or write the feature to every record."
+            )
+        return {name: convert(found[name]) for name, convert in self._converts.items()}
+
+
+def _one(values: _Feature) -> _Feature | bytes:
+    return values[0] if isinstance(values, list) and len(values) == 1 else values
+
+
+def _convert(name: str, value: Any) -> _Convert:
+    if value is bytes:
+        return _AsBytes(name)
+    if callable(value) and not isinstance(value, type):
+        return _Call(value)
+    dtype, shape = value if isinstance(value, tuple) and len(value) == 2 else (value, ())
+    try:
+        sizes = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
+        array = _AsArray(name, np.dtype(dtype), sizes)
+    except TypeError as error:
+        raise SettingsError(
+            f"DecodeExample got {value!r} for the feature {name!r}: {error}. Expected (dtype, shape), a dtype, bytes, or a "
+            "function.",
+            setting="decode",
+        ) from error
+    if array.dtype.hasobject or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
+        raise SettingsError(
+            f"DecodeExample got {value!r} for the feature {name!r}. Expected a dtype of numbers, and sizes of which at most "
+            "one is -1.",
+            setting="decode",
+        )
+    return array
+
+
+class _Call:
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, values: _Feature) -> object:
+        return self._function(_one(values))
+
+
+class _AsBytes:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, values: _Feature) -> bytes:
+        if not isinstance(values, list) or len(values) != 1:
+            raise ValueError(f"the feature {self._name!r} holds {_describe(values)}; expected one value of bytes.")
+        return values[0]
+
+
+class _AsArray:
+    def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._name, self.dtype, self._shape = name, dtype, shape
+
+    def __call__(self, values: _Feature) -> np.ndarray:
+        if isinstance(values, list):
+            values = self._from_bytes(values)
+        count = math.prod(size for size in self._shape if size >= 0)
+        if len(values) != count and (-1 not in self._shape or not count or len(values) % count):
+            raise ValueError(
+                f"the feature {self._name!r} holds {_describe(values)}; expected {self.dtype}{list(self._shape)}. Give "
+                "DecodeExample the shape that was written."
+            )
+        return self._cast(values).reshape(self._shape)
+
+    def _from_bytes(self, values: list[bytes]) -> np.ndarray:
+        if len(values) == 1 and self.dtype.itemsize and len(values[0]) % self.dtype.itemsize == 0:
+            return np.frombuffer(values[0], self.dtype)
+        raise ValueError(
+            f"the feature {self._name!r} holds {_describe(values)}; expected the bytes of {self.dtype}{list(self._shape)}."
+        )
+
+    def _cast(self, values: np.ndarray) -> np.ndarray:
+        if values.dtype == self.dtype:
+            return values
+        if values.dtype.kind == "f" and self.dtype.kind in "iub":
+            raise ValueError(f"the feature {self._name!r} holds floats; expected {self.dtype}. Give a float dtype.")
+        cast = values.astype(self.dtype)
+        if self.dtype.kind in "iub" and (cast != values).any():
+            wrong = values[np.flatnonzero(cast != values)[0]]
+            raise ValueError(f"the feature {self._name!r} holds {wrong}, which does not fit into {self.dtype}.")
+        return cast
+
+
+def _describe(values: _Feature) -> str:
+    if isinstance(values, list):
+        return f"one value of {len(values[0]):,} bytes" if len(values) == 1 else f"{len(values):,} values of bytes"
+    return f"{len(values):,} {'floats' if values.dtype.kind == 'f' else 'integers'}"
+
+
+# ------------------------------------------------------------------------ the wire format
+
+
+def parse_example(record: bytes, names: Any = None) -> dict[str, np.ndarray | list[bytes]]:
+    """Parses the features of an Example.
+
+    Args:
+      record: the serialized message.
+      names: container of the features to return; None for all.
+
+    Returns:
+      Feature name → int64 ``[n]``, float32 ``[n]``, or a list of bytes. A feature without a kind is left out, as
+      TensorFlow does.
+
+    Raises:
+      ValueError: the bytes are not an Example.
+    """
+    found: dict[str, np.ndarray | list[bytes]] = {}
+    try:
+        for field, features in _fields(record, 0, len(record)):
+            if field == 1:
+                for entry in _messages(record, *features):
+                    _parse_entry(record, entry, names, found)
+    except (IndexError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"the record of {len(record):,} bytes is not a tf.train.Example ({error}). Use the decoder of what was written, "
+            "such as DecodeRaw for the bytes of one array."
+        ) from error
+    return found
+
+
+def _parse_entry(record: bytes, span: tuple[int, int], names: Any, found: dict[str, np.ndarray | list[bytes]]) -> None:
+    name, feature = "", None
+    for field, value in _fields(record, *span):
+        if field == 1:
+            name = record[value[0] : value[1]].decode()
+        elif field == 2:
+            feature = value
+    if feature is None or (names is not None and name not in names):
+        return
+    for kind, values in _fields(record, *feature):
+        if kind in _KIND_NAMES:
+            found[name] = _PARSERS[kind](record, *values)
+
+
+def _fields(record: bytes, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yields number and value of each field: first byte and end of a value with a length, the value of a number."""
+    while start < stop:
+        tag, start = _varint(record, start)
+        wire = tag & 7
+        if tag < 8:
+            raise IndexError(f"field number 0 at byte {start - 1}")
+        if wire == _LENGTH:
+            size, start = _varint(record, start)
+            value, end = (start, start + size), start + size
+        elif wire == _VARINT:
+            value, end = _varint(record, start)
+        elif wire in (_FIXED32, _FIXED64):
+            end = start + (4 if wire == _FIXED32 else 8)
+            value = record[start:end]
+        else:
+            raise IndexError(f"wire type {wire} at byte {start}")
+        if end > stop:
+            raise IndexError(f"field {tag >> 3} ends after the message")
+        yield tag >> 3, value
+        start = end
+
+
+def _messages(record: bytes, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    return (value for field, value in _fields(record, start, stop) if field == 1)
+
+
+def _varint(record: bytes, start: int) -> tuple[int, int]:
+    """Returns a number and the index after it."""
+    value = record[start]
+    if value < 128:
+        return value, start + 1
+    value &= 127
+    for place in range(1, 10):
+        byte = record[start + place]
+        value |= (byte & 127) << 7 * place
+        if byte < 128:
+            return value & _MASK, start + place + 1
+    raise IndexError(f"a number of more than 10 bytes at byte {start}")
+
+
+def _parse_bytes(record: bytes, start: int, stop: int) -> list[bytes]:
+    return [record[low:high] for low, high in _messages(record, start, stop)]
+
+
+def _parse_floats(record: bytes, start: int, stop: int) -> np.ndarray:
+    parts = [
+        record[value[0] : value[1]] if isinstance(value, tuple) else value
+        for field, value in _fields(record, start, stop)
+        if field == 1
+    ]
+    packed = b"".join(parts)
+    if len(packed) % 4:
+        raise IndexError(f"a list of floats of {len(packed)} bytes")
+    return np.frombuffer(packed, "<f4").astype(np.float32, copy=False)
+
+
+def _parse_integers(record: bytes, start: int, stop: int) -> np.ndarray:
+    parts = []
+    for field, value in _fields(record, start, stop):
+        if field == 1:
+            packed = isinstance(value, tuple)
+            parts.append(unpack_varints(record[value[0] : value[1]]) if packed else np.array([value], np.uint64))
+    return np.concatenate(parts).view(np.int64) if parts else np.empty(0, np.int64)
+
+
+_PARSERS: dict[int, Callable[[bytes, int, int], np.ndarray | list[bytes]]] = {
+    BYTES: _parse_bytes,
+    FLOAT: _parse_floats,
+    INT64: _parse_integers,
+}
+
+
+def unpack_varints(packed: bytes) -> np.ndarray:
+    """Decodes numbers of 7 bits per byte, uint64[n]."""
+    if len(packed) < _FEW_VALUES:
+        values, start = [], 0
+        while start < len(packed):
+            value, start = _varint(packed, start)
+            values.append(value)
+        return np.array(values, np.uint64)
+    stored = np.frombuffer(packed, np.uint8)
+    ends = np.flatnonzero(stored < 128) + 1
+    if not len(ends) or ends[-1] != len(stored):
+        raise IndexError("a number is cut short")
+    starts = np.concatenate([[0], ends[:-1]])
+    longest = int((ends - starts).max())
+    if longest > 10:
+        raise IndexError("a number of more than 10 bytes")
+    values = (stored[starts] & 127).astype(np.uint64)
+    for place in range(1, longest):
+        more = starts + place < ends
+        values[more] |= (stored[starts[more] + place] & np.uint8(127)).astype(np.uint64) << np.uint64(7 * place)
+    return values

@@ -1,0 +1,277 @@
+"""Every format to ArrayRecord and tokens: files by the formats' own libraries, read back by ours and by Grain's."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import formats
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import meshfeed
+from meshfeed._src.convert.run import Converted, RunInWorkers, convert, run_here
+from meshfeed._src.convert.settings import Settings
+from meshfeed.sources import ArrayRecord, DecodeExample, Tokens
+
+
+def run(data: Any, folder: pathlib.Path, workers: int = 1, **settings: Any) -> Converted:
+    paths = [str(item) for item in (data if isinstance(data, list) else [data])]
+    return convert(paths, str(folder), Settings(**settings), RunInWorkers(workers))
+
+
+def records_of(folder: pathlib.Path) -> list[bytes]:
+    return ArrayRecord(str(folder / "*.array_record")).read_raw(range(len(ArrayRecord(str(folder / "*.array_record")))))
+
+
+def features_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [
+        {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in DecodeExample()(record).items()
+        }
+        for record in records_of(folder)
+    ]
+
+
+def content_of(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("make", [formats.parquet, formats.jsonl, formats.huggingface])
+def test_tables_become_examples(make: Callable[[pathlib.Path], list[str]], tmp_path: pathlib.Path) -> None:
+    data = make(tmp_path)
+    result = run(data, tmp_path / "out", shards=4)
+    assert result.num_records == formats.COUNT
+    assert result.features == {
+        "label": {"kind": "int64", "list": False},
+        "text": {"kind": "bytes", "list": False},
+        "tokens": {"kind": "int64", "list": True},
+        "weight": {"kind": "float", "list": False},
+    }
+    assert features_of(tmp_path / "out") == formats.flat(formats.rows())
+    names = [f"data-{shard:05}-of-00004.array_record" for shard in range(4)]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*names, "manifest.json"]
+    assert result.files == names
+    lengths = ArrayRecord(str(tmp_path / "out" / "*.array_record")).shard_lengths()
+    assert lengths.tolist() == [15, 15, 15, 16]  # [61 * i // 4, 61 * (i + 1) // 4)
+
+
+def test_the_bytes_do_not_depend_on_the_workers_and_grain_reads_them(tmp_path: pathlib.Path) -> None:
+    import grain
+
+    data = formats.jsonl(tmp_path)
+    run(data, tmp_path / "one", shards=5)
+    run(data, tmp_path / "three", workers=3, shards=5)
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "three")
+    grains = grain.sources.ArrayRecordDataSource(sorted(map(str, (tmp_path / "one").glob("*.array_record"))))
+    assert [grains[i] for i in range(len(grains))] == records_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize("make", [formats.parquet, formats.jsonl, formats.huggingface])
+def test_some_columns(make: Callable[[pathlib.Path], list[str]], tmp_path: pathlib.Path) -> None:
+    run(make(tmp_path), tmp_path / "out", shards=2, columns=["tokens", "label"])
+    wanted = [{name: row[name] for name in ("label", "tokens")} for row in formats.flat(formats.rows())]
+    assert features_of(tmp_path / "out") == wanted
+    with pytest.raises(meshfeed.SourceError, match=r"unknown columns \['no'\]; the data has \["):
+        run(make(tmp_path / "out"), tmp_path / "other", columns=["no", "label"])
+
+
+def test_csv_with_line_breaks_in_values(tmp_path: pathlib.Path) -> None:
+    wanted = [{key: row[key] for key in ("text", "label", "weight")} for row in formats.rows()]
+    wanted[3]["text"] = "2026-11-22"  # stays text
+    formats.write_csv(tmp_path / "a.csv", wanted)
+    run(tmp_path / "a.csv", tmp_path / "out", shards=7)
+    found = features_of(tmp_path / "out")
+    assert found == [
+        {"label": [row["label"]], "text": row["text"].encode(), "weight": [row["weight"]]} for row in wanted
+    ]
+
+
+def test_types_that_the_first_block_does_not_show(tmp_path: pathlib.Path) -> None:
+    """The 1 MiB that decides the types holds integers; a float, text in another column and a new key come later."""
+    count = 12_000
+    late = [{"n": i, "t": i, "pad": "p" * 100} for i in range(count)]
+    late[-1] |= {"n": 1.5, "new": "x"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in late))
+    late[-1].pop("new")
+    late[-1]["t"] = "text"
+    formats.write_csv(tmp_path / "a.csv", late)
+    for name, workers in (("a.jsonl", 1), ("a.csv", 2)):
+        run(tmp_path / name, tmp_path / name[2:], workers=workers, shards=3)
+        found = features_of(tmp_path / name[2:])
+        assert len(found) == count
+        assert found[7]["n"] == [7.0]
+        assert found[-1]["n"] == [1.5]
+    assert found[7]["t"] == b"7"
+    assert features_of(tmp_path / "jsonl")[-1]["new"] == b"x"
+
+
+def test_lines_of_text(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\n  three \xff\nlast")
+    (tmp_path / "b.txt").write_bytes(b"")
+    run([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", shards=2, encoding="bytes")
+    assert records_of(tmp_path / "out") == [b"one", b"", b"  three \xff", b"last"]
+
+
+def test_tfrecords_are_copied_and_checked(tmp_path: pathlib.Path) -> None:
+    tf = pytest.importorskip("tensorflow")
+    features = tf.train.Features(feature={"a": tf.train.Feature(int64_list=tf.train.Int64List(value=[1, 2]))})
+    wanted = [tf.train.Example(features=features).SerializeToString(), b"", b"\x0a\x00"] * 5
+    for name in ("x.tfrecord-00000-of-00002", "x.tfrecord-00001-of-00002"):
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            for record in wanted:
+                writer.write(record)
+    run(tmp_path / "x.tfrecord-*", tmp_path / "out", shards=4)
+    assert records_of(tmp_path / "out") == wanted * 2
+
+    stored = bytearray((tmp_path / "x.tfrecord-00001-of-00002").read_bytes())
+    stored[14] ^= 1
+    (tmp_path / "x.tfrecord-00001-of-00002").write_bytes(stored)
+    with pytest.raises(meshfeed.CorruptDataError, match="record 0 has a wrong checksum"):
+        run(tmp_path / "x.tfrecord-*", tmp_path / "damaged", shards=2)
+    (tmp_path / "short.tfrecord").write_bytes(stored[:-3])
+    with pytest.raises(meshfeed.CorruptDataError, match="ends within the record at byte"):
+        run(tmp_path / "short.tfrecord", tmp_path / "short")
+    (tmp_path / "text.tfrecord").write_bytes(b"this is no TFRecord")
+    with pytest.raises(meshfeed.CorruptDataError, match="no record begins at byte 0"):
+        run(tmp_path / "text.tfrecord", tmp_path / "text")
+    with tf.io.TFRecordWriter(str(tmp_path / "raw.tfrecord")) as writer:
+        writer.write(b"not an Example")
+    with pytest.raises(meshfeed.SourceError, match="use --encoding bytes"):
+        run(tmp_path / "raw.tfrecord", tmp_path / "raw")
+    run(tmp_path / "raw.tfrecord", tmp_path / "raw", encoding="bytes")
+    assert records_of(tmp_path / "raw") == [b"not an Example"]
+
+
+def test_webdataset_with_a_file_that_some_samples_lack(tmp_path: pathlib.Path) -> None:
+    samples = [{"txt": b"hello %d" % i, **({"cls": b"%d" % i} if i % 2 else {})} for i in range(20)]
+    formats.tar(tmp_path / "a.tar", samples[:12])
+    formats.tar(tmp_path / "b.tar", samples[12:])
+    run([tmp_path / "a.tar", tmp_path / "b.tar"], tmp_path / "out", shards=3)
+    found = features_of(tmp_path / "out")
+    assert [{name: value for name, value in one.items() if name != "__key__"} for one in found] == samples
+    assert found[11]["__key__"] == b"0011"
+    assert not list(tmp_path.glob("*.meshfeed-index"))
+
+
+def test_images_in_folders(tmp_path: pathlib.Path) -> None:
+    folder = formats.images(tmp_path)
+    result = run(folder, tmp_path / "out", shards=3)
+    found = features_of(tmp_path / "out")
+    assert [one["label"] for one in found] == [[0]] * 5 + [[1]] * 5
+    assert [one["filename"] for one in found][4:6] == [b"cat/4.png", b"dog/0.png"]
+    assert [one["image"] for one in found] == [(folder / one["filename"].decode()).read_bytes() for one in found]
+    assert result.features["image"] == {"kind": "bytes", "list": False}
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["made"]["classes"] == ["cat", "dog"]
+
+
+def test_types_of_columns(tmp_path: pathlib.Path) -> None:
+    import datetime
+
+    day = datetime.date(2026, 11, 22)
+    table = pa.table(
+        {
+            "matrix": [[[1, 2], [3, 4]], [], None],
+            "struct": [{"a": 1, "b": "x"}, None, {"a": None, "b": ""}],
+            "day": [day, None, day],
+            "flag": [True, False, None],
+            "words": [["a", ""], [], None],
+            "half": pa.array(np.array([1, 2, 3], np.float16)),
+            "fixed": pa.FixedSizeListArray.from_arrays(pa.array([1, 2, 3, 4, 5, 6], pa.uint8()), 2),
+            "code": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "image": [{"bytes": b"png", "path": None}] * 3,
+            "nothing": pa.nulls(3),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    run(tmp_path / "a.parquet", tmp_path / "out")
+    first, second, third = features_of(tmp_path / "out")
+    days = (day - datetime.date(1970, 1, 1)).days
+    always = {"image": b"png"}
+    assert first == always | {
+        "matrix": [1, 2, 3, 4],
+        "matrix/shape": [2, 2],
+        "struct/a": [1],
+        "struct/b": b"x",
+        "day": [days],
+        "flag": [1],
+        "words": [b"a", b""],
+        "half": [1.0],
+        "fixed": [1, 2],
+        "code": b"x",
+    }
+    assert second == always | {
+        "matrix": [],
+        "matrix/shape": [0, 0],
+        "flag": [0],
+        "words": [],
+        "half": [2.0],
+        "fixed": [3, 4],
+        "code": b"y",
+    }
+    assert third == always | {"struct/b": b"", "day": [days], "half": [3.0], "fixed": [5, 6], "code": b"x"}
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([[[1], [2, 3]]], "record 0: column 'x' holds lists of lists of different lengths"),
+        ([[1, None]], "record 0: the list in column 'x' holds a null"),
+        (pa.array([1], pa.decimal128(5)), r"column 'x' has the type decimal128\(5, 0\)"),
+        ([1e300], "record 0: column 'x' holds 1e\\+300"),
+        (pa.array([2**63], pa.uint64()), "record 0: column 'x' holds 9223372036854775808"),
+    ],
+)
+def test_values_that_an_example_cannot_hold(column: Any, message: str, tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"x": column, "y": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(meshfeed.SourceError, match=message):
+        run(tmp_path / "a.parquet", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(tmp_path / "a.parquet", tmp_path / "out", columns=["y"])
+    assert features_of(tmp_path / "out") == [{"y": [1]}]
+
+
+def test_tokens(tmp_path: pathlib.Path) -> None:
+    import tokenizers
+
+    words = {word: number for number, word in enumerate(["<eod>", "<unk>", "a", "b", "c"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = ["a b c", "", "c c", "b z"] * 5
+    pq.write_table(pa.table({"text": texts, "n": range(20)}), tmp_path / "a.parquet")
+    settings: dict[str, Any] = {"encoding": "tokens", "tokenizer": str(tmp_path / "tokenizer.json"), "shards": 3}
+    result = run(tmp_path / "a.parquet", tmp_path / "out", eod="<eod>", **settings)
+    assert (result.num_records, result.num_tokens) == (20, 5 * 11)
+    run(tmp_path / "a.parquet", tmp_path / "two", workers=2, eod="<eod>", **settings)
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "two")
+    documents = Tokens.documents(str(tmp_path / "out" / "*.bin"), eod=0)
+    found = [documents[i]["tokens"].tolist() for i in range(len(documents))]
+    assert found == [[2, 3, 4, 0], [0], [4, 4, 0], [3, 1, 0]] * 5
+    with pytest.raises(meshfeed.SettingsError, match=r"no token '<end>'. Its special tokens are"):
+        run(tmp_path / "a.parquet", tmp_path / "three", eod="<end>", **settings)
+
+
+def test_bytes_of_one_column(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"a": ["x", "y"], "b": [b"1", None], "c": [1, 2]}), tmp_path / "a.parquet")
+    run(tmp_path / "a.parquet", tmp_path / "out", encoding="bytes", column="a", compression="none")
+    assert records_of(tmp_path / "out") == [b"x", b"y"]
+    for settings, message in [
+        ({}, r'Several columns hold text or bytes.*one of \["a", "b"\]'),
+        ({"column": "c"}, r"--column c is not a column of text or bytes"),
+        ({"column": "b"}, "record 1 has no value in the column 'b'"),
+    ]:
+        with pytest.raises(meshfeed.MeshfeedError, match=message):
+            run(tmp_path / "a.parquet", tmp_path / "other", encoding="bytes", **settings)
+
+
+def test_run_here_is_the_engine_of_one_worker(tmp_path: pathlib.Path) -> None:
+    data = formats.parquet(tmp_path)
+    convert(data, str(tmp_path / "out"), Settings(), run_here)
+    assert len(features_of(tmp_path / "out")) == formats.COUNT
