@@ -10,14 +10,15 @@ _OURS, _OTHERS = "#1b6ca8", "#b8bec6"
 
 
 def draw(path: str, tables: Sequence[Table]) -> None:
-    """One panel for each table that names its ``bars``; logarithmic, because ways differ by factors of hundreds."""
+    """One panel for each table that names its ``bars``, with a linear axis from zero."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import StrMethodFormatter
 
     shown = [table for table in tables if table.bars is not None]
-    heights = [0.9 + 0.27 * len(table.rows) for table in shown]
+    heights = [1.0 + 0.27 * len(table.rows) for table in shown]
     figure, panels = pyplot.subplots(
         len(shown), 1, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
     )
@@ -30,9 +31,10 @@ def draw(path: str, tables: Sequence[Table]) -> None:
         panel.bar_label(
             bars, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values], padding=3, fontsize=8
         )
-        panel.set_xscale("log")
-        panel.set_xlim(min(values) / 3, max(values) * 2.5)
-        panel.xaxis.set_visible(False)
+        panel.set_xlim(0, max(values) * 1.14)  # room for the labels behind the longest bar
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        panel.xaxis.grid(True, color="#e3e6e9", linewidth=0.8)
+        panel.set_axisbelow(True)
         panel.set_title(f"{table.title}: {table.bars}", fontsize=9, loc="left")
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
