@@ -78,7 +78,7 @@ def test_too_many_bad_records_are_found_at_the_same_step_on_any_hosts_windows_an
 
 BATCH = HostBatch(0, 4, None, 0, bad=[(3, 0, "CorruptDataError: cut short"), (9, 0, "ValueError: no JPEG")])
 MESSAGE = (
-    "2 of the 4 records up to step 0 are bad, 0.5 of them, and bad_records=SkipBad(max_fraction=0.25) allows 0.25{}. Look at "
+    "2 of the 4 records up to step 0 are bad, a fraction of 0.5; bad_records=SkipBad(max_fraction=0.25) allows 0.25{}. Check "
     "the data; raise max_fraction only if so many bad records are expected."
 )
 

@@ -346,7 +346,7 @@ def test_a_failure_that_cannot_be_published_masks_nothing(job: Job, caplog: pyte
     one = make(2)[1]
     job.on(1, one.fail, OSError("no disk"))
     assert one.round == 1
-    assert "cannot tell other hosts that this one failed" in caplog.text
+    assert "cannot report this host's failure to the other hosts" in caplog.text
 
 
 def test_no_store_is_an_error_of_agree_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,6 @@ def test_a_host_that_left_is_named() -> None:
     assert isinstance(error, PeerError)
     assert (error.host, error.peer_message) == (3, "closed its feed at step 4")
     assert str(error) == (
-        "hosts 3, 4 closed its feed at step 4. This host asks for step 5, which needs all hosts: let all of them take the "
-        "same number of steps, or see the log of host 3."
+        "hosts 3, 4 closed its feed at step 4. This host requests step 5, which needs all hosts: take the same number of "
+        "steps on all of them, or see the log of host 3."
     )

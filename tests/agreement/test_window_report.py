@@ -159,7 +159,7 @@ def test_sizes_that_do_not_fit_are_an_error_naming_two_hosts() -> None:
     assert failure == Failure(
         "AgreementError",
         "the host batches of step 2 do not form one global batch: the rows of host 0 belong to a batch of 8, those of host "
-        "2 to a batch of 6. Give batches with the same number of rows per device on all hosts.",
+        "2 to a batch of 6. Make batches with the same number of rows per device on all hosts.",
     )
     assert reduced(make(compare_sizes=True), {"sizes": {"1": 8}}, {"sizes": {"1": 8, "2": 6}})[1] is None
 

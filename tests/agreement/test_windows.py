@@ -273,7 +273,7 @@ def test_a_reducer_that_breaks_says_so_in_its_log(caplog: pytest.LogCaptureFixtu
     report_by_hand(store, 0, 1, WindowReport(1))
     reducer.publish(WindowReport(1))
     reducer._reducer._thread.join(20)  # type: ignore[union-attr]
-    assert "the agreement between hosts broke off at window 0" in caplog.text
+    assert "the agreement between hosts failed at window 0" in caplog.text
     caplog.clear()
     closed = make_agreement(store, 0, 2, reduce=reduce)
     store.directory = None  # type: ignore[method-assign]
@@ -322,7 +322,7 @@ def test_a_reducer_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     store = CountingStore()
     store.set(f"{RUN}/0/in/0", "[]")
     error = late(store, 1)
-    assert str(error).startswith("step 0: host 0, which announces, is silent (waited")
+    assert str(error).startswith("step 0: host 0, which announces, has not responded (waited")
     assert error.hosts == (0,)
 
 
@@ -492,8 +492,8 @@ def test_a_host_that_closes_early_is_named_on_those_that_go_on(
             assert caught.value.host == leaver
             assert caught.value.peer_message == "closed its feed at step 5 after ValueError: the loss is nan"
             assert str(caught.value) == (
-                f"host {leaver} closed its feed at step 5 after ValueError: the loss is nan. This host asks for step "
-                f"{one._delivered}, which needs all hosts: let all of them take the same number of steps, or see the log of "
+                f"host {leaver} closed its feed at step 5 after ValueError: the loss is nan. This host requests step "
+                f"{one._delivered}, which needs all hosts: take the same number of steps on all of them, or see the log of "
                 f"host {leaver}."
             )
             with pytest.raises(PeerError):

@@ -280,7 +280,7 @@ def test_a_value_that_does_not_fit_is_an_error_and_never_wraps(values: list[int]
 def test_what_is_not_a_number_is_refused_by_path_and_dtype(values: list[Any]) -> None:
     array = np.array(values)
     sharding = NamedSharding(make_mesh(), P())
-    with pytest.raises(SourceError, match=r"leaf \['t'\] has dtype .* and shape \(\d,\), and a jax.Array holds"):
+    with pytest.raises(SourceError, match=r"leaf \['t'\] has dtype .* and shape \(\d,\), but a jax.Array holds"):
         assembler(sharding, True)({"t": array}, plan_host(sharding, len(values), 0))
 
 

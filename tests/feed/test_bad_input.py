@@ -123,7 +123,9 @@ def test_a_generator_of_records_is_told_to_use_stream(record: Any) -> None:
 
 
 def test_so_is_one_whose_first_record_sets_the_batch_size() -> None:
-    with pytest.raises(meshfeed.PlanError, match=r"If this is a single record, wrap .* in meshfeed\.sources\.Stream"):
+    with pytest.raises(
+        meshfeed.PlanError, match=r"If this is a single record, pass its source as a meshfeed\.sources\.Stream"
+    ):
         next(make_feed((np.zeros(5) for _ in range(64)), global_batch_size=None))
 
 

@@ -130,7 +130,7 @@ def test_wrong_settings() -> None:
     for value in ("flops", 3, True):
         with pytest.raises(meshfeed.SettingsError, match="balance"):
             feed_of(balance=value)
-    with pytest.raises(meshfeed.SettingsError, match="lengths of its records; this one, of kind 'Memory', does not"):
+    with pytest.raises(meshfeed.SettingsError, match="which a source of kind 'Memory' does not provide"):
         feed_of(Memory({"x": np.arange(640)}), balance="tokens")
     with pytest.raises(meshfeed.SettingsError, match="random-access source"):
         feed_of(Stream(lambda lane_index, num_lanes: iter([])), balance="tokens", shuffle=False)

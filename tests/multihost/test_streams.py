@@ -140,8 +140,10 @@ def test_too_many_bad_records_fail_all_hosts_at_one_step_on_every_topology_and_a
         results = [r.value for r in pools[topology].run(stream_jobs.skip_bad, bad, 0.1, layout, 16, state)]
         for value in results:
             assert resumed + len(value["rows"]) == 7, (topology, layout, resumed)
-            assert value["error"].startswith("SourceError: 15 of the 128 records up to step 7 are bad, 0.12 of them")
-            assert "is damaged). Look at the data; raise max_fraction only" in value["error"]
+            assert value["error"].startswith(
+                "SourceError: 15 of the 128 records up to step 7 are bad, a fraction of 0.12;"
+            )
+            assert "is damaged). Check the data; raise max_fraction only" in value["error"]
 
 
 def test_replicas_that_differ_are_named(pools: Any) -> None:

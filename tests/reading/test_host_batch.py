@@ -30,10 +30,10 @@ from meshfeed._src.reading.host_batch import (
     spec_of_batch,
 )
 
-ALIKE = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
-DECODE = "Give the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
+ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
+DECODE = "Pass the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
 LEAVE_OUT = "Turn it into numbers with decode= or meshfeed.sources.Map, or leave that column out."
-NO_DTYPE = "a leaf is an array or number of a dtype that JAX has."
+NO_DTYPE = "a leaf must be an array or number of a dtype that JAX supports."
 
 
 def refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> tuple[str, int | None, int | None]:
@@ -107,7 +107,7 @@ RAGGED = np.array([[1, 2], [3]], object)
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "record 7 has no leaves: {}; a record is a pytree of arrays."),
+        ({}, "record 7 has no leaves: {}; a record must be a pytree of arrays."),
         (
             {"x": RAGGED},
             "ragged rows: leaf ['x'] of record 7 holds 2 lists of unequal lengths. Pad or cut them to one length before the "
@@ -136,7 +136,7 @@ def test_what_is_no_record_is_refused(record: Any, message: str) -> None:
 
 
 def test_errors_name_the_lane_where_there_is_no_record_id() -> None:
-    empty = "has no leaves: {}; a record is a pytree of arrays."
+    empty = "has no leaves: {}; a record must be a pytree of arrays."
     assert refusal(flatten_record, {}, lane_index=3) == (f"a record of lane 3 {empty}", None, 3)
     assert refusal(flatten_record, {}) == (f"a record {empty}", None, None)
 
@@ -166,7 +166,7 @@ def test_ragged_is_what_numpy_makes_of_lists_of_unequal_lengths() -> None:
     assert not is_ragged(np.zeros((2, 2)))
 
 
-DIFFERS = "{}leaf ['x'] of record 7 is {} of shape {}, that of the first record was float32 of shape (3,)."
+DIFFERS = "{}leaf ['x'] of record 7 is {} of shape {}, but in the first record it was float32 of shape (3,)."
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ DIFFERS = "{}leaf ['x'] of record 7 is {} of shape {}, that of the first record 
     [
         ({"x": np.zeros(3, np.int64)}, DIFFERS.format("", "int64", "(3,)")),
         ({"x": np.zeros(2, np.float32)}, DIFFERS.format("ragged rows: ", "float32", "(2,)")),
-        ({"y": np.zeros(3)}, "record 7 has the leaves ['y'] float64[3], the first record had ['x'] float32[3]."),
+        ({"y": np.zeros(3)}, "record 7 has the leaves ['y'] float64[3], but the first record had ['x'] float32[3]."),
     ],
 )  # fmt: skip
 def test_a_record_that_differs_from_the_first_is_refused_and_not_added(other: Any, message: str) -> None:
@@ -192,7 +192,7 @@ def test_how_structures_differ_is_said() -> None:
     _, spec = flatten_record({"x": (1, 2)})
     raise_difference(spec, {"x": (3, 4)}, 7, None)
     assert refusal(raise_difference, spec, {"x": [1, 2]}, 7, None)[0] == (
-        "record 7 has the leaves ['x'][0] int64[], ['x'][1] int64[], the first record had ['x'][0] int64[], "
+        "record 7 has the leaves ['x'][0] int64[], ['x'][1] int64[], but the first record had ['x'][0] int64[], "
         f"['x'][1] int64[], in {jax.tree.structure({'x': [1, 2]})} and {jax.tree.structure({'x': (1, 2)})}. {ALIKE}"
     )
     _, lists = flatten_record({"x": [1, 2], "y": 0})
@@ -210,7 +210,7 @@ def batch_spec(**leaves: Any) -> Any:
 def test_batches_of_unlike_records_are_refused() -> None:
     spec = batch_spec(x=np.zeros((2, 3), np.int32))
     check_spec(spec, batch_spec(x=np.ones((2, 3), np.int32)), what="step 5")
-    leaves = "step 5: records have the leaves ['x'] {}, the first had ['x'] int32[3]. " + ALIKE
+    leaves = "step 5: records have the leaves ['x'] {}, but the first record had ['x'] int32[3]. " + ALIKE
     for found, prefix, name in (
         (np.zeros((2, 3), np.int64), "", "int64[3]"),
         (np.zeros((2, 4), np.int32), "ragged rows: ", "int32[4]"),
@@ -220,7 +220,7 @@ def test_batches_of_unlike_records_are_refused() -> None:
         assert message == (prefix + leaves.format(name), None, 6)
     lists, shorter = batch_spec(x=[np.zeros(2)] * 2), batch_spec(x=[np.zeros(2)])
     assert refusal(check_spec, lists, shorter, what="step 5")[0].startswith(
-        "ragged rows: lists of unequal lengths: step 5: records have the leaves ['x'][0] float64[], the first had"
+        "ragged rows: lists of unequal lengths: step 5: records have the leaves ['x'][0] float64[], but the first record had"
     )
 
 
@@ -231,7 +231,7 @@ TEXT = f"leaf ['x'] of the batch is ndarray (dtype <U1) of shape (2,); {NO_DTYPE
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({}, "the source gave no leaves: {}; a batch is a pytree of arrays."),
+        ({}, "the source returned no leaves: {}; a batch must be a pytree of arrays."),
         ({"x": np.zeros((3, 2))}, ROWS.format("['x']", "float64", "(3, 2)")),
         (np.float32(1), ROWS.format("(the batch)", "float32", "()")),
         ({"x": np.array(["a", "b"])}, TEXT),
@@ -263,7 +263,9 @@ def test_joined_batches_are_concatenated(counts: list[int]) -> None:
     batches.insert(1, {"x": np.zeros((1, 2))})
     message, _, lane_index = refusal(join_batches, batches, what=lambda number: f"part {number}", lane_index=5)
     assert lane_index == 5
-    assert message == f"part 1: records have the leaves ['x'] float64[2], the first had ['x'] int32[2]. {ALIKE}"
+    assert (
+        message == f"part 1: records have the leaves ['x'] float64[2], but the first record had ['x'] int32[2]. {ALIKE}"
+    )
 
 
 def test_padding_keeps_the_rows_where_they_are() -> None:
@@ -282,8 +284,8 @@ def test_the_mask_is_one_more_leaf() -> None:
     masked = add_mask(batch, "real", mask)
     assert (list(masked), masked["real"] is mask, list(batch)) == (["x", "real"], True, ["x"])
     assert refusal(add_mask, (1,), "real", mask)[0] == (
-        "mask_key='real' adds a leaf to a dict, but records are tuple; give dict records."
+        "mask_key='real' adds a leaf to a dict, but records are tuple; use dict records."
     )
     assert refusal(add_mask, {"real": 0}, "real", mask)[0] == (
-        "mask_key='real' is the name of a leaf that records have already; choose another name."
+        "mask_key='real' is the name of an existing leaf of the records; choose a different name."
     )

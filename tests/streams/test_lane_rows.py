@@ -44,7 +44,7 @@ def test_every_row_is_where_it_belongs(data: st.DataObject) -> None:
 def test_lanes_whose_records_differ_are_refused() -> None:
     lanes = {0: taken(0, 2), 1: Taken({"id": np.arange(2)}, 2)}
     with pytest.raises(
-        meshfeed.SourceError, match=r"lane 1: records have the leaves \['id'\] int64\[\], the first had"
+        meshfeed.SourceError, match=r"lane 1: records have the leaves \['id'\] int64\[\], but the first record had"
     ) as info:
         place_rows(lanes, lane_runs(np.arange(4), 2), 4, None)
     assert info.value.lane_index == 1

@@ -91,8 +91,8 @@ def test_batches_are_the_same_on_any_hosts_and_after_any_resume(data: st.DataObj
         (
             {"bad_records": SkipBad(0.5)},
             "bad_records",
-            "bad_records=SkipBad(…) on a stream covers only its decode, and this source has none. Leave it out, and handle "
-            "bad records in the code that makes the stream.",
+            "bad_records=SkipBad(…) on a stream covers only its decode, but this source has none. Omit it, and handle bad "
+            "records in the code that makes the stream.",
         ),
         (
             {"num_lanes": 3},
@@ -284,7 +284,7 @@ def test_missing_lanes_are_named_when_the_host_reads_them() -> None:
         "lanes",
         "lanes [1, 3] of 4",
         "this host reads the lanes [0, 1, 2]",
-        "The state lacks the lanes [0, 2]: join the states of all hosts with meshfeed.merge_states.",
+        "The state lacks the lanes [0, 2]: merge the states of all hosts with meshfeed.merge_states.",
     )
     reader = stream.open_reader(cursor, rows_of_host([0, 0, 0, 1], 1), hosts_agree=True)
     assert reader.next().ended == {3: 3}

@@ -406,7 +406,7 @@ def test_what_is_no_host_batch_is_refused_word_for_word() -> None:
     )
     assert message(rows_of, 3) == f"leaf (the batch itself) of a host batch is int (dtype int64) of shape (); {FORM}"
     assert message(open_reader(stream_of([None])).next) == (
-        "the iterable of host batches gave None; a host batch is a pytree of arrays."
+        "the iterable of host batches gave None; a host batch must be a pytree of arrays."
     )
 
 
@@ -427,11 +427,11 @@ def test_batches_of_other_sizes_are_refused_word_for_word() -> None:
         reader = open_reader(stream_of(numbers([1, 2], [3, 4, 5]), end=end))
         reader.next()
         assert message(reader.next) == (
-            "host batch 1: leaf ['x'] has 3 rows, and this host holds 2 rows of a global batch of 2; give batches of 2 rows."
+            "host batch 1: leaf ['x'] has 3 rows, but this host holds 2 rows of a global batch of 2; make batches of 2 rows."
         )
     reader = open_reader(stream_of([np.zeros(3)], global_batch_size=2))
     assert message(reader.next) == (
-        "host batch 0: leaf (the batch) has 3 rows, and this host holds 2 rows of a global batch of 2; give batches of 2 "
+        "host batch 0: leaf (the batch) has 3 rows, but this host holds 2 rows of a global batch of 2; make batches of 2 "
         f"rows. {SINGLE}"
     )
 
@@ -441,7 +441,7 @@ def test_batches_that_differ_in_structure_are_refused() -> None:
     reader = open_reader(stream_of(different))
     assert [reader.next().tree["x"].tolist() for _ in range(2)] == [[1, 2], [3, 4]]
     assert message(reader.next).startswith(
-        "host batch 2: records have the leaves ['x'] int32[], the first had ['x'] int64[]"
+        "host batch 2: records have the leaves ['x'] int32[], but the first record had ['x'] int64[]"
     )
     ragged = [{"x": np.zeros(2), "y": np.zeros(3)}]
     assert "leaf ['y'] of the iterable of host batches is float64 of shape (3,)" in message(
@@ -461,7 +461,7 @@ def test_an_iterable_that_does_not_start_again_has_one_epoch() -> None:
     reader = open_reader(stream_of(Once(), num_epochs=2))
     reader.next()
     assert message(reader.next) == (
-        "the iterable of host batches gave no batch in epoch 1. With num_epochs it must start again at each iter()."
+        "the iterable of host batches gave no batch in epoch 1. With num_epochs, each iter() must start it again."
     )
 
 
@@ -561,7 +561,7 @@ BATCHES = numbers([1, 2], [3, 4], [5, 6], [7, 8])
 NOT_ELASTIC = "Host batches are not elastic: continue on the same number of hosts, or pass a source of records."
 EARLIER = "Use an earlier checkpoint."
 CHANGED = "The state was changed or damaged; use an earlier checkpoint."
-JOIN = "Join the states of all hosts with meshfeed.merge_states."
+JOIN = "Merge the states of all hosts with meshfeed.merge_states."
 GAPS = "segments that begin at 0 and join without a gap"
 VALUE = "Pass the saved value, or start a new stream without the state."
 AFTER_3 = deliver([BATCHES], steps=3)[1]
@@ -643,7 +643,7 @@ def test_looking_at_the_first_batch_leaves_it_for_the_reader() -> None:
     assert reader.peek()["x"].tolist() == [3, 4]
     assert reader.peek()["x"].tolist() == [3, 4]
     assert [reader.next().tree["x"].tolist() for _ in range(3)] == [[3, 4], [5, 6], [7, 8]]
-    assert message(reader.peek) == "the iterable of host batches has no further batch on this host to look at."
+    assert message(reader.peek) == "the iterable of host batches has no further batch on this host."
 
 
 def test_a_look_at_a_batch_that_is_late_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

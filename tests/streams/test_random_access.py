@@ -296,7 +296,7 @@ def test_batches_are_the_same_on_any_hosts_and_after_any_resume(data: st.DataObj
         (
             {"num_lanes": 4},
             "num_lanes",
-            "num_lanes=4, but a random-access source has lanes only with shuffle='shards'. Leave it out.",
+            "num_lanes=4, but a random-access source has lanes only with shuffle='shards'. Omit it.",
         ),
     ],
 )

@@ -88,10 +88,10 @@ class BadRecords:
         if self._limit is None or not self._too_many(self._total, records):
             return None
         message = (
-            f"{self._total:,} of the {records:,} records up to step {step} are bad, {self._total / records:.2g} of "
-            f"them, and bad_records=SkipBad(max_fraction={self._limit:g}) allows {self._limit:g}"
+            f"{self._total:,} of the {records:,} records up to step {step} are bad, a fraction of "
+            f"{self._total / records:.2g}; bad_records=SkipBad(max_fraction={self._limit:g}) allows {self._limit:g}"
             + (f" (last: {last})" if last else "")
-            + ". Look at the data; raise max_fraction only if so many bad records are expected."
+            + ". Check the data; raise max_fraction only if so many bad records are expected."
         )
         return Failure(SourceError.__name__, message, step=step)
 

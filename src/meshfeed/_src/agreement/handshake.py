@@ -93,7 +93,7 @@ class Handshake:
                 failure = Failure.of(error, coordination.process_index())
                 self._reduction(store).publish({"failure": failure.to_json()})
             except Exception as unpublished:  # must not mask ``error``, which the caller raises
-                _log.warning("cannot tell other hosts that this one failed: %s", unpublished)
+                _log.warning("cannot report this host's failure to the other hosts: %s", unpublished)
         self._refused = refused
         self.round += not refused
 
@@ -120,7 +120,7 @@ class Handshake:
         return Reduction(store, prefix, self.participants, coordination.process_index())
 
     def agree(self, settings: Mapping[str, JsonValue], timeout_seconds: float) -> None:
-        """Compares settings between hosts, once in each generation; an interrupted call can be made again.
+        """Compares settings between hosts, once in each generation. An interrupted call can be repeated.
 
         Args:
           settings: field → JSON value, flat.
@@ -129,7 +129,7 @@ class Handshake:
         Raises:
           AgreementError: on every participant, naming the first fields that differ and the hosts.
           PeerError: a host could not make its feed, open its data, or take its state.
-          StalledError: some host did not come.
+          StalledError: a host did not arrive.
           MeshfeedError: there is no key-value store.
         """
         if self.in_force:
@@ -151,15 +151,16 @@ class Handshake:
     # ------------------------------------------------------------------ one round
 
     def _succeeds(self, settings: Mapping[str, JsonValue], timeout_seconds: float) -> bool:
-        """Takes part in a round; returns False if the other hosts gave this one up in it."""
+        """Takes part in a round; returns False if the other hosts gave up on this one."""
         reduction = self._reduction(coordination.require_store())
         outcome = self._outcome(reduction, settings, timeout_seconds)
         failure = None if outcome["failure"] is None else Failure.from_json(outcome["failure"])
         if failure is not None:
             if failure.host == coordination.process_index():
                 return False
+            text = str(failure).removesuffix(".")
             raise PeerError(
-                f"host {failure.host} failed before its first batch: {failure} See the log of host {failure.host}.",
+                f"host {failure.host} failed before its first batch: {text}. See the log of host {failure.host}.",
                 host=failure.host,
                 peer_message=str(failure),
             )
@@ -172,7 +173,7 @@ class Handshake:
         return True
 
     def _outcome(self, reduction: Reduction, settings: Mapping[str, JsonValue], timeout_seconds: float) -> JsonValue:
-        early = reduction.announced() if reduction.is_reducer else None  # by hosts that gave this one up
+        early = reduction.announced() if reduction.is_reducer else None  # by hosts that gave up on this one
         if early is not None:
             return reduction.unpack(early, self._doing)
         reduction.publish({"settings": dict(settings), "refused": self._refused})
@@ -194,7 +195,7 @@ class Handshake:
         announcement = reduction.announce(compare(values))
         reduction.discard_values()
         store = self._store()
-        if store is not None and self.round:  # every host has come to this round, so has read the last one's result
+        if store is not None and self.round:  # every host has reached this round, so all have read the previous result
             store.delete(f"{self._feed}/settings/{self.round - 1}")
         return announcement
 
@@ -239,7 +240,7 @@ class _Arrivals:
         self._failed_since: float | None = None
 
     def complete(self, values: Mapping[int, JsonValue]) -> bool:
-        """Whether all settings are there, or a failure has lasted while a host was ready."""
+        """Whether all hosts have published settings, or a failure has lasted while another host was ready."""
         if not any("failure" in value for value in values.values()):
             self._failed_since = None
             return len(values) == self._num_hosts
@@ -251,13 +252,13 @@ class _Arrivals:
 
 
 def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:
-    """Reduces what hosts published.
+    """Reduces the values that hosts published.
 
     Args:
       values: host → ``{"settings": {field: value}, "refused": bool}`` or ``{"failure": …}``.
 
     Returns:
-      ``failure``: that of the first host with one, or None; ``differences``: one text for each field that differs.
+      ``failure``: the failure of the first host with one, or None; ``differences``: one text for each field that differs.
     """
     for _, value in sorted(values.items()):
         if "failure" in value:

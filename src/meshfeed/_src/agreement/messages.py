@@ -1,7 +1,7 @@
-"""What hosts and the reducer send each other about a window of steps, and the JSON forms.
+"""The messages between hosts and the reducer about a window of steps, and their JSON forms.
 
-A host's :class:`WindowReport` gives how far it has read, the reducer's :class:`Announcement` how far all hosts can
-deliver. Both carry contents for :class:`meshfeed._src.agreement.window_report.WindowReports`.
+A host's :class:`WindowReport` states how far it has read; the reducer's :class:`Announcement` states how far all hosts
+can deliver. Both carry contents for :class:`meshfeed._src.agreement.window_report.WindowReports`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshfeed._src.base.types import JsonValue
 
 
 class Unsized(TypedDict):
-    """Padding of a host that does not know the size of the global batch.
+    """Padding of a host that cannot derive the size of the global batch.
 
     Attributes:
       size: the smallest possible global batch size.
@@ -123,7 +123,7 @@ class Stop:
     def exception(self) -> Exception:
         """Returns the exception for hosts that did not fail themselves; the same on all of them.
 
-        A read that failed is named rather than a host that left.
+        A failed read takes precedence over a host that left.
         """
         for failure in self.failures:
             if failure.host is None:
@@ -140,8 +140,8 @@ class Stop:
             )
         else:
             message = (
-                f"{who} {text}. This host asks for step {self.step}, which needs all hosts: let all of them take the same "
-                f"number of steps, or see the log of host {hosts[0]}."
+                f"{who} {text}. This host requests step {self.step}, which needs all hosts: take the same number of steps "
+                f"on all of them, or see the log of host {hosts[0]}."
             )
         return PeerError(message, host=hosts[0], peer_message=text)
 
@@ -153,7 +153,7 @@ class Announcement:
     Attributes:
       upto: the step up to which all hosts may deliver, exclusive.
       window: steps of a full window.
-      stop: the stop at ``upto``, or None if the hosts go on.
+      stop: the stop at ``upto``, or None if the hosts continue.
       contents: the contents of the reports, merged.
     """
 

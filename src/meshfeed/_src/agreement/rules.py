@@ -12,8 +12,8 @@ from meshfeed._src.agreement.messages import AnnouncedContents, Stop, WindowRepo
 from meshfeed._src.base.failure import Failure
 
 _MIN_WINDOW = 8
-# 2 requests per host and window make at most 4,000 requests per second from 320 hosts on, at 20 ms per step. The rest
-# of the 5,000 per second that one coordinator should bear is left for repeated polls and for the rest of the job.
+# With 320 hosts or more and 20 ms per step, 2 requests per host and window are 4,000 requests per second. One coordinator
+# should get at most 5,000; the rest is left for repeated polls and for the rest of the job.
 _HOSTS_PER_STEP = 40
 _FIRST_WINDOWS = 4
 
@@ -66,14 +66,14 @@ def conclude(
       participants: all hosts.
       first: first step of the window; no host has delivered it.
       end: one past the window's last step.
-      reduce: see :data:`Reduce`; called only if all reports are there.
+      reduce: see :data:`Reduce`; called only if no report is missing.
 
     Returns:
       The step up to which all hosts may deliver (exclusive), the stop at that step or None, and the contents of the
       announcement.
     """
     failed = {host: report.failure for host, report in sorted(reports.items()) if report.failure is not None}
-    if len(reports) < len(participants):  # a host failed, and another was too late to be waited for
+    if len(reports) < len(participants):  # a host failed, and another did not report within the grace period
         return first, Stop(first, tuple(failed.values())), {}
     upto, stop = _stop_of_reports(reports, first, end)
     contents, failure = reduce(reports, first, end)

@@ -43,7 +43,7 @@ class WindowReports:
     Args:
       first_step: first step of the feed's current generation.
       bad_records: the feed's setting.
-      blocks_of: cuts a host batch into labelled blocks, for ``check_replicas``; otherwise None.
+      blocks_of: cuts a host batch into labelled blocks; None without ``check_replicas``.
       num_rows: global batch size → rows of this host.
       num_skipped: bad records in the batches delivered so far.
       records_after: (step, ended lanes) → records of the stream up to and including the step.
@@ -274,7 +274,7 @@ def _different_sizes(contents: _Contents) -> str | None:
     step, (size, host), (other_size, other) = conflict
     return (
         f"the host batches of step {step} do not form one global batch: the rows of host {host} belong to a batch of "
-        f"{size}, those of host {other} to a batch of {other_size}. Give batches with the same number of rows per device "
+        f"{size}, those of host {other} to a batch of {other_size}. Make batches with the same number of rows per device "
         "on all hosts."
     )
 

@@ -1,10 +1,10 @@
 """Agreement between hosts on how far all of them can deliver.
 
 Batch k is delivered only after every participant has read its part of k, because a host that enters the collective of
-a step which some other host cannot make would hang. Steps are grouped into windows, and each window is a reduction
+a step that some other host cannot run would hang. Steps are grouped into windows, and each window is a reduction
 (:mod:`meshfeed._src.base.reduction`): a host publishes its report on a window once it has read it or failed to, and the
-reducer announces up to which step all hosts can deliver. Each host waits for an announcement only when it reaches a step
-beyond the last one. At most three requests per host and window reach the coordination service.
+reducer announces the step up to which all hosts can deliver. Each host waits for an announcement only when it reaches a
+step beyond the last one. At most three requests per host and window reach the coordination service.
 
 No host delivers a step of window w before announcement w, so the reducer can stop all hosts at any step of w. The
 first windows are short, to deliver the first batches early, and double up to the full size.
@@ -132,8 +132,8 @@ class WindowAgreement:
         self.peer_wait_seconds = 0.0
         """How long :meth:`wait_for` waited after this host had published its report."""
         self.patient_until = 0.0
-        """Until when the current wait may last, past ``timeout_seconds``, because a straggler drops records and makes
-        progress; in seconds of ``time.monotonic()``. Never decreases."""
+        """Time in seconds of ``time.monotonic()`` until which the current wait may last, past ``timeout_seconds``, because
+        a straggler drops records and makes progress. Never decreases."""
         self._closed = False
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
@@ -187,7 +187,7 @@ class WindowAgreement:
     # ------------------------------------------------------------------ the consumer's side
 
     def wait_for(self, step: int) -> Stop | None:
-        """Waits until all hosts can make ``step``; a Stop if they never will.
+        """Waits until all hosts can deliver ``step``; returns a Stop if they never will.
 
         Raises:
           StalledError: no announcement within ``timeout_seconds``; names the hosts that have not published.
@@ -213,10 +213,10 @@ class WindowAgreement:
             del self._contents[:count]
 
     def _wait_for_announcement(self, step: int, number: int) -> None:
-        """Waits for announcement ``number``: the next one when the caller looked, *before* it found that it must wait.
+        """Waits for announcement ``number``, which the caller looks up *before* it decides to wait.
 
-        If it were looked up here, this host's other thread could have seen it meanwhile, and ``number`` would be that of
-        the announcement after it. The reader would then wait for an announcement that needs its own report.
+        If it were looked up here, this host's other thread could have processed that announcement in between. ``number``
+        would then be the following announcement, which needs this host's own report, and the reader would wait forever.
         """
         self._start_reducer()
         start = time.monotonic()
@@ -226,7 +226,7 @@ class WindowAgreement:
         def tick(_: float) -> None:
             if self._closed:
                 raise StalledError("the feed was closed while it waited for other hosts")
-            if self._announced != number:  # seen by this host's other thread, and perhaps deleted since
+            if self._announced != number:  # processed by this host's other thread, and perhaps deleted since
                 raise _AlreadySeen
             own = self._published <= number
             if own:
@@ -274,7 +274,7 @@ class WindowAgreement:
 
     def _describe_stragglers(self, stragglers: Stragglers) -> str:
         if not stragglers.total:
-            return f"host {self._keys.reducer}, which announces, is silent"
+            return f"host {self._keys.reducer}, which announces, has not responded"
         doing = {host: self._describe() if host == self._host else self._keys.doing(host) for host in stragglers.hosts}
         notes = "; ".join(f"host {host} is {what}" for host, what in doing.items() if what)
         have = "has" if stragglers.total == 1 else "have"
@@ -313,7 +313,7 @@ class WindowAgreement:
 
 
 class _LateLog:
-    """Logs who is late, after ever longer times.
+    """Logs the late hosts at increasing intervals.
 
     Args:
       start: when the wait began, in seconds of ``time.monotonic()``.
@@ -334,7 +334,7 @@ class _LateLog:
 
 
 class _WindowReducer:
-    """Reduces the reports on one window after the other, in a thread of its own, until all hosts stop.
+    """Reduces the reports on one window after the other, on a separate thread, until all hosts stop.
 
     Args:
       keys: keys of the windows.
@@ -364,7 +364,7 @@ class _WindowReducer:
         self._notice = notice
         self._closed = True
         if notice is not None:
-            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and starts no thread
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down and cannot start a thread
                 self._thread.start()
         self._thread.join(_CLOSE_SECONDS)
 
@@ -375,7 +375,7 @@ class _WindowReducer:
                     return
             except Exception:
                 if not self._closed:  # after close, errors only mean that the job or the coordinator is shutting down
-                    _log.exception("the agreement between hosts broke off at window %d", window)
+                    _log.exception("the agreement between hosts failed at window %d", window)
                 return
 
     def _reduce_window(self, window: int, end: int) -> bool:
@@ -413,7 +413,7 @@ class _WindowReducer:
     def _announce(self, window: int, announcement: Announcement) -> None:
         self._keys.reduction(window).announce(announcement.to_json())
         if announcement.stop is not None and announcement.stop.failures:
-            # A host that was killed never leaves, and then only the announcements stay.
+            # A killed host never leaves; then only the announcements stay.
             for number in range(self._deleted, window + 1):
                 self._keys.reduction(number).discard_values()
             self._keys.delete("doing")

@@ -1,10 +1,10 @@
 """Puts one leaf's host array on devices as one global ``jax.Array``.
 
-The fast path is the function that JAX's own transfers end in, ``batched_device_put``. It is 1.5 to 5 times as fast as the
-public API because nothing is recomputed per batch. It is private, so it is probed before use
-(``base/jax_internals.py``) and abandoned for good, with one log line, if a call fails. The public path
-(``jax.make_array_from_callback``) gives the same array and also makes the first array of each kind: the fast call takes
-its abstract value from that array, which avoids constructing JAX's private classes.
+The fast path is ``batched_device_put``, the function underneath JAX's own transfers. It is 1.5 to 5 times as fast as the
+public API because nothing is recomputed per batch. It is private, so it is probed before use (``base/jax_internals.py``)
+and, if a call fails, abandoned with one log line. The public path (``jax.make_array_from_callback``) gives the same array
+and also makes the first array of each kind: the fast call takes its abstract value from that array, which avoids
+constructing JAX's private classes.
 
 Host arrays are first converted to dtypes that JAX supports: native byte order, and 32 bits if x64 is off.
 """
@@ -42,7 +42,7 @@ _NARROWED: dict[np.dtype, np.dtype] = {
 
 _AS_THEY_ARE = frozenset(
     np.dtype(name) for name in ("int32", "float32", "uint8", "bool", "int8", "uint32")
-)  # need no conversion in any mode, so they skip the checks
+)  # these need no conversion in any mode and skip the checks
 
 
 def narrowed_dtype(dtype: npt.DTypeLike, x64: bool) -> np.dtype:
@@ -66,8 +66,7 @@ def narrow(leaf: npt.ArrayLike, path: str, x64: bool) -> np.ndarray:
     """Returns the leaf as an array of a dtype that JAX supports.
 
     Args:
-      leaf: array ``[rows, ...]``. Returned unchanged if its dtype needs no conversion, otherwise as a new aligned
-        copy.
+      leaf: array ``[rows, ...]``. Returned unchanged if its dtype needs no conversion, else as a new aligned copy.
       path: the leaf's path, for messages.
       x64: whether 64-bit dtypes are kept. If not, int64 and uint64 become 32 bits wide if every value fits, and
         float64 and complex128 are rounded to 32 bits per component.
@@ -80,8 +79,8 @@ def narrow(leaf: npt.ArrayLike, path: str, x64: bool) -> np.ndarray:
         return array
     if not _is_numeric(array.dtype):
         raise SourceError(
-            f"leaf {path or '(the only one)'} has dtype {array.dtype} and shape {array.shape}, and a jax.Array holds "
-            f"bool, integers, floats and complex numbers only. Turn it into numbers in `decode`, or drop it there."
+            f"leaf {path or '(the only one)'} has dtype {array.dtype} and shape {array.shape}, but a jax.Array holds "
+            f"only bools, integers, floats and complex numbers. Turn it into numbers in `decode`, or drop it there."
         )
     dtype = narrowed_dtype(array.dtype, x64)
     if dtype == array.dtype and array.dtype.isnative:
@@ -104,7 +103,7 @@ def _check_fits(array: np.ndarray, dtype: np.dtype, path: str) -> None:
     raise SourceError(
         f"leaf {path or '(the only one)'} of dtype {array.dtype} holds {int(array[place])} at {place}, which does not "
         f"fit in {dtype} ({limits.min}..{limits.max}), and jax_enable_x64 is off. Map the values to a smaller range "
-        f"in `decode`, or switch 64-bit types on with jax.config.update('jax_enable_x64', True)."
+        f"in `decode`, or enable 64-bit types with jax.config.update('jax_enable_x64', True)."
     )
 
 
@@ -113,7 +112,7 @@ _log = logging.getLogger("meshfeed.put")
 BlockOf = Callable[[tuple[slice, ...] | None], np.ndarray]
 """Index of a block in the global array → the block."""
 
-# The *_explicit levels are left out: they also cover explicit transfers, so the user means these transfers too.
+# Without the *_explicit levels: they also cover explicit transfers, so a user who sets them means these transfers too.
 _GUARDS_OF_IMPLICIT_TRANSFERS = ("log", "disallow")
 
 
@@ -140,8 +139,8 @@ class DevicePut:
         if self.fast_call is not None:
             self.fast_call = None
             _log.warning(
-                "batched_device_put of JAX %s does not take what it used to (%s: %s); arrays are assembled by the "
-                "public make_array_from_callback from now on, which is slower and otherwise the same",
+                "batched_device_put of JAX %s no longer accepts the expected arguments (%s: %s); from now on, arrays are "
+                "assembled by the public make_array_from_callback, which gives the same result more slowly",
                 jax.__version__,
                 type(error).__name__,
                 error,
@@ -203,7 +202,7 @@ class BlockDevicePut:
       global_shape: shape of the global arrays.
       sharding: sharding of the global arrays.
       dtype: dtype of the blocks, already narrowed.
-      devices: this host's devices in the sharding's order; empty on a host outside its mesh.
+      devices: this host's devices in the sharding's order; empty on a host outside the sharding's mesh.
       indices: for each of ``devices``, the index of its block in the global array.
     """
 
@@ -306,7 +305,7 @@ class LeafDevicePut:
             host = narrow(host, self._path, self._device_put.x64)
         if self._rows is not None and host.flags.c_contiguous:
             if self._align and not memory.is_aligned(host):
-                # Otherwise JAX copies each block: up to twice as slow as one aligned copy that it can use directly.
+                # JAX would copy each unaligned block, which is up to twice as slow as one aligned copy that it can alias.
                 host = memory.copy(host)
             return self._put([host[rows] for rows in self._rows])
         parts = [contiguous(host[index]) for index in self._distinct]
@@ -318,7 +317,7 @@ def _key(index: Iterable[slice]) -> tuple[tuple[int, int], ...]:
 
 
 def contiguous(part: np.ndarray) -> np.ndarray:
-    """Returns ``part`` if it is C-contiguous, otherwise a new aligned copy."""
+    """Returns ``part`` if it is C-contiguous, else a new aligned copy."""
     return part if part.flags.c_contiguous else memory.copy(part)
 
 

@@ -8,9 +8,9 @@ out before use. One compiled call then moves the rows to the target sharding::
     host batch ──put──► [devices * chunk, ...] over "load" ──reshard──► [global_batch_size, ...], target sharding
                any thread                               caller's thread
 
-All values travel in carriers, integers that hold their bits: XLA alters NaNs of narrow floats in transit, and a sum
-turns -0.0 into 0.0. The host views its buffer as the carrier dtype, which is free; the device converts back after the
-last collective.
+All values are transferred as carriers, integers that hold their bits: XLA alters NaNs of narrow floats in transit, and
+a sum turns -0.0 into 0.0. The host views its buffer as the carrier dtype, which is free; the device converts back after
+the last collective.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Load: TypeAlias = str | Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class Carrier:
-    """How values of a dtype travel.
+    """The form in which values of a dtype are transferred.
 
     Attributes:
       dtype: dtype of the integers.
@@ -127,8 +127,8 @@ def make_mover(
 def _spread(bits: jax.Array, load_sharding: NamedSharding, ranks: Sequence[int], chunk_rows: int) -> jax.Array:
     """Spreads the chunks of some devices evenly over all devices, in order, padded with rows of zeros.
 
-    A reduce-scatter of integers in which at most one addend is nonzero. Indexing rows of a sharded dimension would
-    make XLA gather the placeholders of all devices too.
+    Implemented as a reduce-scatter of integers in which at most one addend is nonzero. Indexing rows of a sharded
+    dimension would make XLA gather the placeholders of all devices too.
     """
     axis = load_sharding.mesh.axis_names[0]
     size = -(-chunk_rows * (max(ranks) + 1) // len(ranks)) * len(ranks)
@@ -157,23 +157,22 @@ def load_participants(prefix: PyTree, load: Load) -> tuple[int, ...]:
       load: ``"once"`` or a list of process indices.
 
     Raises:
-      SettingsError: ``load`` is neither, names a host with no device in the shardings, or leaves one of several
+      SettingsError: ``load`` has another value, names a host with no device in the shardings, or leaves one of several
         meshes without a reading host.
     """
     everyone = participants(prefix)
     readers = _readers(load, everyone)
     if strangers := [host for host in readers if host not in everyone]:
         raise SettingsError(
-            f"load={load!r}: no device of host {', '.join(map(str, strangers))} is in the sharding, and rows reach the "
-            f"other hosts only from devices of the sharding. Name some of the hosts {list(everyone)}, or use "
-            f'load="once".',
+            f"load={load!r}: no device of host {', '.join(map(str, strangers))} is in the sharding, but rows reach other "
+            f'hosts only from devices in the sharding. Pass some of the hosts {list(everyone)}, or load="once".',
             setting="load",
         )
     for devices in _device_orders(prefix):
         hosts = sorted({device.process_index for device in devices})
         if not any(host in readers for host in hosts):
             raise SettingsError(
-                f"load={load!r}: one of the meshes in sharding is on the hosts {hosts} only, and none of them reads. "
+                f"load={load!r}: one of the meshes in sharding is only on the hosts {hosts}, none of which reads. "
                 f'Add one of them to load, or use load="once".',
                 setting="load",
             )
@@ -255,7 +254,7 @@ class LoadedBatch:
 
 
 class RowAssignment:
-    """The rows that one host reads of batches of one size, and their way to the target shardings.
+    """The rows that one host reads of each batch of one size, and the move of all rows to the target shardings.
 
     Args:
       prefix: normalized shardings.
@@ -324,7 +323,7 @@ class RowAssignment:
             if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
                 raise SourceError(
                     f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected "
-                    f"{plan.num_rows} rows first, which is what host {plan.process_index} loads of a global batch of "
+                    f"{plan.num_rows} rows first, the rows that host {plan.process_index} loads of a global batch of "
                     f"{plan.global_batch_size}"
                 )
             narrow(leaf[:0], path, x64)  # rejects an unsupported dtype before any work

@@ -1,7 +1,7 @@
 """Places host batches on the mesh as global ``jax.Array``, following the host's plan.
 
 With ``load="sharded"`` each host reads the rows that its devices hold (:class:`ShardedPlacer`), which needs no device
-computation and no cross-host communication. ``load_once.py`` is the other way: one host reads each row.
+computation and no cross-host communication. With ``load="once"`` (``load_once.py``), one host reads each row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshfeed._src.plan.plan import (
 from meshfeed._src.plan.shardings import axes_of, sharding_leaves
 from meshfeed._src.reading.host_batch import RecordSpec
 
-_MAX_CACHED_BATCH_KINDS = 64  # batch schedules and ragged widths need several; more are unexpected, so start over
+_MAX_CACHED_BATCH_KINDS = 64  # batch schedules and ragged widths need several; beyond that, the cache is cleared
 _Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -76,7 +76,7 @@ class Placer(Protocol):
 
 
 class _BatchKind(NamedTuple):
-    """What determines how a batch is assembled. Equal for most batches."""
+    """The properties that determine how a batch is assembled; equal for most batches."""
 
     plan: HostPlan
     treedef: TreeDef
@@ -153,13 +153,13 @@ class Assembler:
             [leaf.shape[1:] for leaf in leaves] if record_shapes is None else record_shapes
         )
         if len(widths) != len(leaves):
-            raise SourceError(f"the batch has {len(leaves)} leaves {paths}, and a record has {len(widths)}")
+            raise SourceError(f"the batch has {len(leaves)} leaves {paths}, but a record has {len(widths)}")
         device_puts: list[LeafDevicePut] = []
         for path, leaf, width, sharding in zip(paths, leaves, widths, shardings, strict=True):
             if leaf.ndim == 0 or leaf.shape[0] != plan.num_rows:
                 raise SourceError(
                     f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected "
-                    f"{plan.num_rows} rows first, which is what host {plan.process_index} holds of a global batch of "
+                    f"{plan.num_rows} rows first, the rows that host {plan.process_index} holds of a global batch of "
                     f"{plan.global_batch_size}"
                 )
             narrow(leaf[:0], path, self._x64)  # rejects an unsupported dtype before any work
@@ -170,7 +170,7 @@ class Assembler:
         return device_puts
 
     def columns(self, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
-        """Leaf path → the columns that this host holds, which is all that a source needs to read."""
+        """Leaf path → the columns that this host holds; a source need not read the others."""
         shardings = broadcast_shardings(self._prefix, record_shapes)
         specs = jax.tree.leaves(record_shapes)
         return {
@@ -203,8 +203,8 @@ def _local_indices(leaf: np.ndarray, plan: LeafPlan, path: str) -> list[tuple[sl
         return [block.local for block in plan.blocks]
     raise SourceError(
         f"leaf {path or '(the only one)'} has shape {leaf.shape} and dtype {leaf.dtype}; expected rows of shape "
-        f"{plan.global_shape[1:]} as the first record has, or of this host's columns {plan.column_shape}. All "
-        f"records must have the same shape: pad or cut them in `decode`."
+        f"{plan.global_shape[1:]}, as in the first record, or {plan.column_shape}, this host's columns. All records "
+        f"must have the same shape: pad or cut them in `decode`."
     )
 
 
@@ -267,7 +267,7 @@ class ShardedPlacer:
         if not mine or host_rows % mine:
             raise PlanError(
                 f"a host batch of {host_rows} rows cannot be split over this host's {mine} of the {shards} row shards of "
-                f"the mesh; give a multiple of {mine} rows. If this is a single record, wrap what makes the records in "
+                f"the mesh; use a multiple of {mine} rows. If this is a single record, pass its source as a "
                 "meshfeed.sources.Stream."
             )
         return host_rows // mine * shards
@@ -340,7 +340,7 @@ def make_placer(sharding: PyTree, settings: FeedSettings) -> Placer:
         placer: Placer = ShardedPlacer(prefix, here, settings.mask_key)
     else:
         placer = LoadOncePlacer(prefix, settings.load, here)
-    # Check all sizes now: otherwise a bad size fails at the step where the schedule switches to it.
+    # Check all sizes now: a bad size would otherwise fail only at the step where the schedule switches to it.
     if settings.schedule is not None:
         check = ShardedPlacer(prefix, here) if not isinstance(placer, ShardedPlacer) else placer
         for size in settings.schedule.sizes:

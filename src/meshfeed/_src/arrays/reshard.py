@@ -122,8 +122,8 @@ def _mover(dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any
         moved = []
         for value, dtype, source, target in zip(values, dtypes, sources, targets, strict=True):
             # Constraining the bits to the old sharding and then to the new one keeps both gather and slice on the
-            # bits. Otherwise XLA may slice the float8 before the first bitcast, which quiets its NaNs (JAX 0.12), or
-            # gather the bfloat16 after the second. Key data has more dimensions than the key's sharding; the extra
+            # bits. Without them, XLA may slice the float8 before the first bitcast, which quiets its NaNs (JAX 0.12),
+            # or gather the bfloat16 after the second. Key data has more dimensions than the key's sharding; the extra
             # dimensions stay unsharded.
             bits = lax.with_sharding_constraint(to_bits(value), constraint_sharding(source))
             bits = lax.with_sharding_constraint(lax.optimization_barrier(bits), constraint_sharding(target))

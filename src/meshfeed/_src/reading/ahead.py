@@ -1,8 +1,8 @@
-"""Fetches files ahead of the reads of a reader, in the order in which its coming batches need them.
+"""Fetches files before a reader reads them, in the order in which its upcoming batches need them.
 
-The record ids of a host's coming batches are arithmetic, so the files that hold them are known in order. A
-:class:`FetchAhead` keeps the nearest of them on disk, and tells their cache when each file is needed next: the cache then
-evicts the file whose next use is farthest (Belady's rule), and never one that is needed sooner than what it fetches.
+The record ids of a host's upcoming batches are computable, so the files that hold them are known in order. A
+:class:`FetchAhead` keeps the nearest of them on disk and supplies their cache with the next use of each file. The cache
+evicts the file whose next use is farthest (Belady, 1966), and never one that is needed sooner than the file it fetches.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from meshfeed._src.base.threads import Background, Threads, WakeUp
 
 _log = logging.getLogger("meshfeed.ahead")
 _NUM_THREADS = 8  # files and connections; connections serve the nearest file first
-_MAX_USES = 1 << 16  # coming uses kept in memory
+_MAX_USES = 1 << 16  # upcoming uses kept in memory
 _SCANNED_AT_ONCE = 64
-_RECHECK_SECONDS = 5.0  # after which files that other processes evicted are noticed
-_FULL_SECONDS = 0.02  # after which a full cache is tried again, if a batch has been read
+_RECHECK_SECONDS = 5.0  # how often to look for files that other processes have evicted
+_FULL_SECONDS = 0.02  # how often to retry a full cache, if a batch has been read
 
 
 def _rest(work: Callable[[], object]) -> float:
-    """Does some work; returns until when to rest, for at most a tenth of the time: the reads need the interpreter too."""
+    """Calls ``work`` and returns when to call it again, in seconds of ``time.monotonic``.
+
+    It gets at most a tenth of the time, because the reads need the interpreter too.
+    """
     started = time.thread_time()
     work()
     return time.monotonic() + min(1.0, 9 * (time.thread_time() - started))
 
 
 class FetchAhead:
-    """Keeps the files that the coming batches need next on a local disk.
+    """Keeps the files that upcoming batches need next on a local disk.
 
     Args:
-      plan: the files that each batch of this reader needs, from its first batch on; computed lazily, on a thread of this
-        object.
+      plan: yields the files that each batch of the reader needs, from its first batch on; consumed lazily, on a
+        background thread.
     """
 
     def __init__(self, plan: Iterator[Iterable[CachedFile]]) -> None:
@@ -57,13 +60,13 @@ class FetchAhead:
         self._thread = Background(self._run, "meshfeed-ahead-plan")
 
     def reached(self, batch: int) -> None:
-        """Call it before the reader reads batch ``batch``, counted from its first; starts the threads."""
+        """Records that the reader is about to read batch ``batch``, counted from its first; starts the threads."""
         self._reached = batch
         self._thread.start()
         self._notify()
 
     def next_use(self, file: CachedFile) -> float:
-        """Returns when a file is needed next, in batches from now; infinity if that is not known."""
+        """Returns when a file is needed next, in batches from now; infinity if unknown."""
         uses = self._uses.get(file)
         try:
             return max(0, uses[0] - self._reached) if uses else math.inf
@@ -71,7 +74,7 @@ class FetchAhead:
             return math.inf
 
     def close(self) -> None:
-        """Ends the threads; fetches under way go on until they are done."""
+        """Ends the threads; fetches that have started continue to completion."""
         self._closed = True
         self._notify()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -90,11 +93,11 @@ class FetchAhead:
                 time.sleep(max(0.0, _rest(self._submit) - time.monotonic()))
                 wait = 60.0 if self._is_far_enough() else scan_at - time.monotonic()
                 self._wake.wait(lambda seen=seen: self._closed or self._events != seen, wait)
-        except Exception as error:  # the reads fetch by themselves
-            _log.warning("fetching ahead has ended: %s: %s", type(error).__name__, error)
+        except Exception as error:  # not fatal: reads fetch the files that they need
+            _log.warning("fetching ahead has stopped: %s: %s", type(error).__name__, error)
 
     def _is_far_enough(self) -> bool:
-        """Whether the known uses fill the cache and what is fetched ahead, or the plan has ended."""
+        """Whether the known uses fill the cache and the bytes to fetch ahead, or the plan has ended."""
         if self._ended or self._num_uses >= _MAX_USES:
             return True
         return bool(self._uses) and self._bytes > next(iter(self._uses)).plan_bytes
@@ -129,12 +132,12 @@ class FetchAhead:
                 self._bytes -= file.num_bytes
 
     def _submit(self) -> None:
-        """Starts to fetch the files that are needed next and are missing."""
+        """Starts fetching the files that are needed next and are missing."""
         self._forget()
         if time.monotonic() - self._checked_at > _RECHECK_SECONDS:
             self._here, self._failed, self._checked_at = set(), set(), time.monotonic()
         near = self._near()
-        self._here &= set(near)  # what is not needed soon may be evicted
+        self._here &= set(near)  # files that are not needed soon may be evicted
         for file in near:
             if file in self._here or file in self._failed or file in self._under_way:
                 continue

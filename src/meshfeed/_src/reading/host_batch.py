@@ -63,6 +63,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 _RAGGED = "ragged rows: "
 _PACK = " For documents of unequal length use meshfeed.sources.Packed."
+_ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
 _NO_DTYPES = (np.void, np.longdouble, np.clongdouble)  # types, not kinds: ml_dtypes have the same kind as np.void
 
 
@@ -98,13 +99,13 @@ def _as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
     if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
         text = isinstance(leaf, bytes | bytearray | memoryview)
         remedy = (
-            "Give the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
+            "Pass the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
             if text
             else "Turn it into numbers with decode= or meshfeed.sources.Map, or leave that column out."
         )
         raise SourceError(
             f"leaf {path or '(the record itself)'} of {where} is {type(leaf).__name__} (dtype {array.dtype}) of shape "
-            f"{array.shape}; a leaf is an array or number of a dtype that JAX has. {remedy}",
+            f"{array.shape}; a leaf must be an array or number of a dtype that JAX supports. {remedy}",
             **location,
         )
     return array
@@ -122,7 +123,7 @@ def flatten_record(
     location = {"record_id": record_id, "lane_index": lane_index}
     paths, treedef = jax.tree_util.tree_flatten_with_path(record)
     if not paths:
-        raise SourceError(f"{where} has no leaves: {record!r}; a record is a pytree of arrays.", **location)
+        raise SourceError(f"{where} has no leaves: {record!r}; a record must be a pytree of arrays.", **location)
     arrays, leaves = [], []
     for key_path, leaf in paths:
         path = jax.tree_util.keystr(key_path)
@@ -137,7 +138,7 @@ class RecordStack:
 
     Args:
       capacity: maximum number of records.
-      spec: required structure of the records; None for that of the first record.
+      spec: required structure of the records; None to require the structure of the first record.
       lane_index: lane of the records, for errors.
 
     Attributes:
@@ -194,12 +195,12 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
     _, other = flatten_record(record, record_id=record_id, lane_index=lane_index)
     where = _where(record_id, lane_index)
     location: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
-    remedy = "Records of a source must be alike; pad or cast them in the source (nothing is promoted silently)."
+    remedy = _ALIKE
     if other.treedef != spec.treedef:
         ragged = _ragged_lists(spec.treedef, other.treedef)
         raise SourceError(
-            f"{ragged}{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, the first record had "
-            f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, other)}. {remedy}",
+            f"{ragged}{where} has the leaves {', '.join(leaf.describe() for leaf in other.leaves)}, but the first record "
+            f"had {', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, other)}. {remedy}",
             **location,
         )
     for wanted, found in zip(spec.leaves, other.leaves, strict=True):
@@ -208,7 +209,7 @@ def raise_difference(spec: RecordSpec, record: PyTree, record_id: int | None, la
             unequal = what and len(wanted.shape) == len(found.shape) == 1
             raise SourceError(
                 f"{what}leaf {found.path or '(the record)'} of {where} is {found.dtype} of shape {found.shape}, "
-                f"that of the first record was {wanted.dtype} of shape {wanted.shape}. {remedy}"
+                f"but in the first record it was {wanted.dtype} of shape {wanted.shape}. {remedy}"
                 f"{_PACK if unequal else ''}",
                 **location,
             )
@@ -228,7 +229,7 @@ def spec_of_batch(batch: PyTree, num_rows: int, *, what: str) -> RecordSpec:
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
     if not paths:
-        raise SourceError(f"{what} gave no leaves: {batch!r}; a batch is a pytree of arrays.")
+        raise SourceError(f"{what} returned no leaves: {batch!r}; a batch must be a pytree of arrays.")
     leaves = []
     for key_path, leaf in paths:
         path = jax.tree_util.keystr(key_path)
@@ -264,7 +265,7 @@ def _differ_in_shape(spec: RecordSpec, other: RecordSpec) -> bool:
 
 
 def _ragged_lists(first: Any, other: Any) -> str:
-    """Returns a prefix for the error if two structures differ only in the lengths of lists, otherwise ``""``.
+    """Returns a prefix for the error if two structures differ only in the lengths of lists, else ``""``.
 
     A list is a pytree node with one child per item, so lists of unequal lengths appear as different structures.
     """
@@ -296,9 +297,8 @@ def check_spec(spec: RecordSpec, found: RecordSpec, *, what: str, lane_index: in
         return
     ragged = _RAGGED if _differ_in_shape(spec, found) else _ragged_lists(spec.treedef, found.treedef)
     raise SourceError(
-        f"{ragged}{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, the first had "
-        f"{', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, found)}. Records of a source must be "
-        "alike; pad or cast them in the source (nothing is promoted silently).",
+        f"{ragged}{what}: records have the leaves {', '.join(leaf.describe() for leaf in found.leaves)}, but the first "
+        f"record had {', '.join(leaf.describe() for leaf in spec.leaves)}{_structures(spec, found)}. {_ALIKE}",
         lane_index=lane_index,
     )
 
@@ -317,7 +317,7 @@ def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_
       lane_index: lane of the batches, for errors.
 
     Raises:
-      SourceError: the structure of a batch differs from that of the first; numpy would silently promote dtypes.
+      SourceError: a batch differs in structure from the first; numpy would silently promote dtypes.
     """
     if len(batches) == 1:
         return batches[0]
@@ -360,11 +360,11 @@ def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
     """
     if not isinstance(batch, dict):
         raise SourceError(
-            f"mask_key={mask_key!r} adds a leaf to a dict, but records are {type(batch).__name__}; give dict records."
+            f"mask_key={mask_key!r} adds a leaf to a dict, but records are {type(batch).__name__}; use dict records."
         )
     if mask_key in batch:
         raise SourceError(
-            f"mask_key={mask_key!r} is the name of a leaf that records have already; choose another name."
+            f"mask_key={mask_key!r} is the name of an existing leaf of the records; choose a different name."
         )
     return {**batch, mask_key: mask}
 

@@ -42,7 +42,7 @@ def digest_tree(tree: PyTree) -> str:
 def probe_digest(num_records: int, digest: Callable[[np.ndarray], str], retry: Retry = Retry()) -> str:  # noqa: B008 (a frozen value)
     """Returns a digest of up to four records spread over a source.
 
-    An unreadable record enters the digest as such: it must not prevent a feed from having a state.
+    An unreadable record does not raise: it is marked in the digest, because a feed over it must still have a state.
 
     Args:
       num_records: number of records of the source.
@@ -128,7 +128,7 @@ def kind_of(source: object) -> str:
 def identify_within(
     source: RandomAccessSource | StreamSource, retry: Retry, timeout_seconds: float
 ) -> dict[str, JsonValue]:
-    """Returns :func:`source_identity`, computed on a thread of its own, which may hang in a read.
+    """Returns :func:`source_identity`, computed on a separate thread because it may hang in a read.
 
     Raises:
       StalledError: it takes longer than ``timeout_seconds``.
@@ -141,7 +141,7 @@ def identify_within(
             doing = "reading four of its records" if find(source, hooks.Fingerprinted) is None else "its fingerprint()"
             raise StalledError(
                 f"host {host} cannot identify its source, a {kind_of(source)}: {doing} has not returned after {waited:.0f} s "
-                f"(timeout_seconds={timeout_seconds:g}). Look at its storage; raise timeout_seconds if it may take longer.",
+                f"(timeout_seconds={timeout_seconds:g}). Check its storage; raise timeout_seconds if it may take longer.",
                 hosts=(host,),
                 waited_seconds=waited,
             )

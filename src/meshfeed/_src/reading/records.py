@@ -38,7 +38,7 @@ from meshfeed._src.reading.host_batch import (
 )
 
 BAD_RECORD = (CorruptDataError, ValueError)
-"""Exceptions that mean a damaged record, rather than a failed read."""
+"""Exceptions that indicate a damaged record rather than a failed read."""
 _MAX_REPLACEMENTS = 1000  # bounds the time spent on a source that is damaged as a whole
 _trace = jax.profiler.TraceAnnotation
 
@@ -90,8 +90,8 @@ def _add_seconds(times: dict[str, float], name: str, start: float) -> None:
 
 def _ended(doing: str, record_id: int | None) -> SourceError:
     return SourceError(
-        f"the source raised StopIteration while {doing}; a random-access source ends at len(source), so this is an "
-        "error in the source or its decoder.",
+        f"the source raised StopIteration while {doing}; a random-access source ends at len(source), so this is a bug in "
+        "the source or its decoder.",
         record_id=record_id,
     )
 
@@ -186,7 +186,7 @@ class SourceReader:
 
         Args:
           record_ids: int64 ``[n]``, n at least 1.
-          rngs: one generator per record, for decoders that take ``rng=``.
+          rngs: one generator per record, for decoders that accept ``rng=``.
           columns: the part of each leaf to read, for sources that read columns.
           times: dict to which read and decode times are added, in seconds, as ``read_seconds`` and ``decode_seconds``.
 
@@ -453,11 +453,11 @@ class RecordReader:
                         bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
             else:
                 raise SourceError(
-                    f"record {record_id} is bad, and so are the {_MAX_REPLACEMENTS - 1} records that were to replace "
-                    "it; the data is damaged as a whole.",
+                    f"record {record_id} is bad, and so are {_MAX_REPLACEMENTS - 1} candidates to replace it. Check the "
+                    "data, which seems to be damaged as a whole.",
                     record_id=record_id,
                 )
-        return join_batches(rows, what=lambda row: f"record {record_ids[row]} or what replaces it"), tuple(bad)
+        return join_batches(rows, what=lambda row: f"record {record_ids[row]} or its replacement"), tuple(bad)
 
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
         if self._numbering is not None:  # a mixture replaces a record within its component

@@ -1,4 +1,4 @@
-"""Worker processes that read and decode: a pool of children, and the reader that feeds use it through.
+"""Worker processes that read and decode: a pool of child processes, and the reader through which feeds use it.
 
 Worker ``step % num_workers`` reads step ``step``. Workers never use an accelerator.
 """
@@ -61,7 +61,8 @@ class WorkerPool(Generic[Request, Answer]):
         ``task(request)`` returns any picklable value. Its numpy arrays reach the caller without a copy, 64-byte-aligned
         and read-only. On close, a worker calls ``task.close()``, if defined, unless it is busy with a request.
       name: name of the pool, for messages.
-      gc_every: requests per run of a worker's garbage collector, which is otherwise disabled; 0 keeps Python's default.
+      gc_every: requests between runs of a worker's garbage collector, which is disabled in between; 0 keeps Python's
+        default.
       describe: describes a request, for messages.
 
     Raises:
@@ -79,7 +80,7 @@ class WorkerPool(Generic[Request, Answer]):
     ) -> None:
         if not sys.executable:
             raise SettingsError(
-                "num_workers needs the path of the Python interpreter, and sys.executable is empty here (an embedded "
+                "num_workers needs the path of the Python interpreter, but sys.executable is empty (an embedded "
                 "interpreter). Set num_workers=0.",
                 setting="num_workers",
             )
@@ -188,9 +189,7 @@ class _Worker(Generic[Request, Answer]):
     def _error(self, description: ErrorDescription) -> Exception:
         if self._ready:
             return self._rebuild_error(description, f"while working on {self._summary(self._pending.popleft())}")
-        self._death = self._rebuild_error(
-            description, "while being set up"
-        )  # every later request fails in the same way
+        self._death = self._rebuild_error(description, "while being set up")  # raised by every later request too
         return self._death
 
     def _summary(self, request: Request) -> str:
@@ -205,8 +204,8 @@ class _Worker(Generic[Request, Answer]):
     def _stalled(self, waited: float) -> StalledError:
         return StalledError(
             f"{self.label} (process {self.child.pid}) has not answered within {waited:.1f} s; it is "
-            f"{self._doing()}. The process is alive: its storage or its decoder hangs, or is slower than that. See where "
-            f"with `py-spy dump --pid {self.child.pid}`, or allow more time with timeout_seconds=.",
+            f"{self._doing()}. The process is alive: its storage or its decoder hangs, or is slow. See where with "
+            f"`py-spy dump --pid {self.child.pid}`, or allow more time with timeout_seconds=.",
             waited_seconds=waited,
         )
 

@@ -1,4 +1,4 @@
-"""Places the rows of a global batch so that the parts of the mesh get equal work."""
+"""Orders the rows of a global batch so that the parts of the mesh get about equal work."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RowBalance:
     """Orders the rows of a batch by the lengths of their segments, without reading records.
 
     Args:
-      source: a source that knows the lengths: ``row_lengths`` or ``lengths`` of :mod:`meshfeed._src.base.hooks`.
+      source: a source with ``row_lengths`` or ``lengths`` (:mod:`meshfeed._src.base.hooks`).
       balance: "attention", "tokens", or a function of the segment lengths of one row, int64[segments].
 
     Raises:
-      SettingsError: the source does not know the lengths of its records.
+      SettingsError: the source has neither method.
     """
 
     def __init__(self, source: RandomAccessSource, balance: Balance) -> None:
@@ -33,13 +33,13 @@ class RowBalance:
         self._balance = balance
         if self._of_rows is None and self._of_records is None:
             raise SettingsError(
-                f"balance={balance!r} needs a source that knows the lengths of its records; this one, of kind "
-                f"{kind_of(source)!r}, does not. Use Packed, or give the source lengths() -> int[records].",
+                f"balance={balance!r} needs the lengths of the records, which a source of kind {kind_of(source)!r} does not "
+                "provide. Use Packed, or define lengths() -> int[records] on the source.",
                 setting="balance",
             )
 
     def rows(self, record_ids: RecordIds) -> RecordIds:
-        """Returns which of the records becomes each row, int64[n]."""
+        """Returns the index into ``record_ids`` of each row's record, int64[n]."""
         return balanced_rows(self._costs(record_ids))
 
     def _costs(self, record_ids: RecordIds) -> np.ndarray:

@@ -115,7 +115,7 @@ class LocalBatchReader:
         try:
             self._ready = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
             if self._ready is None:
-                raise SourceError("the iterable of host batches has no further batch on this host to look at.")
+                raise SourceError("the iterable of host batches has no further batch on this host.")
             return self._ready
         finally:
             self._taking.release()
@@ -129,7 +129,9 @@ class LocalBatchReader:
             try:
                 batch = next(self._iterator)
                 if batch is None:
-                    raise SourceError("the iterable of host batches gave None; a host batch is a pytree of arrays.")
+                    raise SourceError(
+                        "the iterable of host batches gave None; a host batch must be a pytree of arrays."
+                    )
                 return batch
             except StopIteration:
                 epoch, epochs = self._epoch + 1, self._settings.num_epochs
@@ -140,13 +142,13 @@ class LocalBatchReader:
                 first = next(self._iterator, None)
                 if first is None:
                     raise SourceError(
-                        f"the iterable of host batches gave no batch in epoch {self._epoch}. With num_epochs it must "
-                        "start again at each iter()."
+                        f"the iterable of host batches gave no batch in epoch {self._epoch}. With num_epochs, each iter() "
+                        "must start it again."
                     ) from None
                 return first
 
     def _take_to_deliver(self) -> PyTree | None:
-        """The next batch, or None at the end. With ``end="drop"`` the short one at the end of each epoch is left out."""
+        """The next batch, or None at the end. ``end="drop"`` drops the short batch at the end of each epoch."""
         while True:
             batch = call_with_retry(self._take, self._settings.retry, doing=f"taking batch {self._step}")
             if batch is None:
@@ -241,8 +243,8 @@ class LocalBatchReader:
         if real > num_rows:
             leaf = spec_of_batch(batch, real, what=f"host batch {step}").leaves[0]
             raise SourceError(
-                f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, and this host holds {num_rows} "
-                f"rows of a global batch of {self._stream.read_schedule().sizes[0]}; give batches of {num_rows} rows."
+                f"host batch {step}: leaf {leaf.path or '(the batch)'} has {real} rows, but this host holds {num_rows} "
+                f"rows of a global batch of {self._stream.read_schedule().sizes[0]}; make batches of {num_rows} rows."
                 f"{'' if step else ' ' + SINGLE_RECORDS}"
             )
         return pad_rows(batch, num_rows)
@@ -292,7 +294,7 @@ class LocalBatchCursor(Cursor):
     """The cursor of host batches.
 
     Attributes:
-      entries: host → where its iterator stands.
+      entries: host → the state of its iterator.
     """
 
     entries: Mapping[str, Mapping[str, JsonValue]] = dataclasses.field(
@@ -460,7 +462,7 @@ class LocalBatchStream:
                 "hosts",
                 sorted(state.hosts),
                 f"host {host}",
-                "Join the states of all hosts with meshfeed.merge_states.",
+                "Merge the states of all hosts with meshfeed.merge_states.",
             )
         entries = {host: self._entry(host, state.hosts[host], state.step)} if host in state.hosts else {}
         segments = parse_segments(state.segments)
@@ -531,7 +533,7 @@ class LocalBatchStream:
             iterator = self.source.iterator(None if entry is None else entry["iterator"])
             self._first = None
         if cursor.step and self.schedule is None and not self._rows_may_vary:
-            # The next batch may be the short one at the end of an epoch, from which no size follows.
+            # The next batch may be the short one at the end of an epoch, which must not set the size.
             self.schedule = BatchSchedule([(0, cursor.step_schedule.at(cursor.step - 1)[1])])
         epoch = 0 if entry is None else int(entry["epoch"])
         self._reading = LocalBatchReader(

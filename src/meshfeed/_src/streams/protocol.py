@@ -1,8 +1,8 @@
-"""One protocol for every kind of stream: what the feed needs of random access, lanes and host batches.
+"""One protocol for every kind of stream: what the feed needs from random access, lanes and host batches.
 
-A stream opens a host reader at a cursor; the reader gives host batches, and ``advance`` moves the cursor past each of
-them. The state of a feed is that of its cursor. Everything about a stream that the feed depends on is declared here;
-nothing above this room distinguishes kinds of stream.
+A stream opens a host reader at a cursor; the reader returns host batches, and ``advance`` moves the cursor past each of
+them. The state of a feed is the state of its cursor. Everything that the feed needs from a stream is declared here; no
+code above this room distinguishes kinds of stream.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class HostBatch:
       tree: pytree of arrays ``[host_rows, ...]``, padded and with its mask. None if no lane on this host has a record,
         and after the transfer has started.
       num_bytes: size of ``tree`` in bytes.
-      entries: what the state needs after this batch. Lanes: lane → entry. Host batches: host → entry with the
-        iterator's state.
+      entries: entries of the state after this batch. Lanes: lane → entry. Host batches: host → entry with the iterator's
+        state.
       ended: lane → length in records, for lanes known to have ended. Host batches: ``(step + 1) << 32 | first row`` →
         padded rows, one entry per run of padding.
       bad: ``[record id, epoch, reason]`` of each replaced record.
       times: ``read_seconds`` and ``decode_seconds``.
       retries: number of retried reads.
       record_ids: ids of the host's real rows, for the debug log (random access only).
-      size_from_others: this host has only padding and does not know the batch size. Until the other hosts announce
-        it, ``global_batch_size`` is the smallest possible size, and ``ended`` counts the padding at that size.
+      size_from_others: this host has only padding and cannot derive the batch size. Until the other hosts announce it,
+        ``global_batch_size`` is the smallest possible size, and ``ended`` counts the padding at that size.
     """
 
     step: int
@@ -99,7 +99,7 @@ class HostReader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
-    """Where a stream stands between two batches; each kind of stream adds what it needs to continue from there.
+    """The position of a stream between two batches; each kind of stream adds what it needs to continue from there.
 
     Attributes:
       step_schedule: batch sizes of delivered and future steps.
@@ -121,7 +121,7 @@ class Cursor:
         return 0
 
     def to_state(self, kind: str, fingerprint: dict[str, JsonValue], **fields: JsonValue) -> FeedState:
-        """Returns the state; ``fields`` are those of this kind of stream."""
+        """Returns the state; ``fields`` are the fields that only this kind of stream has."""
         return FeedState(
             kind=kind,
             position=self.position,
@@ -151,7 +151,7 @@ class FeedStream(Protocol[C]):
 
     @property
     def schedule(self) -> BatchSchedule | None:
-        """Batch sizes of the stream; None as long as the first host batch, which sets the size, is not read."""
+        """Batch sizes of the stream; None until the first host batch, which sets the size, has been read."""
         ...
 
     @property
@@ -166,7 +166,7 @@ class FeedStream(Protocol[C]):
 
     @property
     def length_is_known(self) -> bool:
-        """Whether every host computes the end of the stream by itself."""
+        """Whether every host can compute the end of the stream on its own."""
         ...
 
     @property
@@ -268,7 +268,7 @@ class FeedStream(Protocol[C]):
         ...
 
     def describe_batch(self, batch: HostBatch) -> dict[str, JsonValue]:
-        """Returns what the step log says about the contents of a batch."""
+        """Returns the contents of a batch for the step log."""
         ...
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class FeedStream(Protocol[C]):
 
 
 AnyStream = FeedStream[Any]
-"""A stream whose cursors go back only to it."""
+"""A stream of any kind. Its cursors are passed back only to itself."""
 
 
 def required_schedule(settings: FeedSettings, what: str) -> BatchSchedule:

@@ -49,7 +49,7 @@ class RandomAccessCursor(Cursor):
     """The cursor of a random-access stream.
 
     Attributes:
-      order: order of the records. That of a mixture depends on the step schedule, because its stages begin at steps.
+      order: order of the records. For a mixture it depends on the step schedule, because stages begin at steps.
     """
 
     order: RecordOrder
@@ -72,8 +72,8 @@ class RandomAccessStream:
         self.schedule = required_schedule(settings, "a random-access source")
         if settings.num_lanes is not None and settings.shuffle != "shards":
             raise SettingsError(
-                f"num_lanes={settings.num_lanes}, but a random-access source has lanes only with shuffle='shards'. Leave "
-                "it out.",
+                f"num_lanes={settings.num_lanes}, but a random-access source has lanes only with shuffle='shards'. Omit "
+                "it.",
                 setting="num_lanes",
             )
         if len(source) < 1:
@@ -92,7 +92,7 @@ class RandomAccessStream:
         self._shard_lengths = self._get_shard_lengths() if settings.shuffle == "shards" else None
         self._order = self._order_of(StepSchedule(self.schedule))
         self.records = RecordReader(source, seed=settings.seed, retry=settings.retry, bad_records=settings.bad_records)
-        # Here, because it may read, which taking a state must not.
+        # Computed here because it may read records, which taking a state must not.
         self._identity = identify_within(source, settings.retry, settings.timeout_seconds)
         if self.num_steps(self.start()) == 0:
             _log.warning(
@@ -118,7 +118,7 @@ class RandomAccessStream:
         return sharded.shard_lengths()
 
     def _num_lanes(self, num_shards: int, saved: JsonValue) -> int:
-        """The number of lanes for ``shuffle="shards"``: that of the settings, of the state, or the default."""
+        """The number of lanes for ``shuffle="shards"``: from the settings, else from the state, else the default."""
         divisor = math.gcd(*self.schedule.sizes)
         chosen = self._settings.num_lanes
         num_lanes = chosen or (default_num_lanes(divisor, num_shards) if saved is None else saved)
@@ -286,7 +286,7 @@ class RandomAccessStream:
         return cursor.step_schedule.at(cursor.step)[1]
 
     def record_spec(self, cursor: RandomAccessCursor | None = None) -> RecordSpec:
-        """Returns the structure of record 0; that of the next step if the source has records of several shapes."""
+        """Returns the structure of the first record, or of the next step if the source has records of several shapes."""
         last = None if cursor is None else self.num_steps(cursor)
         if cursor is None or not self.records.several_shapes or (last is not None and cursor.step >= last):
             return self.records.spec()
@@ -313,7 +313,7 @@ class _Part:
       size: global batch size.
       rows: this host's rows, ascending.
       num_rows: number of rows.
-      first: the first row if the rows are contiguous, otherwise None.
+      first: the first row if the rows are contiguous, else None.
       columns: see :attr:`HostRows.columns`.
     """
 
@@ -329,7 +329,7 @@ class _Part:
 def _ids_of(stream: RandomAccessStream, order: RecordOrder, position: int, part: _Part) -> tuple[RecordIds, RecordIds]:
     """Returns record ids and epochs of this host's rows of the batch at ``position``, without padding."""
     total = order.total
-    if stream.balance is not None:  # every host places the rows of the whole batch
+    if stream.balance is not None:  # every host orders the rows of the whole batch
         stop = position + part.size if total is None else min(position + part.size, total)
         record_ids, epochs = stream.batch_ids(order, position, stop)
         rows = part.rows[part.rows < stop - position]
@@ -388,7 +388,7 @@ class RandomAccessReader:
         files = find(stream.source, hooks.CachesFiles)
         if files is not None and files.cached_files(np.empty(0, np.int64)) is not None:
             self._fetches = FetchAhead(_files_of_steps(files, stream, cursor, host_rows))
-            weakref.finalize(self, self._fetches.close).atexit = False  # a reader that nobody closed
+            weakref.finalize(self, self._fetches.close).atexit = False  # for a reader dropped without close
         self._specs: dict[int, RecordSpec] = {}
         self._part: _Part | None = None
         # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
@@ -473,7 +473,7 @@ class RandomAccessReader:
         check_spec(known, found, what=f"step {step}")
 
     def final(self) -> int | None:
-        """Returns None: every host computes the end by itself."""
+        """Returns None: every host computes the end on its own."""
         return None
 
     def describe(self) -> str:

@@ -27,7 +27,7 @@ _log = logging.getLogger("meshfeed.lanes")
 _SNAPSHOT_SHARE = 0.01  # share of the lane's read time that snapshots of its state may cost
 _MAX_SNAPSHOT_SECONDS = 60.0  # read time that a resume may have to repeat
 _EXPENSIVE_SECONDS = 2e-3  # a slower snapshot is logged
-_MAX_BAD_IN_A_ROW = 1000  # beyond this the data or the decoder is broken as a whole
+_MAX_BAD_IN_A_ROW = 1000  # more than that means that the data or the decoder is broken as a whole
 _ALL = 1 << 62  # no limit: more records than any request
 
 
@@ -60,7 +60,7 @@ class LaneEntry:
         """Parses an entry of a state.
 
         Raises:
-          StateMismatchError: the entry differs from what was saved.
+          StateMismatchError: the entry was changed or damaged after it was saved.
         """
         field = f"lanes.{lane_index}"
         bare = feed_state.unseal(value, field)
@@ -103,8 +103,8 @@ class Taken:
 class Lane:
     """Reads one lane. Not thread-safe.
 
-    An iterator that raised is never called again, because most then skip records or end silently. Instead the lane is
-    reopened at its last snapshot and moved forward.
+    An iterator that raised is never called again, because most iterators then skip records or end silently. Instead, the
+    lane is reopened at its last snapshot and moved forward.
 
     Args:
       source: a stream source.
@@ -132,10 +132,9 @@ class Lane:
         self._bad_in_a_row = 0
         self._most = _ALL  # most records to request per next_batch call
         self._iterator: LaneIterator | None = None
-        self._stacked: hooks.StackedLane | None = (
-            None  # the iterator, if it gives stacked records to a lane without decode
-        )
-        self._resumable: hooks.Resumable | None = None  # the iterator, if it has a state
+        # The iterator again, if it has the hook; stacked records are used only without decode.
+        self._stacked: hooks.StackedLane | None = None
+        self._resumable: hooks.Resumable | None = None
         self._dropping: Dropping | None = None
         self.spec: RecordSpec | None = None
         if not self._ended:
@@ -344,11 +343,11 @@ class Lane:
 
     @property
     def length(self) -> int | None:
-        """Records of the lane over all epochs if it has ended, otherwise None."""
+        """Records of the lane over all epochs if it has ended, else None."""
         return self._records if self._ended else None
 
     def entry(self) -> LaneEntry:
-        """Returns the lane's current state; takes a new snapshot of the source unless that is too expensive for now."""
+        """Returns the lane's current state; takes a new snapshot of the source unless that is currently too expensive."""
         if self._since and self._iterator is not None and self._resumable is not None:
             cheap = self._snapshot_cost <= _SNAPSHOT_SHARE * self._busy_since_snapshot
             overdue = self._busy_since_snapshot > _MAX_SNAPSHOT_SECONDS
@@ -389,7 +388,7 @@ class Lane:
         return str(self._dropping or reading)
 
     def close(self) -> None:
-        """Closes the iterator; errors (such as that of a generator in which a read hangs) are only logged."""
+        """Closes the iterator; errors, such as from a generator in which a read hangs, are only logged."""
         self._close_broken()
 
 
@@ -410,9 +409,8 @@ class LaneRun:
     count: int
 
 
-_RowPiece = tuple[
-    int, int, int, list[np.ndarray]
-]  # first row of the output, first row and number of rows of the leaves
+_RowPiece = tuple[int, int, int, list[np.ndarray]]
+"""First row of the output, first row and number of rows of the leaves, and the leaves."""
 
 
 def lane_runs(rows: np.ndarray, rows_per_lane: int) -> tuple[LaneRun, ...]:

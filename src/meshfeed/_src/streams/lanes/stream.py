@@ -125,7 +125,7 @@ class LaneGroup:
         return GroupRows(lanes, time.perf_counter() - start)
 
     def describe(self) -> str:
-        """For logs."""
+        """Returns what the group is reading, for logs."""
         return self._reading.describe() if self._reading is not None else "idle"
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class WorkerLanes:
         return GroupRows(lanes, sum(part.seconds for part in parts))
 
     def describe(self) -> str:
-        """For logs."""
+        """Returns what the workers are doing, for logs."""
         return f"waiting for {self._num_workers} workers to read lanes"
 
     def close(self) -> None:
@@ -238,9 +238,9 @@ class LaneCursor(Cursor):
     """The cursor of a stream read as lanes.
 
     Attributes:
-      source: the source that lanes are opened from. That of a mixture depends on the step schedule, because its stages
-        begin at steps.
-      entries: lane → where it stands.
+      source: the source from which lanes are opened. For a mixture it depends on the step schedule, because stages begin
+        at steps.
+      entries: lane → its state.
       ended: lane → length in records, for the lanes of all hosts known to have ended.
       lanes: number of lanes.
     """
@@ -279,8 +279,8 @@ class LaneStream:
             )
         if settings.bad_records is not None and find(source, hooks.Decodes) is None:
             raise SettingsError(
-                "bad_records=SkipBad(…) on a stream covers only its decode, and this source has none. Leave it out, and "
-                "handle bad records in the code that makes the stream.",
+                "bad_records=SkipBad(…) on a stream covers only its decode, but this source has none. Omit it, and handle "
+                "bad records in the code that makes the stream.",
                 setting="bad_records",
             )
         self.source = source
@@ -288,7 +288,7 @@ class LaneStream:
         self._settings = settings
         self.num_lanes = settings.num_lanes or default_num_lanes(self.schedule.sizes)
         self._check_lanes(self.num_lanes)
-        # Here, because it may read, which taking a state must not.
+        # Computed here because it may read records, which taking a state must not.
         self._identity = identify_within(source, settings.retry, settings.timeout_seconds)
         if self._staged is not None:
             self._staged.mixture_config()  # may read too
@@ -441,7 +441,7 @@ class LaneStream:
                 "lanes",
                 f"lanes {sorted(int(lane) for lane in cursor.entries)} of {cursor.num_lanes}",
                 f"this host reads the lanes {needed}",
-                f"The state lacks the lanes {missing}: join the states of all hosts with meshfeed.merge_states.",
+                f"The state lacks the lanes {missing}: merge the states of all hosts with meshfeed.merge_states.",
             )
         entries = {lane: cursor.entries[str(lane)] for lane in needed}
         return LaneReader(self, cursor, host_rows, self._settings, entries, hosts_agree=hosts_agree)
@@ -597,7 +597,7 @@ class LaneReader:
         return self._runs[size]
 
     def _check_end(self, rows: Collection[LaneRows], step: int) -> None:
-        """Raises StopIteration if the lanes of this host cannot fill ``step``; notes the first step of padding alone."""
+        """Raises StopIteration if this host's lanes cannot fill ``step``; records the first step that is all padding."""
         self.empty = self.empty and not any(row.entry.records for row in rows)
         if self.empty and rows and not self._hosts_agree:
             raise SourceError(EMPTY_STREAM)
