@@ -1,6 +1,6 @@
 """meshfeed: global ``jax.Array`` batches for a multi-host training mesh, identical on any number of hosts.
 
-Public names are imported lazily, on first use; ``import meshfeed`` runs nothing else.
+Public names are imported lazily, on first use, so ``import meshfeed`` loads neither JAX nor any data library.
 """
 
 from __future__ import annotations

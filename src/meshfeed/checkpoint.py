@@ -1,4 +1,4 @@
-"""Arrays and data position in one checkpoint: read once across the cluster, bit-exact, and rejected if damaged.
+"""Saves arrays and data position in one checkpoint, verifies it, and restores it by reading each byte once per job.
 
 Public names are imported lazily, so ``import meshfeed.checkpoint`` does not import Orbax.
 """

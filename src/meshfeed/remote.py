@@ -1,4 +1,4 @@
-"""A feed that runs on the CPU hosts next to the accelerators, under one controller; see :class:`RemoteFeed`."""
+"""A feed that runs on the CPU hosts attached to the accelerators, under one controller; see :class:`RemoteFeed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources. Each is imported on first use, together with the library that it needs."""
+"""Sources of records. Each is imported on first use, together with the library that it needs."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_standard_library_without_enough_text_is_named(
 ) -> None:
     (tmp_path / "small.py").write_text("pass\n")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(SourceError, match=r"has 5 bytes of Python text, and 650 are wanted"):
+    with pytest.raises(SourceError, match=r"has 5 bytes of Python text; the demo needs 650"):
         build_corpus(tmp_path / "c", num_records=10, record_bytes=65)
 
 
@@ -176,7 +176,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: pathlib.Path) -> Non
     (tmp_path / "x").write_text("")
     result = CliRunner().invoke(main.main, ["demo", "--directory", str(tmp_path)])
     assert result.exit_code == 2
-    assert "is not empty; name a new folder" in result.output
+    assert "is not empty; pass a new folder" in result.output
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_lines_wrap_at_the_width_of_the_terminal(tmp_path: pathlib.Path) -> None
     Demo(Plan(), tmp_path, console)._show_proof(one, [one], checks)
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 60
-    assert " ".join(text.getvalue().split()).count("10 different records among the first 10 delivered") == 1
+    assert " ".join(text.getvalue().split()).count("10 distinct records among the first 10 delivered") == 1
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_the_whole_journey(tmp_path: pathlib.Path) -> None:
     holds, text = run(SMALL, tmp_path / "demo")
     assert holds, text
     assert text.count("SIGKILL") == 2
-    assert "199 different records among the first 199 delivered: each of the corpus once" in text
+    assert "199 distinct records among the first 199 delivered: each record of the corpus once" in text
     assert "All checks pass" in text
 
 
@@ -305,7 +305,7 @@ def test_the_whole_journey(tmp_path: pathlib.Path) -> None:
 def test_a_position_that_is_forgotten_is_seen(tmp_path: pathlib.Path) -> None:
     holds, text = run(broken(ON_ONE_HOST, "position"), tmp_path / "demo")
     assert not holds, text
-    assert "✗ record ids  not those of the uninterrupted run" in text
+    assert "✗ record ids  different from the uninterrupted run" in text
     assert "Some checks fail" in text
 
 

@@ -693,7 +693,7 @@ def test_remote_errors_come_with_type_and_message(mesh: Mesh) -> None:
         next(wrapper)
     with pytest.raises(ValueError, match="mesh has 8 devices"):
         RemoteIteratorWrapper(get_ds, Stateful, mesh, (20, 3))
-    with pytest.raises(meshfeed.SettingsError, match="preprocessing_fn cannot travel"):
+    with pytest.raises(meshfeed.SettingsError, match="preprocessing_fn cannot be sent"):
         RemoteIteratorWrapper(get_ds, _Untransportable(), mesh, (16, 3))
 
 

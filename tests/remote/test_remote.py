@@ -120,6 +120,8 @@ def test_the_whole_interface(mesh: Mesh) -> None:
             remote.record_ids(99)
         with pytest.raises(meshfeed.SettingsError):
             remote.record_ids(True)
+        with pytest.raises(meshfeed.SettingsError, match="it takes record ids"):
+            remote.read([1.5])
     missing = set(dir(meshfeed.MultiHostDataLoadIterator)) - set(dir(RemoteFeed))
     assert not {name for name in missing if not name.startswith("_")}
 
@@ -199,7 +201,7 @@ def test_checkpoints_go_from_one_to_the_other(mesh: Mesh, tmp_path: Path) -> Non
 def test_what_cannot_travel_is_refused_in_the_constructor(mesh: Mesh) -> None:
     lock = threading.Lock()
     for factory in (lambda: lock, (number for number in range(3)).__next__):
-        with pytest.raises(meshfeed.SettingsError, match="make_source cannot travel") as caught:
+        with pytest.raises(meshfeed.SettingsError, match="make_source cannot be sent") as caught:
             RemoteFeed(factory, mesh, global_batch_size=16)
         assert caught.value.setting == "make_source"
     with pytest.raises(meshfeed.SettingsError, match="takes a function"):

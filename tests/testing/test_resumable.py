@@ -218,7 +218,7 @@ class NoState:
         ),
         (GoesOnWhenRestoredAtTheEnd, r"(restored|set) .*: it did not end after 6 batches. .* row 0 of batch 0"),
         (BadReset, r"reset after the end: batch 0 differs. .* row 0 of batch 1"),
-        (NoJson, r"get_state\(\) of NoJson returned a value without a JSON form"),
+        (NoJson, r"get_state\(\) of NoJson returned a value that cannot be represented as JSON"),
         (NoState, r"NoState has no get_state"),
     ],
 )

@@ -49,7 +49,7 @@ def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int
       num_files: number of files; consecutive records are divided among them as evenly as possible.
 
     Raises:
-      SourceError: if the standard library has too little text.
+      SourceError: the standard library has too little text.
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -61,8 +61,8 @@ def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int
         num_sources += 1
     if len(text) < num_records * record_bytes:
         raise SourceError(
-            f"the standard library in {sysconfig.get_path('stdlib')} has {len(text):,} bytes of Python text, and "
-            f"{num_records * record_bytes:,} are wanted. Some systems leave modules out: use a complete Python (PYTHON=...)."
+            f"the standard library in {sysconfig.get_path('stdlib')} has {len(text):,} bytes of Python text; the demo needs "
+            f"{num_records * record_bytes:,}. Some systems omit modules: use a complete Python (PYTHON=...)."
         )
     directory.mkdir(parents=True, exist_ok=True)
     bounds = [num_records * number // num_files for number in range(num_files + 1)]

@@ -1,7 +1,7 @@
 """``meshfeed demo``: trains, kills all hosts, resumes on other numbers of hosts, and proves that the data is identical.
 
-The training script is examples/train_lm.py, unmodified, in real processes. The proof uses only the lines that they write
-(:mod:`meshfeed._src.demo.proof`).
+The training script is examples/train_lm.py, unmodified, in real processes. The proof uses only the lines that these
+processes write (:mod:`meshfeed._src.demo.proof`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Demo:
         """Runs all jobs; returns whether all checks pass.
 
         Raises:
-          MeshfeedError: if a host failed, or no step completed for 300 s.
+          MeshfeedError: a host failed, or no step completed for 300 s.
         """
         start = time.monotonic()
         plan, show = self._plan, self._console.print
@@ -208,16 +208,16 @@ class Demo:
                     return self._ended(job, kill_at, step)
                 if time.monotonic() - last_news > _SILENCE_SECONDS:
                     raise MeshfeedError(
-                        f"{job.topology}: no step for {_SILENCE_SECONDS:.0f} s after step {step}. The end of host 0's "
-                        "log:\n" + "\n".join(job.output(0)[-12:])
+                        f"{job.topology}: no step for {_SILENCE_SECONDS:.0f} s after step {step}. Host 0's log ends:\n"
+                        + "\n".join(job.output(0)[-12:])
                     )
                 time.sleep(_POLL_SECONDS)
 
     def _ended(self, job: Job, kill_at: int | None, step: int) -> None:
         if kill_at is not None:
             raise MeshfeedError(
-                f"{job.topology}: the job ended at step {step} before it could be killed: no checkpoint was "
-                f"complete by then. Use more --steps."
+                f"{job.topology}: the job ended at step {step} before it could be killed, because no checkpoint was "
+                "complete. Use more --steps."
             )
 
     # ------------------------------------------------------------------ the proof
@@ -229,14 +229,14 @@ class Demo:
         for name, digest in (("record ids", ids_digest), ("batches", batches_digest)):
             show(f"  sha256 of all {name}, first 40 digits")
             show(f"    uninterrupted         {digest(one)[:40]}", highlight=False)
-            show(f"    killed and continued  {digest(other)[:40]}", highlight=False)
+            show(f"    killed and resumed    {digest(other)[:40]}", highlight=False)
         marks = {True: "[green]✓[/]", False: "[bold red]✗[/]"}
         show(_columns(*((f"  {marks[check.holds]} {check.name}", check.detail) for check in checks)), highlight=False)
         if one and other:
             first, second = (f"{steps[max(steps)].loss:.6f}" for steps in (one, other))
             text = (
-                f"The last loss is {first} uninterrupted, and {second} killed and continued. The loss rounds differently "
-                "on another mesh; the data is identical."
+                f"The last loss is {first} uninterrupted, and {second} killed and resumed. The loss rounds differently on "
+                "another mesh; the data is identical."
             )
             show(_columns((" ", text)), highlight=False)
 
@@ -281,7 +281,7 @@ def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, q
     """Runs the demo on the terminal.
 
     Args:
-      num_steps: number of training steps; None for that of the plan.
+      num_steps: number of training steps; None for the plan's number.
       directory: folder for all output; None for a temporary folder, removed if all checks pass.
       how: fault to inject, a key of :data:`meshfeed._src.demo.demo.BREAKS`, or None.
       quick: whether to run :data:`meshfeed._src.demo.demo.QUICK`.
@@ -290,8 +290,8 @@ def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, q
       Whether all checks pass.
 
     Raises:
-      SettingsError: if the folder is not empty.
-      MeshfeedError: if a library is missing or a host failed.
+      SettingsError: the folder is not empty.
+      MeshfeedError: a library is missing or a host failed.
     """
     missing = [name for name in ("rich", "optax") if importlib.util.find_spec(name) is None]
     if missing:
@@ -300,7 +300,7 @@ def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, q
 
     folder = pathlib.Path(directory or tempfile.mkdtemp(prefix="meshfeed-demo-")).resolve()
     if folder.exists() and any(folder.iterdir()):
-        raise SettingsError(f"--directory {folder} is not empty; name a new folder.", setting="directory")
+        raise SettingsError(f"--directory {folder} is not empty; pass a new folder.", setting="directory")
     plan = QUICK if quick else Plan()
     if num_steps is not None:
         plan = dataclasses.replace(plan, num_steps=num_steps, save_every=max(2, num_steps // 10))

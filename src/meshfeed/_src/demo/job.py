@@ -49,7 +49,7 @@ def example_script() -> pathlib.Path:
         if candidate.exists():
             return candidate
     raise MeshfeedError(
-        f"the demo's training script is in neither {candidates[0]} nor {candidates[1]}; install meshfeed again."
+        f"the demo's training script is in neither {candidates[0]} nor {candidates[1]}; reinstall meshfeed."
     )
 
 
@@ -118,14 +118,14 @@ class Job:
         """Whether any process is still running.
 
         Raises:
-          MeshfeedError: if a process exited with an error; quotes the end of its log.
+          MeshfeedError: a process exited with an error; quotes the end of its log.
         """
         codes = [child.returncode for child in self._children]
         for host, code in enumerate(codes):
             if code:
                 raise MeshfeedError(
-                    f"{self.topology}: host {host} {self._children[host].how_it_ended()}. The end of "
-                    f"{self.output_path(host)}:\n" + "\n".join(self.output(host)[-_LOG_TAIL_LINES:])
+                    f"{self.topology}: host {host} {self._children[host].how_it_ended()}. {self.output_path(host)} ends:\n"
+                    + "\n".join(self.output(host)[-_LOG_TAIL_LINES:])
                 )
         return None in codes
 

@@ -127,7 +127,7 @@ def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], n
     delivered = [record for step in steps.values() for record in step.record_ids]
     epoch = delivered[: len(records)]
     once = len(set(epoch))
-    whether = {True: "equal to those of the uninterrupted run", False: "not those of the uninterrupted run"}
+    whether = {True: "identical to the uninterrupted run", False: "different from the uninterrupted run"}
     same_ids = ids_digest(steps) == ids_digest(wanted)
     same_batches = batches_digest(steps) == batches_digest(wanted)
     return [
@@ -142,19 +142,19 @@ def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], n
         Check(
             "epoch",
             once == len(epoch),
-            f"{once:,} different records among the first {len(epoch):,} delivered"
-            + (": each of the corpus once" if once == len(records) else f", of {len(records):,} in the corpus"),
+            f"{once:,} distinct records among the first {len(epoch):,} delivered"
+            + (": each record of the corpus once" if once == len(records) else f", of {len(records):,} in the corpus"),
         ),
         Check(
             "replayed",
             not differing,
-            f"{again - len(differing):,} of {again:,} steps that the kills undid came back the same"
-            + (f"; others did not, first step {differing[0]}" if differing else ""),
+            f"{again - len(differing):,} of the {again:,} steps lost to the kills were reproduced exactly"
+            + (f"; the first that was not is step {differing[0]}" if differing else ""),
         ),
         Check(
             "hosts",
             not problems,
-            problems[0] if problems else "all hosts agree on the ids, and on every row that several of them hold",
+            problems[0] if problems else "all hosts agree on the ids and on every row that several of them hold",
         ),
     ]
 

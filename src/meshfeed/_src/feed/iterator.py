@@ -1,7 +1,7 @@
-"""The feed that users iterate over: chooses the stream of their source, and runs one generation of it after the other.
+"""The feed that users iterate over: it chooses the stream for their source and runs it, one generation after another.
 
 A generation begins when the feed is created and at each ``reset`` and ``set_state``. Its first ``next`` opens the data,
-compares settings with the other hosts and builds the pipeline; each further ``next`` only takes a batch off it.
+compares settings with the other hosts and builds the pipeline; each later ``next`` only takes a batch from it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from meshfeed._src.streams.random_access import RandomAccessStream
 
 
 class ResumableIterator(Resumable, Protocol):
-    """What :class:`LocalIterator` needs of a feed."""
+    """The methods of a feed that :class:`LocalIterator` needs."""
 
     def __iter__(self) -> Iterator[PyTree]: ...
 
@@ -78,7 +78,7 @@ class LocalIterator:
         return next(self._feed)
 
     def get_state(self) -> JsonValue:
-        """Returns the feed's state, which is that of the last delivered batch."""
+        """Returns the feed's state after the last delivered batch."""
         return self._feed.get_state()
 
     def set_state(self, state: JsonValue) -> None:
@@ -91,7 +91,7 @@ def replay_step(stream: FeedStream[C], cursor: C, step: int) -> PyTree:
 
     Args:
       stream: the feed's stream.
-      cursor: a cursor at or before the step, with all lanes; a stream reads from there up to the step.
+      cursor: a cursor at or before the step, with all lanes; a stream is read from there to the step.
       step: index of the batch.
 
     Returns:
@@ -123,8 +123,8 @@ def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> An
     recognized = as_source(source)
     if settings.balance is not None and (isinstance(recognized, HostBatches) or is_stream(recognized)):
         raise SettingsError(
-            f"balance={settings.balance!r} needs the lengths of records that are not read yet, so a random-access source. "
-            "Leave it out, or pack random-access documents with Packed.",
+            f"balance={settings.balance!r} needs a random-access source, which has the lengths of records before they are "
+            "read. Omit it, or pack random-access documents with Packed.",
             setting="balance",
         )
     if isinstance(recognized, HostBatches):
@@ -160,7 +160,7 @@ class SecondPass:
 
 
 class _Generation(NamedTuple):
-    """What one generation of a feed must close; ``doing`` and ``because`` explain its end to the other hosts."""
+    """The parts of a generation that must be closed; ``doing`` and ``because`` explain its end to the other hosts."""
 
     pipeline: Pipeline | None
     opening: SingleCall[HostReader] | None
@@ -189,15 +189,15 @@ class Feed:
       num_epochs: passes over the source, with no gap between them; None to repeat forever.
       end: ``"drop"`` the last partial batch or ``"pad"`` it with zeros. All hosts stop at the same step.
       mask_key: with ``end="pad"``, the key of an added bool ``[global_batch_size]`` leaf, False on padded rows.
-      balance: orders the rows of each global batch so that the shards of the batch cost about the same: ``"attention"``
-        (the sum of the squares of a row's segment lengths), ``"tokens"`` (their sum), or a function that returns the cost
-        of one row from its segment lengths, int64[segments]. The rows of a step and the state stay the same. For ``Packed``
-        and sources with ``lengths()``.
+      balance: orders the rows of each global batch so that the shards of the batch cost about the same. The cost of a row
+        is ``"attention"``, the sum of the squares of its segment lengths; ``"tokens"``, their sum; or a function of its
+        segment lengths, int64[segments]. The set of rows of a step and the state stay the same. Requires ``Packed`` or a
+        source with ``lengths()``.
       num_lanes: for streams and ``shuffle="shards"``: number of sequential parts that the rows are divided into.
         Default: the largest common divisor of the batch sizes that is at most 64, and for ``shuffle="shards"`` at most
         an eighth of the number of shards.
-      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: one host reads each row, and the
-        rows are resharded on device. A list of process indices: only these hosts read.
+      load: ``"sharded"``: each host reads the rows that its devices hold. ``"once"``: each row is read by one host, and
+        rows are resharded on device. A list of process indices: like ``"once"``, but only these hosts read.
       prefetch: global batches kept ready on device; 0 disables prefetching.
       num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
       num_threads: threads that read and decode; None for one.
@@ -291,9 +291,8 @@ class Feed:
             self._handshake.leave()
             raise
         if self._hosts_agree:
-            finalize(
-                self, self._handshake.leave
-            )  # for a feed dropped without close; runs after the pipeline's finalizer, which is registered later
+            # For a feed dropped without close; runs after the pipeline's finalizer, which is registered later.
+            finalize(self, self._handshake.leave)
 
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
@@ -342,7 +341,7 @@ class Feed:
         if self._closed:
             raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
         if self._failed is not None:
-            raise self._failed.with_traceback(self._failed_at)  # otherwise the traceback grows with each call
+            raise self._failed.with_traceback(self._failed_at)  # without it, the traceback would grow with each call
         start = time.perf_counter()
         try:
             pipeline = self._running_pipeline()
@@ -406,7 +405,7 @@ class Feed:
         if self._pipeline is None:
             self._pipeline = self._make_pipeline()
         if self._finalizer is None:
-            # a feed that is dropped without close, or lives until exit, must not leave threads behind
+            # A feed that is dropped without close, or lives until exit, must not leave threads behind.
             self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
         return self._pipeline
 
@@ -460,7 +459,7 @@ class Feed:
                 self._opened(opening)
             self._begin(cursor, opening, "set a state in its feed")
         except BaseException as error:
-            if self._cursor is cursor:  # interrupted after the switch: the new state holds
+            if self._cursor is cursor:  # interrupted after the switch: the new state is in effect
                 raise
             stalled = isinstance(error, StalledError)  # as after an interrupt, opening the data may be under way
             if opening is not None and (stalled or not isinstance(error, Exception)):
@@ -473,7 +472,7 @@ class Feed:
             raise
 
     def _open(self, cursor: Cursor) -> SingleCall[HostReader]:
-        """Opens the data on a thread of its own, which no interrupt can stop halfway."""
+        """Opens the data on a separate thread, which no interrupt can stop halfway."""
         stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree
         previous = self._last_opening
 
@@ -489,7 +488,7 @@ class Feed:
         """Waits for the data to be opened, for as long as dropping records makes progress.
 
         Raises:
-          StalledError: nothing has moved for ``timeout_seconds``.
+          StalledError: there was no progress for ``timeout_seconds``.
         """
         seconds = self._settings.timeout_seconds
         report = ProgressReport(coordination.key_value_store() if self._hosts_agree else None, seconds)
@@ -554,7 +553,7 @@ class Feed:
 
     @property
     def element_spec(self) -> PyTree:
-        """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings; available before the first."""
+        """Spec of the next batch, a pytree of ``jax.ShapeDtypeStruct`` with shardings. Reads a record if needed."""
         spec = spec_with_mask(self._stream.record_spec(self._cursor), self._settings.mask_key)
         return self._placer.element_spec(spec, self._stream.batch_size_at(self._cursor))
 
@@ -632,7 +631,7 @@ class Feed:
 
     @property
     def local_iterator(self) -> LocalIterator:
-        """The feed as the local iterator that MaxText expects; its state is that of the last delivered batch."""
+        """The feed as the local iterator that MaxText expects, with its state after the last delivered batch."""
         return LocalIterator(self)
 
     @hides_own_frames
@@ -640,7 +639,7 @@ class Feed:
         """Returns this host's counters and times so far.
 
         Args:
-          since: result of an earlier call; the figures then cover only the time between the two calls.
+          since: result of an earlier call; the result then covers only the time between the two calls.
 
         Raises:
           SettingsError: ``since`` belongs to a different feed, or is not earlier.

@@ -92,7 +92,7 @@ class ReadAhead(Generic[T]):
                 self._arrived.ring()
                 return
             self._items.append(item)
-            del item  # otherwise this frame keeps a batch alive after it is taken off
+            del item  # this frame must not keep a batch alive after it is taken off
             self._arrived.ring()
 
     @property
@@ -121,7 +121,7 @@ class ReadAhead(Generic[T]):
                 except IndexError:  # another thread called stop since the check
                     continue
             if error is not None:
-                raise error.with_traceback(self._traceback)  # otherwise the traceback grows with each call
+                raise error.with_traceback(self._traceback)  # without it, the traceback would grow with each call
             self._room.ring()  # an interrupt may have come between popleft and ring in pop
             if not start:
                 start = time.monotonic()
@@ -149,7 +149,7 @@ class ReadAhead(Generic[T]):
         """Waits for the thread after :meth:`stop`."""
         if not self._thread.join(_JOIN_SECONDS):
             _prefetch_log.warning(
-                "thread %s is still in a read of the source %.0f s after close; it ends with that read",
+                "thread %s is still reading the source %.0f s after close; it ends when that read returns",
                 self._name,
                 _JOIN_SECONDS,
             )
@@ -226,7 +226,7 @@ class Pipeline:
         self._delivered = self._step
         self._read_step = self._step
         self._window: list[HostBatch] = []
-        # False as long as a single process has neither bad records nor ended lanes, so that its reports would be empty.
+        # False while a single process has neither bad records nor ended lanes: its reports would be empty.
         self._eventful = agreement is not None or cursor.num_skipped > 0
         self._timeout_seconds = timeout_seconds
         self._stats = stats
@@ -434,7 +434,7 @@ def log_step(
       ready: the batch; its index, counted from 0, is logged as ``step``.
       position: records delivered before it, over all hosts.
       wait_seconds: time that the caller waited for it.
-      contents: what the stream says about the batch, such as record ids and files.
+      contents: the stream's description of the batch, such as record ids and files.
     """
     batch = ready.batch
     line: dict[str, JsonValue] = {

@@ -38,7 +38,7 @@ _TIMEOUT_SECONDS = 600.0  # a loader may wait 300 s for its tf.data pipeline whi
 class MultiHostDataLoadIterator:
     """Assembles host-local batches into global arrays; a drop-in replacement for MaxText's class of the same name.
 
-    The host batches are concatenated into one global batch, with dimension 0 sharded over all axes of the mesh.
+    Host batches are concatenated into one global batch, with dimension 0 sharded over all axes of the mesh.
     ``iter()`` restarts the loader; a one-shot iterator instead resumes after the last delivered batch. Without padding,
     all hosts stop at the first step that some host cannot fill. With padding, a host that has run out of data
     contributes rows of zeros while others still have data; once all have ended, every batch is zeros, indefinitely.
@@ -52,7 +52,7 @@ class MultiHostDataLoadIterator:
         between hosts. Floats with an integer value are accepted.
 
     Raises:
-      SettingsError: (a ValueError) if ``dataloader`` is not iterable or the factor is invalid.
+      SettingsError: (a ValueError) ``dataloader`` is not iterable or the factor is invalid.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class MultiHostDataLoadIterator:
         return self
 
     def __next__(self) -> PyTree:
-        """The next global batch, a pytree of global ``jax.Array`` ``[global rows, ...]``.
+        """Returns the next global batch, a pytree of global ``jax.Array`` ``[global rows, ...]``.
 
         Raises:
           StopIteration: the end, on all hosts at the same step; never with padding.
-          PlanError: (a ValueError) rows that this host's devices cannot share equally; names the leaf's path.
-          ValueError: with padding, no host has a batch that shows its shape.
-          StalledError: the loader, or another host, has given nothing for 600 s.
-          SourceError: zeros are needed before any batch was delivered, for batches of other nodes than dicts, lists,
+          PlanError: (a ValueError) a leaf's rows cannot be divided evenly over this host's devices; names the leaf's path.
+          ValueError: with padding, no host has a batch from which to take the shape.
+          StalledError: the loader, or another host, has produced nothing for 600 s.
+          SourceError: padding is needed before any batch was delivered, and batches contain nodes other than dicts, lists,
             tuples and None.
-          LoaderNotReadyError: (a TimeoutError) tf.data's FailedPreconditionError came 30 times.
+          LoaderNotReadyError: (a TimeoutError) tf.data raised FailedPreconditionError 30 times.
         """
         try:
             _, entry = self._delivered()
@@ -157,7 +157,7 @@ class MultiHostDataLoadIterator:
         try:
             move()
         finally:
-            # No call: Python handles no signal from here on, so an interrupt cannot come between the assignments.
+            # No calls below: Python handles signals only at calls, so an interrupt cannot split the assignments.
             if self._feed._cursor is not before:
                 self._held, self._ended, self._no_data = None, False, False
 
@@ -196,7 +196,7 @@ class MultiHostDataLoadIterator:
         """Returns the global spec of a padding batch, taken from some host's first batch."""
         if self._no_data:
             raise ValueError(_NO_DATA)
-        self._padding_rounds += 1  # every agreement between hosts needs its own number
+        self._padding_rounds += 1  # each reduction needs its own number
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
         result = reduce_json(
             f"{self._feed.name}/padding",
@@ -228,10 +228,10 @@ class MultiHostDataLoadIterator:
         """Returns the spec of the first batch per device, which is the same on all hosts; None if it cannot be read."""
         try:
             batch = self._local.source.first_batch()
-        except (StopIteration, StateMismatchError):  # no data, or a one-shot loader that has gone on
+        except (StopIteration, StateMismatchError):  # no data, or a one-shot loader past its first batch
             return None
         except Exception as error:
-            _log.warning("cannot read a batch to see the shape of padding: %s: %s", type(error).__name__, error)
+            _log.warning("cannot read a batch to get the shape of padding: %s: %s", type(error).__name__, error)
             return None
         return tree_to_json(
             jax.tree.map(
@@ -246,7 +246,7 @@ class MultiHostDataLoadIterator:
         """Requires every later batch to have ``global_rows`` rows.
 
         Raises:
-          PlanError: if that many rows cannot be divided evenly over the devices of the mesh.
+          PlanError: that many rows cannot be divided evenly over the devices of the mesh.
         """
         rows, rest = divmod(global_rows, self.global_mesh.size)
         if rest or not rows:
@@ -274,7 +274,7 @@ class MultiHostDataLoadIterator:
         """Resumes from a state returned by :meth:`get_state` on the same number of hosts.
 
         Raises:
-          StateMismatchError: if the state is damaged or of a different kind.
+          StateMismatchError: the state is damaged or of a different kind.
         """
         self._move(lambda: self._feed.set_state(state))
 
@@ -298,10 +298,10 @@ class MultiHostDataLoadIterator:
 
     @hides_own_frames
     def stats(self, *, since: FeedStats | None = None) -> FeedStats:
-        """Counters and times of this host so far.
+        """Returns this host's counters and times so far.
 
         Args:
-          since: what an earlier call returned; the figures then cover the time between the two calls.
+          since: result of an earlier call; the result then covers only the time between the two calls.
 
         Raises:
           SettingsError: ``since`` belongs to a different iterator, or is not earlier.
@@ -317,7 +317,7 @@ class MultiHostDataLoadIterator:
         """Resumes the loaders from a state of :meth:`local_state`, at step 0 of the feed.
 
         Raises:
-          Exception: whatever a loader raises for a state that it does not accept.
+          Exception: any error that a loader raises for a state that it does not accept.
         """
         batches = local_state.get("batches") if isinstance(local_state, Mapping) else None
         entry = {"epoch": 0, "step": 0, "iterator": {"batches": batches, "state": encode_value(local_state)}}
@@ -349,7 +349,7 @@ class MultiHostDataLoadIterator:
 class LocalIteratorView:
     """The loader's iterator as seen by checkpoint code: at the last delivered batch, regardless of the read-ahead.
 
-    Other attributes are forwarded to the loader's iterator. ``__class__`` is that of the loader's iterator, because
+    Other attributes are forwarded to the loader's iterator. ``__class__`` is the class of the loader's iterator, because
     checkpoint code tests ``isinstance(..., grain.DatasetIterator)``.
 
     Args:
@@ -383,7 +383,7 @@ class LocalIteratorView:
         """Resumes from a state of :meth:`get_state` or of the loader itself; discards the read-ahead.
 
         Raises:
-          Exception: whatever the loader raises for a state that it does not accept.
+          Exception: any error that the loader raises for a state that it does not accept.
         """
         if len(self._local.beginning.get("iterators", ())) == 1:
             state = {"batches": 0, "iterators": [state]}

@@ -1,9 +1,9 @@
 """The loaders of one host as one iterator of batches with a state, for :class:`meshfeed.sources.HostBatches`.
 
 MaxText's checkpoint code takes the state from the loader itself, and its ``iter()`` resumes a one-shot iterator after the
-last delivered batch, although the feed reads ahead. Every iterator here therefore has a state: those of the loaders or,
-for loaders without one, the number of batches. Undelivered batches are kept: a one-shot iterator without a state can
-go back to the last delivered one.
+last delivered batch, although the feed reads ahead. Every iterator here therefore has a state: the states of the loaders
+or, for loaders without one, the number of batches. Undelivered batches are kept, so that a one-shot iterator without a
+state can go back to the last delivered one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLEEP_SECONDS = 10.0
 
 
 class LoaderNotReadyError(MeshfeedError, TimeoutError):
-    """Raised when every attempt failed with TensorFlow's FailedPreconditionError."""
+    """Every attempt to read from the loader failed with TensorFlow's FailedPreconditionError."""
 
 
 _RETRY = Retry(MAX_ATTEMPTS, SLEEP_SECONDS, SLEEP_SECONDS, on=(LoaderNotReadyError,))
@@ -51,7 +51,7 @@ class HostLoaders:
     Attributes:
       one_shot: whether the loaders can be read only once.
       joined: number of loader batches concatenated into one batch.
-      iterators: the loaders' iterators that were opened last.
+      iterators: the loaders' most recently opened iterators.
       recent: batches by their number, counted from 1: the last delivered one and those after it.
       beginning: state of the loaders before the first batch.
 
@@ -87,7 +87,7 @@ class HostLoaders:
         self._rows, self._checked = rows, []
 
     def check_rows(self, batch: PyTree) -> None:
-        """Raises PlanError, which names the leaf, if a batch cannot be divided over this host's devices."""
+        """Raises a PlanError that names the leaf if a batch cannot be divided evenly over this host's devices."""
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
         if shapes == self._checked:
             return
@@ -106,12 +106,12 @@ class HostLoaders:
         self._checked = shapes
 
     def forget_before(self, number: int) -> None:
-        """Drops the batches before batch ``number``, which is the last delivered one."""
+        """Drops the batches before ``number``, the last delivered one."""
         for old in [one for one in tuple(self.recent) if one < number]:
             self.recent.pop(old, None)
 
     def close(self) -> None:
-        """Closes what no reader closes: an iterator that was never read, and one-shot loaders."""
+        """Closes iterators that no reader closes: one that was never read, and one-shot loaders."""
         if self._unread is not None:
             self._unread.close()
 
@@ -174,8 +174,8 @@ class LoaderIterator:
 
         Raises:
           StateMismatchError: the state does not fit the loaders, or they end earlier.
-          Exception: whatever a loader raises for a state that it does not accept. The loaders are then in no defined
-            state, and the caller must restore an earlier one.
+          Exception: any error that a loader raises for a state that it does not accept. The state of the loaders is then
+            undefined, and the caller must restore an earlier one.
         """
         current = {"batches": self._at, "loaders": len(self._iterators)}
         if not isinstance(state, Mapping) or not isinstance(state.get("batches"), int):
@@ -219,7 +219,7 @@ class LoaderIterator:
             with self._busy:
                 yield
         finally:
-            if self._closing:  # close() was called meanwhile
+            if self._closing:  # close() was called during the block
                 self.close()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class RemoteIterator:
       elastic: whether all hosts share one state, ``process_0.json``, from which any number of hosts can resume.
 
     Raises:
-      SettingsError: (a ValueError) if the loader is not iterable.
+      SettingsError: (a ValueError) the loader is not iterable.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class RemoteIterator:
         """Returns the next batch over the mesh of ``dummy_array``, a pytree of global arrays.
 
         Raises:
-          StopIteration: at the end, on all hosts at the same step.
-          PlanError: (a ValueError) if the rows cannot be divided evenly over the devices or do not match
-            ``global_shape``; names the path of the leaf.
+          StopIteration: the end, on all hosts at the same step.
+          PlanError: (a ValueError) the rows cannot be divided evenly over the devices or do not match ``global_shape``;
+            names the path of the leaf.
         """
         return next(self.over(_mesh_of(dummy_array)))
 
@@ -126,8 +126,8 @@ class RemoteIterator:
         """Resumes from the file written by ``save_state``; discards the read-ahead.
 
         Raises:
-          MissingIteratorStateError: (a FileNotFoundError) if the file does not exist.
-          StateMismatchError: if the file is damaged.
+          MissingIteratorStateError: (a FileNotFoundError) the file does not exist.
+          StateMismatchError: the file is damaged.
         """
         path = self._path(step_array)
         if not path.exists():
@@ -140,7 +140,7 @@ class RemoteIterator:
             state = decode_value(json.loads(path.read_text()))
         except ValueError as error:
             raise StateMismatchError(
-                str(path), "no JSON", str(error), "The file is damaged; use another step."
+                str(path), "no JSON", str(error), "The file is damaged; use a different step."
             ) from None
         self.over(self._mesh or _mesh_of(step_array))
         self.iterator.set_state(state)
@@ -153,7 +153,7 @@ class RemoteIterator:
 
 
 def _mesh_of(array: object) -> Mesh:
-    """Returns the mesh of an array's sharding; otherwise a mesh of all devices, until a call passes an array."""
+    """Returns the mesh of an array's sharding, or a mesh of all devices if there is none."""
     mesh = getattr(getattr(array, "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, Mesh) else Mesh(np.array(jax.devices()), ("devices",), axis_types=(AxisType.Auto,))
 
@@ -176,8 +176,8 @@ class RemoteIteratorWrapper:
       local_iterator: calls the methods of the RemoteIterator on its hosts.
 
     Raises:
-      SettingsError: if a function cannot be pickled.
-      Exception: whatever creating the loader raises on a host.
+      SettingsError: a function cannot be pickled.
+      Exception: any error raised while creating the loader on a host.
     """
 
     def __init__(
@@ -212,8 +212,8 @@ class RemoteIteratorWrapper:
         """Returns the next global batch on the accelerators.
 
         Raises:
-          StopIteration: at the end of the data.
-          Exception: whatever the loader raised on a host, with its message.
+          StopIteration: the end of the data.
+          Exception: any error that the loader raised on a host, with its message.
         """
         return self._client.to_accelerators(self.local_iterator.get_next(self.dummy_array))
 
@@ -229,7 +229,7 @@ class RemoteIteratorWrapper:
         """Resumes each host from its file of that step.
 
         Raises:
-          FileNotFoundError: if a host has no such file; the iterator of that host is unchanged.
+          FileNotFoundError: a host has no such file; the iterator of that host is unchanged.
         """
         self.local_iterator.restore_state(step)
 

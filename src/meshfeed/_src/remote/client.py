@@ -39,7 +39,7 @@ from meshfeed._src.remote.wire import (
 
 
 class EndpointTarget(Protocol):
-    """What an endpoint creates on each host: an iterator over batches with methods callable by name."""
+    """The object that an endpoint creates on each host: an iterator over batches with methods callable by name."""
 
     calls: dict[str, Any]
 
@@ -97,7 +97,7 @@ class Endpoint:
             flag, self._answer = ERROR, encode_error(error)
         if request.shape[1] == 1:
             return _header(self, request, flag), ()
-        if batch is None:  # the compiled call must return the same structure, also at the end and after an error
+        if batch is None:  # the compiled call must return the same structure at the end and after an error too
             batch = jax.tree.map(lambda leaf: _zeros(leaf, size), self._spec)
         return _header(self, request, flag), batch
 
@@ -142,7 +142,7 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
     """Returns the mesh of the CPU devices colocated with the devices of ``mesh``.
 
     Raises:
-      SettingsError: if there are not enough CPU devices.
+      SettingsError: there are not enough CPU devices.
     """
     from jax.experimental import colocated_python
 
@@ -150,8 +150,8 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
         return colocated_python.colocated_cpu_devices(mesh)
     except ValueError as error:
         raise SettingsError(
-            f"no CPU device beside each device of the mesh: {error}. With several accelerators a host, start it with "
-            "jax.config.update('jax_num_cpu_devices', <accelerators of a host>).",
+            f"the devices of the mesh do not each have a CPU device beside them: {error}. With several accelerators per "
+            "host, set jax.config.update('jax_num_cpu_devices', <accelerators per host>) before JAX starts.",
             setting="sharding",
         ) from error
 
@@ -169,8 +169,8 @@ class RemoteClient:
       header: the header of the last answer.
 
     Raises:
-      SettingsError: if there are not enough CPU devices.
-      Exception: whatever the constructor of the target raises on a host.
+      SettingsError: there are not enough CPU devices, or no device of the mesh belongs to this process.
+      Exception: any error of the target's constructor on a host.
     """
 
     def __init__(self, payload: bytes, mesh: Mesh) -> None:
@@ -212,8 +212,8 @@ class RemoteClient:
         """Returns the answers of the hosts that this process controls, in order of process index.
 
         Raises:
-          MeshfeedError: if this process is a forked child.
-          Exception: whatever the call raised on a host.
+          MeshfeedError: this process is a forked child.
+          Exception: any error that the call raised on a host.
         """
         self._owner.check("this remote feed")
         data = encode_call(name, args)
@@ -236,9 +236,9 @@ class RemoteClient:
         """Returns headers by host.
 
         Raises:
-          StopIteration: if the stream has ended on every host.
-          MeshfeedError: if it has ended on some hosts only.
-          Exception: whatever a host raised.
+          StopIteration: the stream has ended on every host.
+          MeshfeedError: the stream has ended on some hosts only.
+          Exception: any error that a host raised.
         """
         headers = {header.host: header for header in map(Header.from_row, rows_of(array))}
         flags = {header.flag for header in headers.values()}
@@ -252,7 +252,7 @@ class RemoteClient:
             raise StopIteration
         if END in flags:
             raise MeshfeedError(
-                "the data has ended on some hosts beside the accelerators and not on others; see their logs."
+                "the data has ended on some hosts beside the accelerators but not on others; see their logs."
             )
         return headers
 
@@ -264,15 +264,15 @@ class RemoteClient:
     # ------------------------------------------------------------------ batches
 
     def know_spec(self) -> None:
-        """Checks whether every host has a batch spec; otherwise ``take`` can only report the end or an error."""
+        """Checks whether every host has a batch spec; without it, ``take`` can only report the end or an error."""
         self._spec_known = all(self.call("knows_spec"))
 
     def take(self) -> PyTree:
         """Returns the next batch as global arrays over the CPU mesh.
 
         Raises:
-          StopIteration: at the end of the stream.
-          Exception: whatever a host raised.
+          StopIteration: the end of the stream.
+          Exception: any error that a host raised.
         """
         self._owner.check("this remote feed")
         # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.

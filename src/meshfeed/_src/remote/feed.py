@@ -74,7 +74,7 @@ def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str
     """Returns a pickled :class:`FeedRecipe`.
 
     Raises:
-      SettingsError: if ``make_source`` is not callable or cannot be pickled.
+      SettingsError: ``make_source`` is not callable or cannot be pickled.
     """
     what = "a function without arguments that can be imported on those hosts, or pickled with all that it refers to"
     if not callable(make_source):
@@ -168,8 +168,8 @@ class RemoteFeed:
       sharding: as for :class:`meshfeed.Feed`; all leaves must use one mesh.
 
     Raises:
-      SettingsError: if a keyword has an invalid value, the factory cannot be pickled, or an accelerator has no
-        colocated CPU device.
+      SettingsError: a keyword has an invalid value, the factory cannot be pickled, or an accelerator has no colocated
+        CPU device.
       SourceError, PlanError: as for :class:`meshfeed.Feed`, re-raised here with the message from the host.
     """
 
@@ -198,7 +198,7 @@ class RemoteFeed:
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
-        given = locals()  # first of all: nothing but the arguments
+        given = locals()  # must be first: only the arguments are defined
         settings = {name: value for name, value in given.items() if name not in ("self", "make_source", "sharding")}
         self._closed = self._ended = False
         check_settings(**settings)  # fails here rather than on the hosts
@@ -206,7 +206,7 @@ class RemoteFeed:
         meshes = list(dict.fromkeys(leaf.mesh for leaf in sharding_leaves(prefix)))
         if len(meshes) > 1:
             raise SettingsError(
-                f"sharding is over {len(meshes)} meshes; a remote feed takes one. Make a feed for each.",
+                f"sharding is over {len(meshes)} meshes; a remote feed takes one. Create one feed per mesh.",
                 setting="sharding",
             )
         # The memory kind belongs to the accelerators: apply it in the transfer from the CPU mesh.
@@ -237,9 +237,9 @@ class RemoteFeed:
         """Returns the next global batch on the accelerators, a pytree of ``jax.Array`` ``[global_batch_size, ...]``.
 
         Raises:
-          StopIteration: at the end of the stream, and on every later call until ``reset`` or ``set_state``.
-          MeshfeedError: if the feed is closed.
-          Exception: whatever the feed raised on a host, with its message.
+          StopIteration: the end of the stream, and on every later call until ``reset`` or ``set_state``.
+          MeshfeedError: the feed is closed.
+          Exception: any error that the feed raised on a host, with its message.
         """
         if self._closed:
             raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
@@ -262,8 +262,8 @@ class RemoteFeed:
         """Resumes from ``state``, which may come from a local feed.
 
         Raises:
-          StateMismatchError: if the state is damaged, from a newer version, or from a different stream. The feed is
-            then unchanged.
+          StateMismatchError: the state is damaged, from a newer version, or from a different stream. The feed is
+            unchanged.
         """
         feed_state.parse_state(state)  # rejects a damaged state before any host changes
         self._client.call("set_state", json.dumps(state))
@@ -322,8 +322,13 @@ class RemoteFeed:
 
     @hides_own_frames
     def read(self, record_ids: ArrayLike) -> PyTree:
-        """Reads and decodes records on one of the hosts: a pytree of numpy arrays ``[len(record_ids), ...]``."""
-        return self._client.call("read", np.asarray(record_ids, np.int64).reshape(-1).tolist())[0]
+        """Reads and decodes records on one of the hosts: a pytree of numpy arrays ``[len(record_ids), ...]``.
+
+        Raises:
+          SourceError: an id is not in the source, or the source is not random-access.
+          SettingsError: ``record_ids`` is not a sequence of integers.
+        """
+        return self._client.call("read", np.asarray(record_ids).tolist())[0]
 
     def replay(self, step: int, *, state: Mapping[str, Any] | None = None) -> PyTree:
         """Returns one global batch again as numpy, read by one of the hosts; see :meth:`meshfeed.Feed.replay`."""
@@ -339,7 +344,7 @@ class RemoteFeed:
 
     @property
     def local_iterator(self) -> LocalIterator:
-        """A view of this feed whose state is that of the last delivered batch."""
+        """The feed as the local iterator that MaxText expects, with its state after the last delivered batch."""
         return LocalIterator(self)
 
     @hides_own_frames

@@ -84,7 +84,7 @@ def padded(data: bytes, length: int) -> np.ndarray[Any, Any]:
 
 
 def padded_length(length: int) -> int:
-    """Rounds up to a power of two: every new shape is compiled, so few shapes are used."""
+    """Rounds up to a power of two, because each distinct shape is compiled."""
     return max(256, 1 << (length - 1).bit_length())
 
 
@@ -158,7 +158,7 @@ def make_payload(value: object, *, setting: str, what: str) -> bytes:
     """Pickles ``value`` for a different interpreter.
 
     Raises:
-      SettingsError: if it cannot be pickled and unpickled.
+      SettingsError: it cannot be pickled and unpickled.
     """
     try:
         # Unpickle as well: some objects pickle but do not unpickle.
@@ -166,8 +166,8 @@ def make_payload(value: object, *, setting: str, what: str) -> bytes:
         cloudpickle.loads(payload)
     except Exception as error:
         raise SettingsError(
-            f"{setting} cannot travel to the hosts beside the accelerators: {type(error).__name__}: {error}. Expected "
-            f"{what}. Open files, locks, readers and devices inside it, not around it.",
+            f"{setting} cannot be sent to the hosts beside the accelerators: {type(error).__name__}: {error}. Expected "
+            f"{what}. Create files, locks, readers and devices inside it, not outside.",
             setting=setting,
         ) from error
     return payload

@@ -1,1 +1,1 @@
-"""Test tools for feeds: the conformance check, and real multi-host jobs on one machine. Read first: ``resumable.py``."""
+"""Test tools for feeds: a conformance check, and real multi-host jobs on one machine. Read first: ``resumable.py``."""

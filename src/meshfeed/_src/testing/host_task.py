@@ -1,4 +1,4 @@
-"""What each process of a local multi-host job runs: joins the job, calls functions, and leaves the job in order."""
+"""The task of each process of a local multi-host job: join the job, call functions, and leave the job in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostTask:
         try:
             self._join()
         except BaseException:
-            traceback.print_exc()  # the parent looks in the log for a port that is taken
+            traceback.print_exc()  # the parent searches the log for the error of a port that is in use
             raise
         return self
 
@@ -51,7 +51,7 @@ class HostTask:
         if self.host == 0:
             options["coordinator_bind_address"] = address  # not on public network interfaces
         jax.distributed.initialize(address, self.num_hosts, self.host, **options)  # pyright: ignore[reportArgumentType] # keywords of several types
-        jax.devices()  # exchanges topologies collectively: fail here, not in the first test
+        jax.devices()  # exchanges topologies collectively; an error here is better than one in the first test
 
     def __call__(self, payload: bytes) -> bytes:
         """Calls the pickled function with its arguments and returns its pickled value."""

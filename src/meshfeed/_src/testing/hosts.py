@@ -107,7 +107,7 @@ class Host:
         self._send(child_process.STOP, None)
 
     def print_stacks(self) -> None:
-        if self.ready:  # earlier there may be no handler yet, and the signal would end the process
+        if self.ready:  # before that, there may be no handler yet, and the signal would kill the process
             self.child.print_stacks()
 
     def log(self) -> str:
@@ -118,7 +118,7 @@ class Host:
 
     def receive(self) -> None:
         """Reads available messages without blocking; sets ``ready`` or ``result``."""
-        dead = self.child.returncode is not None  # read before the messages: everything it has sent has arrived
+        dead = self.child.returncode is not None  # read first: then all that a dead host has sent has arrived
         received = self.child.exchange(0)
         while (frame := self.child.take()) is not None:
             self._handle(frame)
@@ -209,8 +209,8 @@ class HostPool:
       timeout_seconds: default timeout of a run, in seconds, not counting the start of the processes.
       env: environment variables to set in addition to those of this process.
       recoverability: whether to set ``jax_enable_recoverability`` before joining; survivors of a lost host then keep running.
-      heartbeat_timeout_seconds: time after which the coordinator considers a silent host lost; None for JAX's default,
-        100 s.
+      heartbeat_timeout_seconds: time without a heartbeat after which the coordinator considers a host lost; None for
+        JAX's default, 100 s.
       start_timeout_seconds: timeout for all processes to start and join.
     """
 
@@ -264,8 +264,8 @@ class HostPool:
           *args: pickled arguments, the same on all hosts; use ``jax.process_index()`` to distinguish hosts.
 
         Raises:
-          SettingsError: if ``function`` is neither a callable nor a string.
-          MeshfeedError: if this is a forked child of the process that created the pool.
+          SettingsError: ``function`` is neither a callable nor a string.
+          MeshfeedError: this is a forked child of the process that created the pool.
         """
         if not callable(function) and not isinstance(function, str):
             raise SettingsError(
@@ -295,14 +295,14 @@ class HostPool:
         Args:
           timeout_seconds: timeout of the wait. Hosts still running then print their stacks to their logs and are killed.
             None for the default of the pool.
-          check: whether to raise if a host failed; otherwise failures are only in the results.
+          check: whether to raise if a host failed; if not, failures are only in the results.
           grace_seconds: time that the other hosts have to finish after one has failed.
 
         Returns:
           One result per host, in order of process index.
 
         Raises:
-          HostRunError: if ``check`` is true and any host failed; the message quotes tracebacks and logs.
+          HostRunError: ``check`` is true and some host failed; the message quotes tracebacks and logs.
         """
         self._await_results(self.timeout_seconds if timeout_seconds is None else timeout_seconds, grace_seconds)
         results = [host.result for host in self._hosts if host.result is not None]
@@ -471,7 +471,7 @@ def run_hosts(
       num_hosts: number of processes.
       devices_per_host: CPU devices per process.
       timeout_seconds: timeout of the function; hosts still running then are killed.
-      check: whether to raise if a host failed; otherwise failures are only in the results.
+      check: whether to raise if a host failed; if not, failures are only in the results.
       grace_seconds: time that the other hosts have to finish after one has failed.
       **pool_options: ``env``, ``recoverability``, ``heartbeat_timeout_seconds``, ``start_timeout_seconds`` of
         :class:`HostPool`.
@@ -480,7 +480,7 @@ def run_hosts(
       One result per host, in order of process index.
 
     Raises:
-      HostRunError: if ``check`` is true and any host failed; the message quotes tracebacks and logs.
+      HostRunError: ``check`` is true and some host failed; the message quotes tracebacks and logs.
     """
     with HostPool(num_hosts, devices_per_host, timeout_seconds=timeout_seconds, **pool_options) as pool:
         return pool.run(function, *args, check=check, grace_seconds=grace_seconds)

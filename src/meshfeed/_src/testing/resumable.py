@@ -53,7 +53,7 @@ def check_resumable(
     the remaining batches bit for bit, with the same dtypes and shapes; so must a feed restored from a state that was
     saved immediately after a restore. A running feed is also set to its own current state and to a different save point.
     The states before the first batch and after the last are always checked, as is ``reset()`` if the feed has it. After
-    the end, the feed must keep raising StopIteration, also if it was restored there.
+    the end, the feed must keep raising StopIteration, even if it was restored there.
 
     On several hosts, call this on all of them with the same arguments; each compares its own data. The number of batches
     read grows quadratically with the number of save points: use a small source.
@@ -68,9 +68,9 @@ def check_resumable(
       The number of save points checked.
 
     Raises:
-      AssertionError: if a batch differs; names the save point, the step, the leaf and the first differing row and, if
-        that row belongs to a different step of the uninterrupted run, that step.
-      SettingsError: if ``max_steps`` is below 1, or a save point is outside the run.
+      AssertionError: a batch differs; names the save point, the step, the leaf and the first differing row and, if that
+        row belongs to a different step of the uninterrupted run, that step.
+      SettingsError: ``max_steps`` is below 1, or a save point is outside the run.
     """
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
         raise SettingsError(f"max_steps={max_steps!r}: takes a positive int", setting="max_steps")
@@ -163,7 +163,7 @@ class _Run:
         made = self._make_feed()
         feed = made if hasattr(made, "__next__") else iter(made)
         for method in ("get_state", "set_state"):
-            assert hasattr(feed, method), f"{type(feed).__name__} has no {method}, so it cannot be saved and continued"
+            assert hasattr(feed, method), f"{type(feed).__name__} has no {method}, so it cannot be saved and resumed"
         try:
             yield feed
         finally:
@@ -192,7 +192,9 @@ class _Run:
                 batch = _digest(next(feed))
             except StopIteration:
                 continue
-            text = "it went on after StopIteration" if attempt else f"it did not end after {len(self.batches)} batches"
+            text = (
+                "it continued after StopIteration" if attempt else f"it did not end after {len(self.batches)} batches"
+            )
             leaf = next(iter(batch), "")
             rows = [row for block in batch.get(leaf, []) for row in block.rows]
             raise AssertionError(f"{how}: {text}. {self._origin(leaf, rows[0]) if rows else ''}".rstrip())
@@ -237,7 +239,7 @@ def _save(feed: ResumableBatches) -> str:
         return json.dumps(state if _is_feed_state(state) else {"other": encode_value(state)})
     except TypeError as error:
         raise AssertionError(
-            f"get_state() of {type(feed).__name__} returned a value without a JSON form: {error}"
+            f"get_state() of {type(feed).__name__} returned a value that cannot be represented as JSON: {error}"
         ) from error
 
 
