@@ -276,7 +276,7 @@ def test_a_host_that_failed_is_named_on_the_others_after_the_grace_period(bad: i
     for error in job.run({0, 1, 2} - {bad}, lambda host: hosts[host].agree(SEED, 30)):
         assert isinstance(error, PeerError)
         assert (error.host, error.peer_message) == (bad, "OSError: no disk")
-        assert str(error) == f"host {bad} failed before its first batch: OSError: no disk See the log of host {bad}."
+        assert str(error) == f"host {bad} failed before its first batch: OSError: no disk. See the log of host {bad}."
     assert 0.3 < time.monotonic() - start < 10
     assert [one.round for one in hosts] == [1] * 3
     assert job.run(range(3), lambda host: hosts[host].agree(SEED, 30)) == [None] * 3, "the next round is joint"

@@ -219,7 +219,7 @@ def test_readers_must_have_a_device_in_the_sharding() -> None:
     ) as caught:
         load_participants(one, [1, 3])
     assert caught.value.setting == "load"
-    with pytest.raises(SettingsError, match=r"one of the meshes in sharding is on the hosts \[2\] only"):
+    with pytest.raises(SettingsError, match=r"one of the meshes in sharding is only on the hosts \[2\]"):
         load_participants(both, [0])
 
 

@@ -155,7 +155,7 @@ def test_an_index_alone_is_no_position(tmp_path, mesh, batched_first):
     with feed_over(records, mesh, 8) as feed:
         with pytest.raises(CheckpointError, match="whether it counts records or batches"):
             convert_state(tmp_path, feed)
-        with pytest.raises(CheckpointError, match="Give the global_batch_size and step of that run"):
+        with pytest.raises(CheckpointError, match="Pass the global_batch_size and step of that run"):
             convert_state(tmp_path, feed, step=7)
         feed.set_state(convert_state(tmp_path, feed, step=8))
         assert (feed.step, feed.position) == (8, 64)
@@ -333,7 +333,7 @@ def test_host_batches_of_a_loader_and_of_a_dataset(tmp_path, make):
 def test_host_batches_of_another_number_of_hosts(tmp_path):
     write(tmp_path, [after(3, loader(True)), after(3, loader(True))])
     with feed_over(meshfeed.sources.HostBatches(loader(True)), four_devices(), 4) as feed:
-        with pytest.raises(CheckpointError, match="2 hosts wrote it, and the feed has 1"):
+        with pytest.raises(CheckpointError, match="2 hosts wrote it, but the feed has 1"):
             convert_state(tmp_path, feed, step=3)
 
 

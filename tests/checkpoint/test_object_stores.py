@@ -44,5 +44,5 @@ def test_google_cloud_storage():
 def test_s3_is_refused_for_as_long_as_orbax_takes_it_for_a_relative_path():
     with pytest.raises(ValueError, match="should be absolute"):
         tensorstore_utils.build_kvstore_tspec("s3://bucket/run", use_ocdbt=True)
-    with pytest.raises(SettingsError, match=r"takes s3:// for a relative path"):
+    with pytest.raises(SettingsError, match=r"treats s3:// as a relative path"):
         Checkpointer("s3://bucket/run")

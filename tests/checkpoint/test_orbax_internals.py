@@ -30,7 +30,7 @@ def test_without_the_metadata_store_keys_are_saved_with_a_warning(
     key = jax.random.key(3)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"key": key})
-    assert "keeps the metadata of arrays elsewhere" in caplog.text
+    assert "stores the metadata of arrays elsewhere" in caplog.text
     with Checkpointer(tmp_path) as checkpointer:
         _, restored = checkpointer.restore({"key": key})
     assert restored["key"].dtype == key.dtype

@@ -57,38 +57,46 @@ def like(shape, dtype, mesh):
 @pytest.mark.parametrize(
     ("name", "wanted", "message"),
     [
-        ("w", ((64, 8), np.int32), r"leaf 'w' is stored as float32, wanted is int32.*Ask for float32, and convert"),
+        (
+            "w",
+            ((64, 8), np.int32),
+            r"leaf 'w' is stored as float32, but int32 was requested.*Request float32, and convert",
+        ),
         ("w", ((64, 8), np.bool_), "floating point values are not cast to bool"),
-        ("w", ((64, 9), np.float32), r"'w' has the stored shape \(64, 8\), wanted is \(64, 9\). Ask for the stored"),
-        ("w", 1.0, r"'w' is stored as an array of shape \(64, 8\), wanted is float. Give an array"),
-        ("w", "text", r"'w' is stored as an array of shape \(64, 8\), wanted is str"),
-        ("w", np.float32, "'w': a type does not describe a leaf. Give an array"),
+        (
+            "w",
+            ((64, 9), np.float32),
+            r"'w' has the stored shape \(64, 8\), but \(64, 9\) was requested. Request the stored",
+        ),
+        ("w", 1.0, r"'w' is stored as an array of shape \(64, 8\), but float was requested. Pass an array"),
+        ("w", "text", r"'w' is stored as an array of shape \(64, 8\), but str was requested"),
+        ("w", np.float32, "'w': a type does not describe a leaf. Pass an array"),
         ("w", print, "'w': a builtin_function_or_method does not describe a leaf"),
         ("small", ((8,), np.bool_), "integer values are not cast to bool"),
         (
             "large",
             ((8,), np.int16),
-            "'large' holds -1048576, stored as int32, and int16 holds -32768 to 32767. Ask for",
+            "'large' holds -1048576, stored as int32, but int16 holds only -32768 to 32767. Request",
         ),
         ("large", ((8,), np.uint32), "'large' holds -1048576"),
         ("z", ((3,), np.float32), "complex values are not cast to floating point"),
-        ("n", np.zeros(4, np.int64), "'n' is stored as float64, wanted is int64"),
-        ("n", np.zeros(5), r"\(4,\), wanted is \(5,\)"),
+        ("n", np.zeros(4, np.int64), "'n' is stored as float64, but int64 was requested"),
+        ("n", np.zeros(5), r"\(4,\), but \(5,\) was requested"),
         ("i64", ((2,), np.int32), "'i64' holds 1099511627776"),
-        ("zero", np.zeros((0, 2), np.int8), "'zero' is stored as float32, wanted is int8"),
-        ("zero", np.zeros((0, 3), np.float32), r"\(0, 2\), wanted is \(0, 3\)"),
-        ("key", ((), np.float32), "'key' is stored as PRNG keys threefry2x32, wanted is float32. Ask for keys"),
-        ("key", "rbg", "'key' is stored as threefry2x32, wanted are PRNG keys rbg. Ask for what was saved"),
-        ("small", "threefry2x32", "'small' is stored as int32, wanted are PRNG keys"),
-        ("scalar", 1, "'scalar' is stored as float, wanted is int"),
-        ("count", True, "'count' is stored as int, wanted is bool"),
-        ("count", "3", "'count' is stored as int, wanted is str"),
-        ("count", ((3,), np.float32), r"'count' has the stored shape \(\), wanted is \(3,\)"),
-        ("rate", 2, "'rate' is stored as float, wanted is int. Ask for float"),
-        ("rate", ((), np.int32), "'rate' is stored as float64, wanted is int32"),
-        ("text", 3, "'text' is stored as str, wanted is int"),
-        ("text", b"", "'text' is stored as str, wanted is bytes"),
-        ("text", ((), np.float32), "'text' is stored as str, wanted is ShapeDtypeStruct"),
+        ("zero", np.zeros((0, 2), np.int8), "'zero' is stored as float32, but int8 was requested"),
+        ("zero", np.zeros((0, 3), np.float32), r"\(0, 2\), but \(0, 3\) was requested"),
+        ("key", ((), np.float32), "'key' is stored as PRNG keys threefry2x32, but float32 was requested. Request keys"),
+        ("key", "rbg", "'key' is stored as threefry2x32, but PRNG keys rbg were requested. Request keys of"),
+        ("small", "threefry2x32", "'small' is stored as int32, but PRNG keys"),
+        ("scalar", 1, "'scalar' is stored as float, but int was requested"),
+        ("count", True, "'count' is stored as int, but bool was requested"),
+        ("count", "3", "'count' is stored as int, but str was requested"),
+        ("count", ((3,), np.float32), r"'count' has the stored shape \(\), but \(3,\) was requested"),
+        ("rate", 2, "'rate' is stored as float, but int was requested. Request float"),
+        ("rate", ((), np.int32), "'rate' is stored as float64, but int32 was requested"),
+        ("text", 3, "'text' is stored as str, but int was requested"),
+        ("text", b"", "'text' is stored as str, but bytes was requested"),
+        ("text", ((), np.float32), "'text' is stored as str, but ShapeDtypeStruct was requested"),
         ("huge", ((), np.int32), "'huge' holds 1099511627776"),
     ],
 )
@@ -152,7 +160,7 @@ def test_no_keys_at_all(tmp_path):
 
 def test_trees_that_differ(saved, state):
     with Checkpointer(saved) as ckpt:
-        with pytest.raises(CheckpointError, match=r"lacks leaf 'more'\. Take what is not stored out"):
+        with pytest.raises(CheckpointError, match=r"lacks leaf 'more'\. Remove leaves that are not stored"):
             ckpt.restore({**state, "more": 1})
         with pytest.raises(CheckpointError, match=r"has an extra leaf 'w'\. Put \.\.\. in the tree"):
             ckpt.restore({**state, "w": None})
@@ -168,7 +176,7 @@ def test_numbers_of_steps(saved, state, step):
             lambda: ckpt.restore(abstract(state), step=step),
             lambda: ckpt.metadata(step),
         ):
-            with pytest.raises(SettingsError, match=r"step=.*takes an int from 0") as caught:
+            with pytest.raises(SettingsError, match=r"step=.*takes an int of at least 0") as caught:
                 call()
             assert caught.value.setting == "step"
 
@@ -226,7 +234,7 @@ def test_feeds_without_a_state(tmp_path, state):
         ({"a": np.ma.masked_equal(np.arange(2), 1)}, r"\['a'\]: a masked array cannot be saved"),
         ({"a": jax.ShapeDtypeStruct((2,), np.float32)}, "a jax.ShapeDtypeStruct cannot be saved"),
         (object(), r"leaf \(the whole tree\): a builtins.object"),
-        ({"a": {"b": 1}, "a.b": 2}, r"\['a'\]\['b'\] and \['a.b'\] have one name in storage, 'a.b'"),
+        ({"a": {"b": 1}, "a.b": 2}, r"\['a'\]\['b'\] and \['a.b'\] have the same name in storage, 'a.b'"),
     ],
 )
 def test_leaves_that_cannot_be_saved(tmp_path, tree, message):
@@ -253,12 +261,15 @@ def test_arrays_that_are_gone_or_not_yet_there(tmp_path):
         ({"directory": None}, "directory=None: is not a path"),
         ({"directory": ""}, "directory='': is not a path"),
         ({"directory": 3}, "directory=3: is not a path"),
-        ({"directory": "file"}, "file is a file. Give the path of a folder"),
+        ({"directory": "file"}, "file is a file. Pass the path of a folder"),
         ({"directory": "file/deep/down"}, "file is a file"),
-        ({"directory": "s3://bucket/run"}, "folders and to gs:// only, not to s3://. Give the path of a folder"),
+        (
+            {"directory": "s3://bucket/run"},
+            "treats s3:// as a relative path. Pass the path of a folder",
+        ),
         ({"directory": pathlib.Path("gs://bucket/run")}, "'gs:/bucket/run': is a URL that has lost a slash"),
-        ({"directory": "memory://run"}, "folders and to gs:// only, not to memory://"),
-        ({"directory": "az://bucket/run"}, "folders and to gs:// only, not to az://"),
+        ({"directory": "memory://run"}, "folders and to gs://, and treats memory:// as a relative path"),
+        ({"directory": "az://bucket/run"}, "folders and to gs://, and treats az:// as a relative path"),
         ({"timeout_seconds": "soon"}, "timeout_seconds='soon': takes a positive number of seconds"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
         ({"replica_axis": 1.5}, "replica_axis=1.5: takes the name or number"),
@@ -299,7 +310,7 @@ def test_closed(saved, state):
     ckpt.close()
     ckpt.close()
     for call in (lambda: ckpt.save(9, state), lambda: ckpt.restore(state)):
-        with pytest.raises(CheckpointError, match=r"this Checkpointer is closed\. Make another one"):
+        with pytest.raises(CheckpointError, match=r"this Checkpointer is closed\. Create a new one"):
             call()
 
 

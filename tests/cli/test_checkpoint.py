@@ -103,7 +103,7 @@ def test_a_step_that_is_absent_is_not_called_damaged(folder: pathlib.Path) -> No
 def test_diff_of_whole_folders_says_what_to_give(folder: pathlib.Path) -> None:
     result = run("diff", folder, folder)
     assert result.exit_code == 1
-    assert f"Give one of its steps, such as {folder}/" in result.output
+    assert f"Pass one of its steps, such as {folder}/" in result.output
 
 
 def test_diff_names_what_differs(folder: pathlib.Path) -> None:

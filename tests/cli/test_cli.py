@@ -156,7 +156,7 @@ def test_a_file_in_place_of_a_folder_is_refused_in_words(command: str, tmp_path:
     (tmp_path / "state.json").write_text("{}")
     result = run(f"{command} {tmp_path}/state.json")
     assert result.exit_code == 1
-    assert "is a file. Give a Checkpointer's folder" in result.output
+    assert "is a file. Pass a Checkpointer's folder" in result.output
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -230,7 +230,7 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
         for host, result in enumerate(pool.run(leave, str(tmp_path))):
             steps, warnings = result.value
             assert steps == [[1, 2], [1], [1]]
-            reasons = ["the feed has moved on since", "was left by KeyError"]
+            reasons = ["the feed has moved on since", "the with block of the Checkpointer raised KeyError"]
             assert [[first, second.partition(".")[0]] for first, second in warnings] == [
                 ["host 1", reason] for reason in (reasons if host != 1 else reasons[:1])
             ]

@@ -197,7 +197,7 @@ def test_how_structures_differ_is_said() -> None:
     )
     _, lists = flatten_record({"x": [1, 2], "y": 0})
     assert refusal(raise_difference, lists, {"x": [1], "y": 0}, None, 4)[0].startswith(
-        "ragged rows: lists of unequal lengths: a record of lane 4 has the leaves ['x'][0] int64[], ['y'] int64[], the first"
+        "ragged rows: lists of unequal lengths: a record of lane 4 has the leaves ['x'][0] int64[], ['y'] int64[], but the "
     )
     assert not refusal(raise_difference, lists, {"x": [(1,)], "y": 0}, None, 4)[0].startswith("ragged")
     assert not refusal(raise_difference, lists, {"x": [1], "z": 0}, None, 4)[0].startswith("ragged")
@@ -287,5 +287,5 @@ def test_the_mask_is_one_more_leaf() -> None:
         "mask_key='real' adds a leaf to a dict, but records are tuple; use dict records."
     )
     assert refusal(add_mask, {"real": 0}, "real", mask)[0] == (
-        "mask_key='real' is the name of an existing leaf of the records; choose a different name."
+        "mask_key='real' is already the name of a leaf of the records; choose a different name."
     )

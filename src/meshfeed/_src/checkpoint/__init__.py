@@ -7,7 +7,7 @@ May import: arrays (its resharding), base, state. Imported only by cli and the p
   with ``save_layout.py`` for Orbax to write, and both write digests through ``manifest.py``. ``iterator.py`` saves the
   feed.
 * Restore: ``tree_restore.py`` matches leaves, ``restore.py`` plans with ``load_plan.py``, reads with ``stored.py``, agrees
-  with ``agreement.py`` and gathers with ``gather.py``. ``boxes.py`` has the geometry that planning shares with saving.
-* Integrity: ``step.py`` checks and describes steps; ``commands.py`` is the command line's view of them.
-* ``foreign.py`` converts positions that Grain and MaxText saved. ``arguments.py`` checks what callers pass.
+  with ``agreement.py`` and gathers with ``gather.py``. ``boxes.py`` has the geometry that saving and restoring share.
+* Integrity: ``step.py`` checks and describes steps; ``commands.py`` returns them as JSON for the command line.
+* ``foreign.py`` converts positions that Grain and MaxText saved. ``arguments.py`` checks arguments.
 """

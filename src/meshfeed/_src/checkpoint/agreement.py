@@ -74,10 +74,9 @@ class Agreement:
         )
 
     def confirm(self, error: BaseException | None) -> None:
-        """Raises the same error on every host if any host passes one; otherwise returns.
+        """Raises the same error on every host if any host passes one: the error of the lowest-numbered failed host.
 
-        The error is that of the lowest-numbered host that failed. In a job of one process, a MeshfeedError is raised
-        unchanged.
+        In a single-process job, a MeshfeedError is raised unchanged.
 
         Raises:
           DamagedCheckpointError: that host found stored bytes that differ from those written.
@@ -96,12 +95,12 @@ class Agreement:
             raise _error_of(Failure.from_json(first)) from error
 
     def attempt(self, work: Callable[[], R]) -> R:
-        """Runs ``work`` and returns its result once every host has succeeded; otherwise raises on every host."""
+        """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all."""
         try:
             result = work()
         except Exception as error:
             self.confirm(error)
-            raise  # confirm raises in its place
+            raise  # not reached: confirm raises
         self.confirm(None)
         return result
 

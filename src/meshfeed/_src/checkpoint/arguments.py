@@ -1,4 +1,4 @@
-"""Arguments of callers, checked before anything is written, waited for or agreed on; and how arrays are restored."""
+"""Checks arguments before anything is written, waited for or agreed on; and defines the options of a restore."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require(proper: bool, setting: str, value: object, takes: str) -> None:
 
 
 def short(value: object) -> str:
-    """Returns numbers and short text as they are, otherwise the type: a printed tree of arrays fills a screen."""
+    """Formats numbers and short text as they are, and any other value as its type, because a tree of arrays is long."""
     plain = value is None or isinstance(value, bool | int | float | str | bytes)
     text = repr(value) if plain else ""
     return text if text and len(text) <= 40 else f"<{type(value).__module__}.{type(value).__qualname__}>"
@@ -46,16 +46,16 @@ def as_step(step: object, order: str) -> int:
     Raises:
       SettingsError: it is not an integer, or it is negative.
     """
-    try:  # bool is an int, but as a step it is surely a mistake
+    try:  # a bool is an int, but as a step it is a mistake
         number = -1 if isinstance(step, bool) else operator.index(step)  # pyright: ignore[reportArgumentType]
     except TypeError:
         number = -1
-    require(number >= 0, "step", step, f"an int from 0. {order}")
+    require(number >= 0, "step", step, f"an int of at least 0. {order}")
     return number
 
 
 class HasState(Protocol):
-    """A feed, as it is saved."""
+    """The part of a feed that saving needs."""
 
     def get_state(self) -> dict[str, JsonValue]:
         """Returns the state after the last delivered batch, as JSON."""
@@ -63,7 +63,7 @@ class HasState(Protocol):
 
 
 class ResumableFeed(HasState, Protocol):
-    """A feed, as it is restored."""
+    """The part of a feed that restoring needs."""
 
     def set_state(self, state: dict[str, JsonValue], /) -> object:
         """Sets the state in place, or raises and leaves the feed unchanged."""
@@ -102,7 +102,7 @@ def check_settings(counts: Mapping[str, object], flags: Mapping[str, object], ti
     """Checks the arguments of ``Checkpointer`` that its components do not check.
 
     Raises:
-      SettingsError: a value is not what it takes.
+      SettingsError: a value is invalid.
     """
     for name, value in counts.items():
         require(is_number(value) and value >= 1, name, value, "a positive int")
@@ -155,8 +155,8 @@ class RestoreOptions:
         shard. One stored chunk per reading device is always allowed. None means no limit.
       verify: check digests.
       timeout_seconds: how long hosts wait for each other's reads.
-      memory_fraction: without ``memory_limit_bytes``: limit memory to this fraction of what a device has left beside
-        the restored arrays.
+      memory_fraction: without ``memory_limit_bytes``: limit memory to this fraction of the memory that a device has left
+        beside the restored arrays.
       metadata_key: name of TensorStore's metadata files of arrays, if they were saved under a non-default name.
       dispatch: restores arrays on remote workers instead of in this process: (stored arrays, requests) → arrays.
 
@@ -190,7 +190,7 @@ class RestoreOptions:
 
 
 def options_of(orbax: dict[str, object], **ours: object) -> RestoreOptions:
-    """Builds options from our keywords and from Orbax's names for them, which it removes from ``orbax``.
+    """Builds options from our keywords and from Orbax's names for them, which are removed from ``orbax``.
 
     Raises:
       SettingsError: a value is invalid, or a setting is given under both names with different values.
@@ -201,7 +201,7 @@ def options_of(orbax: dict[str, object], **ours: object) -> RestoreOptions:
         given = ours.get(name, defaults[name])
         if value is not None and given not in (defaults[name], value):
             raise SettingsError(
-                f"{theirs}={value!r} and {name}={given!r} are two names of one setting. Give one of them.",
+                f"{theirs}={value!r} and {name}={given!r} are two names of one setting. Pass only one of them.",
                 setting=theirs,
             )
         if value is not None:
@@ -209,7 +209,7 @@ def options_of(orbax: dict[str, object], **ours: object) -> RestoreOptions:
     return RestoreOptions(**ours)  # pyright: ignore[reportArgumentType]  # it checks them
 
 
-_WRITTEN = ("gs",)  # for any other URL, the first save makes Orbax write to a relative path
+_WRITTEN = ("gs",)  # Orbax treats any other URL as a relative path when it first saves
 
 
 async def created(folder: epath.PathLike) -> epath.Path:
@@ -225,7 +225,7 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
       SettingsError: it is not a path, it is a file or below one, it is a URL that lost a slash, or Orbax cannot
         write to that kind of URL.
     """
-    text, remedy = str(directory), "Give the path of a folder, which is created if absent."
+    text, remedy = str(directory), "Pass the path of a folder, which is created if absent."
 
     def refused(problem: str) -> SettingsError:
         return SettingsError(f"directory={text!r}: {problem}", setting="directory")
@@ -233,19 +233,17 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     scheme, is_url, _ = text.partition("://")
     if is_url and scheme not in _WRITTEN:
         raise refused(
-            f"Orbax writes checkpoints to folders and to gs:// only, not to {scheme}://. Give the path of a folder, such "
-            f"as that of a mounted bucket: Orbax takes {scheme}:// for a relative path."
+            f"Orbax writes checkpoints only to folders and to gs://, and treats {scheme}:// as a relative path. Pass the "
+            "path of a folder, such as the mount point of a bucket."
         )
-    if re.match(r"(gs|s3):/[^/]", text):  # otherwise a folder "gs:" would be created in the working directory
-        raise refused(
-            "is a URL that has lost a slash, as pathlib.Path does. Give it as text, or as an etils.epath.Path."
-        )
+    if re.match(r"(gs|s3):/[^/]", text):  # unchecked, a folder "gs:" would be created in the working directory
+        raise refused("is a URL that has lost a slash, as in a pathlib.Path. Pass a str or an etils.epath.Path.")
     if not text or not isinstance(directory, str | os.PathLike):
         raise SettingsError(f"directory={short(directory)}: is not a path. {remedy}", setting="directory")
     if is_url:
         return epath.Path(directory)
     path = epath.Path(directory).expanduser().absolute()
-    # The nearest ancestor that exists must be a folder too: nothing can be created below a file.
+    # The nearest existing ancestor must be a folder too: nothing can be created below a file.
     nearest = next((part for part in (path, *path.parents) if part.exists()), None)
     if nearest is not None and not nearest.is_dir():
         raise refused(f"{nearest} is a file. {remedy}")

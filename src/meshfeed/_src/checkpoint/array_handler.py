@@ -82,7 +82,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         )
         orbax.setdefault("array_metadata_store", metadata_store())
         least = self._min_slice_bytes = orbax.get("min_slice_bytes_for_replica_parallel")
-        # Otherwise Orbax slices again on the device, by default with no minimum size: eight chunks for 16 KiB.
+        # Without it, Orbax would slice again on the device, by default with no minimum size: eight chunks for 16 KiB.
         least = MIN_SLICE_BYTES if least is None else least
         super().__init__(**{**orbax, "min_slice_bytes_for_replica_parallel": least})
         self._replica = orbax.get("replica_id", 0)
@@ -157,7 +157,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         )
 
     def _is_synchronous(self, info: ocp.type_handlers.ParamInfo) -> bool:
-        # Values that Orbax moves to the host later are not copied here: the caller must keep them alive until then.
+        # Values that Orbax copies to the host later are not copied here: the caller must keep them alive until then.
         return self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
 
     async def deserialize(
@@ -207,9 +207,9 @@ class _Laid:
     """A parameter as Orbax writes it.
 
     Attributes:
-      array: what Orbax writes.
+      array: the array that Orbax writes.
       args: how Orbax writes it.
-      entry: its manifest entry, or None if Orbax is going to reject it.
+      entry: its manifest entry, or None if Orbax will reject it.
       digests: its digests, or None if there are none.
     """
 
@@ -246,7 +246,7 @@ def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArg
             return sharding.to_jax_sharding()
         except Exception as error:  # devices of a different topology
             raise CheckpointError(
-                f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Give one."
+                f"parameter {name!r}: the saved sharding does not fit these devices ({error}). Pass a sharding."
             ) from error
     return stored.saved(name).saved_sharding() if sharding is None else sharding
 
@@ -270,8 +270,8 @@ def _check_hosts(name: str, value: jax.Array) -> None:
     if 1 < len(hosts) < process_count():
         absent = sorted(set(range(process_count())) - hosts)
         raise CheckpointError(
-            f"parameter {name!r} has no device on the hosts {absent}; Orbax saves arrays that have one on every host. "
-            "Save it in a job of those hosts only, or replicate it over all hosts first."
+            f"parameter {name!r} has no device on the hosts {absent}; Orbax can save only arrays with a device on every "
+            "host. Save it in a job without those hosts, or replicate it over all hosts first."
         )
 
 

@@ -50,7 +50,7 @@ def _number_of(feed: HasState | None, name: str) -> int | None:
 
 
 def _feed_marker(feed: HasState | None) -> JsonValue:
-    """Returns a value that changes when a feed delivers a batch: its counters, which are cheap, otherwise its state."""
+    """Returns a value that changes when a feed delivers a batch: its counters, which are cheap, or else its state."""
     if feed is None:
         return None
     numbers = (_number_of(feed, "step"), _number_of(feed, "position"))
@@ -75,11 +75,11 @@ class SkippedStep:
 
     @property
     def train_state(self) -> PyTree:
-        """The tree as it was given."""
+        """The tree as it was passed."""
         return jax.tree_util.tree_unflatten(self._structure, self._leaves)
 
     def _digests(self) -> list[str]:
-        # numpy arrays are often written in place; a digest costs less than a copy
+        # Numpy arrays are often written in place; a digest costs less than a copy.
         arrays = [leaf for leaf in self._leaves if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject]
         return [digest(array) for array in arrays]
 
@@ -249,7 +249,7 @@ class Checkpointer:
             return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except StepAlreadyExistsError as error:
             raise CheckpointError(
-                f"step {step} is in {self._directory} already. Save under another number, or remove it first.",
+                f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
                 step=step,
             ) from error
 
@@ -257,7 +257,7 @@ class Checkpointer:
         if latest is not None and latest > step and not self._warned:
             self._warned = True
             _log.warning(
-                "step %d is not saved: %s has the newer step %d, and Orbax keeps steps ascending. Remove the newer "
+                "step %d is not saved: %s has the newer step %d, and Orbax requires ascending steps. Remove the newer "
                 "steps to continue from an older one.",
                 step,
                 self._directory,
@@ -277,14 +277,14 @@ class Checkpointer:
           step: the step number to restore; None restores the newest intact step.
 
         Returns:
-          the step and the train state, or ``(0, abstract_or_concrete_state)`` if the folder has no steps.
+          The step and the train state, or ``(0, abstract_or_concrete_state)`` if the folder has no steps.
 
         Raises:
           SettingsError: an argument has the wrong type, for example because the arguments are in the wrong order.
-          CheckpointError: the requested step is absent or damaged; steps exist but none is intact; or a leaf does not
-            match what is stored: it is absent, has a different shape, or has a dtype that is not cast; or ``feed`` is
-            given but the step was saved without one. The same on every host.
-          StateMismatchError: the feed cannot continue from the saved position.
+          CheckpointError: the requested step is absent or damaged; steps exist but none is intact; a leaf is not stored,
+            or is stored with a different shape or a dtype that is not cast; or ``feed`` is given but the step was saved
+            without one. The same on every host.
+          StateMismatchError: the feed cannot resume from the saved position.
         """
         step = None if step is None else as_step(step, RESTORE_ORDER)
         check_feed(feed, ("get_state", "set_state"), RESTORE_ORDER)
@@ -318,7 +318,7 @@ class Checkpointer:
                 reasons.append(self._pass_over(number, str(error)))
                 steps = [other for other in steps if other < number]
         raise CheckpointError(
-            f"{self._directory}: none of its steps is intact: {'; '.join(reasons)}. Move the folder away to start anew."
+            f"{self._directory}: none of its steps is intact: {'; '.join(reasons)}. Move the folder away to start over."
         )
 
     def _newest_whole(self, steps: list[int]) -> dict[str, JsonValue]:
@@ -347,7 +347,7 @@ class Checkpointer:
         state = restore_tree(stored, wanted, self._options, agreement)
         if feed is not None and document is not None:
             _continue(feed, document["state"], agreement, step)
-        self._last = None  # a skipped step of the run before the restore is not the last one any more
+        self._last = None  # a step that was skipped before the restore is no longer the last one
         return state
 
     @hides_own_frames
@@ -387,12 +387,12 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CheckpointError(f"{self._directory}: this Checkpointer is closed. Make another one.")
+            raise CheckpointError(f"{self._directory}: this Checkpointer is closed. Create a new one.")
         self._owner.check("this Checkpointer")
 
     def _begin_to_write(self) -> None:
-        # Leftovers of a killed save block saving the same step again. Remove them only once this job saves: a job that
-        # only reads, such as an evaluation, must not remove what a training job is still writing.
+        # Leftovers of a killed save prevent saving the same step again. Remove them only once this job saves: a job that
+        # only reads, such as an evaluation, must not remove files that a training job is still writing.
         if self._writes:
             return
 
@@ -406,7 +406,7 @@ class Checkpointer:
 
         removed = Agreement("removing unfinished steps", self._options.timeout_seconds).publish(remove)
         if removed:
-            _log.info("removed what a kill left unfinished in %s: %s", self._directory, ", ".join(removed))
+            _log.info("removed unfinished saves of a killed job in %s: %s", self._directory, ", ".join(removed))
         self._writes = True
 
     def _set_damaged_aside(self, step: int) -> None:
@@ -421,7 +421,7 @@ class Checkpointer:
                 if path.exists():
                     aside = self._directory / f"{number}.damaged-{secrets.token_hex(3)}"
                     path.rename(aside)
-                    _log.warning("the damaged step %d is set aside as %s", number, aside)
+                    _log.warning("the damaged step %d is renamed to %s", number, aside)
             return newer
 
         Agreement("setting damaged steps aside", self._options.timeout_seconds).publish(rename)
@@ -480,22 +480,22 @@ class Checkpointer:
             try:
                 self._leaving(_GOODBYE_SECONDS).collect(reason)
             except MeshfeedError:
-                pass  # they failed too, or they wait in a collective that this host has left
+                pass  # the others failed too, or they wait in a collective that this host has left
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self._closed and self._owner.is_here:
-            self._abandon_skipped(f"was left by {kind.__name__}")
+            self._abandon_skipped(f"the with block of the Checkpointer raised {kind.__name__}")
         self.close()
 
 
 def _document(folder: epath.Path, step: int) -> dict[str, JsonValue]:
     if not (folder / ITERATOR).exists():
         raise CheckpointError(
-            f"step {step} in {folder.parent} was saved without a feed, so there is no position to continue. Restore it "
-            "without a feed, and set the feed's position by feed.set_state.",
+            f"step {step} in {folder.parent} was saved without a feed, so it has no position to resume from. Restore it "
+            "without a feed, and set the feed's position with feed.set_state.",
             step=step,
         )
     return state_files.read_document(folder / ITERATOR)
@@ -519,6 +519,6 @@ def _continue(feed: ResumableFeed, state: dict[str, JsonValue], agreement: Agree
     feed.set_state(before)
     reason = Failure.from_json(reports[failed[0]])
     raise CheckpointError(
-        f"step {step}: host {failed[0]} cannot continue the feed: {reason}. Every feed is as it was.",
+        f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged.",
         step=step,
     )

@@ -40,7 +40,7 @@ def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, Jso
         path, step = path.parent, int(path.name)
     steps = find_steps(path)
     if step is None and not steps:
-        raise CheckpointError(f"{path}: contains no steps. Give a Checkpointer's folder.")
+        raise CheckpointError(f"{path}: contains no steps. Pass a Checkpointer's folder.")
     if step is not None and step not in steps:
         read_step(path, step)  # raises and lists the existing steps
     chosen = steps if step is None else [step]
@@ -50,7 +50,7 @@ def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, Jso
 def _folder(directory: epath.PathLike) -> epath.Path:
     path = state_files.readable_path(directory)
     if path.is_file():
-        raise CheckpointError(f"{path} is a file. Give a Checkpointer's folder, or one of its steps.")
+        raise CheckpointError(f"{path} is a file. Pass a Checkpointer's folder, or one of its steps.")
     return path
 
 
@@ -91,7 +91,7 @@ def verify(directory: epath.PathLike, step: int | None = None) -> dict[str, Json
 
     Returns:
       ``{"intact", "steps": [{"path", "step", "intact", "problems", "leaves", "bytes_read", "without_digest",
-      "seconds"}]}``. The command exits with status 0 if ``intact``, otherwise 1.
+      "seconds"}]}``. The command exits with status 0 if ``intact``, else 1.
     """
     findings = verify_steps(_folder(directory), step)
     rows = [
@@ -118,10 +118,10 @@ def _differing(one: Mapping[str, JsonValue], two: Mapping[str, JsonValue]) -> di
 
 
 def _load(path: epath.PathLike) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
-    """Returns the fields of the state, and what is compared of each leaf."""
+    """Returns the fields of the state, and the parts of each leaf's entry that are compared."""
     path = state_files.readable_path(path)
     if not path.exists():
-        raise CheckpointError(f"{path}: does not exist. Give a step's folder, an iterator's folder, or a JSON state.")
+        raise CheckpointError(f"{path}: does not exist. Pass a step's folder, an iterator's folder, or a JSON state.")
     if not path.is_dir():
         document = json.loads(path.read_text())
         return flatten(document.get("state", document)), {}
@@ -130,7 +130,7 @@ def _load(path: epath.PathLike) -> tuple[dict[str, JsonValue], dict[str, JsonVal
     manifest = read_manifest(arrays)
     if not state and manifest is None:
         steps = find_steps(path)
-        remedy = f"Give one of its steps, such as {path / str(steps[-1])}." if steps else "Give a step's folder."
+        remedy = f"Pass one of its steps, such as {path / str(steps[-1])}." if steps else "Pass a step's folder."
         raise CheckpointError(f"{path}: neither a step written by a Checkpointer nor a saved state. {remedy}")
     entries = {} if manifest is None else manifest.leaves
     digests = {} if manifest is None else manifest.digests
@@ -167,10 +167,10 @@ def import_position(
     step: int | None = None,
     unshuffled: bool = False,
 ) -> dict[str, JsonValue]:
-    """Converts files that MaxText or Grain wrote to a state from which a feed can resume.
+    """Converts files that MaxText or Grain wrote to a state from which a feed can resume, and writes it to ``output``.
 
     Returns:
-      the state.
+      The state.
 
     Raises:
       CheckpointError: the template is invalid, or the feed cannot resume exactly; the message gives the reason.

@@ -24,16 +24,16 @@ from meshfeed._src.arrays.reshard import bit_width
 from meshfeed._src.base.errors import CheckpointError
 
 CARRIERS = {"bits": np.uint8, "int8": np.int8, "float16": np.float16}
-"""Encodings as numbers of another dtype, and that dtype."""
+"""Encodings as numbers of a different dtype → that dtype."""
 
 BYTES = "bytes"
-"""As flat bytes: text, dates, structured dtypes and long doubles, which Orbax cannot store."""
+"""Encoding as flat bytes: text, dates, structured dtypes and long doubles, which Orbax cannot store."""
 
 NOTHING = "nothing"
-"""Not at all: empty arrays. A single uint8 takes their place in Orbax's files."""
+"""Encoding of empty arrays, which are not stored. A single uint8 takes their place in Orbax's files."""
 
 VALUE = "value"
-"""In the manifest: Python numbers, text and bytes."""
+"""Encoding in the manifest: Python numbers, text and bytes."""
 
 
 def is_extension(dtype: np.dtype[np.generic]) -> bool:
@@ -150,8 +150,8 @@ def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
             _KINDS[kind][0] if kind in _KINDS else dtype.name for kind, dtype in ((before, stored), (after, wanted))
         ]
         raise CheckpointError(
-            f"{where} is stored as {stored.name}, wanted is {wanted.name}: {names[0]} values are not cast to {names[1]} "
-            f"ones. Ask for {stored.name}, and convert the result if that is what you want."
+            f"{where} is stored as {stored.name}, but {wanted.name} was requested: {names[0]} values are not cast to "
+            f"{names[1]}. Request {stored.name}, and convert the result if that is intended."
         )
 
 
@@ -163,8 +163,8 @@ def check_python(where: str, stored: type, wanted: type) -> None:
     """
     if stored is not wanted and _loses(stored, wanted):
         raise CheckpointError(
-            f"{where} is stored as {stored.__name__}, wanted is {wanted.__name__}. Ask for {stored.__name__}, and "
-            "convert the result if that is what you want."
+            f"{where} is stored as {stored.__name__}, but {wanted.__name__} was requested. Request {stored.__name__}, and "
+            "convert the result if that is intended."
         )
 
 
@@ -188,6 +188,6 @@ def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> No
     for value in (int(values.min()), int(values.max())):
         if not int(limits.min) <= value <= int(limits.max):
             raise CheckpointError(
-                f"{where} holds {value}, stored as {values.dtype.name}, and {np.dtype(wanted).name} holds {limits.min} to "
-                f"{limits.max}. Ask for {values.dtype.name}."
+                f"{where} holds {value}, stored as {values.dtype.name}, but {np.dtype(wanted).name} holds only "
+                f"{limits.min} to {limits.max}. Request {values.dtype.name}."
             )

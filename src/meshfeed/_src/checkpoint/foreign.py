@@ -9,9 +9,9 @@ single ``process_0.json`` from Grain's ElasticIterator. Three kinds of feed can 
 * **Lanes**, one per old host, each the same pipeline as that host had, without its ``batch`` and ``mp_prefetch``.
 * **Host batches**: the same iterators on the same number of hosts.
 
-The files hold an index, but neither what it counts nor how the records were ordered. The caller supplies both: the
-number of batches delivered, and a feed over records in the order of the old run. Anything that contradicts this is an
-error, and so is a feed that would go wrong in later epochs: Grain reorders a shuffled dataset in each epoch.
+The files hold an index, but neither its unit nor the order of the records. The caller supplies both: the number of
+batches delivered, and a feed over records in the order of the old run. Anything that contradicts this is an error, and
+so is a feed that would be wrong in later epochs: Grain reorders a shuffled dataset in each epoch.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def read_foreign_files(directory: epath.PathLike) -> tuple[dict[int, JsonValue],
         try:
             states[int(match[1])] = decode_value(json.loads(path.read_text()))
         except ValueError as error:
-            raise CheckpointError(f"{path}: not JSON ({error}); it is damaged. Use another step.") from None
+            raise CheckpointError(f"{path}: not JSON ({error}); it is damaged. Use a different step.") from None
         counts.add(int(match[2]) if match[2] else None)
     if not states:
         raise CheckpointError(
-            f"{directory}: contains no process_<i>-of-<n>.json or process_0.json. Give the folder in which MaxText or "
-            "Grain keeps the iterator of one step."
+            f"{directory}: contains no process_<i>-of-<n>.json or process_0.json. Pass the folder in which MaxText or "
+            "Grain stores the iterator of one step."
         )
     if len(counts) > 1:
         raise CheckpointError(f"{directory}: files of different numbers of hosts ({sorted(map(str, counts))}).")
@@ -92,7 +92,7 @@ def convert_state(
         repeats the source (``num_epochs`` is not 1), because the files do not record whether Grain shuffled.
 
     Returns:
-      a state for ``feed.set_state``, the same on every host.
+      A state for ``feed.set_state``, the same on every host.
 
     Raises:
       CheckpointError: the feed cannot resume exactly; the message gives the reason.
@@ -105,7 +105,7 @@ def convert_state(
     run = _OldRun(directory, states, count, step, template, size)
     if step is None and count is not None:
         raise CheckpointError(
-            f"{directory}: the files hold an index but not whether it counts records or batches. Give the number "
+            f"{directory}: the files hold an index but not whether it counts records or batches. Pass the number "
             "of batches delivered (step=, on the command line --step)."
         )
     if template["kind"] == "random_access":
@@ -146,7 +146,7 @@ def _batch_size(feed: HasState) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _OldRun:
-    """The position of a run as its files have it, and the feed that is to continue it.
+    """The position of a run as recorded in its files, and the feed that will continue it.
 
     Attributes:
       directory: the folder of the files.
@@ -178,7 +178,7 @@ class _OldRun:
             position, counts_batches = self._counted_position(self.count, step)
         if step is not None and position != step * size:
             raise self._refused(
-                f"the files are at record {position}, and {step} batches of {size} are {step * size}. Give the "
+                f"the files are at record {position}, but {step} batches of {size} are {step * size}. Pass the "
                 "global_batch_size and step of that run; a pipeline that filters can only continue as lanes or host batches."
             )
         if position % size:
@@ -192,8 +192,8 @@ class _OldRun:
             )
         if num_epochs is not None and position > records * num_epochs:
             raise self._refused(
-                f"position {position} is beyond the {records * num_epochs} records of the feed. Give the feed "
-                "the data and the number of epochs of that run."
+                f"position {position} is beyond the {records * num_epochs} records of the feed. Pass the data and the "
+                "number of epochs of that run."
             )
         return position
 
@@ -221,12 +221,12 @@ class _OldRun:
         )
         if self._has_node("Shuffle"):
             raise self._refused(
-                f"with num_epochs={num_epochs} every epoch of the feed has the order of the first, and Grain "
+                f"with num_epochs={num_epochs} every epoch of the feed has the order of the first, but Grain "
                 f"shuffles each epoch differently. {remedy}"
             )
         if not unshuffled:
             raise self._refused(
-                f"with num_epochs={num_epochs} every epoch of the feed has the same order, and the files do not record "
+                f"with num_epochs={num_epochs} every epoch of the feed has the same order, but the files do not record "
                 f"whether the old run shuffled. If it did not, pass unshuffled=True (--unshuffled). If it did: {remedy}"
             )
 
@@ -246,7 +246,7 @@ class _OldRun:
         size = self.size
         if size % count:
             raise self._refused(
-                f"{count} hosts wrote it, which cannot have read equal parts of a batch of {size}. Give the "
+                f"{count} hosts wrote it, which cannot have read equal parts of a batch of {size}. Pass the "
                 "global_batch_size of that run."
             )
         taken = {host: self._elements_taken(host, state) for host, state in self.states.items()}
@@ -313,8 +313,8 @@ class _OldRun:
         num_lanes = self.template["num_lanes"]
         if num_lanes != len(saved) or self.size % num_lanes:
             raise self._refused(
-                f"{len(saved)} hosts wrote it, and the feed has {num_lanes} lanes for a batch of {self.size}. Pass "
-                f"num_lanes={len(saved)}, with a stream whose lane i is what host i read, without its batch."
+                f"{len(saved)} hosts wrote it, but the feed has {num_lanes} lanes for a batch of {self.size}. Pass "
+                f"num_lanes={len(saved)}, with a stream whose lane i is the pipeline of host i without its batch."
             )
         records = step * self.size // num_lanes
         entry = {"records": records, "epoch": 0, "taken": records, "skip": 0, "ended": False}
@@ -324,7 +324,7 @@ class _OldRun:
         processes = self.template["fingerprint"]["processes"]
         if processes != len(saved):
             raise self._refused(
-                f"{len(saved)} hosts wrote it, and the feed has {processes}; host batches are not elastic. "
+                f"{len(saved)} hosts wrote it, but the feed has {processes}; host batches are not elastic. "
                 "Continue on as many hosts, or pass the records as a source."
             )
         return {

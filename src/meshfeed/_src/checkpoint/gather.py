@@ -1,4 +1,4 @@
-"""Moves what hosts have read to the devices that need it, bit for bit.
+"""Moves the values that hosts have read to the devices that need them, bit for bit.
 
 Pieces of large leaves reach the requested sharding by ``shard_map`` and explicit collectives, so the compiler chooses
 neither the collective nor the dtype: unsigned bits. Data is only moved, never added. Several leaves are gathered in one
@@ -174,7 +174,7 @@ class BlockGather:
         """Sends the rows of every piece starting at row ``first``."""
         block = _pieces_array(self._plan, blocks, self._dtype, self._idle)
         self._out = self._update(self._out, block, np.int32(first))
-        self._out.block_until_ready()  # otherwise the blocks of all rounds would be in flight at once
+        self._out.block_until_ready()  # without it, the blocks of all rounds would be in flight at once
 
     def finish(self) -> jax.Array:
         """Returns the leaf. Call it only once."""
@@ -234,7 +234,7 @@ class _HostStream:
         boxes = (leaves[index].units.box(number) for index, number in units)
         sizes = (box_size(box) * leaves[index].itemsize for box, (index, _) in zip(boxes, units, strict=True))
         self._ends = list(itertools.accumulate(sizes))
-        self._unit: NDArray[np.uint8] = np.empty(0, np.uint8)  # the one that a window cuts
+        self._unit: NDArray[np.uint8] = np.empty(0, np.uint8)  # the unit that a window cuts
 
     @property
     def size(self) -> int:

@@ -41,7 +41,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state and returns futures that write it."""
-        check_feed(args.feed, ("get_state",), "Give IteratorSave(feed).")
+        check_feed(args.feed, ("get_state",), "Pass IteratorSave(feed).")
         state, process = args.feed.get_state(), process_index()
         if not state_files.must_write(state, process):
             return []
@@ -54,7 +54,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
     def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
         """Writes the state before returning."""
-        check_feed(args.feed, ("get_state",), "Give IteratorSave(feed).")
+        check_feed(args.feed, ("get_state",), "Pass IteratorSave(feed).")
         state_files.write_state(directory, args.feed.get_state(), identity=args.identity)
 
     def restore(
@@ -67,7 +67,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
           StateMismatchError: the feed cannot resume from it; the feed is unchanged.
         """
         if args is not None:
-            check_feed(args.feed, ("set_state",), "Give IteratorRestore(feed).")
+            check_feed(args.feed, ("set_state",), "Pass IteratorRestore(feed).")
         state = state_files.read_state(directory)
         if args is None or args.feed is None:
             return state

@@ -1,7 +1,7 @@
 """The leaves of a tree, and its structure: how each kind is recognized, named, stored, described and restored.
 
-:data:`KINDS` is the table of kinds. The manifest holds an entry for each leaf, from which :class:`SavedLeaf` gives it
-back as it was in the tree, and the structure as JSON.
+:data:`KINDS` is the table of kinds. The manifest holds an entry for each leaf, which :class:`SavedLeaf` parses, and the
+structure as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Entry: TypeAlias = dict[str, JsonValue]
 """A leaf in the manifest."""
 
 Leaf: TypeAlias = object
-"""A leaf of a tree: an array, a number, text, bytes, or what stands for one of them."""
+"""A leaf of a tree: an array, a number, text, bytes, or a placeholder for one of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,9 @@ class SavedLeaf:
     Attributes:
       name: Orbax's parameter name.
       kind: a key of :data:`KINDS`.
-      shape: its shape; that of the keys for PRNG keys.
-      dtype: its dtype; that of the key data for PRNG keys.
-      encoding: how its values are stored (see :mod:`~meshfeed._src.checkpoint.dtypes`); None means as they are.
+      shape: its shape; for PRNG keys, the shape of the keys.
+      dtype: its dtype; for PRNG keys, the dtype of the key data.
+      encoding: how its values are stored (see :mod:`~meshfeed._src.checkpoint.dtypes`); None means unchanged.
       impl: implementation of PRNG keys, or None.
       value: the value of a Python number, text or bytes.
       sharding: the saved NamedSharding as JSON, or None.
@@ -69,15 +69,15 @@ class SavedLeaf:
 
     @property
     def data_shape(self) -> Shape:
-        """Shape of the key data for PRNG keys, otherwise ``shape``."""
+        """``shape``, or for PRNG keys the shape of the key data."""
         return self.shape if self.impl is None else key_shape(self.shape, self.impl)
 
     def placeholder(self) -> Leaf:
-        """Returns what stands for the leaf in an abstract tree."""
+        """Returns the leaf's placeholder in an abstract tree."""
         return self.value if self.encoding == VALUE else KINDS[self.kind].placeholder(self)
 
     def saved_sharding(self) -> jax.sharding.Sharding | None:
-        """Returns the saved sharding on this job's devices; otherwise device 0 in a single-process job, or None."""
+        """Returns the saved sharding on this job's devices; else device 0 in a single-process job, or None."""
         sharding = rebuild_sharding(self.sharding)
         if sharding is None and process_count() == 1:
             return jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -175,9 +175,6 @@ def rebuild_sharding(entry: JsonValue) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in entry["spec"])))
 
 
-# The table.
-
-
 def _placeholder_array(leaf: SavedLeaf) -> jax.ShapeDtypeStruct:
     dtype = leaf.dtype if leaf.impl is None else key_dtype(leaf.impl)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.saved_sharding())
@@ -236,7 +233,7 @@ class Kind:
       types: types of the leaves.
       encode: (leaf, path for errors) → its manifest entry, and the value that Orbax stores for it. Host values are
         copied. None for kinds that only plain Orbax stores.
-      placeholder: what stands for a saved leaf in an abstract tree.
+      placeholder: saved leaf → its placeholder in an abstract tree.
       from_host: host values as a numpy array → the leaf.
     """
 
@@ -285,7 +282,7 @@ def encode_host_leaf(leaf: Leaf, where: str) -> tuple[Entry, Leaf]:
     if kind is None or kind.encode is None or (kind.encode is _encode_value and type(leaf) not in kind.types):
         raise CheckpointError(
             f"leaf {where}: a {type(leaf).__module__}.{type(leaf).__name__} cannot be saved, expected an array, a "
-            "number, text or bytes. Take it out of the tree, or register the container as a pytree."
+            "number, text or bytes. Remove it from the tree, or register the container as a pytree."
         )
     return kind.encode(leaf, where)
 
@@ -301,7 +298,7 @@ def _key(entry: object) -> object:
 
 @dataclasses.dataclass
 class EncodedTree:
-    """A tree in the form that is passed to Orbax.
+    """A tree as it is passed to Orbax.
 
     Attributes:
       tree: the same structure with leaves that Orbax stores exactly.
@@ -331,8 +328,8 @@ def encode_tree(tree: PyTree) -> EncodedTree:
         name, where = leaf_name(path), jax.tree_util.keystr(path) or "(the whole tree)"
         if name in names:
             raise CheckpointError(
-                f"leaves {names[name]} and {where} have one name in storage, {name!r}. Rename a key that contains a "
-                "dot, or one that reads like another."
+                f"leaves {names[name]} and {where} have the same name in storage, {name!r}. Rename a key that contains a "
+                "dot, or one of two keys with the same text."
             )
         names[name] = where
         if _is_global(leaf, where):
@@ -351,8 +348,8 @@ def _is_global(leaf: Leaf, where: str) -> bool:
         raise CheckpointError(f"leaf {where}: a traced value cannot be saved. Call save outside jax.jit.")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise CheckpointError(
-            f"leaf {where}: the array was deleted or donated. Save before the step that donates it, or save what the "
-            "step returns."
+            f"leaf {where}: the array was deleted or donated. Save before the step that donates it, or save the step's "
+            "result."
         )
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable and process_count() > 1)
 

@@ -263,7 +263,7 @@ def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.
 
 
 def _moves(axes: Sequence[Axes], mesh: AnyMesh, dimension: int) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields what may be moved to ``dimension``: all axes of any set of the other dimensions, fewest first."""
+    """Yields the sets of axes that may be moved to ``dimension``: all axes of some of the others, fewest first."""
     others = [
         tuple((axis, other) for axis in names if mesh.shape[axis] > 1)
         for other, names in enumerate(axes)
@@ -291,7 +291,7 @@ def candidates(sharding: Sharding, shape: Shape) -> list[LoadPlan]:
 
 @functools.lru_cache(maxsize=1024)
 def best_plan(sharding: Sharding, shape: Shape, units: Grid, itemsize: int) -> tuple[LoadPlan, ReadCost]:
-    """Returns the plan of mode ``once`` that reads least, then most evenly, then moves least, and its cost."""
+    """Returns the plan of mode ``once``, and its cost: fewest bytes read, then most even, then fewest collectives."""
     best: list[tuple[tuple[float, ...], LoadPlan, ReadCost]] = []
     hosts = len({device.process_index for device in sharding.device_set})
     for plan in candidates(sharding, shape):

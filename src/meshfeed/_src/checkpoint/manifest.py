@@ -1,4 +1,4 @@
-"""What meshfeed stores about arrays beside Orbax's own files: exact dtypes, chunk digests, and the save's identity.
+"""The metadata of arrays that meshfeed stores beside Orbax's files: exact dtypes, chunk digests, the save's identity.
 
 It is stored in the folder ``meshfeed`` inside the arrays' item, so it is copied with them, and plain Orbax ignores it.
 While saving, every host writes a part with its digests (``arrays-<process>.json``), and process 0 writes the tree
@@ -106,7 +106,9 @@ def _read(path: epath.Path) -> dict[str, JsonValue]:
         raise DamagedCheckpointError(f"{path}: its digest does not match its content. {remedy}", path=str(path))
     version = content.get("meshfeed_arrays", _VERSION + 1)
     if version > _VERSION:
-        raise CheckpointError(f"{path}: format {version}, this version reads up to {_VERSION}. Upgrade meshfeed.")
+        raise CheckpointError(
+            f"{path}: has format {version}, but this version of meshfeed reads up to {_VERSION}. Upgrade meshfeed."
+        )
     return content
 
 
@@ -175,6 +177,6 @@ def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Ite
         if found is None:
             yield path, "is missing"
         elif found != size:
-            yield path, f"has {found} bytes, saved were {size} bytes"
+            yield path, f"has {found} bytes, but {size} bytes were saved"
         elif content and digest is not None and digest_of_bytes(path.read_bytes()) != digest:
-            yield path, "has a different digest than the file that was saved"
+            yield path, "has a different digest from the saved file"

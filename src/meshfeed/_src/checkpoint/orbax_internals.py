@@ -1,4 +1,4 @@
-"""The private parts of Orbax that are used here, and what happens in a version of Orbax without them."""
+"""The private parts of Orbax that meshfeed uses, and the fallbacks for versions of Orbax without them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Orbax v1 that does not find the name reads the item only if it is given a handle
 
 
 def metadata_store() -> Any | None:
-    """Where Orbax stores the implementation of PRNG keys, so plain Orbax can restore the keys that we save.
+    """Returns Orbax's store for the implementation of PRNG keys, with which plain Orbax can restore keys saved here.
 
-    None if this version of Orbax has no such class: then plain Orbax restores such keys as their uint32 data, and
+    Returns None if this version of Orbax has no such class. Plain Orbax then restores such keys as their uint32 data, and
     meshfeed still restores keys.
     """
     try:
         from orbax.checkpoint._src.metadata.array_metadata_store import Store
     except ImportError:
         _log.warning(
-            "Orbax %s keeps the metadata of arrays elsewhere; without meshfeed, it restores PRNG keys that are saved now "
-            "as their uint32 data",
+            "Orbax %s stores the metadata of arrays elsewhere; without meshfeed, it will restore PRNG keys saved now as "
+            "their uint32 data",
             ocp.__version__,
         )
         return None

@@ -46,7 +46,7 @@ _GROUP_BYTES = 4 << 30
 _BROADCAST_BYTES = 64 << 20  # broadcasting in blocks is faster than whole shards, for which every device needs zeros
 
 Restored: TypeAlias = jax.Array | NDArray[np.generic]
-"""A ``jax.Array`` for a request with a sharding, otherwise a numpy array."""
+"""A ``jax.Array`` for a request with a sharding, else a numpy array."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -157,7 +157,7 @@ class Work:
 
 @dataclasses.dataclass
 class Restore:
-    """What the stages of one restore share.
+    """State shared by the stages of one restore.
 
     Attributes:
       reader: reads and checks units.
@@ -170,7 +170,7 @@ class Restore:
     limit: int | None
 
     def _read(self, group: Sequence[Work]) -> None:
-        """Reads what this process's devices need of several leaves into their buffers."""
+        """Reads the parts of several leaves that this process's devices need into their buffers."""
         self.reader.read([unit for work in group for unit in wanted_units(work.request.leaf, work.targets())])
 
     def group(self, group: Sequence[Work]) -> dict[int, Restored]:
@@ -246,7 +246,7 @@ def choose_replica_axes(requests: Sequence[LeafRequest], options: RestoreOptions
     if wanted is not None and axes and not sizes:
         names = sorted({name for mesh in axes for name in mesh.axis_names})
         raise SettingsError(
-            f"replica_axis={wanted!r}: the meshes have the axes {names}. Name one of them.", setting="replica_axis"
+            f"replica_axis={wanted!r}: the meshes have the axes {names}. Pass one of them.", setting="replica_axis"
         )
     smallest, axis = min(sizes, default=(replica + 1, None))
     if replica >= smallest:
@@ -363,7 +363,7 @@ def restore_leaves(
 def _restore_dispatched(
     stored: StoredArrays, requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement
 ) -> list[Restored]:
-    """Restores on the workers what Orbax stores and casts as we do; the rest, mostly small leaves, is restored here."""
+    """Restores on the workers the leaves that Orbax stores and casts as we do, and the others, mostly small, here."""
     assert options.dispatch is not None
     dispatch = options.dispatch
     remote, here = [], []

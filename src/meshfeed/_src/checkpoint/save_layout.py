@@ -63,7 +63,7 @@ def _is_worth(shard_bytes: int, replicas: int, hosts: int, min_slice_bytes: int 
     slice_bytes = shard_bytes // replicas
     if min_slice_bytes is not None:
         return slice_bytes >= min_slice_bytes
-    # Share smaller leaves only between hosts: otherwise one host would write a leaf of a few MiB that a thousand hold.
+    # Share smaller leaves between hosts, so that one host does not write alone a leaf of a few MiB that a thousand hold.
     # More slices within a host only add cost.
     each = -(-replicas // hosts)
     between = hosts > 1 and slice_bytes >= _LEAST_SLICE_BYTES and shard_bytes >= each * _CHUNK_WORTH_BYTES

@@ -113,11 +113,13 @@ def _check_identities(
             f"{folder}: the arrays were saved as step {identity.get('step')}; the folder was renamed or copied by hand."
         )
     if ITERATOR in identity.get("parts", ()) and document is None:
-        raise CheckpointError(f"{folder}: the part {ITERATOR!r} is missing; it was saved with one.")
+        raise CheckpointError(
+            f"{folder}: the part {ITERATOR!r}, which was saved, is missing; restore a different step."
+        )
     if document is not None and document["identity"] != identity:
         raise CheckpointError(
             f"{folder}: the parts do not belong together: {ARRAYS} is from save {_short(identity)}, {ITERATOR} from save "
-            f"{_short(document['identity'])}. Parts of one step must stay together; restore another step."
+            f"{_short(document['identity'])}. Parts of one step must stay together; restore a different step."
         )
 
 
@@ -173,7 +175,7 @@ class Finding:
     Attributes:
       path: its folder.
       step: its number, or None for an item given directly.
-      problems: messages on what is wrong; empty if it is intact.
+      problems: one message per problem; empty if it is intact.
       leaves: number of arrays read.
       bytes_read: bytes of array values read.
       without_digest: number of leaves that were read but not checked, because plain Orbax saved them.
@@ -203,14 +205,14 @@ def verify(directory: epath.PathLike, step: int | None = None) -> list[Finding]:
       step: the only step to check; None checks all steps.
 
     Returns:
-      a finding per step, in ascending order, or one for the item.
+      A finding per step, in ascending order, or one for the item.
 
     Raises:
       CheckpointError: there is nothing to check, or the requested step does not exist.
     """
     directory = state_files.readable_path(directory)
     if not directory.exists():
-        raise CheckpointError(f"{directory}: no such folder. Give a Checkpointer's folder, or a step's.")
+        raise CheckpointError(f"{directory}: no such folder. Pass a Checkpointer's folder, or a step's.")
     steps = find_steps(directory)
     if step is not None and step not in steps:
         read_step(directory, step)  # absent is not damaged: raises and lists the existing steps

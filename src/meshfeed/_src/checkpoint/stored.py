@@ -163,7 +163,7 @@ class StoredArrays:
         return [name for name, kind in self.kinds.items() if kind != "str" and stored.get(name) not in (VALUE, NOTHING)]
 
     def has_digests(self, name: str) -> bool:
-        """Returns whether a parameter can be verified; what plain Orbax saved cannot."""
+        """Returns whether a parameter can be verified; parameters saved by plain Orbax cannot."""
         return self.manifest is not None and bool(self.manifest.digests.get(name))
 
     def names_without_chunk(self) -> list[str]:
@@ -308,7 +308,7 @@ class StoredArrays:
                 found, wanted = digest(values[slices(grid.box(number), box)]), leaf.digests.get(number)
                 if found != wanted:
                     raise DamagedCheckpointError(
-                        f"{where}: digest is {found}, saved was {wanted}: stored bytes have changed. {RESTORE_EARLIER}",
+                        f"{where}: digest is {found}, but {wanted} was saved: stored bytes have changed. {RESTORE_EARLIER}",
                         path=str(self.directory),
                     )
         return from_carrier(values, leaf.dtype) if leaf.carried else values

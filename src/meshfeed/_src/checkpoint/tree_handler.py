@@ -27,7 +27,7 @@ from meshfeed._src.state.files import readable_path
 
 @public("meshfeed.checkpoint._arrays")  # Orbax writes this name into checkpoints, so it must not change
 class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
-    """Saves and restores a pytree of arrays, numpy values, numbers and text, each exactly as it was.
+    """Saves and restores a pytree of arrays, numpy values, numbers and text exactly.
 
     Plain Orbax (``PyTreeCheckpointHandler``) can read the result. If TensorStore lacks a dtype, plain Orbax returns
     equal numbers of a different dtype; this handler returns the original dtype.

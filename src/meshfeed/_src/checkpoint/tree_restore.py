@@ -1,4 +1,4 @@
-"""Restores whole trees: what each leaf of the requested tree needs from storage, and the leaf that becomes of it."""
+"""Restores whole trees: plans what each requested leaf needs from storage, and converts the values read to that leaf."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from meshfeed._src.checkpoint.restore import LeafRequest, Restored, restore_leav
 from meshfeed._src.checkpoint.stored import StoredArrays
 
 Placement: TypeAlias = "Sharding | Format"
-"""Where an array is wanted: a sharding of any memory kind, or a Format, which also has a layout."""
+"""The requested placement of an array: a sharding of any memory kind, or a Format, which also has a layout."""
 
 
 @runtime_checkable
 class Shaped(Protocol):
-    """An array, a numpy scalar, or what stands for one in an abstract tree."""
+    """An array, a numpy scalar, or the placeholder of one in an abstract tree."""
 
     @property
     def shape(self) -> Shape:
@@ -63,7 +63,7 @@ class Shaped(Protocol):
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Of its values."""
+        """Dtype of the values."""
         ...
 
 
@@ -72,14 +72,14 @@ class Planned(NamedTuple):
 
     Attributes:
       request: what to read; None if nothing is read, because the leaf is empty or its value is in the manifest.
-      finish: converts what was read (for no request, the argument is ignored) to the leaf.
+      finish: converts the values read to the leaf; ignores its argument if ``request`` is None.
     """
 
     request: LeafRequest | None
     finish: Callable[[Restored], Leaf]
 
     def then(self, convert: Callable[..., Leaf]) -> Planned:
-        """Returns the same with a further conversion at the end."""
+        """Returns a copy with a further conversion at the end."""
         return Planned(self.request, lambda read: convert(self.finish(read)))
 
 
@@ -88,7 +88,7 @@ def _known(value: Leaf) -> Planned:
 
 
 class TreePlan(NamedTuple):
-    """How a tree is restored: its leaves in order, and what builds the tree from them."""
+    """How a tree is restored: its leaves in order, and the function that builds the tree from them."""
 
     stored: StoredArrays
     leaves: Sequence[Planned]
@@ -150,7 +150,7 @@ def _compare(stored: StoredArrays, leaves: Sequence[tuple[str, Leaf]], partial: 
     missing = [name for name, leaf in leaves if name not in stored.kinds and leaf is not ...]
     extra = [] if partial else sorted(set(stored.kinds) - {name for name, _ in leaves})
     if missing or extra:
-        remedies = ["Take what is not stored out of the tree, and add it after restoring."] if missing else []
+        remedies = ["Remove leaves that are not stored from the tree, and add them after restoring."] if missing else []
         if extra:
             remedies.append("Put ... in the tree for leaves to omit, or use ArraysRestore(…, partial_restore=True).")
         found = [f"lacks {_leaves(missing)}"] if missing else []
@@ -167,17 +167,17 @@ def _leaves(names: Sequence[str]) -> str:
 
 
 def plan_leaf(stored: StoredArrays, name: str, leaf: Leaf, strict: bool) -> Planned:
-    """Returns how to restore the leaf that ``leaf`` stands for in an abstract tree; ``...`` stands for none.
+    """Plans the restore of one leaf of an abstract tree; ``...`` omits the leaf.
 
     Raises:
-      CheckpointError: ``leaf`` does not describe a leaf, or the stored one cannot become it.
+      CheckpointError: ``leaf`` does not describe a leaf, or the stored leaf cannot be converted to it.
     """
     if leaf is ...:
         return _known(...)
     kind, saved_kind = kind_of(leaf), stored.kinds[name]
     if isinstance(leaf, type) or not (kind or isinstance(leaf, Shaped) or saved_kind == "scalar"):
         raise CheckpointError(
-            f"leaf {name!r}: a {type(leaf).__name__} does not describe a leaf. Give an array, a jax.ShapeDtypeStruct, or "
+            f"leaf {name!r}: a {type(leaf).__name__} does not describe a leaf. Pass an array, a jax.ShapeDtypeStruct, or "
             "a number or text like the one saved."
         )
     if saved_kind in ("str", "bytes") or not isinstance(leaf, Shaped):
@@ -199,12 +199,12 @@ def _placement(leaf: Leaf) -> Placement | None:
 
 
 def _plan_python(stored: StoredArrays, saved: SavedLeaf, leaf: Leaf) -> Planned:
-    """Plans a Python number, text or bytes; another object asks for the stored number as it is."""
+    """Plans a Python number, text or bytes; for any other object, the stored number is restored as it is."""
     wanted = next((kind for kind in PYTHON if isinstance(leaf, kind)), None)
     if saved.data_shape != ():
         raise CheckpointError(
-            f"leaf {saved.name!r} is stored as an array of shape {saved.data_shape}, wanted is {type(leaf).__name__}. Give "
-            "an array or a jax.ShapeDtypeStruct of that shape."
+            f"leaf {saved.name!r} is stored as an array of shape {saved.data_shape}, but {type(leaf).__name__} was "
+            "requested. Pass an array or a jax.ShapeDtypeStruct of that shape."
         )
     found = type(saved.value) if saved.encoding == VALUE else python_type_of(saved.dtype)
     if wanted is not None or found in (str, bytes):
@@ -217,10 +217,10 @@ def _plan_python(stored: StoredArrays, saved: SavedLeaf, leaf: Leaf) -> Planned:
 
 
 def plan_numpy(stored: StoredArrays, saved: SavedLeaf, shape: Shape | None, dtype: DTypeLike | None) -> Planned:
-    """Returns how to restore a numpy array on every process.
+    """Plans the restore of a numpy array on every process.
 
     Raises:
-      CheckpointError: the shape or dtype cannot be had.
+      CheckpointError: the shape differs from the stored one, or the dtype is not cast.
     """
     _check_shape(stored, saved, shape, strict=True)
     _check_dtype(saved, dtype)
@@ -255,14 +255,14 @@ def plan_array(
     strict: bool = True,
     any_cast: bool = False,
 ) -> Planned:
-    """Returns how to restore a ``jax.Array``.
+    """Plans the restore of a ``jax.Array``.
 
     Args:
       stored: the item.
       name: parameter name.
       shape: requested shape; None means the stored shape.
       dtype: requested dtype, which may be a PRNG key dtype; None means the stored dtype.
-      placement: where it is wanted; None is accepted for numbers only.
+      placement: requested placement; None is accepted for numbers only.
       strict: reject a shape that differs from the stored one. If False, truncate the array or pad it with zeros.
       any_cast: cast as numpy does, even if more than precision is lost.
 
@@ -274,7 +274,7 @@ def plan_array(
     if sharding is None and saved.encoding != VALUE:
         raise CheckpointError(
             f"{stored.directory}: parameter {name!r}: no sharding given, and none was saved that fits these "
-            f"{jax.device_count()} devices. Give a ShapeDtypeStruct with a sharding."
+            f"{jax.device_count()} devices. Pass a ShapeDtypeStruct with a sharding."
         )
     _check_dtype(saved, dtype, any_cast)
     impl = _impl_of(dtype) if is_key_dtype(dtype) else saved.impl if dtype is None else None
@@ -318,22 +318,24 @@ def cut_to_rank(sharding: Sharding, rank: int) -> Sharding:
 
 
 def _check_dtype(saved: SavedLeaf, wanted: DTypeLike | None, any_cast: bool = False) -> None:
-    """Rejects text, PRNG keys of a different implementation, and whatever ``check_cast`` rejects."""
+    """Rejects text, PRNG keys of a different implementation, and the casts that ``check_cast`` rejects."""
     where, impl = f"leaf {saved.name!r}", saved.impl
     if isinstance(saved.value, str | bytes):
-        raise CheckpointError(f"{where} is stored as {type(saved.value).__name__}, wanted is an array. Ask for text.")
+        raise CheckpointError(
+            f"{where} is stored as {type(saved.value).__name__}, but an array was requested. Request text."
+        )
     if wanted is None:
         return
     if is_key_dtype(wanted):
         if (impl is None and saved.dtype != np.uint32) or impl not in (None, _impl_of(wanted)):
             raise CheckpointError(
-                f"{where} is stored as {impl or saved.dtype.name}, wanted are PRNG keys {_impl_of(wanted)}. Ask for what "
-                f"was saved: {f'keys of jax.random.key(…, impl={impl!r})' if impl else 'that dtype'}."
+                f"{where} is stored as {impl or saved.dtype.name}, but PRNG keys {_impl_of(wanted)} were requested. Request "
+                f"{f'keys of jax.random.key(…, impl={impl!r})' if impl else 'that dtype'}."
             )
     elif impl is not None and np.dtype(wanted) != saved.dtype:
         raise CheckpointError(
-            f"{where} is stored as PRNG keys {impl}, wanted is {np.dtype(wanted).name}. Ask for keys "
-            f"(jax.random.key(…, impl={impl!r})), or for their {saved.dtype.name} data."
+            f"{where} is stored as PRNG keys {impl}, but {np.dtype(wanted).name} was requested. Request keys "
+            f"(jax.random.key(…, impl={impl!r})), or their {saved.dtype.name} data."
         )
     elif not any_cast:
         check_cast(where, saved.dtype, wanted)
@@ -345,8 +347,8 @@ def _check_shape(stored: StoredArrays, saved: SavedLeaf, wanted: Shape | None, s
         return
     if strict or len(tuple(wanted)) != len(found):
         raise CheckpointError(
-            f"{stored.directory}: parameter {saved.name!r} has the stored shape {found}, wanted is {tuple(wanted)}. Ask "
-            "for the stored shape, or set strict=False (in ArraysRestore, or in Orbax's ArrayRestoreArgs) to truncate "
+            f"{stored.directory}: parameter {saved.name!r} has the stored shape {found}, but {tuple(wanted)} was requested. "
+            "Request the stored shape, or set strict=False (in ArraysRestore, or in Orbax's ArrayRestoreArgs) to truncate "
             "the array or pad it with zeros."
         )
 
@@ -365,8 +367,8 @@ def _check_x64(name: str, dtype: np.dtype[np.generic], any_cast: bool) -> None:
     held = jax.dtypes.canonicalize_dtype(dtype)
     if not any_cast and held != dtype:
         raise CheckpointError(
-            f"leaf {name!r} is wanted as {dtype.name}, which JAX supports only with jax_enable_x64. Enable it, or ask "
-            f"for {held.name}, or for a numpy array."
+            f"leaf {name!r} was requested as {dtype.name}, which JAX supports only with jax_enable_x64. Enable it, or "
+            f"request {held.name} or a numpy array."
         )
 
 
@@ -435,7 +437,7 @@ def abstract_tree_of(stored: StoredArrays) -> PyTree:
 
 
 def _placeholder(saved: SavedLeaf, described: object) -> Leaf:
-    """Returns what stands for a leaf of plain Orbax, with the sharding that it recorded."""
+    """Returns the placeholder of a leaf of plain Orbax, with the recorded sharding."""
     placeholder = saved.placeholder()
     recorded = _recorded_sharding(described, len(saved.shape))
     if recorded is not None and isinstance(placeholder, jax.ShapeDtypeStruct):

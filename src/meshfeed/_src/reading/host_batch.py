@@ -364,7 +364,7 @@ def add_mask(batch: PyTree, mask_key: str, mask: np.ndarray) -> PyTree:
         )
     if mask_key in batch:
         raise SourceError(
-            f"mask_key={mask_key!r} is the name of an existing leaf of the records; choose a different name."
+            f"mask_key={mask_key!r} is already the name of a leaf of the records; choose a different name."
         )
     return {**batch, mask_key: mask}
 
