@@ -21,7 +21,7 @@ _NUM_THREADS = 8  # files and connections; connections serve the nearest file fi
 _MAX_USES = 1 << 16  # upcoming uses kept in memory
 _SCANNED_AT_ONCE = 64
 _RECHECK_SECONDS = 5.0  # how often to look for files that other processes have evicted
-_FULL_SECONDS = 0.02  # how often to retry a full cache, if a batch has been read
+_FULL_SECONDS = 0.02  # shortest pause before a full cache is tried again, after the next batch
 
 
 def _rest(work: Callable[[], object]) -> float:
@@ -144,7 +144,7 @@ class FetchAhead:
             if file.is_here():
                 self._here.add(file)
             elif len(self._under_way) >= _NUM_THREADS or self._is_full():
-                break  # what is needed later must not take the room
+                break  # files needed later must not take the room
             else:
                 self._under_way.add(file)
                 self._threads.submit(self._fetch, file)
