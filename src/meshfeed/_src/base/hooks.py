@@ -187,9 +187,9 @@ class CachesFiles(Protocol):
     """Reads files through a cache, which fetches them ahead of the reads."""
 
     def cached_files(self, record_ids: RecordIds) -> Sequence[CachedFile] | None:
-        """Returns the files that hold these records and are read through a cache; reads nothing.
+        """Returns the files that hold these records and are read through a cache. Reads nothing.
 
-        None, whatever the ids, if the source reads no file through a cache that fetches ahead.
+        Returns None for any ids if the source reads no file through a cache that fetches ahead.
         """
         ...
 
@@ -223,7 +223,7 @@ class NumbersRecords(Protocol):
         batch_sizes: Sequence[int],
         position_of_step: Callable[[int], int],
     ) -> StagedOrder:
-        """Returns the order for a feed's settings; ``batch_sizes`` are those of the steps to come."""
+        """Returns the order for a feed's settings; ``batch_sizes`` are the sizes of future steps."""
         ...
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
@@ -252,10 +252,10 @@ class ChecksRecords(Protocol):
 
 
 class SeveralShapes(Protocol):
-    """Has records of several shapes; all records of a batch have the same."""
+    """Has records of several shapes; all records of a batch have the same shape."""
 
     def shape_index(self, record_ids: RecordIds) -> int:
-        """Returns a number for the shape of a batch of these records, int64 ``[n]``, n at least 1; reads nothing."""
+        """Returns a number that identifies the shape of a batch of these records, int64 ``[n]``, n >= 1; reads nothing."""
         ...
 
 
@@ -268,10 +268,10 @@ class KnowsLengths(Protocol):
 
 
 class StoredLengths(Protocol):
-    """May know the lengths of a leaf of its records from a manifest."""
+    """May have the lengths of a leaf of its records in a manifest."""
 
     def stored_lengths(self, key: str) -> np.ndarray | None:
-        """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if not known."""
+        """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if unknown."""
         ...
 
 
@@ -339,12 +339,12 @@ class Resumable(Protocol):
 
 
 class PlansFiles(Protocol):
-    """Computes the files that it will read through a cache, without reading."""
+    """Lists the files that it will read through a cache, without reading them."""
 
     def coming_files(self, num_records: int) -> Iterator[Sequence[CachedFile]] | None:
-        """Returns the files of each coming read of ``num_records`` records, from the current position to the end.
+        """Yields the files of each upcoming read of ``num_records`` records, from the current position to the end.
 
-        Lazy; another thread may advance it while the lane is read. None if there are no such files.
+        Lazy; a different thread may advance it while the lane is read. Returns None if there are no such files.
         """
         ...
 

@@ -609,9 +609,9 @@ class Feed:
 
     @hides_own_frames
     def plan(self) -> MeshPlan:
-        """Returns which rows and columns each host reads and each device holds; drawn in a notebook.
+        """Returns the rows and columns that each host reads and each device holds; a notebook displays it as a picture.
 
-        For the leaf that is divided in the most dimensions. Reads the first record if its shape is not known yet.
+        Describes the leaf that is divided in the most dimensions. Reads the first record if its shape is not known yet.
 
         Raises:
           SourceError: the first record cannot be read, or the source is empty.

@@ -1,15 +1,15 @@
-"""An order in which every batch has records of one bucket, so that a batch has one of few shapes.
+"""An order in which all records of a batch come from one bucket, so that batches have only a few shapes.
 
-Each bucket of records is a stream of its own: its records in the order of :class:`EpochOrder`, epoch after epoch without a
-gap, cut into batches. A batch belongs to the epoch in which its last record comes. Epoch e therefore has
-``(e + 1) * n // size - e * n // size`` batches of a bucket of n records, and both the number of batches before an epoch and
-the batch at a place of an epoch follow from the sizes of the buckets alone.
+Each bucket is a separate stream: its records in the order of :class:`EpochOrder`, epoch after epoch without a gap, cut
+into batches. A batch belongs to the epoch of its last record. Epoch e therefore has ``(e + 1) * n // size - e * n // size``
+batches of a bucket of n records, and both the number of batches before an epoch and the batch at a given place of an epoch
+follow from the sizes of the buckets alone.
 
-The batches of an epoch are permuted with ``shuffle``. Without it, they come in the order in which reading the records one
-after the other completes them.
+With ``shuffle``, the batches of an epoch are permuted. Without it, they come in the order in which a sequential read of the
+records would complete them.
 
 A finite stream ends with the records that fill no batch of their bucket, from the longest bucket to the shortest. They share
-batches, which have the shape of the longest bucket in them. Every record therefore comes exactly once per epoch.
+batches, which have the shape of the longest bucket in them. Every record therefore occurs exactly once per epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshfeed._src.order.epochs import EpochOrder, derive_key, permute
 ALGORITHM = "length-buckets"
 VERSION = 1
 
-_RECORDS, _BATCHES = 121, 122  # purposes of derived keys
+_RECORDS, _BATCHES = 121, 122  # purpose of a derived key
 _CHUNK = 4096  # batches whose places are computed together
 
 
@@ -34,11 +34,11 @@ class BucketOrder:
     """The order of records in buckets.
 
     Args:
-      buckets: the record ids of each bucket, ascending, integers [records]. From the shortest records to the longest; may be
-        memory-mapped.
+      buckets: record ids of each bucket, ascending, integers [records], from the bucket of the shortest records to that of
+        the longest; may be memory-mapped.
       num_records: records of the source, in a bucket or not.
       global_batch_size: rows of every batch.
-      shuffle: False, True, or a number of records of a bucket that are shuffled together.
+      shuffle: False, True, or records per block; applied within each bucket, see :class:`EpochOrder`.
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, or None for an endless stream.
     """
@@ -88,8 +88,8 @@ class BucketOrder:
     def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns record ids and epochs at ``positions``, int64[n] each.
 
-        A record in a batch of a longer bucket b than its own has the id ``record + num_records * (1 + b)``: ids determine
-        the shape of a batch.
+        A record in a batch of a longer bucket b than its own has the id ``record + num_records * (1 + b)``, so that ids
+        determine the shape of a batch.
 
         Raises:
           IndexError: a position is outside the stream.
@@ -113,8 +113,8 @@ class BucketOrder:
         return record_ids, epochs
 
     def batch_at(self, step: int) -> tuple[int, int]:
-        """Returns the bucket of the batch at ``step``, and which batch of this bucket's stream it is."""
-        low = step * self._size // self._per_epoch  # no epoch has more batches than its records fill
+        """Returns the bucket of the batch at ``step``, and the number of the batch in that bucket's stream."""
+        low = step * self._size // self._per_epoch  # an epoch has at most as many batches as its records fill
         high = (step + len(self._counts)) * self._size // self._per_epoch + 1
         epoch = low + bisect.bisect_right(range(low, high + 1), step, key=self._num_before) - 1
         chunk, within = divmod(step - self._num_before(epoch), _CHUNK)
@@ -125,14 +125,14 @@ class BucketOrder:
         return bucket, int(begins[bucket]) + place - int(first[bucket])
 
     def _begins(self, epoch: int) -> np.ndarray:
-        """The batches of each bucket before an epoch, int64[buckets]."""
+        """Number of batches of each bucket before an epoch, int64[buckets]."""
         return epoch * self._counts // self._size
 
     def _num_before(self, epoch: int) -> int:
         return int(self._begins(epoch).sum())
 
     def _compute_places(self, epoch: int, chunk: int) -> np.ndarray:
-        """Which batches of an epoch come at the places of a chunk, counted bucket by bucket; int64[places]."""
+        """The batches at the places of one chunk of an epoch, numbered bucket by bucket; int64[places]."""
         count = self._num_before(epoch + 1) - self._num_before(epoch)
         places = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, count))
         if not self._shuffle:

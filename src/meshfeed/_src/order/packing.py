@@ -118,7 +118,7 @@ class Packing:
         self._forget()
 
     def copy(self) -> Packing:
-        """Returns the same packing with a cache of blocks of its own."""
+        """Returns the same packing with a separate cache of blocks."""
         return self._with()
 
     def shuffled(self, seed: int) -> Packing:

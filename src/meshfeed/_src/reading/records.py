@@ -328,7 +328,7 @@ class RecordReader:
         return self.spec_of(0 if self._numbering is None else self._numbering.first_record_id)
 
     def spec_of(self, record_id: int) -> RecordSpec:
-        """Returns the structure of the records of a batch that has this record; reads the record if it is not known yet."""
+        """Returns the structure of the records of a batch with this record; reads the record if it is not known yet."""
         ids = np.array([record_id], np.int64)
         shape = self.shape_index(ids)
         if shape not in self._specs:
@@ -341,7 +341,7 @@ class RecordReader:
         return self._shapes is not None
 
     def shape_index(self, record_ids: RecordIds) -> int:
-        """Returns the number of the shape of these records."""
+        """Returns the number that identifies the shape of a batch of these records, or 0 if there is only one."""
         return 0 if self._shapes is None else self._shapes.shape_index(record_ids)
 
     def read(self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None = None) -> ReadRows:

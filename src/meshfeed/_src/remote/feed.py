@@ -335,7 +335,7 @@ class RemoteFeed:
         return self._client.call("replay", step, state)[0]
 
     def plan(self) -> MeshPlan:
-        """Returns which rows and columns each accelerator holds; see :meth:`meshfeed.Feed.plan`."""
+        """Returns the rows and columns that each accelerator holds; see :meth:`meshfeed.Feed.plan`."""
         return plan_of_batch(self.element_spec)
 
     def config(self) -> dict[str, Any]:

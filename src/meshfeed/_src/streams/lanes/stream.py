@@ -95,12 +95,12 @@ class LaneGroup:
         self._reading: Lane | None = self._lanes[0] if self._lanes else None
 
     def _fetch_ahead(self, num_records: int) -> None:
-        """Fetches the files of coming reads, from the second read on: a replay may read only one."""
+        """Fetches the files of upcoming reads, from the second read on, because a replay may read only once."""
         if self._reads == 1:
             plans = [plan for lane in self._lanes if (plan := lane.coming_files(num_records)) is not None]
             if plans:
                 self._fetches = FetchAhead(_join_plans(plans))
-                weakref.finalize(self, self._fetches.close).atexit = False  # a group that nobody closed
+                weakref.finalize(self, self._fetches.close).atexit = False  # for a group dropped without close
         if self._fetches is not None:
             self._fetches.reached(self._reads - 1)
         self._reads += 1
@@ -142,7 +142,7 @@ class LaneGroup:
 
 
 def _join_plans(plans: Sequence[Iterator[Sequence[hooks.CachedFile]]]) -> Iterator[list[hooks.CachedFile]]:
-    """Yields the files that each coming read of several lanes needs, until no lane needs any."""
+    """Yields the files that each upcoming read of several lanes needs, until no lane needs any."""
     for parts in itertools.zip_longest(*plans, fillvalue=()):
         yield [file for files in parts for file in files]
 
