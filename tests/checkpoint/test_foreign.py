@@ -356,7 +356,7 @@ def test_lanes_that_are_read_in_epochs(tmp_path, mesh):
             "different positions",
         ),
         ({"process_0-of-1.json": '{"parent": {"next_index": 4}, "buffer": []}'}, "more than a position"),
-        ({"process_0-of-1.json": '{"next_index": 3}'}, "are at record 3, and 2 batches of 4 are 8"),
+        ({"process_0-of-1.json": '{"next_index": 3}'}, "are at record 3, but 2 batches of 4 are 8"),
         ({"process_0.json": '{"global_next_index": 3}'}, "position 3 is not a multiple of the batch size 4"),
         ({"process_0-of-1.json": "{}", "process_0-of-2.json": "{}", "process_1-of-2.json": "{}"}, "different numbers"),
     ],
