@@ -204,7 +204,7 @@ class NoState:
         (SkipsInJax, r"batch 2 differs. Leaf \"\['x'\]\", row 0 .* row 0 of batch 3 of the uninterrupted run"),
         (
             SavesTooEarly,
-            r"restored at step 4, saved at once and restored again: batch 4 differs.* batch 3 of the uninter",
+            r"restored at step 4, saved immediately and restored again: batch 4 differs.* batch 3 of the uninter",
         ),
         (KeepsReadAhead, r"set to step 3 while it was running behind step 0: batch 3 differs.* row 0 of batch 4 of"),
         (OtherDtype, r"Leaf \"\['y'\]\" is float64\[4\] at the host, expected float32\[4\]"),

@@ -110,7 +110,7 @@ class PeerError(MeshfeedError):
 
     Attributes:
       host: process index of the host that failed.
-      peer_message: what it reported.
+      peer_message: the message that it reported.
     """
 
     def __init__(self, message: str, *, host: int | None = None, peer_message: str = "") -> None:

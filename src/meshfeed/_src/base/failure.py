@@ -17,7 +17,7 @@ from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.types import JsonValue
 
 LEFT = "left"
-"""The kind of a leave notice, published by a host that leaves early. The message is what it did and at which step."""
+"""The kind of a leave notice, published by a host that leaves early. The message states what it did and at which step."""
 _MAX_MESSAGE = 2000
 
 

@@ -42,7 +42,7 @@ def is_extension(dtype: np.dtype[np.generic]) -> bool:
 
 
 def is_key_dtype(dtype: DTypeLike | None) -> bool:
-    """Returns whether a dtype is that of typed PRNG keys."""
+    """Returns whether a dtype is a dtype of typed PRNG keys."""
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 

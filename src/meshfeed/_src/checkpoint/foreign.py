@@ -231,7 +231,7 @@ class _OldRun:
             )
 
     def _samplers_keep_order(self) -> bool:
-        """Returns whether every state is that of a DataLoader whose sampler does not shuffle."""
+        """Returns whether every state belongs to a DataLoader whose sampler does not shuffle."""
         samplers = [str(state.get("sampler")) if isinstance(state, dict) else "" for state in self.states.values()]
         return all("shuffle=False" in sampler or sampler.startswith("SequentialSampler") for sampler in samplers)
 

@@ -149,5 +149,8 @@ def as_grain_iterator(feed: FeedIterator) -> GrainIteratorFace:
 
     Such managers keep one state per process, so a stream can resume only on as many hosts as it was saved on. If a
     manager accepts any Orbax handler, use :class:`IteratorHandler`.
+
+    Args:
+      feed: a :class:`meshfeed.Feed`, or any iterator with ``get_state`` and ``set_state`` whose state is JSON.
     """
     return GrainIteratorFace(feed)

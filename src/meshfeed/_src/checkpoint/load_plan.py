@@ -331,7 +331,7 @@ def replica_plan(sharding: Sharding, shape: Shape, axis: str | None, index: int)
 
 
 def rows_in_flight(plan: LoadPlan, units: Grid, itemsize: int, limit: int) -> tuple[int, int]:
-    """Returns how many rows of each piece to read at once under a limit, and how many of those to send at once.
+    """Returns how many rows of each piece to read at once under a limit, and how many of them to send at once.
 
     A unit is always read whole and only once: if a piece is not a whole number of units, the whole piece is read.
 

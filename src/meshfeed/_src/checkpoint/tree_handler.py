@@ -41,6 +41,9 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
       array_handler: keywords for Orbax's array handler, such as ``min_slice_bytes_for_replica_parallel``,
         ``primary_host`` or ``dispatcher``.
       **orbax: keywords for ``ocp.PyTreeCheckpointHandler``, such as ``save_device_host_concurrent_gb``.
+
+    Raises:
+      SettingsError: a setting has an invalid value.
     """
 
     def __init__(
@@ -183,6 +186,9 @@ def restore_once(
         return.
       memory_limit_bytes: limit on a process's extra memory in bytes, beyond the result and one shard.
       **options: further fields of ``RestoreOptions``: ``restore``, ``verify``, ``replica_axis``, ….
+
+    Returns:
+      A pytree of the structure of ``abstract_tree``, with its shapes, dtypes and shardings.
 
     Raises:
       CheckpointError: the same on every host; it names the host that could not read and the parameter.

@@ -169,7 +169,7 @@ class RemoteIteratorWrapper:
       global_mesh: the mesh of accelerators.
 
     Attributes:
-      cpu_devices: the CPU devices colocated with those of the mesh.
+      cpu_devices: the CPU devices colocated with the devices of the mesh.
       cpu_mesh: the mesh of these devices.
       tpu_sharding, cpu_sharding: shardings of dimension 0 over all axes.
       dummy_array: float32 ``[devices]`` over ``cpu_mesh``.

@@ -34,8 +34,8 @@ class BucketOrder:
     """The order of records in buckets.
 
     Args:
-      buckets: record ids of each bucket, ascending, integers [records], from the bucket of the shortest records to that of
-        the longest; may be memory-mapped.
+      buckets: record ids of each bucket, ascending, integers [records]; may be memory-mapped. Buckets are sorted from the
+        shortest records to the longest.
       num_records: records of the source, in a bucket or not.
       global_batch_size: rows of every batch.
       shuffle: False, True, or records per block; applied within each bucket, see :class:`EpochOrder`.

@@ -281,7 +281,7 @@ class EpochOrder:
         return chunk[offsets - first * _TABLE_RECORDS]
 
     def ids_in_epoch(self, epoch: int, offsets: RecordIds) -> RecordIds:
-        """Returns the record ids at offsets within one epoch, computed anew; int64 ``[n]``."""
+        """Returns the record ids at offsets within one epoch, int64 ``[n]``, without using the cache."""
         if self._block_records is None:
             return permute(offsets, self.num_records, self._epoch_key(epoch))
         return _blocked_ids(offsets, self.num_records, self._block_records, self.seed, epoch)

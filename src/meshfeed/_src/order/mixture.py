@@ -85,7 +85,7 @@ def parse_weights(weights: GivenWeights, names: Sequence[str]) -> StagedWeights:
 
 
 def nest_stages(stages: StagedWeights, name: str, inner: StagedWeights) -> StagedWeights:
-    """Replaces the component ``name`` by those of a mixture, named ``name/component``, which share its weight."""
+    """Replaces the component ``name`` by the components of a mixture, named ``name/component``, which share its weight."""
     found: list[tuple[int, dict[str, float]]] = []
     for step in sorted({step for step, _ in (*stages, *inner)}):
         outer_weights, inner_weights = (

@@ -120,7 +120,7 @@ def source_identity(source: RandomAccessSource | StreamSource, retry: Retry = Re
 
 
 def kind_of(source: object) -> str:
-    """Returns the kind of a source: its own name for it, or that of its class."""
+    """Returns the kind of a source: its ``kind``, or the name of its class."""
     kinded = find(source, hooks.Kinded)
     return type(source).__name__ if kinded is None or not kinded.kind else kinded.kind
 

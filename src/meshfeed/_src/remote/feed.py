@@ -158,7 +158,7 @@ class FeedTarget:
 class RemoteFeed:
     """:class:`meshfeed.Feed` on the CPU hosts attached to the accelerators, with the same interface.
 
-    The global batches are bit-identical to those of the local feed, and either can resume from the other's checkpoints.
+    The global batches are bit-identical to a local feed's, and either can resume from the other's checkpoints.
     All other keywords are those of :class:`meshfeed.Feed`.
 
     Args:

@@ -244,7 +244,7 @@ def _is_ledger(entries: JsonValue) -> bool:
     return isinstance(entries, list) and all(map(is_entry, cast("list[JsonValue]", entries)))
 
 
-# Fields that map lanes or hosts to entries: the check of an entry, and what it takes.
+# Fields that map lanes or hosts to entries: the check of an entry, and the expected form.
 _ENTRIES: dict[str, tuple[Callable[[JsonValue], bool], str]] = {
     "lanes": (lambda entry: True, ""),
     "hosts": (lambda entry: True, ""),
@@ -340,6 +340,9 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
 
     Args:
       states: results of ``get_state`` on the hosts, in any order; a lane may occur in several.
+
+    Returns:
+      A state from which any number of hosts can resume (host batches: the same number), as JSON.
 
     Raises:
       StateMismatchError: the states belong to different streams or steps, or there are none.

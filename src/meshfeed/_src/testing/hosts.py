@@ -497,6 +497,16 @@ def start_hosts(
     """Starts ``function(*args)`` like :func:`run_hosts`, but returns a running :class:`HostPool` immediately.
 
     Use the pool as a context manager; a failing test then leaves no processes behind.
+
+    Args:
+      function: as for :func:`run_hosts`.
+      *args: as for :func:`run_hosts`.
+      num_hosts: number of processes.
+      devices_per_host: CPU devices per process.
+      **pool_options: further keywords of :class:`HostPool`.
+
+    Returns:
+      The pool; get the results from :meth:`HostPool.wait` or :meth:`HostPool.poll`.
     """
     pool = HostPool(num_hosts, devices_per_host, **pool_options)
     try:

@@ -131,7 +131,7 @@ class _Run:
             self._compare(first, point, f"restored at step {point}", limit=_SHORT)
         with self._fresh() as second:
             _restore(second, again)
-            self._compare(second, point, f"restored at step {point}, saved at once and restored again")
+            self._compare(second, point, f"restored at step {point}, saved immediately and restored again")
 
     def check_running(self, point: int, other: int) -> None:
         """Checks that ``set_state`` on a running feed, to its own state and to ``other``, discards the read-ahead."""
