@@ -170,7 +170,7 @@ def _describe_files(item: epath.Path) -> dict[str, list[JsonValue]]:
 
 
 def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Iterator[tuple[epath.Path, str]]:
-    """Yields (path, what is wrong) for each file of an item that differs from what was written."""
+    """Yields (path, difference) for each file of an item that differs from what was written."""
     for name, (size, digest) in manifest.files.items():
         path = item / name
         found = path.stat().length if path.exists() else None
