@@ -230,16 +230,16 @@ class BatchedSource:
 
     def __init__(self, source: RandomAccess, reader: ReadsMany) -> None:
         self.source = source
-        self._reader = reader
+        self._records = reader
 
     def __len__(self) -> int:
-        return len(self._reader)
+        return len(self._records)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._reader[index]
+        return self._records[index]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[Any]:
-        return self._reader.__getitems__(indices)
+        return self._records.__getitems__(indices)
 
 
 def is_read_at_once(source: object) -> bool:
