@@ -74,8 +74,8 @@ def test_a_source_without_lengths_is_refused() -> None:
     with pytest.raises(SettingsError) as refused:
         RowBalance([1, 2], "tokens")
     assert str(refused.value) == (
-        "balance='tokens' needs a source that knows the lengths of its records; this one, of kind 'list', does not. Use "
-        "Packed, or give the source lengths() -> int[records]."
+        "balance='tokens' needs the lengths of the records, which a source of kind 'list' does not provide. Use Packed, or "
+        "define lengths() -> int[records] on the source."
     )
     assert refused.value.setting == "balance"
 
