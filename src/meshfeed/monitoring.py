@@ -1,7 +1,7 @@
 """Exporters of a feed's figures: a log for ``meshfeed report``, a Prometheus endpoint, TensorBoard.
 
 The figures are those of ``feed.stats()``, with the step, the position and the totals of shard caches. An exporter reads them
-on a thread of its own, or when it is scraped, so it costs the training loop nothing. The same figures reach every listener
+on its own thread, or when it is scraped, so it costs the training loop nothing. The same figures reach every listener
 of ``jax.monitoring`` as events.
 """
 

@@ -1,7 +1,7 @@
-"""Figures as events of ``jax.monitoring``, which passes them to every listener that the program has registered.
+"""Figures as events of ``jax.monitoring``, which passes them to every registered listener.
 
-An event has the name of a field of ``FeedStats`` below ``/meshfeed/``, and its value is the increment since the previous
-event: a listener that adds up the values of a name has that field. Fields in seconds are durations, the others scalars.
+An event is named ``/meshfeed/`` and a field of ``FeedStats``. Its value is the increment of that field since the previous
+event, so the values add up to the field. Fields in seconds are recorded as durations, the others as scalars.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ PREFIX = "/meshfeed/"
 
 
 def record(feed: str, increments: Mapping[str, float]) -> None:
-    """Records increments of a feed's figures; an error of a listener is logged and does not reach the caller.
+    """Records increments of a feed's figures; a listener's error is logged, not raised.
 
     Args:
       feed: name of the feed; listeners receive it as the keyword ``feed``.
       increments: field → increment.
     """
-    from jax import monitoring  # worker processes import this module, and do without JAX
+    from jax import monitoring  # not at the top: worker processes import this module, and do not import JAX
 
     try:
         for name, value in increments.items():
@@ -29,4 +29,4 @@ def record(feed: str, increments: Mapping[str, float]) -> None:
             else:
                 monitoring.record_scalar(PREFIX + name, value, feed=feed)
     except Exception:
-        _log.exception("%s: a listener of jax.monitoring failed; the other figures of this moment are lost", feed)
+        _log.exception("%s: a listener of jax.monitoring failed; the remaining figures of this event are lost", feed)

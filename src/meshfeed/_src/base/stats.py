@@ -112,7 +112,7 @@ class Sample:
       step: batches delivered since the start of the stream.
       position: records delivered since the start of the stream, over all hosts.
       stats: the feed's statistics.
-      cache: figure → total of all shard caches of this process and its workers, with the names of ``CacheStats``.
+      cache: figure → total of all shard caches of this process and its workers, by field of ``CacheStats``.
     """
 
     time: float
@@ -126,7 +126,7 @@ _CUMULATIVE = ("wait_seconds", "read_seconds", "decode_seconds", "transfer_secon
 
 
 def rates(before: Sample, after: Sample) -> dict[str, float]:
-    """Returns the figures of the interval between two samples of one feed, as people compare them.
+    """Returns rates and averages over the interval between two samples of one feed.
 
     Returns:
       ``stall_fraction``; ``batches``, ``records`` and ``bytes`` ``_per_second``; the seconds of each stage
@@ -225,7 +225,7 @@ class StatsRecorder:
 
     def _remember(self, sample: Sample) -> None:
         self._history.append(sample)
-        if len(self._history) >= _HISTORY:  # the whole run stays, at half the resolution
+        if len(self._history) >= _HISTORY:  # cover the whole run at half the resolution
             self._history = self._history[::2]
             self._history_seconds *= 2
 
@@ -253,7 +253,7 @@ class Totals:
             return {name: value for name, value in self._totals.items() if value}
 
     def take(self) -> dict[str, float]:
-        """Returns the counters that are not 0, and resets them: a worker sends them to its parent."""
+        """Returns the counters that are not 0, and resets them; a worker sends the result to its parent."""
         if not self._totals:
             return {}
         with self._lock:
@@ -262,8 +262,8 @@ class Totals:
 
 
 CACHES = Totals()
-"""What the shard caches of this process and of its workers did, with the names of ``CacheStats``. A cache may serve
-several feeds, and a worker has a copy of its own, so the figures belong to the process."""
+"""Totals of the shard caches of this process and its workers, by field of ``CacheStats``. They are per process because a
+cache may serve several feeds, and each worker has its own copy."""
 
 _TELL_SECONDS = 1.0
 

@@ -1,4 +1,4 @@
-"""Which shards a host downloads if it keeps a limited number of bytes: a simulation of :class:`meshfeed.ShardCache`."""
+"""Simulates the downloads of a host whose :class:`meshfeed.ShardCache` holds a limited number of bytes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Order(Protocol):
     """See :class:`meshfeed._src.base.types.RecordOrder`."""
 
     def ids_at(self, positions: RecordIds, /) -> tuple[RecordIds, RecordIds]:
-        """Returns record ids and epochs, int64[n]."""
+        """Returns the record ids and epochs at ``positions``, each int64 ``[n]``."""
         ...
 
 
 class DownloadCounts(NamedTuple):
-    """What a host downloads.
+    """The downloads of a host.
 
     Attributes:
-      num_uses: shards that batches need, counted once per batch.
+      num_uses: number of shards that batches need, counted once per batch.
       num_downloads: how many of them were not in the cache.
       num_bytes: bytes downloaded.
     """
@@ -39,7 +39,7 @@ class DownloadCounts(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """Share of the uses that need no download."""
+        """The fraction of uses that need no download, from 0 to 1."""
         return 1 - self.num_downloads / max(1, self.num_uses)
 
 
@@ -50,13 +50,13 @@ def shards_of_steps(
 
     Args:
       order: the order of the records.
-      lengths: records of each shard, int64[shards].
-      batch_size: rows of the global batch.
-      rows: the host's rows, as ranges.
-      steps: the steps.
+      lengths: number of records of each shard, int64 ``[shards]``.
+      batch_size: number of rows of the global batch.
+      rows: the host's rows of the global batch, as ranges ``(first, stop)``.
+      steps: the steps to simulate.
 
     Yields:
-      int64[shards of the step], ascending.
+      The indices of the shards, int64 ``[n]``, ascending.
     """
     ends = np.cumsum(lengths)
     held = np.concatenate([np.arange(first, stop) for first, stop in rows])
@@ -72,15 +72,15 @@ def simulate_cache(
     evict: Evict = "farthest",
     skip: int = 0,
 ) -> DownloadCounts:
-    """Counts the downloads of a host.
+    """Simulates a cache of shards, and counts the downloads.
 
     Args:
-      uses: the shards that each step needs.
-      shard_bytes: size of each shard.
-      max_bytes: bytes that the cache holds; the shards of a step are kept during the step in any case.
-      evict: ``"farthest"`` removes the shard whose next use is farthest (Belady), as the cache does for a feed;
-        ``"oldest"`` the one used longest ago (LRU).
-      skip: leading steps that fill the cache and are not counted.
+      uses: the indices of the shards that each step needs.
+      shard_bytes: size of each shard in bytes.
+      max_bytes: capacity of the cache; the shards of the current step are kept even if they exceed it.
+      evict: ``"farthest"`` removes the shard whose next use is farthest (Belady, 1966), as the cache does for a feed;
+        ``"oldest"`` removes the least recently used (LRU).
+      skip: number of first steps that fill the cache and are not counted.
     """
     steps: list[list[int]] = [np.asarray(step, np.int64).tolist() for step in uses]
     coming: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
@@ -91,7 +91,7 @@ def simulate_cache(
     heap: list[tuple[float, int]] = []
     held = num_uses = num_downloads = num_bytes = 0
     for number, step in enumerate(steps):
-        missing = [shard for shard in step if rank.pop(shard, None) is None]  # without a rank: not to be removed
+        missing = [shard for shard in step if rank.pop(shard, None) is None]  # no rank: not removed during this step
         new_bytes = sum(int(shard_bytes[shard]) for shard in missing)
         held += new_bytes
         if number >= skip:
@@ -102,7 +102,7 @@ def simulate_cache(
             )
         while held > max_bytes and heap:
             first, shard = heapq.heappop(heap)
-            if rank.get(shard) == first:  # otherwise used again since
+            if rank.get(shard) == first:  # if not, the shard has been used since
                 del rank[shard]
                 held -= int(shard_bytes[shard])
         for shard in step:
