@@ -182,14 +182,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order of records")
     parser.add_argument("--save-every", type=int, default=25, help="steps between checkpoints")
     parser.add_argument("--model-axis", type=int, default=1, help="devices that share a row of the batch")
-    parser.add_argument("--coordinator", help="address:port of host 0; left out: this process is the only host")
+    parser.add_argument("--coordinator", help="address:port of host 0, or `auto`: Slurm, a TPU pod or Kubernetes tells")
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--host", type=int, default=0, help="number of this host")
     parser.add_argument("--log", help="file for one line of JSON a step")
     parser.add_argument("--audit", action="store_true", help="log record ids and a digest of each row too")
     parser.add_argument("--forget-position", action="store_true", help=argparse.SUPPRESS)  # for the demo's own test
     options = parser.parse_args()
-    if options.coordinator:
+    if options.coordinator == "auto":
+        jax.distributed.initialize()
+        options.host = jax.process_index()
+    elif options.coordinator:
         jax.distributed.initialize(options.coordinator, options.num_hosts, options.host)
     train(options)
 
