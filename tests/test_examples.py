@@ -204,6 +204,59 @@ def test_a_job_restarts_on_another_number_of_hosts(tmp_path: pathlib.Path) -> No
     assert subprocess.run(failing, capture_output=True, timeout=60, env=env).returncode == 1
 
 
+@pytest.mark.multihost
+def test_pretraining_on_documents_is_killed_and_continued_on_other_hosts(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("optax")
+    files = sorted(pathlib.Path(json.__file__).parent.glob("*.py"))
+    lines = [line for file in files for line in file.read_bytes().split(b"\n\n")]
+    (tmp_path / "documents.bin").write_bytes(b"".join(line.replace(b"\0", b"") + b"\0" for line in lines))
+
+    def command(folder: str, steps: int, *more: str) -> list[str]:
+        return [
+            sys.executable, str(EXAMPLES / "pretrain_documents.py"), "--data", f"{tmp_path}/*.bin", "--context", "64",
+            "--batch", "8", "--save-every", "2", "--steps", str(steps), "--checkpoints", str(tmp_path / folder), *more,
+        ]  # fmt: skip
+
+    def train(folder: str, steps: int, hosts: int, kill_at: int | None = None) -> list[dict[str, float]]:
+        address = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-hosts", str(hosts)] if hosts > 1 else []
+        jobs = [
+            subprocess.Popen(
+                command(folder, steps, *address, "--host", str(host)),
+                stdout=subprocess.PIPE,
+                stderr=open(tmp_path / f"{folder}-{hosts}-{host}.log", "w"),  # noqa: SIM115 (the child's)
+                text=True,
+                env=environment(4 // hosts),
+            )
+            for host in range(hosts)
+        ]
+        found = []
+        try:
+            assert jobs[0].stdout is not None
+            for line in jobs[0].stdout:
+                if line.startswith("{"):
+                    found.append(json.loads(line))
+                if kill_at is not None and found and found[-1].get("step") == kill_at:
+                    break
+            else:
+                codes = [job.wait(60) for job in jobs]
+                logs = "".join(path.read_text() for path in tmp_path.glob(f"{folder}-{hosts}-*.log"))
+                assert codes == [0] * hosts, logs[-5000:]
+        finally:
+            for job in jobs:
+                job.kill()
+                job.communicate()
+        return found
+
+    whole = {line["step"]: line["loss"] for line in train("whole", 8, hosts=1) if "step" in line}
+    _, *killed = train("parts", 8, hosts=2, kill_at=5)
+    first, *rest = train("parts", 8, hosts=1)  # the mesh has 4 devices each time
+    assert len(whole) == 8
+    assert whole[8] < whole[1]
+    assert first["restored"] in (2, 4)
+    for lines in (killed, rest):
+        assert {line["step"]: line["loss"] for line in lines} == {line["step"]: whole[line["step"]] for line in lines}
+
+
 def test_every_example_is_run_by_some_test() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")):
