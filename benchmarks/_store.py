@@ -1,7 +1,7 @@
 """An object store over HTTP with a limited bandwidth, in a process of its own: ``python -m benchmarks._store FOLDER``.
 
-Serves the files of a folder, with ranges and ETags. The bandwidth is shared by all connections, as a link is. GET of
-``/-/sent`` returns the bytes sent of files since the last such request.
+Serves the files of a folder, with ranges and ETags; S3 clients can read the folders in it as buckets. The bandwidth is
+shared by all connections, as a link is. GET of ``/-/sent`` returns the bytes sent of files since the last such request.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
@@ -75,13 +76,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             file.seek(start)
             while body and (content := file.read(min(_CHUNK_BYTES, stop - file.tell()))):
                 self.server.send(len(content))
-                self.wfile.write(content)
+                try:
+                    self.wfile.write(content)
+                except ConnectionError:  # the client has enough
+                    self.close_connection = True
+                    return
 
     def _head(self, status: int, length: int, content_range: str = "") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(length))
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("ETag", f'"{self.path}"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         if status == 206:
             self.send_header("Content-Range", content_range)
         self.end_headers()
@@ -100,8 +106,8 @@ def serve(folder: str, *, bandwidth: float, latency: float = 0.0) -> Iterator[st
 
 
 def bytes_sent(url: str) -> int:
-    """Bytes of files that a store has sent since the last call."""
-    with urllib.request.urlopen(f"{url}/-/sent") as answer:
+    """Bytes of files that a store has sent since the last call; ``url`` is any on it."""
+    with urllib.request.urlopen(urllib.parse.urljoin(url, "/-/sent")) as answer:
         return int(answer.read())
 
 

@@ -173,11 +173,13 @@ def evictions(folder: str, total: int, options: argparse.Namespace) -> Table:
 _MOSAIC = """
 import sys, time, torch
 from streaming import StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
+clean_stale_shared_memory()
 remote, local, batch, step, limit, algorithm = sys.argv[1:7]
 began = time.perf_counter()
 dataset = StreamingDataset(remote=remote, local=local, shuffle=True, shuffle_algo=algorithm, batch_size=int(batch),
                            cache_limit=int(limit) or None, predownload=8 * int(batch), shuffle_block_size=8192)
-loader = torch.utils.data.DataLoader(dataset, batch_size=int(batch), num_workers=2, prefetch_factor=2, drop_last=True)
+loader = torch.utils.data.DataLoader(dataset, batch_size=int(batch), num_workers=0, drop_last=True)
 first = waited = 0.0
 steps, asked = 0, time.perf_counter()
 for _ in loader:
@@ -219,10 +221,15 @@ def mosaic(url: str, total: int, options: argparse.Namespace) -> Table:
                 )
         with tempfile.TemporaryDirectory() as folder:
             local = os.path.join(folder, "copy")
-            settings = (url, local, options.batch, options.step_seconds, room if share < 1 else 0, "py1e")
-            found = subprocess.run(
-                [options.mosaic, "-c", _MOSAIC, *map(str, settings)], check=True, capture_output=True, text=True
-            )
+            settings = ("s3://data", local, options.batch, options.step_seconds, room if share < 1 else 0, "py1e")
+            environment = {
+                **os.environ,
+                "S3_ENDPOINT_URL": url.removesuffix("/data"),
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }
+            environment |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+            command = [options.mosaic, "-c", _MOSAIC, *map(str, settings)]
+            found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
             steps, first, epoch, waited = map(float, found.stdout.split("RESULT")[1].split())
             rows.append(
                 {
@@ -237,10 +244,13 @@ def mosaic(url: str, total: int, options: argparse.Namespace) -> Table:
 
 
 def measure(options: argparse.Namespace) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as root:
+        folder = os.path.join(root, "data")
+        os.mkdir(folder)
         total = write_shards(folder, options)
         consumption = total / (options.shards * options.records / options.batch * options.step_seconds)
-        with serve(folder, bandwidth=options.ratio * consumption, latency=options.latency) as url:
+        with serve(root, bandwidth=options.ratio * consumption, latency=options.latency) as server:
+            url = f"{server}/data"
             if "stalls" in options.only:
                 yield stalls(url, total, options)
             if "mosaic" in options.only and options.mosaic:

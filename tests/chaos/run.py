@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import collections
 import logging
+import math
 import os
+import pathlib
+import sys
 import time
 import traceback
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "sources"))  # the store of the cache's tests
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import real
+import shared_cache
 import simulated
 from scenario import draw
 
@@ -22,12 +27,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first scenario; the others follow")
     parser.add_argument("--real", type=int, default=40, help="scenarios on real processes")
     parser.add_argument("--simulated", type=int, default=160, help="scenarios on simulated hosts")
+    parser.add_argument("--caches", type=int, default=50, help="kills of a process that shares a shard cache")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further scenario after this time")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     begun = time.monotonic()
     failed: list[str] = []
-    for kind, count in (("simulated", options.simulated), ("real", options.real)):
+    for kind, count in (("simulated", options.simulated), ("real", options.real), ("caches", options.caches)):
         totals: collections.Counter[str] = collections.Counter()
         for seed in range(options.seed, options.seed + count):
             if time.monotonic() - begun > options.seconds:
@@ -36,6 +42,10 @@ def main() -> int:
             try:
                 if kind == "simulated":
                     totals.update(simulated.play(scenario))
+                elif kind == "caches":
+                    trial = shared_cache.play(seed)
+                    totals.update(kills=1, kills_in_mid_download=trial.in_mid_download, shards_fetched=trial.fetched)
+                    totals["most_seconds_to_end"] = max(totals["most_seconds_to_end"], math.ceil(trial.seconds))
                 else:
                     outcome = real.play(scenario)
                     totals.update(outcome.figures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import real
+import shared_cache
 import simulated
 from audit import Seen, audit
 from scenario import draw
@@ -26,6 +27,11 @@ def test_audit_finds_a_lost_a_repeated_and_a_changed_record() -> None:
 def test_random_failures_on_simulated_hosts_lose_and_repeat_nothing(seed: int) -> None:
     figures = simulated.play(draw(seed))
     assert figures["incarnations"] >= 1
+
+
+def test_a_process_that_is_killed_while_it_fills_a_shared_cache_damages_and_blocks_nothing() -> None:
+    outcomes = [shared_cache.play(seed) for seed in (1, 2)]
+    assert all(outcome.fetched <= 10 for outcome in outcomes)
 
 
 def test_a_random_kill_of_real_processes_loses_and_repeats_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import socket
+import sys
 import threading
 
 BLOCK = 4 << 20  # bytes of the first request of a large file
@@ -28,6 +29,10 @@ class Store(http.server.ThreadingHTTPServer):
         self.hold = threading.Event()  # requests for the end of "slow…" wait for it after their first half
         self.hold.set()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that was killed
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def answered(self, name: str, first: int) -> None:
         """Called half-way through each answer."""
