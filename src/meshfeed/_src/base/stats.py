@@ -250,7 +250,8 @@ class Totals:
     def totals(self) -> dict[str, float]:
         """Returns the counters that are not 0."""
         with self._lock:
-            return {name: value for name, value in self._totals.items() if value}
+            totals = dict(self._totals)
+        return {name: value for name, value in totals.items() if value}
 
     def take(self) -> dict[str, float]:
         """Returns the counters that are not 0, and resets them; a worker sends the result to its parent."""
