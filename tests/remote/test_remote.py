@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -95,7 +96,7 @@ def test_the_keywords_are_those_of_the_local_feed() -> None:
     assert keywords(RemoteFeed) == keywords(meshfeed.Feed)
 
 
-def test_the_whole_interface(mesh: Mesh) -> None:
+def test_the_whole_interface(mesh: Mesh, tmp_path: pathlib.Path) -> None:
     sharding = {"x": NamedSharding(mesh, P("data")), "weird": NamedSharding(mesh, P())}
     with (
         RemoteFeed(make_memory, sharding, **RANDOM) as remote,
@@ -110,6 +111,9 @@ def test_the_whole_interface(mesh: Mesh) -> None:
         first = digest(next(remote))
         assert remote.stats().batches == 1
         assert remote.stats(since=remote.stats()).batches == 0
+        assert str(remote.plan()) == str(local.plan())
+        remote.report(tmp_path / "report.html")
+        assert f"<h1>{remote.name}</h1>" in (tmp_path / "report.html").read_text()
         assert repr(remote).startswith(f"<meshfeed.remote.RemoteFeed {remote.name!r}: step=1, position=")
         assert remote.local_iterator.get_state() == remote.get_state()
         next(remote)
