@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -129,6 +130,22 @@ def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 0
     assert "plan" in ended.stdout
+
+
+def test_completion() -> None:
+    code = "from meshfeed._src.cli.main import main; main(prog_name='meshfeed')"
+    words = {"COMP_WORDS": "meshfeed im", "COMP_CWORD": "1", "_MESHFEED_COMPLETE": "bash_complete"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **words})
+    assert ended.stdout == "plain,import-position\n"
+
+
+def test_every_command_but_demo_prints_json() -> None:
+    without = [
+        name
+        for name, command in main.main.commands.items()
+        if not any("--json" in parameter.opts for parameter in command.params)
+    ]
+    assert without == ["demo"]
 
 
 @pytest.mark.parametrize("command", [None, *main.main.commands])

@@ -126,8 +126,15 @@ def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> 
     "--step", type=click.IntRange(min=0), help="Batches delivered by the old run; required for all but elastic files."
 )
 @click.option("--unshuffled", is_flag=True, help="The old run did not shuffle; needed if num_epochs is not 1.")
+@_as_json
 def import_position(
-    directory: str, template: str, output: str, global_batch_size: int, step: int | None, unshuffled: bool
+    directory: str,
+    template: str,
+    output: str,
+    global_batch_size: int,
+    step: int | None,
+    unshuffled: bool,
+    as_json: bool,
 ) -> None:
     """Convert an iterator position saved by MaxText or Grain to the state of a feed.
 
@@ -148,6 +155,10 @@ def import_position(
         directory, template, output, global_batch_size=global_batch_size, step=step, unshuffled=unshuffled
     )
     steps = state["position"] // global_batch_size
+    if as_json:
+        found = {"path": f"{output}/state.json", "step": steps, "position": state["position"], "kind": state["kind"]}
+        click.echo(json.dumps(found))
+        return
     click.echo(f"{output}: after step {steps:,}, position {state['position']:,} ({state['kind']})")
     click.echo("It is exact if the old run read the records in the order of the template. In the new run:")
     click.echo(f"  feed.set_state(json.load(open({f'{output}/state.json'!r}))['state'])")

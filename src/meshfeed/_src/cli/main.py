@@ -15,6 +15,7 @@ from meshfeed import __version__
 from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError
 from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import convert as cli_convert
+from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import manifest as cli_manifest
 from meshfeed._src.cli import plan as cli_plan
 from meshfeed._src.cli import report as cli_report
@@ -178,6 +179,7 @@ cli_report.report.epilog = _example("report logs/ --output report.html")
 for _command in (
     cli_plan.plan,
     cli_convert.convert,
+    cli_doctor.doctor,
     cli_manifest.manifest,
     cli_report.report,
     *cli_checkpoint.COMMANDS,

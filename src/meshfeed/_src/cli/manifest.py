@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
@@ -21,7 +22,8 @@ import click
 @click.option("--dtype", default=None, help="Integer dtype of tokens in files without a header.")
 @click.option("--eod", type=int, default=None, help="Token that ends a document: also list the documents' lengths.")
 @click.option("--digests/--no-digests", default=True, show_default=True, help="Whether to read the files for digests.")
-def manifest(files: tuple[str, ...], output: str | None, **settings: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def manifest(files: tuple[str, ...], output: str | None, as_json: bool, **settings: Any) -> None:
     """Write a manifest: files, records, sizes and digests of a data set in one small file.
 
     FILES are files or globs of ArrayRecord, Parquet, tar or token files. Sources find manifest.json beside the files
@@ -31,4 +33,7 @@ def manifest(files: tuple[str, ...], output: str | None, **settings: Any) -> Non
 
     made = make_manifest(list(files), output, **settings)
     records, num_bytes = (sum(getattr(file, name) for file in made.files) for name in ("num_records", "num_bytes"))
+    if as_json:
+        click.echo(json.dumps({"path": made.path, "files": len(made.files), "records": records, "bytes": num_bytes}))
+        return
     click.echo(f"{made.path}: {len(made.files):,} files, {records:,} records, {num_bytes:,} bytes")

@@ -80,7 +80,7 @@ class Conversion:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = pathlib.Path(directory)
+        self.directory = pathlib.Path(directory).absolute()
         self.folder = self.directory / FOLDER
 
     @functools.cached_property

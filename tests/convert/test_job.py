@@ -1,0 +1,114 @@
+"""A conversion that is killed continues; a folder is used by one conversion at a time, and only by the same one."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import formats
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import meshfeed
+from meshfeed._src.convert.job import Phase
+from meshfeed._src.convert.run import convert, run_here
+from meshfeed._src.convert.settings import Settings
+
+
+class Stopped(Exception):
+    """What ends a run between two tasks."""
+
+
+class StopAfter:
+    """An engine that ends the run after some tasks, as a kill does."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if not self.count:
+                raise Stopped
+            self.count -= 1
+            run_here(directory, phase, [number])
+
+
+def content_of(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_that_ended_anywhere_continues(tmp_path: pathlib.Path) -> None:
+    data = formats.jsonl(tmp_path)
+    convert(data, str(tmp_path / "whole"), Settings(shards=3), run_here)
+    for count in range(6):  # 2 scans, 3 output files
+        out = str(tmp_path / f"out{count}")
+        try:
+            convert(data, out, Settings(shards=3), StopAfter(count))
+        except Stopped:
+            assert count < 5
+            assert pathlib.Path(out).exists() == (count > 2)  # before the first output file, nothing is left
+        else:
+            assert count == 5
+        result = convert(data, out, Settings(shards=3), StopAfter(5 if count < 3 else 5 - count))
+        assert result.was_complete == (count == 5)
+        assert content_of(pathlib.Path(out)) == content_of(tmp_path / "whole")
+
+
+def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
+    data = formats.parquet(tmp_path)
+    out = str(tmp_path / "out")
+    with pytest.raises(Stopped):
+        convert(data, out, Settings(shards=3), StopAfter(3))
+    with pytest.raises(meshfeed.SettingsError, match=r"an unfinished conversion with shards=3, and this one has 4"):
+        convert(data, out, Settings(shards=4), run_here)
+    with pytest.raises(meshfeed.SettingsError, match="unfinished conversion of other or changed files"):
+        convert([f"{tmp_path}/a.parquet"], out, Settings(shards=3), run_here)
+
+    def convert_again(directory: str, phase: Phase, numbers: Sequence[int]) -> None:
+        convert(data, out, Settings(shards=3), run_here)
+
+    with pytest.raises(meshfeed.SettingsError, match="another process is converting to"):
+        convert(data, out, Settings(shards=3), convert_again)
+    convert(data, out, Settings(shards=3), run_here)
+    before = content_of(pathlib.Path(out))
+    assert convert(data, out, Settings(shards=3), StopAfter(0)).was_complete
+    with pytest.raises(meshfeed.SettingsError, match="holds the result of another conversion"):
+        convert(data, out, Settings(shards=2), run_here)
+    assert content_of(pathlib.Path(out)) == before
+    with pytest.raises(meshfeed.SettingsError, match=r"holds \d+ other files"):
+        convert(data, str(tmp_path), Settings(), run_here)
+
+
+def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:
+    rows = [{"text": f"document {i} " * 20, "tokens": list(range(i % 50))} for i in range(3000)] * 20
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2000)
+    command = [sys.executable, "-m", "meshfeed._src.cli.main", "convert", "a.parquet", "--shards", "12", "--to"]
+    subprocess.run([*command, "whole", "--workers", "1"], cwd=tmp_path, check=True, capture_output=True)
+    killed = tmp_path / "killed"
+    for number in (signal.SIGKILL, signal.SIGINT):
+        process = subprocess.Popen(
+            [*command, "killed", "--workers", "2"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        before = len(list(killed.glob("data-*")))
+        while len(list(killed.glob("data-*"))) == before and process.poll() is None:
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        _, error = process.communicate(timeout=60)
+        if process.returncode:  # it may have been complete
+            assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+            if number == signal.SIGINT:
+                assert error == b"Interrupted. Run the same command again to continue.\n"
+                assert not list((killed / ".convert").rglob("*.part"))
+    subprocess.run([*command, "killed", "--workers", "1"], cwd=tmp_path, check=True, capture_output=True)
+    assert content_of(killed) == content_of(tmp_path / "whole")
+    assert b'["data-00011-of-00012.array_record", ' in content_of(killed)["manifest.json"]  # relative to the folder
