@@ -194,6 +194,13 @@ class CachesFiles(Protocol):
         ...
 
 
+class WaitsForReads(Protocol):
+    """Spends its reads waiting for a store, so that several batches should be read at the same time."""
+
+    read_threads: int
+    """Threads that read if the feed has no ``num_threads=``."""
+
+
 class StagedOrder(RecordOrder, Protocol):
     """An order that may change after the saved position: a mixture with stages."""
 

@@ -200,7 +200,7 @@ class Feed:
         rows are resharded on device. A list of process indices: like ``"once"``, but only these hosts read.
       prefetch: global batches kept ready on device; 0 disables prefetching.
       num_workers: processes that read and decode, or a :class:`Workers`. Does not change the stream.
-      num_threads: threads that read and decode; None for one.
+      num_threads: threads that read and decode; None for one, or 4 for remote files that are read without a cache.
       retry: how to retry failed reads.
       bad_records: None to raise; a :class:`SkipBad` to replace, count and record bad records.
       check_replicas: whether to compare digests of replicated rows between hosts on the first batches.

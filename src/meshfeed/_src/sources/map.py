@@ -109,7 +109,7 @@ class MappedRecords(_Mapped):
         self.wants_rng = self._passes_rng or self._source_rng
 
     def __getattr__(self, name: str) -> Any:
-        if name not in (*_RANDOM_HOOKS, "cached_files", "file_of", "file_names", "shard_lengths"):
+        if name not in (*_RANDOM_HOOKS, "cached_files", "file_of", "file_names", "read_threads", "shard_lengths"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_source"], name)  # a mixture keeps its own numbers and order
 

@@ -397,9 +397,9 @@ class RandomAccessReader:
         if settings.num_workers:
             self._workers = WorkerReader(stream.records, settings.num_workers, timeout_seconds=settings.timeout_seconds)
             self._ahead = 2 * settings.num_workers  # two requests per worker, so that none waits for the next one
-        elif (settings.num_threads or 1) > 1:
-            self._threads = Threads(settings.num_threads or 1, "meshfeed-read")
-            self._ahead = 2 * (settings.num_threads or 1)
+        elif (num_threads := settings.num_threads or _read_threads(stream.source)) > 1:
+            self._threads = Threads(num_threads, "meshfeed-read")
+            self._ahead = 2 * num_threads
 
     def _part_of(self, size: int) -> _Part:
         part = self._part
@@ -491,3 +491,8 @@ class RandomAccessReader:
             self._threads.close()
         if self._workers is not None:
             self._workers.close()
+
+
+def _read_threads(source: object) -> int:
+    waits = find(source, hooks.WaitsForReads)
+    return 1 if waits is None else waits.read_threads

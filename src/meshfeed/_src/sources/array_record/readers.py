@@ -17,19 +17,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shards import Shard, ShardPool, changed, local_copy
@@ -65,7 +66,7 @@ class DirectFile:
     """
 
     index: Any
-    open: Callable[[], Descriptor]
+    open: Callable[[], Descriptor | SparseFile]
 
     @property
     def width(self) -> int:
@@ -405,18 +406,43 @@ _TAIL_BYTES = 4 * _RIEGELI_BLOCK_BYTES  # the footer of about 20,000 chunks: one
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
 
-def inspect_url(url: str, cache: ShardCache) -> ShardFile:
+def inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
     """Counts and checks like :func:`inspect_file`, without fetching the records.
 
-    Writes the footer and the postscript at their offsets into a sparse local file and opens it with the array_record
-    library, which checks their hashes as usual.
+    Opens a sparse file that has only the footer and the postscript with the array_record library, which checks their
+    hashes as usual.
 
     Raises:
       SourceError: if the file does not exist.
       CorruptDataError: if the file is empty, truncated, or not an ArrayRecord file.
       OSError: if it cannot be read.
     """
-    num_bytes, version = cache.identify(url)
+    num_bytes, version = identify(url, cache, source="ArrayRecord")
+    sparse = _copy_footer(url, num_bytes)
+    path = f"/proc/self/fd/{sparse.number}"
+    try:
+        found = inspect_file(path)
+    except CorruptDataError as error:
+        raise CorruptDataError(str(error).replace(path, url), path=url) from None
+    except SourceError as error:
+        raise SourceError(str(error).replace(path, url)) from None
+    found = dataclasses.replace(found, path=url, version=version)
+    if cache is None and (riegeli is None or found.group_size != 1 or found.transposed):
+        raise SettingsError(
+            f"ArrayRecord got the URL {url!r} and no cache. Without one, it reads files of one record per chunk with the C "
+            f"extension; this file has {found.group_size}, and the extension is {'not ' * (riegeli is None)}installed. Pass "
+            "cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
+            setting="cache",
+        )
+    return found
+
+
+def _copy_footer(url: str, num_bytes: int) -> SparseFile:
+    """Returns a file with the footer and the postscript of a remote one at their offsets.
+
+    Raises:
+      CorruptDataError: if it does not end in a postscript.
+    """
     # Start at a block boundary: the reader needs the header of the block in which a chunk begins.
     tail_start = max(0, num_bytes - _TAIL_BYTES) // _RIEGELI_BLOCK_BYTES * _RIEGELI_BLOCK_BYTES
     tail = _read(url, tail_start, num_bytes, num_bytes)
@@ -429,20 +455,71 @@ def inspect_url(url: str, cache: ShardCache) -> ShardFile:
         )
     footer_start = min(_read_varint(postscript[1]), tail_start) // _RIEGELI_BLOCK_BYTES * _RIEGELI_BLOCK_BYTES
     footer = _read(url, footer_start, tail_start, num_bytes)
-    handle, sparse = tempfile.mkstemp(suffix=".array_record")
-    try:
-        os.truncate(handle, num_bytes)
-        os.pwrite(handle, footer, footer_start)
-        os.pwrite(handle, tail, tail_start)
-        found = inspect_file(sparse)
-    except CorruptDataError as error:
-        raise CorruptDataError(str(error).replace(sparse, url), path=url) from None
-    except SourceError as error:
-        raise SourceError(str(error).replace(sparse, url)) from None
-    finally:
-        os.close(handle)
-        os.unlink(sparse)
-    return dataclasses.replace(found, path=url, version=version)
+    sparse = SparseFile(num_bytes)
+    sparse.write(footer_start, footer)
+    sparse.write(tail_start, tail)
+    return sparse
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteIndex:
+    """Where the records of a remote file are.
+
+    Attributes:
+      offsets: int64[records + 1], the first byte of each record's chunk, and the end of the last one.
+      index: the same for the extension.
+    """
+
+    offsets: np.ndarray
+    index: Any
+
+
+def _index_remote(file: ShardFile) -> tuple[RemoteIndex, int]:
+    footer = _copy_footer(file.path, file.num_bytes)
+    found = _read_footer(footer.number, file.num_bytes, file.num_records)
+    if found is None:
+        raise CorruptDataError(
+            f"{file.path}: the footer does not list its {file.num_records:,} records.{remedy_for(file.path)}",
+            path=file.path,
+        )
+    return RemoteIndex(found[0], riegeli.Index(*found)), 2 * len(found[0])
+
+
+def open_remote(
+    files: Sequence[ShardFile], file_index: np.ndarray | None, rows: np.ndarray, pool: ShardPool
+) -> list[OpenFile]:
+    """Returns remote files from which ``rows`` can be read, and no other records.
+
+    Args:
+      files: the files, with one record per chunk.
+      file_index: int64[n], the file of each record; None if there is only one file.
+      rows: int64[n], row numbers within the files.
+      pool: keeps the indexes.
+
+    Raises:
+      CorruptDataError: if a footer is damaged.
+      SourceError, OSError: if a file cannot be read.
+    """
+    which = np.zeros(len(rows), np.int64) if file_index is None else file_index
+    indexes = file_paths.in_threads(lambda file: pool.checked(file, lambda: _index_remote(file), "direct\n"), files)
+    starts, stops = np.empty((2, len(rows)), np.int64)
+    for number, found in enumerate(indexes):
+        mine = np.flatnonzero(which == number)
+        starts[mine], stops[mine] = found.offsets[rows[mine]], found.offsets[rows[mine] + 1]
+    urls = [(file.path, file.num_bytes) for file in files]
+    copies = sparse_files(urls, which, starts, stops, source="ArrayRecord")
+    return [
+        OpenFile(file.path, copy.status, _no_library, DirectFile(found.index, functools.partial(_same, copy)))
+        for file, found, copy in zip(files, indexes, copies, strict=True)
+    ]
+
+
+def _same(copy: SparseFile) -> SparseFile:
+    return copy
+
+
+def _no_library() -> None:
+    raise AssertionError("the library reads whole files only")
 
 
 def _read(url: str, start: int, stop: int, num_bytes: int) -> bytes:

@@ -16,10 +16,18 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.array_record import readers
-from meshfeed._src.sources.array_record.readers import OpenFile, ShardFile, inspect_file, open_ahead, readers_of
+from meshfeed._src.sources.array_record.readers import (
+    OpenFile,
+    ShardFile,
+    inspect_file,
+    open_ahead,
+    open_remote,
+    readers_of,
+)
 from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, steps
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import READ_THREADS
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.shards import (
     Shards,
@@ -47,10 +55,11 @@ class ArrayRecord:
         records of one size, ``numpy.frombuffer(b"".join(records), dtype).reshape(len(records), -1)`` is far faster
         than decoding one by one. Arrays returned by either function are copied before its next call, so it may reuse
         them; views of ``bytes``, as in this example, are not copied.
-      cache: cache on a local disk; required for URLs.
+      cache: cache on a local disk. Without it, remote records are read as byte ranges, from files of one record per
+        chunk.
 
     Raises:
-      SettingsError: if both decoders are given, or a URL without a cache.
+      SettingsError: if both decoders are given, or without a cache a URL of a file of several records per chunk.
       SourceError: if there are no files, a file is missing, or all files are empty; names the path or pattern.
       CorruptDataError: if a file is empty, truncated or in a different format; names the file.
     """
@@ -83,12 +92,20 @@ class ArrayRecord:
         self.decode = decode
         self.decode_batch = decode_batch
         self._cache = cache
-        form = FileFormat("ArrayRecord", self._inspect, ShardFile.describe, ShardFile.from_entry)
+        form = FileFormat("ArrayRecord", self._inspect, ShardFile.describe, ShardFile.from_entry, direct=True)
         self._set_shards(find_shards(paths, cache, form))
 
     def _set_shards(self, shards: Shards[ShardFile]) -> None:
         self._shards = shards
         self._one_record_a_chunk = all(file.group_size == 1 for file in shards.files)
+        remote = [file_paths.is_url(file.path) for file in shards.files]
+        self._is_direct = self._cache is None and any(remote)
+        if self._is_direct and not all(remote):
+            raise SettingsError(
+                "ArrayRecord got local files and URLs, and no cache. Pass cache=meshfeed.ShardCache(directory, max_bytes=…), "
+                "or join two sources with meshfeed.sources.Mixture.",
+                setting="cache",
+            )
         self._rows_differ = False  # known once read_rows finds records of different sizes
         self._pool = shared_pool
 
@@ -101,7 +118,8 @@ class ArrayRecord:
         for other in others:
             if type(other) is not type(self) or other.__dict__.keys() != self.__dict__.keys():
                 return None  # a subclass, or a method replaced on the instance, may read differently
-            if (other.decode, other.decode_batch, other._cache) != (self.decode, self.decode_batch, self._cache):
+            alike = (self.decode, self.decode_batch, self._cache, self._is_direct)
+            if (other.decode, other.decode_batch, other._cache, other._is_direct) != alike:
                 return None
             sources.append(other)
         joined = copy.copy(self)
@@ -186,7 +204,7 @@ class ArrayRecord:
         out: np.ndarray | None = None
         for numbers, file_index, rows, slots in self._shards.parts(ids):
             try:
-                opened = self._open(numbers)
+                opened = self._open(numbers, file_index, rows)
             except CorruptDataError:  # perhaps only the cached copy: read_raw fetches it again
                 return None
             files = [file.direct for file in opened if file.direct is not None]
@@ -203,14 +221,16 @@ class ArrayRecord:
                 return None
         return out
 
-    def _open(self, numbers: list[int]) -> list[OpenFile]:
+    def _open(self, numbers: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[OpenFile]:
         files = [self._shards.files[number] for number in numbers]
+        if self._is_direct:
+            return open_remote(files, file_index, rows, self._pool)
         fetch_together(files, self._cache, self._pool, lambda file: open_ahead(file, self._cache, self._pool))
         return [readers_of(file, self._cache, self._pool) for file in files]
 
     def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
         try:
-            found = read_direct(self._open(files), file_index, rows)
+            found = read_direct(self._open(files, file_index, rows), file_index, rows)
         except CorruptDataError:  # perhaps only the cached copy, which _read_file fetches again
             found = None
         if found is not None:
@@ -225,7 +245,7 @@ class ArrayRecord:
         return records
 
     def _inspect(self, name: str) -> ShardFile:
-        if self._cache is None or not file_paths.is_url(name):
+        if not file_paths.is_url(name):
             return inspect_file(name)
         from meshfeed._src.sources.array_record.readers import inspect_url
 
@@ -234,11 +254,33 @@ class ArrayRecord:
     def _read_file(self, number: int, rows: np.ndarray) -> list[bytes]:
         file, first_record_id = self._shards.files[number], int(self._shards.starts[number])
 
+        if self._is_direct:
+            return [self._read_remote(file, row, first_record_id) for row in rows.tolist()]
+
         def read() -> list[bytes]:
             opened = readers_of(file, self._cache, self._pool)
             return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
 
         return read_again_if_damaged(read, file, self._cache, self._pool)
+
+    def _read_remote(self, file: ShardFile, row: int, first_record_id: int) -> bytes:
+        """Reads one record, to find the damaged one of several."""
+        rows = np.array([row])
+        found = read_direct(open_remote([file], None, rows, self._pool), None, rows)
+        if found is None:
+            record_id = first_record_id + row
+            raise CorruptDataError(
+                f"{file.path}: record {record_id} is damaged: its bytes do not have the hash that was stored with them. "
+                "Write or copy the file again.",
+                path=file.path,
+                record_id=record_id,
+            )
+        return found[0]
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if remote files are read without a cache."""
+        return READ_THREADS if self._is_direct else None
 
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64[files]."""

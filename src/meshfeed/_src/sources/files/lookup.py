@@ -36,6 +36,7 @@ class FileFormat(Generic[F]):
       rebuild: returns the same without looking, given what a manifest lists of the file, its version (see ``Shard``), and
         the path of the manifest.
       select: returns the files that hold records, of those that the user's paths expand to.
+      direct: whether records are byte ranges, which are read without a cache too.
     """
 
     source: str
@@ -43,6 +44,7 @@ class FileFormat(Generic[F]):
     describe: Callable[[F], tuple[FileEntry, str]]
     rebuild: Callable[[FileEntry, str, str], F]
     select: Callable[[Sequence[str]], list[str]] = list
+    direct: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
     """
     check_cache(cache, source=form.source)
     names, given = _expand(paths, form)
-    need_cache(names, cache, source=form.source)
+    need_cache(names, cache, source=form.source, direct=form.direct)
     found = given or [one for one in file_paths.in_threads(_beside, _folders(names)) if one is not None]
     found = [one for one in found if one.source == form.source]
     listed = {entry.path: (entry, one.path) for one in found for entry in one.files}

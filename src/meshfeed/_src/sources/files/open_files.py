@@ -29,6 +29,15 @@ class Descriptor:
         weakref.finalize(self, os.close, self.number).atexit = False  # a thread may still be reading at exit
         self.status = os.fstat(self.number)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file in bytes, when it was opened."""
+        return self.status.st_size
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Reads bytes ``[start, stop)``; fewer if the file ends before."""
+        return os.pread(self.number, stop - start, start)
+
 
 class Lru(Generic[K, V]):
     """A least-recently-used cache. Thread-safe.

@@ -139,8 +139,8 @@ def check_url(url: str, *, source: str) -> None:
         )
 
 
-def open_file_system(url: str, source: str) -> tuple[Any, str]:
-    """Returns the fsspec file system of ``url`` and the path within it.
+def open_file_system(url: str, source: str, **options: object) -> tuple[Any, str]:
+    """Returns the fsspec file system of ``url`` and the path within it; ``options`` are those of its class.
 
     Raises:
       SourceError: if fsspec, or the package that it needs for this protocol, is not installed.
@@ -150,7 +150,7 @@ def open_file_system(url: str, source: str) -> tuple[Any, str]:
     except ImportError as error:
         raise SourceError(f"{source} got the URL {url!r}, which needs fsspec. {how_to_install(url)}.") from error
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
         raise SourceError(
             f"{source} got the URL {url!r}, which fsspec cannot open: {error}. {how_to_install(url)}, or copy the files "

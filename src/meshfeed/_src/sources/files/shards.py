@@ -13,7 +13,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
+from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, Lru, is_out_of_files, max_open_files
@@ -124,8 +125,8 @@ def check_cache(cache: object, *, source: str) -> None:
         )
 
 
-def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
-    """Checks that URLs and compressed files come with a cache.
+def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str, direct: bool = False) -> None:
+    """Checks that compressed files come with a cache, and URLs too unless the source reads them ``direct``.
 
     Raises:
       SettingsError: if they do not.
@@ -142,10 +143,10 @@ def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -
             setting="cache",
         )
     remote = [name for name in names if is_url(name)]
-    if remote and cache is None:
+    if remote and cache is None and not direct:
         raise SettingsError(
-            f"{source} got the URL {remote[0]!r} and no cache. Records are read at random, which object stores "
-            "do slowly: pass cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
+            f"{source} got the URL {remote[0]!r} and no cache. Its records are not byte ranges of the file: pass "
+            "cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
             setting="cache",
         )
 
@@ -160,6 +161,7 @@ class Shards(Generic[S]):
 
     Attributes:
       files: the files.
+      what: see above.
       starts: int64[files], the record id of each file's first record.
       ends: int64[files], the record id after each file's last record.
       lengths: int64[files], the number of records of each file.
@@ -170,6 +172,7 @@ class Shards(Generic[S]):
 
     def __init__(self, shards: Sequence[S], what: str, manifests: Sequence[str] = ()) -> None:
         self.files = list(shards)
+        self.what = what
         self.manifests = tuple(manifests)
         self.lengths = np.array([file.num_records for file in self.files], np.int64)
         self.ends = np.cumsum(self.lengths)
@@ -356,19 +359,21 @@ class ShardPool:
         """Whether ``shard`` is open, in any way."""
         return (shard.key, "direct") in self._open or (shard.key, "library") in self._open
 
-    def checked(self, shard: Shard, check: Callable[[], tuple[T, int]]) -> T:
+    def checked(self, shard: Shard, check: Callable[[], tuple[T, int]], kind: str = "") -> T:
         """Returns what ``check`` made of a file; calls it if the file is not in memory.
 
         Args:
           shard: the file.
           check: returns what is kept, and the number of 8-byte entries that it holds.
+          kind: tells different things that are kept of one file apart.
         """
 
         def make() -> tuple[object, int]:
             found, num_entries = check()
             return found, max(num_entries, _LEAST_ENTRIES)
 
-        return self._known.find(shard.key) or self._known.get(shard.key, make)  # type: ignore[return-value]
+        key = kind + shard.key
+        return self._known.find(key) or self._known.get(key, make)  # type: ignore[return-value]
 
     def opened(self, shard: Shard, kind: str, cache: ShardCache | None, open_copy: OpenCopy[T]) -> T:
         """Returns an open file, through ``cache`` if its path is a URL.
@@ -463,8 +468,22 @@ def fetch_together(
         file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])
 
 
-OpenFile = Callable[[], Descriptor]
-"""Returns the open file, and opens it again if it has been closed."""
+OpenFile = Callable[[], "Descriptor | RemoteBytes"]
+"""Returns the open file, and opens it again if it has been closed; a remote file that is read without a cache as it is."""
+
+
+class Spans(NamedTuple):
+    """Byte ranges of one file.
+
+    Attributes:
+      open: returns the open file.
+      starts: int64[n], the first byte of each range.
+      stops: int64[n], the byte after its last one.
+    """
+
+    open: OpenFile
+    starts: np.ndarray
+    stops: np.ndarray
 
 
 ReadRows = Callable[[T, np.ndarray, int], Sequence[R]]
@@ -482,6 +501,7 @@ class ShardReader(Generic[S, T]):
 
     Attributes:
       shards: the files.
+      is_direct: whether remote files are read without a cache.
     """
 
     def __init__(
@@ -490,6 +510,7 @@ class ShardReader(Generic[S, T]):
         self.shards = shards
         self._cache = cache
         self._check = check
+        self.is_direct = cache is None and any(is_url(shard.path) for shard in shards.files)
         self._pool = shared_pool
 
     def __getstate__(self) -> dict[str, object]:
@@ -521,6 +542,52 @@ class ShardReader(Generic[S, T]):
                 records[slot] = record
         return records  # type: ignore[return-value]
 
+    def read_by_spans(
+        self,
+        record_ids: np.ndarray | Sequence[int],
+        spans_of: Callable[[T, np.ndarray], Spans],
+        build: Callable[[T, np.ndarray, int, list[bytes]], Sequence[R]],
+    ) -> list[R]:
+        """Reads records that are byte ranges of their files; of remote files without a cache, all at the same time.
+
+        Args:
+          record_ids: int64[n], in any order, with repeats allowed.
+          spans_of: returns the ranges of rows, int64[n], of one checked file.
+          build: makes records of rows, int64[n], of one checked file; gets the record id of its row 0, and the bytes of
+            each range, fewer than requested if the file ends before.
+
+        Raises:
+          IndexError, CorruptDataError, SourceError: as for :meth:`read`.
+        """
+
+        def read_rows(checked: T, rows: np.ndarray, first: int) -> Sequence[R]:
+            spans = spans_of(checked, rows)
+            return build(checked, rows, first, read_spans(spans.open(), spans.starts, spans.stops))
+
+        ids = self.shards.checked(record_ids)
+        parts = self.shards.by_file(ids)
+        if not self.is_direct:
+            return self.read(ids, read_rows)
+        remote = [part for part in parts if is_url(self.shards.files[part[0]].path)]
+        checked = file_paths.in_threads(lambda part: self._checked(self.shards.files[part[0]]), remote)
+        ranges = [
+            ByteRange(shard.path, shard.num_bytes, start, stop)
+            for file, (number, rows, _) in zip(checked, remote, strict=True)
+            for shard, spans in [(self.shards.files[number], spans_of(file, rows))]
+            for start, stop in zip(spans.starts.tolist(), spans.stops.tolist(), strict=True)
+        ]
+        contents = iter(read_ranges(ranges, source=self.shards.what))
+        records: list[R | None] = [None] * len(ids)
+        for file, (number, rows, slots) in zip(checked, remote, strict=True):
+            built = build(file, rows, int(self.shards.starts[number]), list(itertools.islice(contents, len(rows))))
+            for slot, record in zip(slots.tolist(), built, strict=True):
+                records[slot] = record
+        for number, rows, slots in parts:
+            if not is_url(self.shards.files[number].path):
+                for slot, record in zip(slots.tolist(), self._read_file(number, rows, read_rows), strict=True):
+                    records[slot] = record
+        return records  # type: ignore[return-value]
+
     def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[T, R]) -> Sequence[R]:
         shard, first = self.shards.files[number], int(self.shards.starts[number])
         return read_again_if_damaged(
@@ -528,7 +595,12 @@ class ShardReader(Generic[S, T]):
         )
 
     def _checked(self, shard: S) -> T:
-        return self._pool.checked(shard, lambda: self._check(shard, self._pool.descriptor(shard, self._cache)))
+        def open_remote() -> RemoteBytes:
+            return RemoteBytes(shard.path, shard.num_bytes, self.shards.what)
+
+        direct = self._cache is None and is_url(shard.path)
+        open_file = open_remote if direct else self._pool.descriptor(shard, self._cache)
+        return self._pool.checked(shard, lambda: self._check(shard, open_file))
 
     def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
         """See :class:`meshfeed._src.base.hooks.CachesFiles`."""
@@ -555,6 +627,11 @@ class ShardSource(Generic[S, T]):
     def __len__(self) -> int:
         return len(self._shard_reader.shards)
 
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if remote files are read without a cache."""
+        return READ_THREADS if self._shard_reader.is_direct else None
+
     def shard_lengths(self) -> RecordIds:
         """Returns the number of records of each file, int64[files]."""
         return self._shard_reader.shards.lengths
@@ -576,7 +653,7 @@ class ShardSource(Generic[S, T]):
         self._shard_reader.close()
 
 
-def read_spans(file: Descriptor, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
+def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
     """Reads byte ranges of a file; neighbors are read with one call.
 
     Args:
@@ -587,6 +664,9 @@ def read_spans(file: Descriptor, starts: np.ndarray, stops: np.ndarray) -> list[
     Returns:
       The bytes of each range; fewer than requested if the file ends before.
     """
+    if isinstance(file, RemoteBytes):
+        pairs = zip(starts.tolist(), stops.tolist(), strict=True)
+        return read_ranges([ByteRange(file.url, file.num_bytes, *pair) for pair in pairs], source=file.source)
     if len(starts) == 1:
         low = int(starts[0])
         return [os.pread(file.number, int(stops[0]) - low, low)]

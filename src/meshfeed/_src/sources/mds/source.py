@@ -23,9 +23,9 @@ from meshfeed._src.sources.files.shards import (
     ShardReader,
     Shards,
     ShardSource,
+    Spans,
     check_cache,
     need_cache,
-    read_spans,
 )
 from meshfeed._src.sources.mds.encodings import Column, Layout, check_columns, check_stackable, decoder, stack
 
@@ -79,10 +79,10 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
       paths: the folder or URL that contains ``index.json``, a glob of such folders, or a list of these.
       columns: names of the columns to read; None for all.
       image_bytes: if True, columns of JPEG and PNG images are the bytes of the stored files.
-      cache: cache on a local disk; required for URLs.
+      cache: cache on a local disk; required for compressed shards. Without it, remote records are read as byte ranges.
 
     Raises:
-      SettingsError: if there is a URL and no cache.
+      SettingsError: if there is a compressed shard and no cache.
       SourceError: if there is no index, a shard is missing, data sets have different columns, a column is pickled or has
         an unknown encoding, or there is no record.
       CorruptDataError: if an index is not valid, or a local shard has a different size than its index; names the file.
@@ -101,7 +101,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
     ) -> None:
         check_cache(cache, source="MDS")
         folders = _expand_folders(paths)
-        need_cache(folders, cache, source="MDS")
+        need_cache(folders, cache, source="MDS", direct=True)
         found = file_paths.in_threads(lambda folder: _read_index(folder, cache), folders)
         self._columns = _same_columns(found, folders)
         self._layout = Layout(self._columns)
@@ -172,7 +172,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
         return records.take()[0][column.name]
 
     def _samples(self, ids: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-        samples = self._shard_reader.read(ids, _read_rows)
+        samples = self._shard_reader.read_by_spans(ids, _spans_of, _build)
         bounds, wrong = self._layout.bounds(samples)
         if wrong is not None:
             raise self._corrupt(int(ids[wrong]), "the sizes of its columns do not add up to its size")
@@ -207,7 +207,9 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
             ),
             "columns": [[column.name, column.encoding] for _, column in self._chosen],
             "records": len(self),
-            "content": probe_digest(len(self), lambda ids: digest_raw(self._shard_reader.read(ids, _read_rows))),
+            "content": probe_digest(
+                len(self), lambda ids: digest_raw(self._shard_reader.read_by_spans(ids, _spans_of, _build))
+            ),
         }
 
 
@@ -278,7 +280,7 @@ def _shard_of(folder: str, shard: Mapping[str, Any], cache: ShardCache | None) -
         version = "" if status is None else str(status.st_mtime_ns)
         return MDSShard(_present(path, status, folder), num_bytes, version, count, name)
     path = f"{folder}/{packed['basename']}"
-    need_cache([path], cache, source="MDS")
+    need_cache([path], cache, source="MDS", direct=True)
     compression = str(shard["compression"]).partition(":")[0]
     return MDSShard(_present(path, _status(path), folder), num_bytes, "", count, name, compression=compression)
 
@@ -333,7 +335,7 @@ def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[_CheckedShard, i
       CorruptDataError: the header or the offsets are damaged.
     """
     num_bytes = _WORD.itemsize * (shard.num_records + 2)
-    header = np.frombuffer(os.pread(open_file().number, num_bytes, 0), _WORD)
+    header = np.frombuffer(open_file().read(0, num_bytes), _WORD)
     if len(header) != shard.num_records + 2 or header[0] != shard.num_records:
         raise _damaged(shard.path, None, f"its header does not have the {shard.num_records:,} samples of its index")
     offsets = header[1:]
@@ -342,10 +344,13 @@ def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[_CheckedShard, i
     return _CheckedShard(shard, offsets, open_file), num_bytes // 8
 
 
-def _read_rows(checked: _CheckedShard, rows: np.ndarray, first_record_id: int) -> list[bytes]:
-    starts, stops = checked.offsets[rows].astype(np.int64), checked.offsets[rows + 1].astype(np.int64)
-    samples = read_spans(checked.open(), starts, stops)
-    for row, sample, size in zip(rows.tolist(), samples, (stops - starts).tolist(), strict=True):
+def _spans_of(checked: _CheckedShard, rows: np.ndarray) -> Spans:
+    return Spans(checked.open, checked.offsets[rows].astype(np.int64), checked.offsets[rows + 1].astype(np.int64))
+
+
+def _build(checked: _CheckedShard, rows: np.ndarray, first_record_id: int, samples: list[bytes]) -> list[bytes]:
+    sizes = (checked.offsets[rows + 1] - checked.offsets[rows]).tolist()
+    for row, sample, size in zip(rows.tolist(), samples, sizes, strict=True):
         if len(sample) != size:
             reason = f"{len(sample):,} of its {size:,} bytes are there"
             raise _damaged(checked.shard.path, first_record_id + row, reason)

@@ -21,6 +21,7 @@ import numpy as np
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import RemoteBytes, identify
 from meshfeed._src.sources.files.manifest import FileEntry, damaged
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.paths import is_url
@@ -188,8 +189,8 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
 
 
 def _stored(path: str, cache: ShardCache | None) -> StoredFile:
-    if is_url(path) and cache is not None:
-        return StoredFile(path, *cache.identify(path), 0)
+    if is_url(path):
+        return StoredFile(path, *identify(path, cache, source="Tokens"), 0)
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
@@ -206,9 +207,9 @@ def _exists(path: str) -> bool:
 
 
 def _read(stored: StoredFile, start: int, stop: int, cache: ShardCache | None, *, fetch: bool = False) -> bytes:
-    """Reads a range of bytes; of a remote file without fetching it whole, unless ``fetch``."""
-    if is_url(stored.path) and not fetch:
-        return file_paths.read_range(stored.path, start, stop, stored.num_bytes, source="Tokens")
+    """Reads a range of bytes; of a remote file without fetching it whole, unless ``fetch`` and there is a cache."""
+    if is_url(stored.path) and (cache is None or not fetch):
+        return RemoteBytes(stored.path, stored.num_bytes, "Tokens").read(start, stop)
     descriptor, parts = stored.open(cache), []
     while start < stop:
         part = os.pread(descriptor.number, min(stop - start, _SCANNED_BYTES), start)

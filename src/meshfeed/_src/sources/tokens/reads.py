@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.files.direct import SparseFile, sparse_files
 from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shards import files_per_call
 from meshfeed._src.sources.tokens.files import TokenFile, cut_short
 
@@ -47,31 +49,43 @@ class FileSet:
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self.files = files
         self._headers = np.array([file.offset for file in files], np.int64)
-        self._all = list(range(len(files))) if len(files) <= _FEW and len({file.dtype for file in files}) == 1 else None
+        self._kinds = [(file.dtype.str, is_url(file.stored.path)) for file in files]
+        self._all = list(range(len(files))) if len(files) <= _FEW and len(set(self._kinds)) == 1 else None
 
     def groups(self, file_index: np.ndarray) -> list[list[int]]:
-        """Returns the files of ranges, int64[n], in groups of one dtype that are few enough to be open at once."""
+        """Returns the files of ranges, int64[n], in groups of one dtype, local or remote, few enough to be open at once."""
         if self._all is not None:
             return [self._all]
-        by_dtype: dict[str, list[int]] = {}
+        by_kind: dict[tuple[str, bool], list[int]] = {}
         for number in np.unique(file_index).tolist():
-            by_dtype.setdefault(self.files[number].dtype.str, []).append(number)
+            by_kind.setdefault(self._kinds[number], []).append(number)
         limit = files_per_call()
-        return [part[i : i + limit] for part in by_dtype.values() for i in range(0, len(part), limit)]
+        return [part[i : i + limit] for part in by_kind.values() for i in range(0, len(part), limit)]
 
     def places(
-        self, numbers: Sequence[int], file_index: np.ndarray, cache: ShardCache | None
-    ) -> tuple[list[Descriptor], np.ndarray, np.ndarray]:
-        """Opens the files ``numbers``.
+        self,
+        numbers: Sequence[int],
+        file_index: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        cache: ShardCache | None,
+    ) -> tuple[Sequence[Descriptor | SparseFile], np.ndarray, np.ndarray]:
+        """Opens the files ``numbers``; of remote ones without a cache, only the ranges are there.
 
         Returns:
           What must be held until everything is read, since the number of a closed descriptor may be reused; and for each
-          range, int64[n], its descriptor and the offset of its file's first token.
+          range, int64[n], its descriptor and its first byte.
         """
-        opened = [self.files[number].stored.open(cache) for number in numbers]
-        fds = np.array([descriptor.number for descriptor in opened], np.int64)
+        stored, itemsize = [self.files[number].stored for number in numbers], self.files[numbers[0]].dtype.itemsize
         of_file = file_index if numbers is self._all else np.searchsorted(numbers, file_index)
-        return opened, fds[of_file], self._headers[file_index]
+        offsets = self._headers[file_index] + starts * itemsize
+        if cache is None and self._kinds[numbers[0]][1]:
+            files = [(file.path, file.num_bytes) for file in stored]
+            opened = sparse_files(files, of_file, offsets, offsets + lengths * itemsize, source="Tokens")
+        else:
+            opened = [file.open(cache) for file in stored]
+        fds = np.array([descriptor.number for descriptor in opened], np.int64)
+        return opened, fds[of_file], offsets
 
 
 class Ranges(NamedTuple):
@@ -125,9 +139,8 @@ def _read_rows(
     """Reads the ranges ``rows``, which are in the files ``numbers`` of one dtype."""
     file_index, record_ids = ranges.file_index[rows], ranges.record_ids[rows]
     lengths, places = ranges.lengths[rows], places[rows]
-    opened, fds, offsets = ranges.files.places(numbers, file_index, cache)
+    opened, fds, offsets = ranges.files.places(numbers, file_index, ranges.starts[rows], lengths, cache)
     dtype = ranges.files.files[numbers[0]].dtype
-    offsets += ranges.starts[rows] * dtype.itemsize
     done = 0
     if extension is not None and dtype.byteorder in _NATIVE:
         done = extension.read(fds, offsets, lengths, places, out, dtype.kind, dtype.itemsize)

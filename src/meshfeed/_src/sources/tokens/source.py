@@ -18,8 +18,10 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import READ_THREADS
 from meshfeed._src.sources.files.lookup import FileFormat, find_files
 from meshfeed._src.sources.files.manifest import lengths_by_file
+from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard_cache import RemoteFile
 from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, ends_with, inspect, listed, token_files
 from meshfeed._src.sources.tokens.reads import FileSet, Ranges, read_ranges
@@ -44,10 +46,12 @@ class _Files:
             lambda file: (file.entry(), file.stored.version),
             lambda entry, version, manifest: listed(entry, version, manifest, wanted),
             token_files,
+            direct=True,
         )
         found = find_files(paths, cache, form)
         self.files, self.manifests = found.files, found.manifests
         self.set = FileSet(self.files)
+        self.is_direct = cache is None and any(is_url(file.stored.path) for file in self.files)
 
     def read(self, ranges: Ranges) -> np.ndarray:
         """Reads ranges one after the other, int32[sum of the lengths]."""
@@ -145,10 +149,10 @@ class Tokens:
         documents.
       next_token: whether windows are one token longer, for inputs ``[:-1]`` and targets ``[1:]``.
       key: name of the leaf.
-      cache: cache on a local disk; required for URLs.
+      cache: cache on a local disk. Without it, remote files are read as byte ranges.
 
     Raises:
-      SettingsError: if a setting is out of range, or a URL is given without a cache; names the keyword.
+      SettingsError: if a setting is out of range; names the keyword.
       SourceError: if there are no files, a file is missing or does not hold integers, a file without a header is given
         without ``dtype``, or no file is long enough for a window. Reads raise it for a token that does not fit into
         int32; names the file.
@@ -207,7 +211,7 @@ class Tokens:
           dtype: as for :class:`Tokens`.
           eod: the token that ends a document. Files without an index are read once to find it.
           key: name of the leaf.
-          cache: cache on a local disk; required for URLs.
+          cache: cache on a local disk. Without it, remote files are read as byte ranges.
 
         Raises:
           SettingsError, SourceError, CorruptDataError: as for :class:`Tokens`; also a SourceError for a file without an
@@ -283,6 +287,11 @@ class Tokens:
     def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
         """Returns the files that hold windows, int64[n], and are read through the cache; None without one."""
         return self._files.cached(self._pieces.file_index[np.searchsorted(self._pieces.ends, record_ids, side="right")])
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if remote files are read without a cache."""
+        return READ_THREADS if self._files.is_direct else None
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that holds a window."""
@@ -387,6 +396,11 @@ class TokenDocuments:
     def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
         """Returns the files that hold documents, int64[n], and are read through the cache; None without one."""
         return self._files.cached(np.searchsorted(self._ends, record_ids, side="right"))
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if remote files are read without a cache."""
+        return READ_THREADS if self._files.is_direct else None
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that holds a document."""

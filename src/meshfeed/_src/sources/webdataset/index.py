@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError
+from meshfeed._src.sources.files.direct import RemoteBytes
 from meshfeed._src.sources.files.open_files import Descriptor
 
 SUFFIX = ".meshfeed-index"
@@ -24,6 +25,7 @@ SUFFIX = ".meshfeed-index"
 
 _BLOCK_BYTES = 512
 _BUFFER_BYTES = 1 << 16
+_REMOTE_BYTES = 8 << 20  # of a remote archive, all of it is read for its headers
 _VERSION = 1
 
 
@@ -81,7 +83,7 @@ def split_name(name: str) -> tuple[str, str] | None:
     return f"{folder}{slash}{stem}", extension.lower()
 
 
-def scan(archive: Descriptor, path: str) -> TarIndex:
+def scan(archive: Descriptor | RemoteBytes, path: str) -> TarIndex:
     """Reads the headers of an archive.
 
     Args:
@@ -122,11 +124,12 @@ def scan(archive: Descriptor, path: str) -> TarIndex:
     )
 
 
-def _files(archive: Descriptor, path: str) -> Iterator[tuple[str, int, int]]:
+def _files(archive: Descriptor | RemoteBytes, path: str) -> Iterator[tuple[str, int, int]]:
     """Yields name, offset and size of the regular files of an archive."""
     end = 0
+    buffer_bytes = _BUFFER_BYTES if isinstance(archive, Descriptor) else _REMOTE_BYTES
     try:
-        with tarfile.open(fileobj=io.BufferedReader(_At(archive), _BUFFER_BYTES), mode="r:") as tar:
+        with tarfile.open(fileobj=io.BufferedReader(_At(archive), buffer_bytes), mode="r:") as tar:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps all of them
                 content = member.size if member.isreg() else 0
@@ -136,14 +139,14 @@ def _files(archive: Descriptor, path: str) -> Iterator[tuple[str, int, int]]:
     except tarfile.TarError as error:
         raise _damaged(path, str(error)) from error
     # tarfile takes a damaged header, and the end of the file, for the end of the archive.
-    if os.pread(archive.number, _BLOCK_BYTES, end) != bytes(_BLOCK_BYTES):
+    if archive.read(end, end + _BLOCK_BYTES) != bytes(_BLOCK_BYTES):
         raise _damaged(path, f"the block of zeros that ends an archive is not at byte {end:,}")
 
 
 class _At(io.RawIOBase):
-    """A file object over a descriptor that others read at the same time."""
+    """A file object over a file that others read at the same time."""
 
-    def __init__(self, file: Descriptor) -> None:
+    def __init__(self, file: Descriptor | RemoteBytes) -> None:
         self._file, self._position = file, 0
 
     def readable(self) -> bool:
@@ -153,12 +156,13 @@ class _At(io.RawIOBase):
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        count = os.preadv(self._file.number, [buffer], self._position)
-        self._position += count
-        return count
+        content = self._file.read(self._position, self._position + len(buffer))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.status.st_size}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.num_bytes}[whence]
         self._position = base + offset
         return self._position
 
@@ -194,11 +198,18 @@ def save(index: TarIndex, path: pathlib.Path, stamp: str) -> bool:
     return True
 
 
-def load(content: bytes | pathlib.Path, stamp: str) -> TarIndex | None:
-    """Returns a saved index; None if it is missing, damaged, or that of a different archive."""
+def load(content: bytes | pathlib.Path, stamp: str, *, exact: bool = True) -> TarIndex | None:
+    """Returns a saved index; None if it is missing, damaged, or that of a different archive.
+
+    Args:
+      content: the file, or its content.
+      stamp: see :func:`save`.
+      exact: False if ``stamp`` is the beginning of the stamp.
+    """
     try:
         with np.load(io.BytesIO(content) if isinstance(content, bytes) else content) as saved:
-            if str(saved["stamp"]) != f"{_VERSION}\n{stamp}":
+            found, wanted = str(saved["stamp"]), f"{_VERSION}\n{stamp}"
+            if found != wanted if exact else not found.startswith(wanted):
                 return None
             return TarIndex(**{field.name: saved[field.name] for field in dataclasses.fields(TarIndex)})
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -7,19 +7,21 @@ import itertools
 import operator
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xxhash
 
-from meshfeed._src.base.errors import CorruptDataError, SettingsError
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import Decode, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
+from meshfeed._src.sources.files.direct import RemoteBytes, identify
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
@@ -28,6 +30,7 @@ from meshfeed._src.sources.files.shards import (
     Shard,
     ShardReader,
     ShardSource,
+    Spans,
     changed,
     read_spans,
 )
@@ -85,10 +88,11 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
       paths: a path, a glob (expanded in order of name), a URL supported by fsspec, or a list of these. The order of the
         files determines the record ids.
       decode: converts a record to a pytree of arrays. May take ``rng=``.
-      cache: cache on a local disk; required for URLs and for compressed archives (``.tar.gz``).
+      cache: cache on a local disk; required for compressed archives (``.tar.gz``). Without it, remote samples are read as
+        byte ranges; the index is read from the file beside the archive, or made by reading the archive once.
 
     Raises:
-      SettingsError: if ``decode`` is not a function, or there is a URL or a compressed archive and no cache.
+      SettingsError: if ``decode`` is not a function, or there is a compressed archive and no cache.
       SourceError: if there are no files, a file is missing, or all archives are empty; names the path or pattern.
       CorruptDataError: if an archive is damaged or cut short; names the file.
     """
@@ -116,6 +120,7 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
             TarShard.describe,
             lambda entry, version, manifest: _listed(entry, version, manifest, cache),
             archives,
+            direct=True,
         )
         super().__init__(ShardReader(find_shards(paths, cache, form), cache, _check))
 
@@ -143,7 +148,7 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
           SourceError: if a file has been removed or changed since the source was created.
           OSError: if a file cannot be read.
         """
-        return self._shard_reader.read(record_ids, _read_rows)
+        return self._shard_reader.read_by_spans(record_ids, _spans_of, _build)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
@@ -166,6 +171,8 @@ def archives(names: Sequence[str]) -> list[str]:
 def inspect(name: str, cache: ShardCache | None) -> TarShard:
     """Counts the samples of an archive from its index, which is made if there is none."""
     compression = compression_of(name)
+    if cache is None and file_paths.is_url(name):
+        return _inspect_direct(name)
     if cache is not None and (compression is not None or file_paths.is_url(name)):
         return _inspect_remote(name, compression, cache)
     descriptor = Descriptor(name)
@@ -186,12 +193,36 @@ def _local_places(name: str, num_bytes: int, version: str, cache: ShardCache | N
 def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | None) -> TarShard:
     """Returns an archive that a manifest lists; its index is loaded or made when it is first read."""
     shard = TarShard.from_entry(entry, version, manifest)
-    if cache is None or not shard.is_cached:
+    if not shard.is_cached:
         stamp, places = _local_places(entry.path, entry.num_bytes, version, cache)
         return dataclasses.replace(shard, index=next(filter(os.path.exists, places), places[-1]), stamp=stamp)
     stamp = f"{entry.path}, {entry.num_bytes} bytes, {entry.digest}"
+    if cache is None:
+        return dataclasses.replace(shard, index=_temporary(stamp), stamp=stamp)
     place = cache.directory / f"{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"
     return dataclasses.replace(shard, index=place, stamp=stamp)
+
+
+def _inspect_direct(name: str) -> TarShard:
+    """Reads the index beside a remote archive; if there is none, the whole archive, whose index is kept in a local file."""
+    num_bytes, version = identify(name, None, source="WebDataset")
+    stamp = f"{name}, {num_bytes} bytes, {version}"
+
+    def make() -> TarIndex:
+        try:
+            beside = load(
+                file_paths.read_file(f"{name}{SUFFIX}", source="WebDataset"), f"{num_bytes} bytes, ", exact=False
+            )
+        except (MeshfeedError, OSError):
+            beside = None
+        return beside or scan(RemoteBytes(name, num_bytes, "WebDataset"), name)
+
+    index, place = _find_or_make([_temporary(stamp)], stamp, make)
+    return TarShard(name, num_bytes, version, index.num_samples, place, stamp)
+
+
+def _temporary(stamp: str) -> pathlib.Path:
+    return pathlib.Path(tempfile.gettempdir()) / f"meshfeed_{xxhash.xxh3_128_hexdigest(stamp.encode())}{SUFFIX}"
 
 
 def _inspect_remote(name: str, compression: str | None, cache: ShardCache) -> TarShard:
@@ -228,8 +259,17 @@ def _check(shard: TarShard, open_file: OpenFile) -> tuple[_CheckedTar, int]:
     return _CheckedTar(shard, index, index.names(), open_file), index.num_entries
 
 
-def _read_rows(checked: _CheckedTar, rows: np.ndarray, first_record_id: int) -> list[dict[str, Any]]:
-    return read_samples(checked.open(), checked.index, rows, checked.shard.path, first_record_id)
+def _spans_of(checked: _CheckedTar, rows: np.ndarray) -> Spans:
+    return Spans(checked.open, *_bounds(checked.index, rows))
+
+
+def _bounds(index: TarIndex, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    last = index.first_files[rows + 1] - 1
+    return index.starts[index.first_files[rows]], index.starts[last] + index.sizes[last]
+
+
+def _build(checked: _CheckedTar, rows: np.ndarray, first_record_id: int, samples: list[bytes]) -> list[dict[str, Any]]:
+    return _samples_of(checked.index, rows, samples, checked.shard.path, first_record_id)
 
 
 def read_samples(
@@ -250,10 +290,15 @@ def read_samples(
     Raises:
       CorruptDataError: if the archive is cut short; names the file and the record.
     """
+    return _samples_of(index, rows, read_spans(archive, *_bounds(index, rows)), path, first_record_id)
+
+
+def _samples_of(
+    index: TarIndex, rows: np.ndarray, samples: Sequence[bytes], path: str, first_record_id: int
+) -> list[dict[str, Any]]:
+    """Returns samples as dicts, given the bytes from the first file of each to its last one."""
     first, last = index.first_files[rows], index.first_files[rows + 1] - 1
-    starts = index.starts[first]
-    stops = index.starts[last] + index.sizes[last]
-    samples = read_spans(archive, starts, stops)
+    starts, stops = _bounds(index, rows)
     short = [
         row
         for row, sample, size in zip(rows.tolist(), samples, (stops - starts).tolist(), strict=True)

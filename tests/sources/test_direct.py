@@ -1,0 +1,163 @@
+"""Remote files without a cache: records are read as byte ranges."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import shutil
+from typing import Any
+
+import array_record_files
+import fsspec
+import numpy as np
+import pytest
+from format_files import FOLDER
+from http_store import Store
+from token_files import write_llm_c, write_megatron
+
+from meshfeed import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.settings import Retry
+from meshfeed._src.reading.identity import digest_tree, source_identity
+from meshfeed._src.sources.files import direct
+from meshfeed._src.sources.manifest import make_manifest
+from meshfeed.sources import MDS, ArrayRecord, DecodeRaw, Tokens, WebDataset
+
+pytest.importorskip("aiohttp")
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+def upload(store: Store, folder: pathlib.Path, pattern: str) -> list[str]:
+    return [store.put(path.name, path.read_bytes()) for path in sorted(folder.glob(pattern))]
+
+
+def same(local: Any, remote: Any) -> None:
+    """The same records one by one, in batches and in a copy, and states carry over."""
+    assert source_identity(remote) == source_identity(local)
+    assert digest_tree(list(remote)) == digest_tree(list(local))
+    ids = np.random.default_rng(0).integers(0, len(local), 40).tolist()
+    copy = pickle.loads(pickle.dumps(remote))
+    assert digest_tree(copy.__getitems__(ids)) == digest_tree(local.__getitems__(ids))
+
+
+def write_records(folder: pathlib.Path, options: str = "group_size:1") -> None:
+    rng = np.random.default_rng(1)
+    for part in range(3):
+        records = [rng.integers(0, 255, 3000, np.uint8).tobytes() for _ in range(200 + part)]
+        array_record_files.write(folder / f"{part}.array_record", records, options)
+
+
+@pytest.mark.parametrize("options", ["group_size:1", "group_size:1,uncompressed"])
+def test_array_record(store: Store, tmp_path: pathlib.Path, options: str) -> None:
+    write_records(tmp_path, options)
+    urls, local = upload(store, tmp_path, "*.array_record"), ArrayRecord(f"{tmp_path}/*.array_record")
+    same(local, ArrayRecord(urls))
+    rows = ArrayRecord(urls, decode_batch=DecodeRaw(np.uint8, 3000)).read_rows([0, 500, 7, 7])
+    assert rows is not None
+    assert [row.tobytes() for row in rows] == local.read_raw([0, 500, 7, 7])
+    make_manifest(f"{tmp_path}/*.array_record")
+    store.put("manifest.json", (tmp_path / "manifest.json").read_bytes())
+    same(local, ArrayRecord(store.url("manifest.json")))
+
+    damaged = bytearray(store.files["1.array_record"])
+    damaged[100_000] ^= 1
+    store.put("1.array_record", bytes(damaged))
+    with pytest.raises(CorruptDataError, match=r"1.array_record: record 2\d\d is damaged"):
+        list(ArrayRecord(urls))
+
+
+def test_array_record_that_needs_a_cache(store: Store, tmp_path: pathlib.Path) -> None:
+    write_records(tmp_path, "group_size:4")
+    urls = upload(store, tmp_path, "*.array_record")
+    with pytest.raises(SettingsError, match="this file has 4"):
+        ArrayRecord(urls)
+    write_records(tmp_path)
+    with pytest.raises(SettingsError, match="local files and URLs, and no cache"):
+        ArrayRecord([f"{tmp_path}/0.array_record", *upload(store, tmp_path, "1.*")])
+
+
+def test_mds(store: Store) -> None:
+    upload(store, FOLDER / "mds", "*")
+    local, remote = MDS(FOLDER / "mds"), MDS(store.url("index.json"))
+    assert source_identity(remote) == source_identity(local)
+    assert repr(list(remote)) == repr(list(local))
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_webdataset(store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, with_index: bool) -> None:
+    monkeypatch.setattr(direct.tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    folder = pathlib.Path(shutil.copytree(FOLDER / "tar", tmp_path / "tar"))
+    local = WebDataset(f"{folder}/shard-*.tar")
+    urls = upload(store, folder, "shard-*.tar")
+    if with_index:
+        upload(store, folder, "*.meshfeed-index")
+    store.requests.clear()
+    remote = WebDataset(urls)
+    names = {name for name, _, _ in store.requests}
+    assert bool(names & {url.rpartition("/")[2] for url in urls}) is not with_index  # the headers
+    same(local, remote)
+
+
+def test_tokens(store: Store, tmp_path: pathlib.Path) -> None:
+    write_llm_c(tmp_path / "0.bin", np.arange(5000, dtype=np.uint16))
+    write_megatron(tmp_path / "1", [[np.arange(100 + i, dtype=np.uint16)] for i in range(20)])
+    np.save(tmp_path / "2.npy", np.arange(3000, dtype=np.int64))
+    upload(store, tmp_path, "*")
+    names = ["0.bin", "1.bin", "2.npy"]
+    local, remote = (Tokens([where(name) for name in names], 64) for where in (lambda n: tmp_path / n, store.url))
+    same(local, remote)
+    mixed = Tokens([tmp_path / "0.bin", store.url("1.bin"), store.url("2.npy")], 64)
+    same(local, mixed)
+    documents = [Tokens.documents(where, eod=7) for where in (tmp_path / "1.bin", store.url("1.bin"))]
+    assert digest_tree(list(documents[0])) == digest_tree(list(documents[1]))
+
+
+def test_requests_are_joined_bounded_and_retried_one_by_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = np.random.default_rng(0).integers(0, 255, 10 << 20, np.uint8).tobytes()
+    url = store.put("a", content)
+    monkeypatch.setattr(direct, "_RETRY", Retry(attempts=4, initial_seconds=0.001, max_seconds=0.001))
+
+    def read(starts: list[int], size: int) -> int:
+        """Reads, and returns the number of requests."""
+        store.requests.clear()
+        ranges = [direct.ByteRange(url, len(content), start, start + size) for start in starts]
+        assert direct.read_ranges(ranges, source="test") == [content[start : start + size] for start in starts]
+        return len(store.requests)
+
+    assert read([3 << 20, 0, 100, 50, 40_000], 60) == 2
+    assert read([0, 0], 0) == 0
+    assert read(list(range(0, 10 << 20, 1 << 20)), 1 << 20) == 2  # joined up to 8 MB
+    monkeypatch.setattr(direct, "_IN_FLIGHT_BYTES", 100)
+    assert read([0, 1 << 20, 2 << 20], 60) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(direct, "_RETRY", Retry(attempts=4, initial_seconds=0.001, max_seconds=0.001))
+    store.broken = {("a", 1 << 20): "cut", ("a", 3 << 20): "cut"}
+    assert read([part << 20 for part in range(5)], 200) == 7  # only what failed is requested again
+    store.ranges = False  # a server that sends the whole file
+    assert read([1 << 20], 10) == 1
+    with pytest.raises(SourceError, match=r"there is no file .*gone"):
+        direct.read_ranges([direct.ByteRange(store.url("gone"), 10, 0, 5)], source="test")
+
+
+def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    s3.start()
+    try:
+        host, port = s3.get_host_and_port()
+        for name, value in {"key": "a", "secret": "b", "endpoint_url": f"http://{host}:{port}"}.items():
+            monkeypatch.setitem(fsspec.config.conf.setdefault("s3", {}), name, value)
+        files = fsspec.filesystem("s3")
+        files.mkdir("bucket")
+        write_records(tmp_path)
+        for path in tmp_path.iterdir():
+            files.put_file(str(path), f"bucket/{path.name}")
+        same(ArrayRecord(f"{tmp_path}/*.array_record"), ArrayRecord("s3://bucket/*.array_record"))
+    finally:
+        s3.stop()
+        fsspec.filesystem("s3").clear_instance_cache()
