@@ -50,7 +50,8 @@ class FileSet:
         self.files = files
         self._headers = np.array([file.offset for file in files], np.int64)
         self._kinds = [(file.dtype.str, is_url(file.stored.path)) for file in files]
-        self._all = list(range(len(files))) if len(files) <= _FEW and len(set(self._kinds)) == 1 else None
+        alike = len(set(self._kinds)) == 1 and not self._kinds[0][1]  # opening a remote file fetches it
+        self._all = list(range(len(files))) if len(files) <= _FEW and alike else None
 
     def groups(self, file_index: np.ndarray) -> list[list[int]]:
         """Returns the files of ranges, int64[n], in groups of one dtype, local or remote, few enough to be open at once."""
