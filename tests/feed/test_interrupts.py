@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import json
 import os
 import pathlib
@@ -73,6 +74,7 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
         return trace
 
     sys._getframe().f_trace_opcodes = True  # or Python 3.12 reports no bytecodes to the first tracer
+    gc.disable()  # Python swallows an exception that is raised in a finalizer
     sys.settrace(trace)
     try:
         call()
@@ -82,6 +84,7 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
         pass
     finally:
         sys.settrace(None)
+        gc.enable()
     return False
 
 
