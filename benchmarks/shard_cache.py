@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=float, default=0.02, help="seconds per request")
     parser.add_argument("--lanes", type=int, default=4, help="of the order along shards")
     parser.add_argument("--only", default="stalls,evictions,mosaic")
+    parser.add_argument("--mosaic-cache", type=float, nargs="+", default=[1.05], help="shares of the set")
     parser.add_argument("--mosaic", metavar="PYTHON", help="an interpreter that has mosaicml-streaming")
 
 
@@ -145,22 +146,27 @@ def evictions(folder: str, total: int, options: argparse.Namespace) -> Table:
     rows = []
     with serve(folder, bandwidth=1e9) as url:
         for name, shuffle in (("uniform", True), ("blocks of 1,024 records", 1024)):
-            for policy, evict, ahead in (("farthest next use", "farthest", None), ("opened longest ago", "oldest", 0)):
+            for policy, evict, ahead in (
+                ("farthest next use", "farthest", None),
+                ("farthest next use, ahead_bytes of 3 %", "farthest", int(0.03 * total)),
+                ("opened longest ago", "oldest", 0),
+            ):
                 with tempfile.TemporaryDirectory() as copies:
                     cache = meshfeed.ShardCache(copies, max_bytes=room, ahead_bytes=ahead)
                     with make_feed(url, cache, options, shuffle=shuffle, global_batch_size=batch, prefetch=0) as feed:
                         train(feed, 0.02, steps // 2)
-                        before = cache.stats().fetched
+                        before = cache.stats()
                         train(feed, 0.02, steps // 2)
                 order = EpochOrder(int(lengths.sum()), shuffle=shuffle, seed=0, num_epochs=1)
                 uses = shards_of_steps(order, lengths, batch_size=batch, rows=[(0, batch)], steps=range(steps))
                 found = simulate_cache(uses, sizes, room, evict=evict, skip=steps // 2)
-                fetched = cache.stats().fetched - before
+                fetched = cache.stats().fetched - before.fetched
                 rows.append(
                     {
                         "order and policy": f"{name}, {policy}",
                         "downloads": fetched,
                         "simulated": found.num_downloads,
+                        "reads that waited": cache.stats().misses - before.misses,
                         "hit rate": 1 - fetched / found.num_uses,
                         "simulated rate": found.hit_rate,
                     }
@@ -200,7 +206,7 @@ def mosaic(url: str, total: int, options: argparse.Namespace) -> Table:
     import meshfeed
 
     rows = []
-    for share in (1.05, 0.25):
+    for share in options.mosaic_cache:
         room = int(share * total)
         with tempfile.TemporaryDirectory() as folder:
             bytes_sent(url)
