@@ -247,6 +247,7 @@ def test_what_the_command_refuses(tmp_path: pathlib.Path) -> None:
         ([f"{tmp_path}/b/a.array_record", "--lengths", "x"], "--lengths x of files for ArrayRecord"),
         ([f"{tmp_path}/b/a.array_record", "--eod", "0"], "eod=0 is for token files"),
         ([pattern, "--source", "Tokens"], "has no header"),
+        (["memory://manifest-test/x.parquet"], "before they are uploaded"),
     ]:
         result = CliRunner().invoke(main, ["manifest", *arguments])
         assert (result.exit_code != 0, message in result.output) == (True, True), result.output

@@ -74,6 +74,12 @@ def make_manifest(
             setting="source",
         )
     names = _SELECT.get(source, list)(names)
+    if any(file_paths.is_url(name) for name in names):
+        raise SettingsError(
+            f"the manifest of {names[0]} cannot be written: all of a file is read for its digest. Write the manifest of the "
+            "local files before they are uploaded, and upload it with them.",
+            setting="paths",
+        )
     need_cache(names, None, source=source)
     inspect = _inspector(source, dtype)
     output = output or _default_output(names)
