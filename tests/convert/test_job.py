@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -83,6 +84,21 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
     assert content_of(pathlib.Path(out)) == before
     with pytest.raises(meshfeed.SettingsError, match=r"holds \d+ other files"):
         convert(data, str(tmp_path), Settings(), run_here)
+
+
+def test_a_full_disk(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"x": [os.urandom(5000)] * 100}), tmp_path / "a.parquet")
+    ended = subprocess.run(
+        [sys.executable, "-m", "meshfeed._src.cli.main", "convert", "a.parquet", "--to", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: cannot write the output: ")
+    assert ended.stderr.endswith("After correcting this, run the same command again to continue.\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:

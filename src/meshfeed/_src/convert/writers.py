@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import json
 import os
 import struct
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,18 +86,29 @@ class ArrayRecordFile(OutputFile):
             self._check_first = False
             _check_example(records[0], first_record)
         write = self._writer.write
-        for record in records:
-            write(record)
+        with _disk_errors():
+            for record in records:
+                write(record)
         self.num_records += len(records)
 
     def close(self) -> None:
         """See :class:`OutputFile`."""
         from array_record.python.array_record_module import ArrayRecordReader
 
-        self._writer.close()
+        with _disk_errors():
+            self._writer.close()
         stored = ArrayRecordReader(self._path).num_records()  # the writer reports no error of the disk
         if stored != self.num_records:
             raise OSError(f"{self._path}: {stored:,} of {self.num_records:,} records are stored. Is the disk full?")
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Maps the library's RuntimeError, such as that of a full disk, to OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"cannot write the output: {error}") from error
 
 
 def _check_example(record: bytes, number: int) -> None:
