@@ -136,6 +136,7 @@ def test_every_block_does_what_the_page_says(
     finally:
         page.names.clear()
         gc.collect()
+        jax.monitoring.clear_event_listeners()
         if orbax := sys.modules.get("orbax.checkpoint"):  # a page registers ours
             orbax.type_handlers.register_type_handler(jax.Array, orbax.type_handlers.ArrayHandler(), override=True)
     assert page.num_shown >= (6 if path.stem == "tutorial" else 0)
