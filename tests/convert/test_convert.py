@@ -159,6 +159,25 @@ def test_webdataset_with_a_file_that_some_samples_lack(tmp_path: pathlib.Path) -
     assert not list(tmp_path.glob("*.meshfeed-index"))
 
 
+def test_mds(tmp_path: pathlib.Path) -> None:
+    """The data set that Mosaic Streaming wrote: each value as Mosaic Streaming's own index and ``MDS`` have it."""
+    stored = pathlib.Path(__file__).parents[1] / "data" / "formats" / "mds"
+    columns = ["array_f32_2x3", "array_i32", "bytes", "float32", "int", "jpeg", "json", "str"]
+    run(stored, tmp_path / "out", shards=2, columns=columns)
+    source = meshfeed.sources.MDS(str(stored), columns, image_bytes=True)
+    for found, wanted in zip(features_of(tmp_path / "out"), source.__getitems__(range(len(source))), strict=True):
+        assert found["array_f32_2x3"] == wanted["array_f32_2x3"].ravel().tolist()
+        assert found["array_f32_2x3/shape"] == [2, 3]
+        assert found["array_i32"] == wanted["array_i32"].ravel().tolist()
+        assert (found["bytes"], found["jpeg"], found["str"].decode()) == tuple(
+            wanted[n] for n in ("bytes", "jpeg", "str")
+        )
+        assert (found["float32"], found["int"]) == ([wanted["float32"]], [wanted["int"]])
+        assert json.loads(found["json"]) == wanted["json"]
+    with pytest.raises(meshfeed.SourceError, match=r"a column holds lists \(jpeg_array\)"):
+        run(stored, tmp_path / "other")
+
+
 def test_images_in_folders(tmp_path: pathlib.Path) -> None:
     folder = formats.images(tmp_path)
     result = run(folder, tmp_path / "out", shards=3)

@@ -36,7 +36,9 @@ class Mds(Input):
         shard = _mds_index(path)["shards"][0]
         encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
         first = source[0]
-        fields = [(name, _mds_type(encodings[name], first[name])) for name in sorted(first)]
+        fields = [
+            (name, _mds_type(encodings[name], first[name])) for name in sorted(self.columns or first) if name in first
+        ]
         source.close()
         return Scan(len(source), pa.schema(fields), more=encodings)
 
@@ -77,6 +79,10 @@ def _mds_type(encoding: str, value: Any) -> pa.DataType:
         for _ in range(np.ndim(value)):
             kind = pa.list_(kind)
         return kind
+    if isinstance(value, list):
+        raise SourceError(
+            f"a column holds lists ({encoding}), which convert does not read. Choose other columns with --columns."
+        )
     return pa.float64() if isinstance(value, float) else pa.int64()
 
 
