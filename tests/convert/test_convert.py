@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +177,19 @@ def test_mds(tmp_path: pathlib.Path) -> None:
         assert json.loads(found["json"]) == wanted["json"]
     with pytest.raises(meshfeed.SourceError, match=r"a column holds lists \(jpeg_array\)"):
         run(stored, tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["mds_zstd", "mds_gz"])
+def test_compressed_mds(tmp_path: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    stored = pathlib.Path(__file__).parents[1] / "data" / "formats" / name
+    run(stored, tmp_path / "out", shards=2)
+    source = meshfeed.sources.MDS(str(stored), cache=meshfeed.ShardCache(tmp_path / "cache"))
+    for found, wanted in zip(features_of(tmp_path / "out"), source.__getitems__(range(len(source))), strict=True):
+        assert found["id"] == [wanted["id"]]
+        assert found["x"] == wanted["x"].ravel().tolist()
+    assert not any((tmp_path / "temporary").iterdir())
 
 
 def test_images_in_folders(tmp_path: pathlib.Path) -> None:

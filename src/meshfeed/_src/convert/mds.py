@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.convert.inputs import Input, Scan
+from meshfeed._src.sources.files.shard_cache import ShardCache
 from meshfeed._src.sources.mds.source import MDS
 
 if TYPE_CHECKING:
@@ -32,33 +35,43 @@ class Mds(Input):
         """See :class:`Input`."""
         import pyarrow as pa
 
-        source = MDS(path, image_bytes=True)
         shard = _mds_index(path)["shards"][0]
         encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        first = source[0]
+        with _opened(path) as source:
+            first, count = source[0], len(source)
         fields = [
             (name, _mds_type(encodings[name], first[name])) for name in sorted(self.columns or first) if name in first
         ]
-        source.close()
-        return Scan(len(source), pa.schema(fields), more=encodings)
+        return Scan(count, pa.schema(fields), more=encodings)
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
         import pyarrow as pa
 
-        source = MDS(path, [name for name in schema.names if name in scan.more], image_bytes=True)
-        for low in range(start, stop, _ROWS):
-            rows = source.__getitems__(range(low, min(low + _ROWS, stop)))
-            columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
-            try:
-                arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
-            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-                raise SourceError(
-                    f"{path}: records {low} to {low + len(rows) - 1} hold values that differ from record 0 in type or rank: "
-                    f"{error}. Leave the column out with --columns."
-                ) from error
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-        source.close()
+        with _opened(path, [name for name in schema.names if name in scan.more]) as source:
+            for low in range(start, stop, _ROWS):
+                rows = source.__getitems__(range(low, min(low + _ROWS, stop)))
+                columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
+                try:
+                    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+                except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                    raise SourceError(
+                        f"{path}: records {low} to {low + len(rows) - 1} hold values that differ from record 0 in type or "
+                        f"rank: {error}. Leave the column out with --columns."
+                    ) from error
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+@contextlib.contextmanager
+def _opened(path: str, columns: Sequence[str] | None = None) -> Iterator[MDS]:
+    """Opens a data set; shards that are stored compressed are unpacked into a temporary folder."""
+    with contextlib.ExitStack() as stack:
+        cache = None
+        if any(shard.get("zip_data") for shard in _mds_index(path)["shards"]):
+            cache = ShardCache(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshfeed-convert-")))
+        source = MDS(path, columns, image_bytes=True, cache=cache)
+        stack.callback(source.close)
+        yield source
 
 
 def _mds_index(path: str) -> dict[str, Any]:
