@@ -20,6 +20,7 @@ import meshfeed
 from meshfeed._src.convert.job import Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.settings import Settings
+from meshfeed._src.sources.manifest import make_manifest
 
 
 class Stopped(Exception):
@@ -82,6 +83,9 @@ def test_a_folder_belongs_to_one_conversion(tmp_path: pathlib.Path) -> None:
     with pytest.raises(meshfeed.SettingsError, match="holds the result of another conversion"):
         convert(data, out, Settings(shards=2), run_here)
     assert content_of(pathlib.Path(out)) == before
+    for digests in (True, False):  # a manifest that is written again still says what made the files
+        make_manifest(f"{out}/*.array_record", digests=digests)
+        assert convert(data, out, Settings(shards=3), StopAfter(0)).was_complete
     with pytest.raises(meshfeed.SettingsError, match=r"holds \d+ other files"):
         convert(data, str(tmp_path), Settings(), run_here)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources import parquet
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.source import ArrayRecord
@@ -84,10 +85,22 @@ def make_manifest(
     inspect = _inspector(source, dtype)
     output = output or _default_output(names)
     files = file_paths.in_threads(lambda name: _finished(inspect(name), digests), names)
-    write_manifest(output, source, files)
+    made = _made(output, files)
+    write_manifest(output, source, files, made=made)
     if lengths is not None or eod is not None:
-        write_manifest(output, source, files, lengths=_lengths(output, source, lengths, dtype, eod))
+        write_manifest(output, source, files, lengths=_lengths(output, source, lengths, dtype, eod), made=made)
     return read_manifest(output)
+
+
+def _made(output: str, files: Sequence[FileEntry]) -> JsonValue:
+    """What an earlier manifest of the same files says about how they were made."""
+    try:
+        earlier = read_manifest(output)
+    except (SourceError, CorruptDataError, OSError):
+        return None
+    listed = [(file.path, file.num_bytes, file.digest) for file in earlier.files]
+    found = [(file.path, file.num_bytes, file.digest or old[2]) for file, old in zip(files, listed, strict=False)]
+    return earlier.made if listed == found and len(files) == len(listed) else None
 
 
 _SELECT: dict[str, Callable[[list[str]], list[str]]] = {
