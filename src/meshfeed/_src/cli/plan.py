@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.cli import plan_cache
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class _Mesh(click.ParamType):
@@ -67,11 +70,11 @@ class _Shuffle(click.ParamType):
         return found
 
 
-def _at_least_1(name: str, help_text: str) -> Any:
+def _at_least_1(name: str, help_text: str) -> Callable[[F], F]:
     return click.option(name, type=click.IntRange(min=1), default=None, help=help_text)
 
 
-def _picture(suffix: str, what: str) -> Any:
+def _picture(suffix: str, what: str) -> Callable[[F], F]:
     return click.option(
         f"--{suffix}", type=click.Path(dir_okay=False, path_type=pathlib.Path), help=f"Draw the mesh as {what}."
     )

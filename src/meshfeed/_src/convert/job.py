@@ -342,7 +342,7 @@ def _replacing(target: pathlib.Path, folder: pathlib.Path | None = None) -> Iter
         raise
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: object) -> None:
     """Writes a JSON file, in place of an earlier one, at once."""
     with _replacing(path) as part:
         part.write_text(json.dumps(value))

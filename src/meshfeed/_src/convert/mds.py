@@ -79,7 +79,7 @@ def _mds_index(path: str) -> dict[str, Any]:
         return json.load(file)
 
 
-def _mds_type(encoding: str, value: Any) -> pa.DataType:
+def _mds_type(encoding: str, value: object) -> pa.DataType:
     """Returns the Arrow type of a column, by its encoding or its first value."""
     import pyarrow as pa
 
@@ -99,7 +99,7 @@ def _mds_type(encoding: str, value: Any) -> pa.DataType:
     return pa.float64() if isinstance(value, float) else pa.int64()
 
 
-def _mds_value(value: Any, encoding: str | None) -> Any:
+def _mds_value(value: object, encoding: str | None) -> object:
     if encoding == "json":
         return json.dumps(value, ensure_ascii=False)
     if encoding == "str_decimal":

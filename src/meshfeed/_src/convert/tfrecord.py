@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.convert.buffers import binary
@@ -88,7 +88,7 @@ def _tf_records(path: str, offset: int) -> Iterator[tuple[int, memoryview, int]]
             content.release()
 
 
-def _crc32c(path: str) -> Any:
+def _crc32c(path: str) -> Callable[[bytes | memoryview], int]:
     try:
         import google_crc32c
     except ImportError as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Buckets:
     @hides_own_frames
     def __init__(
         self,
-        source: Any,
+        source: object,
         boundaries: Sequence[int],
         *,
         key: str | Sequence[str] = "tokens",
@@ -113,7 +113,7 @@ class Buckets:
                 filled[number] += len(found)
         return buckets
 
-    def _parts(self) -> Any:
+    def _parts(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The first record of each part of the source, and the bucket and length of each of its records."""
         for first in range(0, len(self._lengths), _RECORDS_PER_PASS):
             part = self._lengths[first : first + _RECORDS_PER_PASS]
@@ -129,7 +129,7 @@ class Buckets:
         """Number of records of one epoch."""
         return sum(map(len, self._buckets))
 
-    def __getitem__(self, record_id: Any) -> dict[str, PyTree]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, PyTree]:
         """The padded record ``record_id``."""
         batch = self.read_batch(np.array([operator.index(record_id)]))
         return {name: leaf[0] for name, leaf in batch.items()}

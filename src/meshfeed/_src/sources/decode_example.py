@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +26,7 @@ _FEW_VALUES = 16  # below, a loop is faster than numpy
 _KIND_NAMES = {BYTES: "bytes", FLOAT: "floats", INT64: "integers"}
 _MASK = (1 << 64) - 1
 
+_Features: TypeAlias = "dict[str, np.ndarray | list[bytes]]"
 _Feature: TypeAlias = "np.ndarray | list[bytes]"
 _Convert: TypeAlias = Callable[[_Feature], object]
 
@@ -175,7 +176,7 @@ def _describe(values: _Feature) -> str:
 # ------------------------------------------------------------------------ the wire format
 
 
-def parse_example(record: bytes, names: Any = None) -> dict[str, np.ndarray | list[bytes]]:
+def parse_example(record: bytes, names: Container[str] | None = None) -> dict[str, np.ndarray | list[bytes]]:
     """Parses the features of an Example.
 
     Args:
@@ -203,7 +204,9 @@ def parse_example(record: bytes, names: Any = None) -> dict[str, np.ndarray | li
     return found
 
 
-def _parse_entry(record: bytes, span: tuple[int, int], names: Any, found: dict[str, np.ndarray | list[bytes]]) -> None:
+def _parse_entry(
+    record: bytes, span: tuple[int, int], names: Container[str] | None, found: dict[str, np.ndarray | list[bytes]]
+) -> None:
     name, feature = "", None
     for field, value in _fields(record, *span):
         if field == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -13,7 +13,7 @@ import xxhash
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.stats import Dropping
-from meshfeed._src.base.types import Record
+from meshfeed._src.base.types import RandomAccessSource, Record
 from meshfeed._src.reading.records import wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
@@ -24,7 +24,7 @@ _RECORDS_PER_READ = 4096
 _RECORDS_PER_DIGEST = 1 << 20
 
 
-def documents_of(source: object, name: str, *, of_stream: str, of_mixture: str) -> Any:
+def documents_of(source: object, name: str, *, of_stream: str, of_mixture: str) -> RandomAccessSource:
     """Returns a random-access source whose records have fixed lengths.
 
     Args:
@@ -53,10 +53,10 @@ def documents_of(source: object, name: str, *, of_stream: str, of_mixture: str) 
         )
     if not len(documents):
         raise SourceError(f"{name} got a {type(documents).__name__} with 0 records.")
-    return documents
+    return cast("RandomAccessSource", documents)
 
 
-def lengths_of(source: Any, measure: Callable[[Record], int], key: str | None = None) -> np.ndarray:
+def lengths_of(source: RandomAccessSource, measure: Callable[[Record], int], key: str | None = None) -> np.ndarray:
     """Returns the length of every record, unsigned or signed integers [records]; memory-mapped if there are many.
 
     Args:
@@ -100,8 +100,9 @@ def digest_of_lengths(lengths: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def read_items(source: Any, ids: np.ndarray) -> Sequence[Record]:
+def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
     """Reads records, which may differ in shape."""
-    if hooks.find(source, hooks.ItemsReader) is not None:
-        return source.__getitems__(ids.tolist())
+    reader = hooks.find(source, hooks.ItemsReader)
+    if reader is not None:
+        return reader.__getitems__(ids.tolist())
     return [source[record_id] for record_id in ids.tolist()]

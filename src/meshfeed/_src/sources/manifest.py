@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
-from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.types import JsonValue, RandomAccessSource
 from meshfeed._src.sources import parquet
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.source import ArrayRecord
@@ -146,7 +145,7 @@ def _lengths(
     return {key: Lengths(lengths_of(_documents(manifest, source, key, dtype), lambda record: len(record[key])))}
 
 
-def _documents(manifest: str, source: str, key: str, dtype: DTypeLike | None) -> Any:
+def _documents(manifest: str, source: str, key: str, dtype: DTypeLike | None) -> RandomAccessSource:
     """Returns a source of dicts with the leaf ``key``."""
     if source == "Parquet":
         return parquet.Parquet(manifest, [key])

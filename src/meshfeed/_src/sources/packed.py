@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Packed:
     @hides_own_frames
     def __init__(
         self,
-        source: Any,
+        source: object,
         sequence_length: int,
         *,
         key: str = "tokens",
@@ -102,7 +102,7 @@ class Packed:
         """Number of sequences of one epoch."""
         return self._packing.num_sequences
 
-    def __getitem__(self, record_id: Any) -> dict[str, np.ndarray]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, np.ndarray]:
         """Sequence ``record_id`` of the documents in order."""
         batch = self.read_batch(np.array([operator.index(record_id)]))
         return {name: leaf[0] for name, leaf in batch.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -166,7 +165,7 @@ class Pad:
         return leaves
 
 
-def checked_length(value: Any, setting: str) -> int:
+def checked_length(value: object, setting: str) -> int:
     """Returns a length given by the user.
 
     Raises:

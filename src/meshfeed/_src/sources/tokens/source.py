@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ LENGTHS_KEY = "tokens"
 class _Files:
     """The token files of a source."""
 
-    def __init__(self, paths: file_paths.Paths, dtype: Any, cache: ShardCache | None) -> None:
+    def __init__(self, paths: file_paths.Paths, dtype: DTypeLike | None, cache: ShardCache | None) -> None:
         wanted = None if dtype is None else _token_dtype(dtype)
         self.cache = cache
         form = FileFormat(
@@ -170,7 +170,7 @@ class Tokens:
         sequence_length: int,
         *,
         stride: int | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         eod: int | None = None,
         next_token: bool = True,
         key: str = "tokens",
@@ -196,7 +196,7 @@ class Tokens:
     def documents(
         paths: file_paths.Paths,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         eod: int | None = None,
         key: str = "tokens",
         cache: ShardCache | None = None,
@@ -240,7 +240,7 @@ class Tokens:
     def __len__(self) -> int:
         return int(self._pieces.ends[-1])
 
-    def __getitem__(self, record_id: Any) -> dict[str, np.ndarray]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, np.ndarray]:
         """Window ``record_id``: ``{key: int32[sequence_length + next_token]}``."""
         return {self._key: self.read_batch([operator.index(record_id)])[self._key][0]}
 
@@ -324,7 +324,7 @@ class TokenDocuments:
 
     @hides_own_frames
     def __init__(
-        self, paths: file_paths.Paths, *, dtype: Any, eod: int | None, key: str, cache: ShardCache | None
+        self, paths: file_paths.Paths, *, dtype: DTypeLike | None, eod: int | None, key: str, cache: ShardCache | None
     ) -> None:
         self._key, self._files = _checked_key(key), _Files(paths, dtype, cache)
         lengths = self._files.document_lengths(_checked_eod(eod))
@@ -351,7 +351,7 @@ class TokenDocuments:
         """Returns the number of documents of each file."""
         return np.diff(self._ends, prepend=0).tolist()
 
-    def __getitem__(self, record_id: Any) -> dict[str, np.ndarray]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, np.ndarray]:
         """Document ``record_id``: ``{key: int32[tokens]}``."""
         return self.__getitems__([operator.index(record_id)])[0]
 
