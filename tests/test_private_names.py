@@ -33,6 +33,8 @@ ALLOWED = {
     "_exit": "os",
     "_is_protocol": "Python's typing",
     "_fields": "named tuples",
+    "_replace": "named tuples",
+    "_per_second": "the end of a name",
     "_METADATA": "a file of Orbax's checkpoints",
     "_CHECKPOINT_METADATA": "a file of Orbax's checkpoints",
     "_examples": "the end of a name",

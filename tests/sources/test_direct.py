@@ -153,11 +153,11 @@ def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"key": "a", "secret": "b", "endpoint_url": f"http://{host}:{port}"}.items():
             monkeypatch.setitem(fsspec.config.conf.setdefault("s3", {}), name, value)
         files = fsspec.filesystem("s3")
-        files.mkdir("bucket")
+        files.mkdir("direct")
         write_records(tmp_path)
         for path in tmp_path.iterdir():
-            files.put_file(str(path), f"bucket/{path.name}")
-        same(ArrayRecord(f"{tmp_path}/*.array_record"), ArrayRecord("s3://bucket/*.array_record"))
+            files.put_file(str(path), f"direct/{path.name}")
+        same(ArrayRecord(f"{tmp_path}/*.array_record"), ArrayRecord("s3://direct/*.array_record"))
     finally:
         s3.stop()
         fsspec.filesystem("s3").clear_instance_cache()

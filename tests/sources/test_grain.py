@@ -327,7 +327,7 @@ def test_array_record_is_read_by_our_reader_where_that_is_the_same(tmp_path):
         source = Grain(dataset)
         assert list(source.__getitems__([*range(len(dataset))])) == [dataset[i] for i in range(len(dataset))]
         assert isinstance(source._dataset._source, BatchedSource)
-        return source._dataset._source._reader
+        return source._dataset._source._records
 
     whole = grain.sources.ArrayRecordDataSource(paths)
     assert isinstance(reader_of(whole), ArrayRecord)

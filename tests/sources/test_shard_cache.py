@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gzip
 import hashlib
 import os
 import pathlib
@@ -656,3 +658,30 @@ def test_the_first_fill_shows_a_bar_on_a_terminal_only(store: Store, tmp_path, m
     other = ShardCache(tmp_path / "b")
     other._fill.begin(10)
     assert other._fill._progress is None
+
+
+def test_an_unpacked_part_is_not_taken_for_that_of_a_dead_process(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread scans the folder between the creation of the part and its lock."""
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/unpacked/a.txt.gz", gzip.compress(b"hello"))
+    cache, flock, scans = ShardCache(tmp_path / "cache"), fcntl.flock, []
+
+    def scan() -> None:
+        with cache._room():
+            cache._held()
+
+    def slow(handle: int, operation: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if ".0." in path and path.endswith(".part") and not scans:
+            scans.append(threading.Thread(target=scan))
+            scans[0].start()
+            scans[0].join(0.3)
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with cache.open("memory://unpacked/a.txt.gz", compression="gz") as copy:
+        assert copy.read_bytes() == b"hello"
+    scans[0].join()
+    memory.rm("/unpacked", recursive=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+import time
 from typing import Any
+
+from meshfeed._src.base.threads import Background
 
 _IDLE_SECONDS = 2.0
 
@@ -43,9 +47,7 @@ class FillBar:
             self._ends += 1
             if self._active or self._progress is None:
                 return
-            timer = threading.Timer(_IDLE_SECONDS, self._stop_if_idle, (self._ends,))
-            timer.daemon = True
-            timer.start()
+            Background(functools.partial(self._stop_later, self._ends), "meshfeed-fill-bar").start()
 
     def _show(self) -> None:
         if self._progress is None:
@@ -54,7 +56,8 @@ class FillBar:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], total=self._total)
 
-    def _stop_if_idle(self, ends: int) -> None:
+    def _stop_later(self, ends: int) -> None:
+        time.sleep(_IDLE_SECONDS)
         with self._lock:
             progress = self._progress
             if self._active or ends != self._ends or progress is None:

@@ -645,7 +645,9 @@ class ShardCache:
                 self._download(entry, reserved[1], next_use)
                 _check(entry, part)
                 if entry.compression is not None:
-                    stored, part = part, stack.enter_context(_owned(self._new_part(entry, 0)))
+                    with self._room():  # or a concurrent scan of the folder removes it before it is locked
+                        unpacked = self._new_part(entry, 0)
+                    stored, part = part, stack.enter_context(_owned(unpacked))
                     decompress(entry.compression, str(stored), str(part), entry.copy_bytes, what=entry.url)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -690,6 +692,7 @@ class ShardCache:
             time.sleep(_POLL_SECONDS)
 
     def _new_part(self, entry: _Entry, num_bytes: int) -> tuple[pathlib.Path, int]:
+        """Creates and locks a part. Needs the room lock."""
         part = self.directory / f"{_PREFIX}{entry.key}.{num_bytes}.{secrets.token_hex(8)}.part"
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(handle, fcntl.LOCK_EX)
