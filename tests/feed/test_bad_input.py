@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -371,7 +372,7 @@ READERS = {
     "x.tar": "meshfeed.sources.WebDataset(",
     "shard.00000.mds": "meshfeed.sources.MDS(folder)",
     "x.mds.zstd": "meshfeed.sources.MDS(folder)",
-    "x.tfrecord-00000-of-00002": "meshfeed.sources.TFData(open)",
+    "x.tfrecord-00000-of-00002": "or convert it with meshfeed convert",
     "x.jsonl.gz": "datasets.load_dataset('json', data_files=",
     "x.csv": "datasets.load_dataset('csv', data_files=",
 }
@@ -396,6 +397,25 @@ def test_a_file_that_another_source_reads_names_it(name: str, reader: str, tmp_p
         with pytest.raises(meshfeed.SourceError) as info:
             call()
         assert reader in str(info.value), str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "own"),
+    [
+        (meshfeed.sources.Parquet, "x.parquet"),
+        (meshfeed.sources.WebDataset, "x.tar"),
+        (lambda path: meshfeed.sources.Tokens(path, sequence_length=8), "x.npy"),
+    ],
+)
+def test_sources_of_other_formats_name_the_reader_too(
+    make: Callable[[pathlib.Path], object], own: str, tmp_path: pathlib.Path
+) -> None:
+    for name in ("x.csv", "x.jsonl", own):
+        path = tmp_path / name
+        path.write_bytes(b"of another format " * 40)
+        with pytest.raises(meshfeed.SourceError) as info:
+            make(path)
+        assert ("Its name suggests" in str(info.value)) == (name != own), str(info.value)
 
 
 def test_so_does_a_file_behind_a_url(tmp_path: pathlib.Path) -> None:

@@ -19,6 +19,7 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile
@@ -342,6 +343,7 @@ def _plain(value: Any) -> Any:
 
 def _damaged(path: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"{path} is no intact Parquet file ({reason}). Expected what the writer wrote. Write or copy it again.",
+        f"{path} is no intact Parquet file ({reason.rstrip('.')}). Expected what the writer wrote."
+        f"{reader_hint(path, unless='Parquet') or ' Write or copy it again.'}",
         path=path,
     )

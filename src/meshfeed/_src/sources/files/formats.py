@@ -16,7 +16,8 @@ _NUMPY = (
 _TAR = ("a tar archive", "meshfeed.sources.WebDataset({path!r}, decode=…)")
 _TFRECORD = (
     "a TFRecord file",
-    "meshfeed.sources.TFData(open), where open(lane_index, num_lanes) makes a tf.data.Dataset",
+    "meshfeed.sources.TFData(open), where open(lane_index, num_lanes) makes a tf.data.Dataset, or convert it with meshfeed "
+    "convert, which needs no TensorFlow",
 )
 _ZARR = ("a zarr array", "meshfeed.sources.TensorStore({path!r})")
 
@@ -73,6 +74,6 @@ def reader_hint(path: object, *, unless: str = "") -> str:
         return ""
     what, reader = _READERS[endings[-1].lower()]
     reader = reader.format(path=name)
-    if unless and reader.startswith(f"meshfeed.sources.{unless}("):
+    if unless and f"meshfeed.sources.{unless}(" in reader:
         return ""
     return f" Its name suggests {what}: pass {reader}."

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.sources.files.formats import reader_hint
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -149,7 +150,8 @@ class ParquetFile:
 
     def _corrupt(self, error: object) -> CorruptDataError:
         return CorruptDataError(
-            f"{self.path} is no intact Parquet file ({error}). Expected what the writer wrote. Write or copy it again.",
+            f"{self.path} is no intact Parquet file ({str(error).rstrip('.')}). Expected what the writer wrote."
+            f"{reader_hint(self.path, unless='Parquet') or ' Write or copy it again.'}",
             path=self.path,
         )
 

@@ -105,11 +105,15 @@ def _expand_local(name: str, source: str) -> list[str]:
             f"{source} got the folder {name!r}. Expected files. Name them with a glob such as {example!r}."
         )
     if not _MAGIC.search(path):
-        raise SourceError(f"{source}: there is no file {name!r} (looked for {path}). Check the path.")
+        raise SourceError(f"{source}: there is no file {_sought(name, path)}. Check the path.")
     files = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     if not files:
-        raise SourceError(f"{source}: no file matches {name!r} (looked for {path}). Check the pattern and the folder.")
+        raise SourceError(f"{source}: no file matches {_sought(name, path)}. Check the pattern and the folder.")
     return files
+
+
+def _sought(name: str, path: str) -> str:
+    return repr(name) if name == path else f"{name!r} (looked for {path})"
 
 
 def _expand_url(name: str, source: str) -> list[str]:

@@ -22,6 +22,7 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, identify
+from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.paths import is_url
@@ -177,7 +178,7 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
     if dtype is None:
         raise SourceError(
             f"Tokens: {path} has no header that tells the dtype of its tokens (numpy, llm.c, or a Megatron .idx beside "
-            "it). Pass dtype=, such as numpy.uint16."
+            f"it).{reader_hint(path, unless='Tokens') or ' Pass dtype=, such as numpy.uint16.'}"
         )
     if not stored.num_bytes or stored.num_bytes % dtype.itemsize:
         raise CorruptDataError(

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.sources.files.direct import RemoteBytes
+from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor
 
 SUFFIX = ".meshfeed-index"
@@ -172,8 +173,8 @@ class _At(io.RawIOBase):
 
 def _damaged(path: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"{path} is no intact tar archive: {reason}. Expected what WebDataset's writers or tar write. Write or copy it "
-        "again.",
+        f"{path} is no intact tar archive: {reason}. Expected what WebDataset's writers or tar write."
+        f"{reader_hint(path, unless='WebDataset') or ' Write or copy it again.'}",
         path=path,
     )
 
