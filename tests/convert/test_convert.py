@@ -175,8 +175,10 @@ def test_mds(tmp_path: pathlib.Path) -> None:
         )
         assert (found["float32"], found["int"]) == ([wanted["float32"]], [wanted["int"]])
         assert json.loads(found["json"]) == wanted["json"]
-    with pytest.raises(meshfeed.SourceError, match=r"a column holds lists \(jpeg_array\)"):
+    with pytest.raises(meshfeed.SourceError, match=r"the column 'jpeg_array' holds lists \(jpeg_array\)"):
         run(stored, tmp_path / "other")
+    with pytest.raises(meshfeed.SourceError, match=r"unknown columns \['no'\]; the data has \['array', .*'uint8'\]"):
+        run(stored, tmp_path / "other", columns=["int", "no"])
 
 
 @pytest.mark.parametrize("name", ["mds_zstd", "mds_gz"])

@@ -39,9 +39,8 @@ class Mds(Input):
         encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
         with _opened(path) as source:
             first, count = source[0], len(source)
-        fields = [
-            (name, _mds_type(encodings[name], first[name])) for name in sorted(self.columns or first) if name in first
-        ]
+        kinds = {name: _mds_type(name, encodings[name], first[name]) for name in self.columns or first if name in first}
+        fields = [(name, kinds.get(name, pa.null())) for name in sorted(first)]
         return Scan(count, pa.schema(fields), more=encodings)
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -79,7 +78,7 @@ def _mds_index(path: str) -> dict[str, Any]:
         return json.load(file)
 
 
-def _mds_type(encoding: str, value: object) -> pa.DataType:
+def _mds_type(name: str, encoding: str, value: object) -> pa.DataType:
     """Returns the Arrow type of a column, by its encoding or its first value."""
     import pyarrow as pa
 
@@ -94,7 +93,7 @@ def _mds_type(encoding: str, value: object) -> pa.DataType:
         return kind
     if isinstance(value, list):
         raise SourceError(
-            f"a column holds lists ({encoding}), which convert does not read. Choose other columns with --columns."
+            f"the column {name!r} holds lists ({encoding}), which convert does not read. Choose other columns with --columns."
         )
     return pa.float64() if isinstance(value, float) else pa.int64()
 
