@@ -75,6 +75,7 @@ def test_inspect_of_one_step_lists_its_leaves(folder: pathlib.Path) -> None:
 
 def test_inspect_of_what_is_not_there(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert run("inspect", tmp_path).exit_code == 1
+    assert run("inspect", tmp_path / "gone").output.endswith("gone: no such folder. Pass a Checkpointer's folder.\n")
     result = run("inspect", folder, "--step", 7)
     assert result.exit_code == 1
     assert "7" in result.output

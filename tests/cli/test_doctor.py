@@ -21,7 +21,7 @@ def test_this_machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
     assert by_name["devices"]["text"] == "3 cpu (cpu)"
     assert "XLA_FLAGS=" in by_name["environment"]["text"]
     assert "jax " in by_name["versions"]["text"]
-    assert by_name[str(tmp_path / "*")]["text"].startswith("1 files, 0.00105 GB")
+    assert by_name[str(tmp_path / "*")]["text"].startswith("1 file, 1.049 MB")
 
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     result = CliRunner().invoke(main.main, ["doctor", str(tmp_path / "missing")])

@@ -40,7 +40,8 @@ def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, Jso
         path, step = path.parent, int(path.name)
     steps = find_steps(path)
     if step is None and not steps:
-        raise CheckpointError(f"{path}: contains no steps. Pass a Checkpointer's folder.")
+        what = "contains no steps" if path.exists() else "no such folder"
+        raise CheckpointError(f"{path}: {what}. Pass a Checkpointer's folder.")
     if step is not None and step not in steps:
         read_step(path, step)  # raises and lists the existing steps
     chosen = steps if step is None else [step]

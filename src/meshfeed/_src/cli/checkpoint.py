@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from meshfeed._src.base.types import JsonValue
+from meshfeed._src.cli.text import size_text
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _step = click.option("--step", type=click.IntRange(min=0), default=None, help="One step only.")
@@ -38,7 +39,7 @@ def _inspect_lines(found: dict[str, Any]) -> list[str]:
         leaves = step["leaves"]
         count = leaves if isinstance(leaves, int) else len(leaves)
         position, feed_step = _number(step["position"]), _number(step["feed_step"])
-        lines.append(f"{step['step']:>10}  {position:>14}  {feed_step:>10}  {_size(step['bytes']):>10}  {count:,}")
+        lines.append(f"{step['step']:>10}  {position:>14}  {feed_step:>10}  {size_text(step['bytes']):>10}  {count:,}")
         if not isinstance(leaves, int):
             lines += ["", *(_leaf_line(leaf) for leaf in leaves)]
             lines += ["", f"iterator: {json.dumps(step['iterator'])}" if step["iterator"] else "no iterator"]
@@ -50,7 +51,7 @@ def _leaf_line(leaf: dict[str, Any]) -> str:
         return f"{leaf['name']}: {leaf['kind']} {leaf['value']!r}"
     shape = ", ".join(map(str, leaf["shape"]))
     chunk = f", chunks of {leaf['chunk']}" if leaf["chunk"] else ""
-    return f"{leaf['name']}: {leaf['kind']} {leaf['dtype']}[{shape}], {_size(leaf['bytes'])}{chunk}"
+    return f"{leaf['name']}: {leaf['kind']} {leaf['dtype']}[{shape}], {size_text(leaf['bytes'])}{chunk}"
 
 
 @click.command()
@@ -58,7 +59,7 @@ def _leaf_line(leaf: dict[str, Any]) -> str:
 @_step
 @_as_json
 def verify(directory: str, step: int | None, as_json: bool) -> None:
-    """Read and check every stored byte. The exit status is 1 if anything is damaged."""
+    """Read and check every stored byte of a checkpoint. The exit status is 1 if anything is damaged."""
     from meshfeed._src.checkpoint import commands as checkpoint_commands
 
     found = checkpoint_commands.verify(directory, step)
@@ -67,7 +68,7 @@ def verify(directory: str, step: int | None, as_json: bool) -> None:
     else:
         for row in found["steps"]:
             unchecked = f", {row['without_digest']} without a digest" if row["without_digest"] else ""
-            read = f"{row['leaves']:,} leaves, {_size(row['bytes_read'])} in {row['seconds']:.1f} s{unchecked}"
+            read = f"{row['leaves']:,} leaves, {size_text(row['bytes_read'])} in {row['seconds']:.1f} s{unchecked}"
             click.echo(f"{row['path']}: {'intact' if row['intact'] else 'DAMAGED'}, {read}")
             for problem in row["problems"]:
                 click.echo(f"  {problem}")
@@ -166,14 +167,6 @@ def import_position(
 
 def _number(value: int | None) -> str:
     return "none" if value is None else f"{value:,}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.4g} TB"
 
 
 def _short(value: JsonValue) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.cli.text import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -112,13 +113,15 @@ def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -
 
 def _summary(result: Converted, seconds: float) -> str:
     if result.was_complete:
-        return f"{result.directory} is complete: {result.num_records:,} records in {len(result.files):,} files."
+        return (
+            f"{result.directory} is complete: {result.num_records:,} records in {counted(len(result.files), 'file')}."
+        )
     tokens = "" if result.num_tokens is None else f", {result.num_tokens:,} tokens"
     rate = result.num_records / max(seconds, 1e-3)
     lines = [
-        f"{result.num_records:,} records{tokens} of {result.num_inputs:,} {result.format} inputs in {seconds:.1f} s "
-        f"({rate:,.0f} records/s)",
-        f"{result.directory}: {len(result.files):,} files, {result.num_bytes / 1e6:,.1f} MB, and manifest.json",
+        f"{result.num_records:,} records{tokens} of {counted(result.num_inputs, f'{result.format} input')} in "
+        f"{seconds:.1f} s ({rate:,.0f} records/s)",
+        f"{result.directory}: {counted(len(result.files), 'file')}, {result.num_bytes / 1e6:,.1f} MB, and manifest.json",
     ]
     lines += [
         f"  {name}: {feature['kind']}{' list' if feature['list'] else ''}" for name, feature in result.features.items()

@@ -21,6 +21,7 @@ import click
 
 from meshfeed import __version__
 from meshfeed._src.base.process import INDEPENDENT, other_processes
+from meshfeed._src.cli.text import counted, size_text
 
 _NEEDED = ("jax", "jaxlib", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore")
 _OPTIONAL = ("datasets", "pyarrow", "tensorflow", "tensorflow-datasets", "tokenizers", "pillow", "rich", "fsspec")
@@ -250,7 +251,7 @@ def _page_cache(patterns: Sequence[str]) -> Iterator[Diagnosis]:
             continue
         num_bytes = sum(os.path.getsize(path) for path in files)
         share = sum(_cached_share(path) * os.path.getsize(path) for path in files) / max(num_bytes, 1)
-        text = f"{len(files):,} files, {num_bytes / 1e9:.3g} GB, {share:.0%} in the page cache"
+        text = f"{counted(len(files), 'file')}, {size_text(num_bytes)}, {share:.0%} in the page cache"
         if memory and num_bytes > memory["MemAvailable"]:
             fix = "Each epoch reads the disk. Measure it with meshfeed bench; compress the records if the disk is slow."
             yield Diagnosis(pattern, "warning", f"{text}; more than the memory can hold", fix)
