@@ -23,7 +23,7 @@ from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
 from meshfeed._src.base import coordination, reduction
 from meshfeed._src.base.failure import Failure
-from meshfeed._src.base.settings import check_settings
+from meshfeed._src.base.settings import BatchSchedule, check_settings
 from meshfeed._src.streams.protocol import Cursor
 
 SEED = {"seed": 0}
@@ -94,9 +94,13 @@ def test_any_order_gives_the_same_differences(hosts: list[dict[str, int]], rng: 
     assert {text[0] for text in outcome["differences"]} == differ
 
 
-def test_all_that_must_be_equal_is_compared() -> None:
+RAMP = ((0, 8), (4, 16))
+
+
+@pytest.mark.parametrize(("size", "compared"), [(8, 8), (BatchSchedule(RAMP), RAMP)])
+def test_all_that_must_be_equal_is_compared(size: int | BatchSchedule, compared: object) -> None:
     settings = check_settings(
-        global_batch_size=8,
+        global_batch_size=size,
         shuffle=True,
         seed=0,
         num_epochs=1,
@@ -126,7 +130,7 @@ def test_all_that_must_be_equal_is_compared() -> None:
         "balance": None,
         "num_skipped": None,
         "check_replicas": True,
-        "global_batch_size": settings.schedule.stages,  # type: ignore[union-attr]
+        "global_batch_size": compared,
     }
     skipping = dataclasses.replace(settings, bad_records=SkipBad(0.25), schedule=None)
     agreed = agreed_settings(skipping, {}, cursor)

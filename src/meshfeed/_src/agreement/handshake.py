@@ -19,7 +19,7 @@ from meshfeed._src.base.coordination import KeyValueStore, format_hosts
 from meshfeed._src.base.errors import AgreementError, PeerError
 from meshfeed._src.base.failure import Failure
 from meshfeed._src.base.reduction import Reduction, leave
-from meshfeed._src.base.settings import FeedSettings, balance_json
+from meshfeed._src.base.settings import BatchSchedule, FeedSettings, balance_json
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.state.state import flatten
 from meshfeed._src.streams.protocol import Cursor
@@ -45,8 +45,12 @@ def agreed_settings(
         "bad_records": None if bad is None else bad.max_fraction,
         "num_skipped": None if bad is None else cursor.num_skipped,
         "check_replicas": settings.check_replicas,
-        "global_batch_size": None if settings.schedule is None else settings.schedule.stages,
+        "global_batch_size": None if settings.schedule is None else _sizes(settings.schedule),
     }
+
+
+def _sizes(schedule: BatchSchedule) -> JsonValue:
+    return schedule.sizes[0] if len(schedule.sizes) == 1 else schedule.stages
 
 
 class Handshake:
