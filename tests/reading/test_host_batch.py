@@ -31,7 +31,10 @@ from meshfeed._src.reading.host_batch import (
 )
 
 ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
-DECODE = "Pass the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
+DECODE = (
+    "Pass the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays, such as "
+    "meshfeed.sources.DecodeExample() for what meshfeed convert wrote."
+)
 LEAVE_OUT = "Turn it into numbers with decode= or meshfeed.sources.Map, or leave that column out."
 NO_DTYPE = "a leaf must be an array or number of a dtype that JAX supports."
 
@@ -118,7 +121,7 @@ RAGGED = np.array([[1, 2], [3]], object)
             "ragged rows: leaf (the record itself) of record 7 holds 2 lists of unequal lengths. Pad or cut them to one "
             "length before the feed.",
         ),
-        ({"x": b"ab"}, f"leaf ['x'] of record 7 is bytes (dtype |S2) of shape (); {NO_DTYPE} {DECODE}"),
+        ({"x": b"ab"}, f"leaf ['x'] of record 7 is bytes (dtype |S2) of shape (); {NO_DTYPE} {LEAVE_OUT}"),
         (b"", f"leaf (the record itself) of record 7 is bytes (dtype |S1) of shape (); {NO_DTYPE} {DECODE}"),
         ({"x": "ab"}, f"leaf ['x'] of record 7 is str (dtype <U2) of shape (); {NO_DTYPE} {LEAVE_OUT}"),
         (

@@ -97,10 +97,11 @@ def _as_leaf(leaf: Any, path: str, where: str, **location: Any) -> np.ndarray:
             **location,
         )
     if array.dtype.kind in "OSUMm" or array.dtype.type in _NO_DTYPES:
-        text = isinstance(leaf, bytes | bytearray | memoryview)
+        undecoded = not path and isinstance(leaf, bytes | bytearray | memoryview)
         remedy = (
-            "Pass the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays."
-            if text
+            "Pass the source decode= (one record) or decode_batch= (a list of them) to turn bytes into arrays, such as "
+            "meshfeed.sources.DecodeExample() for what meshfeed convert wrote."
+            if undecoded
             else "Turn it into numbers with decode= or meshfeed.sources.Map, or leave that column out."
         )
         raise SourceError(
