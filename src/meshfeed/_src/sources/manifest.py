@@ -69,8 +69,8 @@ def make_manifest(
     source = source or source_of(names[0])
     if source not in SOURCES:
         raise SettingsError(
-            f"{names[0]} is read by {source or 'no source that its name tells'}. Expected files for {', '.join(SOURCES)}. If "
-            "it is one, pass --source; else convert it with meshfeed convert. MDS data sets have an index of their own.",
+            f"{names[0]} is read by {source or 'no source, to judge by its name'}. Expected files for {', '.join(SOURCES)}: "
+            "pass --source, or convert other formats with meshfeed convert. MDS data sets have an index of their own.",
             setting="source",
         )
     names = _SELECT.get(source, list)(names)
