@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,9 @@ class TokenFile:
         return FileEntry(self.stored.path, self.stored.num_bytes, self.num_tokens, self.stored.digest, details)
 
 
+_OTHER_FORMAT = re.compile(r"\.(jsonl?|csv|parquet|arrow|array_?record|tfrecords?|tar|mds)$", re.IGNORECASE)
+
+
 def cut_short(path: str, what: str, record_id: int | None = None) -> CorruptDataError:
     """Returns the error for a file that lacks bytes."""
     return CorruptDataError(
@@ -179,6 +183,11 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
         raise SourceError(
             f"Tokens: {path} has no header that tells the dtype of its tokens (numpy, llm.c, or a Megatron .idx beside "
             f"it).{reader_hint(path, unless='Tokens') or ' Pass dtype=, such as numpy.uint16.'}"
+        )
+    if _OTHER_FORMAT.search(path):
+        raise SourceError(
+            f"Tokens: {path} has no header of a token file, and would be read as bare {dtype}.{reader_hint(path)} If it "
+            "does hold bare tokens, rename it to end with .bin."
         )
     if not stored.num_bytes or stored.num_bytes % dtype.itemsize:
         raise CorruptDataError(
