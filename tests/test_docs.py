@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -121,6 +122,7 @@ def runnable() -> list[object]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.parametrize("path", runnable())
 def test_every_block_does_what_the_page_says(
     path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -136,10 +138,35 @@ def test_every_block_does_what_the_page_says(
     finally:
         page.names.clear()
         gc.collect()
-        jax.monitoring.clear_event_listeners()
         if orbax := sys.modules.get("orbax.checkpoint"):  # a page registers ours
             orbax.type_handlers.register_type_handler(jax.Array, orbax.type_handlers.ArrayHandler(), override=True)
     assert page.num_shown >= (6 if path.stem == "tutorial" else 0)
+
+
+@pytest.fixture
+def _nothing_left() -> Iterator[None]:
+    """Takes back what a page registers: listeners of jax.monitoring, and files in fsspec's memory."""
+    taken: list[Callable[[], None]] = []
+
+    def noted(register: Callable[..., None], unregister: Callable[..., None]) -> Callable[..., None]:
+        def call(listener: Callable[..., None]) -> None:
+            register(listener)
+            taken.append(lambda: unregister(listener))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, undo in (("scalar", "scalar"), ("event_duration_secs", "event_duration")):
+            register, unregister = (
+                getattr(jax.monitoring, f"{verb}_listener") for verb in (f"register_{kind}", f"unregister_{undo}")
+            )
+            patch.setattr(jax.monitoring, f"register_{kind}_listener", noted(register, unregister))
+        yield
+    for undo_it in taken:
+        undo_it()
+    if memory := sys.modules.get("fsspec.implementations.memory"):
+        memory.MemoryFileSystem.store.clear()
+        memory.MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
