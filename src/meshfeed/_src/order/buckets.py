@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import EpochOrder, derive_key, permute
+from meshfeed._src.order.epochs import EpochOrder, check_positions, derive_key, permute
 
 ALGORITHM = "length-buckets"
 VERSION = 1
@@ -95,11 +95,8 @@ class BucketOrder:
           IndexError: a position is outside the stream.
         """
         positions = np.asarray(positions, np.int64)
-        end = 1 << 62 if self.total is None else self.total
-        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < end:
-            raise IndexError(
-                f"positions {positions.min()}..{positions.max()} are not all within the stream's [0, {end})"
-            )
+        if positions.size:
+            check_positions(positions, self.total)
         record_ids, epochs = np.empty_like(positions), np.empty_like(positions)
         steps, rows = np.divmod(positions, self._size)
         for step in np.unique(steps).tolist():

@@ -160,6 +160,26 @@ def permute(offsets: np.ndarray[Any, Any], num_records: int, key: int) -> Record
     return out.view(np.int64)
 
 
+def check_positions(positions: np.ndarray[Any, Any], total: int | None) -> tuple[int, int]:
+    """Checks positions of a stream of ``total`` records, or of 2**62 if it never ends.
+
+    Args:
+      positions: int64[n], n at least 1.
+      total: number of records of the stream, or None.
+
+    Returns:
+      The smallest and the largest position.
+
+    Raises:
+      IndexError: a position is outside the stream.
+    """
+    low, high = int(positions.min()), int(positions.max())
+    end = _MAX_POSITION if total is None else total
+    if low < 0 or high >= end:
+        raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
+    return low, high
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochOrder:
     """The order of a random-access source over all its epochs.
@@ -224,10 +244,7 @@ class EpochOrder:
         positions = np.asarray(positions, dtype=np.int64)
         if positions.size == 0:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        low, high = int(positions.min()), int(positions.max())
-        end = _MAX_POSITION if self.total is None else self.total
-        if low < 0 or high >= end:
-            raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
+        low, high = check_positions(positions, self.total)
         # The common case, a batch within one epoch, needs no division per position.
         epoch = low // self.num_records
         if high // self.num_records == epoch:

@@ -26,7 +26,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, StateMismatchError
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import ALGORITHM, EpochOrder, derive_key, sorted_permutation
+from meshfeed._src.order.epochs import ALGORITHM, EpochOrder, check_positions, derive_key, sorted_permutation
 
 _log = logging.getLogger("meshfeed.mixture")
 
@@ -538,10 +538,7 @@ class MixtureOrder:
         """
         positions = np.asarray(positions, np.int64)
         if positions.size:
-            low, high = int(positions.min()), int(positions.max())
-            end = (1 << 62) if self.total is None else self.total
-            if low < 0 or high >= end:
-                raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
+            check_positions(positions, self.total)
         component, offsets = self._blocks.locate(positions)
         record_ids, epochs = np.empty_like(positions), np.empty_like(positions)
         for number, here in group_by(component):

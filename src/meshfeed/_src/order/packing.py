@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import derive_key, permute, sorted_permutation
+from meshfeed._src.order.epochs import check_positions, derive_key, permute, sorted_permutation
 
 try:
     from meshfeed._src.order import _best_fit as extension  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] # built from C
@@ -397,11 +397,8 @@ class PlaceOrder:
           IndexError: a position is outside the stream.
         """
         positions = np.asarray(positions, np.int64)
-        end = 1 << 62 if self.total is None else self.total
-        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < end:
-            raise IndexError(
-                f"positions {positions.min()}..{positions.max()} are not all within the stream's [0, {end})"
-            )
+        if positions.size:
+            check_positions(positions, self.total)
         return positions, positions // self.num_records
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:
