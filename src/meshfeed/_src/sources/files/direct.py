@@ -29,18 +29,6 @@ _MAX_CONNECTIONS = 256
 _RETRY = Retry()
 READ_THREADS = 4
 """Batches that are read at the same time."""
-# Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
-_VERSION_FIELDS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "crc32c",
-    "generation",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "created",
-)
 
 
 class ByteRange(NamedTuple):
@@ -61,19 +49,12 @@ def identify(url: str, cache: ShardCache | None, *, source: str) -> tuple[int, s
     """
     if cache is not None:
         return cache.identify(url)
-    info = call_with_retry(lambda: _info(url, source), _RETRY, doing=f"looking up {url}")
+    info = call_with_retry(lambda: file_paths.file_info(url, source), _RETRY, doing=f"looking up {url}")
     if info.get("size") is None:
         raise SourceError(
             f"{source}: the server of {url!r} does not tell the file's size. Copy the file to a local disk."
         )
-    version = next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
-    return int(info["size"]), version
-
-
-def _info(url: str, source: str) -> dict[str, Any]:
-    file_system, inner = file_paths.open_file_system(url, source)
-    with file_paths.remote_errors(url, source):
-        return file_system.info(inner)
+    return int(info["size"]), file_paths.version_of(info)
 
 
 class RemoteBytes(NamedTuple):

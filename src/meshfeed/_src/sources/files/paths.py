@@ -10,7 +10,7 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import xxhash
@@ -37,6 +37,19 @@ _PACKAGES = {  # protocol → packages that provide it, including fsspec
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+# Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
+_VERSION_FIELDS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "crc32c",
+    "generation",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "created",
+)
 
 
 def is_url(path: str) -> bool:
@@ -166,6 +179,30 @@ def how_to_install(url: str) -> str:
     """Returns the instruction to install the packages for a URL, without a full stop."""
     package = _PACKAGES.get(url.partition("://")[0])
     return f"Run: pip install {package}" if package else "Install fsspec and the package that brings this protocol"
+
+
+def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
+    """Returns what the store of a URL reports about the file: fsspec's ``info()``.
+
+    Args:
+      url: URL of the file.
+      source: the calling source, for errors.
+      fresh: ask the store, even if a listing is cached.
+
+    Raises:
+      SourceError: if the file does not exist or is not readable.
+      OSError: if the store does not answer; a retry may help.
+    """
+    file_system, inner = open_file_system(url, source)
+    with remote_errors(url, source):
+        if fresh:
+            file_system.invalidate_cache(inner)
+        return file_system.info(inner)
+
+
+def version_of(info: Mapping[str, object]) -> str:
+    """Returns the version of an object from its :func:`file_info`; an empty string if the store reports none."""
+    return next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.fill_bar import FillBar
-from meshfeed._src.sources.files.paths import open_file_system, remote_errors
+from meshfeed._src.sources.files.paths import file_info, version_of
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
 _LOCK_MAX_POLL_SECONDS = 0.05
@@ -185,19 +185,6 @@ _DIGEST_ATTRIBUTE = "user.meshfeed.xxh3_64"
 _WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
 _PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
 _LOCK = re.compile(_PREFIX + r"[0-9a-f]{32}\.lock")
-# Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
-_VERSION_FIELDS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "crc32c",
-    "generation",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-    "created",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -527,13 +514,13 @@ class ShardCache:
         """Returns the path and checksum of a file's copy; looks up the size and version once, and keeps them."""
         entry = self._entries.get((url, compression))
         if entry is None:
-            info = call_with_retry(lambda: _info(url), self._retry, doing=f"looking up {url}")
+            info = call_with_retry(lambda: file_info(url, "ShardCache"), self._retry, doing=f"looking up {url}")
             size = info.get("size")
             if size is None:
                 raise SourceError(
                     f"ShardCache: the server of {url!r} does not tell the file's size, so no copy can be checked."
                 )
-            version = _version_of(info)
+            version = version_of(info)
             name = url.rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or _stored_md5(info)
@@ -628,8 +615,10 @@ class ShardCache:
         self._check_version(entry, self._retry)
 
     def _check_version(self, entry: _Entry, retry: Retry) -> None:
-        info = call_with_retry(lambda: _info(entry.url, fresh=True), retry, doing=f"looking up {entry.url}")
-        found = (info.get("size"), _version_of(info))
+        info = call_with_retry(
+            lambda: file_info(entry.url, "ShardCache", fresh=True), retry, doing=f"looking up {entry.url}"
+        )
+        found = (info.get("size"), version_of(info))
         if found != (entry.num_bytes, entry.version):
             raise SourceError(
                 f"ShardCache: {entry.url} has changed since the source was made: {entry.num_bytes:,} bytes "
@@ -746,18 +735,6 @@ def _owned(part: tuple[pathlib.Path, int]) -> Iterator[pathlib.Path]:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         unlock(None, handle)
-
-
-def _info(url: str, *, fresh: bool = False) -> dict[str, Any]:
-    file_system, inner = open_file_system(url, "ShardCache")
-    with remote_errors(url, "ShardCache"):
-        if fresh:
-            file_system.invalidate_cache(inner)
-        return file_system.info(inner)
-
-
-def _version_of(info: Mapping[str, object]) -> str:
-    return next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
 
 
 def _stored_md5(info: dict[str, Any]) -> str | None:
