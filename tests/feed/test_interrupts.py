@@ -105,8 +105,12 @@ def batch_ids(step: int) -> list[int]:
     return list(range(8 * step, 8 * step + 8))
 
 
-def our_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("meshfeed") and thread.is_alive()}
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    others = set(threading.enumerate())
+    yield
+    new = set(threading.enumerate()) - others
+    assert not [thread for thread in new if thread.name.startswith("meshfeed") and thread.is_alive()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +129,6 @@ def test_an_interrupt_in_the_first_next_loses_nothing(kind: str) -> None:
         if not again:
             break
     assert swept > 150 // STRIDE
-    assert not our_threads()
 
 
 @pytest.mark.parametrize("moment", ["reset", "set_state"])
@@ -147,7 +150,6 @@ def test_an_interrupt_in_the_first_next_after_a_new_place_loses_nothing(kind: st
             if not again:
                 break
         assert point > 100
-    assert not our_threads()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,7 +166,6 @@ def test_an_interrupt_in_a_middle_next_loses_nothing(kind: str) -> None:
             if not again:
                 break
         assert point > 30
-    assert not our_threads()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +187,6 @@ def test_an_interrupt_in_the_last_next_and_behind_it_loses_nothing(kind: str) ->
             if not again:
                 break
         assert point > 15
-    assert not our_threads()
 
 
 @pytest.mark.parametrize("kind", RESTARTABLE)
@@ -208,7 +208,6 @@ def test_an_interrupt_in_reset_or_set_state_leaves_the_old_place_or_the_new(kind
             if not again:
                 break
         assert point > 30
-    assert not our_threads()
 
 
 # ---------------------------------------------------------------------- real signals

@@ -202,17 +202,19 @@ def test_lanes_share_one_pool_of_threads_which_ends_with_them():
             time.sleep(0.002)  # so that reading ahead is worth it
             return index
 
-    def ours():
-        return [thread for thread in threading.enumerate() if thread.name.startswith("meshfeed-grain")]
-
     gc.collect()  # lanes that other tests dropped in the middle of an error hold the pool until they are collected
+    others = set(threading.enumerate())
+
+    def ours():
+        return [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("meshfeed-grain")]
+
     source = Grain(grain.MapDataset.source(Slow()).to_iter_dataset())
     peaks = {}
     for num_lanes in (8, 64):
-        before = threading.active_count()
+        before = set(threading.enumerate())
         lanes = [source.open(lane, num_lanes) for lane in range(num_lanes)]
         assert sorted(next(lane) for lane in lanes for _ in range(2)) == list(range(2 * num_lanes))
-        peaks[num_lanes] = threading.active_count() - before
+        peaks[num_lanes] = len(set(threading.enumerate()) - before)
         for lane in lanes:
             lane.close()
         deadline = time.monotonic() + 30
