@@ -62,12 +62,12 @@ class Buffers:
         return self.now
 
 
-def live_shards() -> dict[int, int]:
-    """Bytes of every shard in memory, by its address."""
+def live_bytes(others: list[jax.Array]) -> int:
+    """Bytes of the shards in memory, without those of ``others``: the arrays that were there before the test, held by it."""
     gc.collect()
-    arrays = [array for array in jax.live_arrays() if array.dtype.kind != "T"]  # strings have no buffer
-    shards = [shard.data for array in arrays for shard in array.addressable_shards]
-    return {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}
+    known = {id(array) for array in others}
+    shards = [shard.data for array in jax.live_arrays() if id(array) not in known for shard in array.addressable_shards]
+    return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 
 
 @pytest.fixture
@@ -141,12 +141,7 @@ def test_a_padded_leaf_is_cut_one_shard_at_a_time():
     sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
     plan = LoadPlan(sharding, shape, 0, ("data",), (), None, 251)
     values = special_floats(jnp.bfloat16, shape[0] * shape[1]).reshape(shape)
-    others = jax.live_arrays()  # held, so that no array of an earlier test goes away meanwhile
-    before = live_shards()
-
-    def live_bytes() -> int:
-        return sum(size for address, size in live_shards().items() if address not in before)
-
+    others = jax.live_arrays()
     gather = BlockGather(plan, values.dtype, 251)
     bits = values.view(np.uint16)
     blocks = {}
@@ -156,20 +151,19 @@ def test_a_padded_leaf_is_cut_one_shard_at_a_time():
         blocks[device][: box[0][1] - box[0][0]] = bits[tuple(slice(*side) for side in box)]
     gather.add(0, blocks)
     padded, cut, most = 4 * 251 * 32 * 2, gather._end, 0
-    assert live_bytes() == 8 * padded
+    assert live_bytes(others) == 8 * padded
     assert cut is not None
 
     def watch(shard: jax.Array) -> jax.Array:
         nonlocal most
         result = cut(shard)
-        most = max(most, live_bytes())
+        most = max(most, live_bytes(others))
         return result
 
     gather._end = watch
     restored = gather.finish()
     assert most <= 9 * padded
     assert_same({"w": place(values, mesh, None, "model")}, {"w": restored})
-    del others
 
 
 def test_few_threads_read_within_a_small_limit(saved):
