@@ -24,7 +24,7 @@ class Store(http.server.ThreadingHTTPServer):
         self.range_requests = 0
         self.fail = 0  # so many fetches answer 503
         self.cut = 0  # so many fetches break off half-way
-        self.broken: dict[tuple[str, int], str] = {}  # (name, first byte) → "cut" or "stall": once, half-way
+        self.broken: dict[tuple[str, int], str] = {}  # (name, first byte) → "cut" or "stall": once, half-way; or "busy"
         self.requests: list[tuple[str, int, int]] = []  # name, first byte and bytes sent of each GET
         self.hold = threading.Event()  # requests for the end of "slow…" wait for it after their first half
         self.hold.set()
@@ -47,6 +47,7 @@ class Store(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms between its parts
     server: Store
 
     def log_message(self, *args: object) -> None:
@@ -66,33 +67,46 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        ends = True
+        whole, wanted = len(content), self.headers.get("Range")
         etag = hashlib.md5(content).hexdigest()
-        wanted = self.headers.get("Range")
-        fetched = body and wanted in (None, "bytes=0-", f"bytes=0-{BLOCK - 1}")
-        status = 200
-        if store.ranges and wanted:
+        ranged = store.ranges and wanted is not None
+        first = 0
+        if ranged:
             start, _, end = wanted.removeprefix("bytes=").partition("-")
-            content = content[int(start) : int(end) + 1 if end else None]
-            store.range_requests += body and not fetched
-            ends = int(start) + len(content) == len(store.files[name])
-            status = 206
-        if fetched:
-            store.fetches.append(name)
-            if store.fail:
-                store.fail -= 1
-                status, content = 503, b""
-        self.send_response(status)
+            first = int(start)
+            content = content[first : int(end) + 1 if end else None]
+        ends = first + len(content) == whole
+        fetched = body and wanted in (None, "bytes=0-", f"bytes=0-{BLOCK - 1}")
+        store.range_requests += body and ranged and not fetched
+        broken = store.broken.pop((name, first), None) if body else None
+        if self._is_busy(name, fetched, broken):
+            self.send_response(503)
+            self.send_header("Retry-After", "7") if broken else None
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(206 if ranged else 200)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{etag}"')
         if store.ranges:
             self.send_header("Accept-Ranges", "bytes")
+        if ranged:
+            self.send_header("Content-Range", f"bytes {first}-{first + len(content) - 1}/{whole}")
         self.end_headers()
-        if not body:
-            return
-        half = len(content) // 2
-        first = int(wanted[6:].partition("-")[0]) if store.ranges and wanted else 0
-        broken = store.broken.pop((name, first), None)
+        if body:
+            self._send(name, first, content, broken, cuttable=fetched, ends=ends)
+
+    def _is_busy(self, name: str, fetched: bool, broken: str | None) -> bool:
+        store = self.server
+        if fetched:
+            store.fetches.append(name)
+        if fetched and store.fail:
+            store.fail -= 1
+            return True
+        return broken == "busy"
+
+    def _send(self, name: str, first: int, content: bytes, broken: str | None, *, cuttable: bool, ends: bool) -> None:
+        store, half = self.server, len(content) // 2
         store.requests.append((name, first, half if broken else len(content)))
         self.wfile.write(content[:half])
         self.wfile.flush()
@@ -102,7 +116,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         store.answered(name, first)
-        if fetched and status < 300 and store.cut:
+        if cuttable and store.cut:
             store.cut -= 1
             self.close_connection = True
             return

@@ -124,8 +124,9 @@ def test_requests_are_joined_bounded_and_retried_one_by_one(store: Store, monkey
     def read(starts: list[int], size: int) -> int:
         """Reads, and returns the number of requests."""
         store.requests.clear()
-        ranges = [direct.ByteRange(url, len(content), start, start + size) for start in starts]
-        assert direct.read_ranges(ranges, source="test") == [content[start : start + size] for start in starts]
+        file = direct.RemoteBytes(url, len(content), "", "test")
+        ranges = [direct.ByteRange(file, start, start + size) for start in starts]
+        assert direct.read_ranges(ranges) == [content[start : start + size] for start in starts]
         return len(store.requests)
 
     assert read([3 << 20, 0, 100, 50, 40_000], 60) == 2
@@ -140,7 +141,89 @@ def test_requests_are_joined_bounded_and_retried_one_by_one(store: Store, monkey
     store.ranges = False  # a server that sends the whole file
     assert read([1 << 20], 10) == 1
     with pytest.raises(SourceError, match=r"there is no file .*gone"):
-        direct.read_ranges([direct.ByteRange(store.url("gone"), 10, 0, 5)], source="test")
+        direct.RemoteBytes(store.url("gone"), 10, "", "test").read(0, 5)
+
+
+def changed(store: Store, name: str) -> None:
+    """Replaces a file by one of the same size."""
+    store.put(name, store.files[name][:-1] + bytes([store.files[name][-1] ^ 1]))
+
+
+def test_a_file_that_changes_under_the_run_is_an_error(store: Store, tmp_path: pathlib.Path) -> None:
+    write_records(tmp_path)
+    make_manifest(f"{tmp_path}/*.array_record")
+    write_llm_c(tmp_path / "0.bin", np.arange(5000, dtype=np.uint16))
+    upload(store, tmp_path, "*.*")
+    upload(store, FOLDER / "mds", "*")
+    upload(store, FOLDER / "tar", "shard-*")
+    tar = next(name for name in store.files if name.endswith(".tar"))
+    shard = next(name for name in store.files if name.endswith(".mds"))
+    sources = {
+        "0.array_record": lambda: ArrayRecord(store.url("0.array_record")),
+        "1.array_record": lambda: ArrayRecord(store.url("manifest.json")),
+        "0.bin": lambda: Tokens(store.url("0.bin"), 64),
+        shard: lambda: MDS(store.url("index.json")),
+        tar: lambda: WebDataset(store.url(tar)),
+    }
+    for name, make in sources.items():
+        source, first = make(), 200 * name.startswith("1")
+        len(source), source[first]
+        changed(store, name)
+        for _ in range(2):
+            with pytest.raises(
+                SourceError, match=rf"/{name} has changed since the source was made: .*ETag.* then, .* now"
+            ):
+                source[first + 1]
+        len(make()), make()[first]
+
+    source = ArrayRecord(store.url("manifest.json"))
+    store.files["2.array_record"] += b"1"
+    with pytest.raises(
+        SourceError, match=r"2.array_record has changed since the manifest .* was written: .* now. Write"
+    ):
+        source[500]
+
+
+def test_stores_whose_answers_carry_no_version_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_LOOKUP_SECONDS", 0.0)
+    files = fsspec.filesystem("memory")
+    files.pipe_file("/changing", bytes(100))
+    file, version = direct.identify("memory://changing", None, source="test")
+    assert file.read(3, 5) == bytes(2)
+    assert version.startswith("created=")
+    files.pipe_file("/changing", bytes(100))
+    with pytest.raises(SourceError, match=r"test: memory://changing has changed since .* then, 100 bytes .* now"):
+        file.read(3, 5)
+
+
+def test_what_a_server_may_do(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_RETRY", Retry(attempts=3, initial_seconds=0.001, max_seconds=0.001))
+    monkeypatch.setattr(direct, "_SILENT_SECONDS", 0.2)
+    direct._session_options.cache_clear()
+    fsspec.filesystem("http").clear_instance_cache()
+    try:
+        content = bytes(range(256)) * 10
+        file = direct.RemoteBytes(store.put("a", content), len(content), "", "test")
+        store.hold.clear()
+        store.broken = {("a", 100): "stall"}  # after the header and half of the body
+        assert file.read(100, 200) == content[100:200]
+        assert not store.broken
+
+        pauses: list[float] = []
+        monkeypatch.setattr(direct, "_RETRY", Retry(attempts=3, initial_seconds=0.001, max_seconds=30))
+        monkeypatch.setattr("meshfeed._src.base.retry.time.sleep", pauses.append)
+        store.broken = {("a", 100): "busy"}
+        assert file.read(100, 200) == content[100:200]
+        assert pauses == [7.0]
+        store.files["a"] = content[:150]
+        with pytest.raises(
+            SourceError, match=r"/a has changed since .* 2,560 bytes \(ETag.* then, 150 bytes \(ETag.* now"
+        ):
+            file.read(200, 210)
+    finally:
+        direct._session_options.cache_clear()
+        fsspec.filesystem("http").clear_instance_cache()
+        store.hold.set()
 
 
 def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +240,11 @@ def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_records(tmp_path)
         for path in tmp_path.iterdir():
             files.put_file(str(path), f"direct/{path.name}")
-        same(ArrayRecord(f"{tmp_path}/*.array_record"), ArrayRecord("s3://direct/*.array_record"))
+        source = ArrayRecord("s3://direct/*.array_record")
+        same(ArrayRecord(f"{tmp_path}/*.array_record"), source)
+        files.pipe_file("direct/1.array_record", bytes((tmp_path / "1.array_record").stat().st_size))
+        with pytest.raises(SourceError, match=r"s3://direct/1.array_record has changed since the source was made"):
+            source[205]
     finally:
         s3.stop()
         fsspec.filesystem("s3").clear_instance_cache()

@@ -74,6 +74,8 @@ def call_with_retry(
                 raise
             # The exponent is bounded because a float overflows at 2.0**1024.
             pause = random.uniform(0, min(retry.max_seconds, retry.initial_seconds * 2.0 ** min(tries - 1, 60)))
+            requested: float = getattr(error, "retry_after_seconds", 0.0)  # by a server
+            pause = max(pause, min(requested, retry.max_seconds))
             _log.warning("%s failed (%s: %s); attempt %d of %d in %.1f s", doing if isinstance(doing, str) else doing(),
                          type(error).__name__, error, tries + 1, retry.attempts, pause)  # fmt: skip
         if on_retry is not None:

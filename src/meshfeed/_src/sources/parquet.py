@@ -19,6 +19,7 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import RemoteBytes, identify
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.open_files import Lru
@@ -236,22 +237,23 @@ def inspect(name: str, cache: ShardCache | None) -> ParquetShard:
         num_bytes, version = status.st_size, str(status.st_mtime_ns)
         file = ParquetFile(name)
     else:
-        num_bytes, version = cache.identify(name)
-        file = ParquetFile(name, stream=io.BytesIO(_read_footer(name, num_bytes)))
+        remote, version = identify(name, cache, source="Parquet")
+        num_bytes, file = remote.num_bytes, ParquetFile(name, stream=io.BytesIO(_read_footer(remote)))
     with file:
         schema = file.schema.remove_metadata().serialize().to_pybytes()
         return ParquetShard(name, num_bytes, version, file.metadata.num_rows, schema)
 
 
-def _read_footer(url: str, num_bytes: int) -> bytes:
+def _read_footer(file: RemoteBytes) -> bytes:
     """Returns a Parquet file that has the footer of a remote file and no rows."""
+    url, num_bytes = file.url, file.num_bytes
     start = max(0, num_bytes - _TAIL_BYTES)
-    tail = file_paths.read_range(url, start, num_bytes, num_bytes, source="Parquet")
+    tail = file.read(start, num_bytes)
     length = 8 + int.from_bytes(tail[-8:-4], "little")
     if tail[-4:] != _MAGIC or length > num_bytes:
         raise _damaged(url, f"{num_bytes:,} bytes that do not end in a footer")
     if length > len(tail):
-        tail = file_paths.read_range(url, num_bytes - length, start, num_bytes, source="Parquet") + tail
+        tail = file.read(num_bytes - length, start) + tail
     return _MAGIC + tail[-length:]
 
 

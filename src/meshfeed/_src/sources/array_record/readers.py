@@ -30,7 +30,7 @@ import numpy as np
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import SparseFile, identify, sparse_files
+from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shards import Shard, ShardPool, changed, local_copy
@@ -417,8 +417,8 @@ def inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
       CorruptDataError: if the file is empty, truncated, or not an ArrayRecord file.
       OSError: if it cannot be read.
     """
-    num_bytes, version = identify(url, cache, source="ArrayRecord")
-    sparse = _copy_footer(url, num_bytes)
+    remote, version = identify(url, cache, source="ArrayRecord")
+    sparse = _copy_footer(remote)
     path = f"/proc/self/fd/{sparse.number}"
     try:
         found = inspect_file(path)
@@ -437,15 +437,16 @@ def inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
     return found
 
 
-def _copy_footer(url: str, num_bytes: int) -> SparseFile:
+def _copy_footer(file: RemoteBytes) -> SparseFile:
     """Returns a file with the footer and the postscript of a remote one at their offsets.
 
     Raises:
       CorruptDataError: if it does not end in a postscript.
     """
+    url, num_bytes = file.url, file.num_bytes
     # Start at a block boundary: the reader needs the header of the block in which a chunk begins.
     tail_start = max(0, num_bytes - _TAIL_BYTES) // _RIEGELI_BLOCK_BYTES * _RIEGELI_BLOCK_BYTES
-    tail = _read(url, tail_start, num_bytes, num_bytes)
+    tail = file.read(tail_start, num_bytes)
     postscript = _POSTSCRIPT.search(tail[-_RIEGELI_BLOCK_BYTES:])
     if postscript is None or num_bytes < _RIEGELI_BLOCK_BYTES:
         raise CorruptDataError(
@@ -454,7 +455,7 @@ def _copy_footer(url: str, num_bytes: int) -> SparseFile:
             path=url,
         )
     footer_start = min(_read_varint(postscript[1]), tail_start) // _RIEGELI_BLOCK_BYTES * _RIEGELI_BLOCK_BYTES
-    footer = _read(url, footer_start, tail_start, num_bytes)
+    footer = file.read(footer_start, tail_start)
     sparse = SparseFile(num_bytes)
     sparse.write(footer_start, footer)
     sparse.write(tail_start, tail)
@@ -475,7 +476,7 @@ class RemoteIndex:
 
 
 def _index_remote(file: ShardFile) -> tuple[RemoteIndex, int]:
-    footer = _copy_footer(file.path, file.num_bytes)
+    footer = _copy_footer(file.remote)
     found = _read_footer(footer.number, file.num_bytes, file.num_records)
     if found is None:
         raise CorruptDataError(
@@ -506,8 +507,7 @@ def open_remote(
     for number, found in enumerate(indexes):
         mine = np.flatnonzero(which == number)
         starts[mine], stops[mine] = found.offsets[rows[mine]], found.offsets[rows[mine] + 1]
-    urls = [(file.path, file.num_bytes) for file in files]
-    copies = sparse_files(urls, which, starts, stops, source="ArrayRecord")
+    copies = sparse_files([file.remote for file in files], which, starts, stops)
     return [
         OpenFile(file.path, copy.status, _no_library, DirectFile(found.index, functools.partial(_same, copy)))
         for file, found, copy in zip(files, indexes, copies, strict=True)
@@ -520,10 +520,6 @@ def _same(copy: SparseFile) -> SparseFile:
 
 def _no_library() -> None:
     raise AssertionError("the library reads whole files only")
-
-
-def _read(url: str, start: int, stop: int, num_bytes: int) -> bytes:
-    return file_paths.read_range(url, start, stop, num_bytes, source="ArrayRecord")
 
 
 def _read_varint(encoded: bytes) -> int:

@@ -1,20 +1,28 @@
 """Reads byte ranges of remote files without copying whole files: for hosts without a disk.
 
 The ranges of a batch are requested at the same time. Neighbors are joined, the bytes under way are bounded, and each request
-is retried on its own.
+is retried on its own. Every answer is compared with the version of the file that was opened, so bytes of two versions never
+mix.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import functools
 import os
+import re
 import tempfile
+import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.errors import MeshfeedError, SourceError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
@@ -26,60 +34,114 @@ _GAP_BYTES = 64 << 10  # transferred in less time than a request takes to be ans
 _JOINED_BYTES = 8 << 20
 _IN_FLIGHT_BYTES = 64 << 20
 _MAX_CONNECTIONS = 256
+_SILENT_SECONDS = 30.0  # without a byte
+_LEAST_BYTES_PER_SECOND = 100_000  # of all requests under way, for stores whose clients have no timeout of their own
+_LOOKUP_SECONDS = 60.0  # between lookups of a file whose answers do not carry its version
 _RETRY = Retry()
 READ_THREADS = 4
 """Batches that are read at the same time."""
 
+_pin_lock = threading.Lock()
+
+
+class RemoteBytes:
+    """A remote file that is read without a copy. Thread-safe.
+
+    Args:
+      url: its URL.
+      num_bytes: its size in bytes.
+      version: see :func:`meshfeed._src.sources.files.paths.version_of`; if empty, the version of the first answer.
+      source: the source that reads it, for errors.
+      manifest: path of the manifest that lists its size; empty if there is none.
+    """
+
+    def __init__(self, url: str, num_bytes: int, version: str, source: str, manifest: str = "") -> None:
+        self.url, self.num_bytes, self.version, self.source = url, num_bytes, version, source
+        self._manifest = manifest
+        self._looked_up = time.monotonic()
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Reads bytes ``[start, stop)``; fewer if the file ends before."""
+        return read_ranges([ByteRange(self, start, min(stop, self.num_bytes))])[0]
+
+    def check_answer(self, headers: Mapping[str, str]) -> None:
+        """Compares the headers of an answer, in lower case, with the version.
+
+        Raises:
+          SourceError: if the file has changed.
+        """
+        total = re.fullmatch(r"bytes .*/(\d+)", headers.get("content-range", ""))
+        num_bytes = int(total[1]) if total else self.num_bytes
+        found = {field: headers[name] for field, name in _VERSION_HEADERS.items() if name in headers}
+        with _pin_lock:
+            self.version = self.version or file_paths.version_of(found)
+        field, _, version = self.version.partition("=")
+        self._compare(num_bytes, file_paths.version_of({field: found.get(field, version)}))
+        if self.version and field not in found and time.monotonic() > self._looked_up + _LOOKUP_SECONDS:
+            self.look_up()
+
+    def look_up(self) -> None:
+        """Compares the version with that of the store.
+
+        Raises:
+          SourceError: if the file has changed, or does not exist.
+          OSError: if the store does not answer.
+        """
+        self._looked_up = time.monotonic()
+        info = file_paths.file_info(self.url, self.source, fresh=True)
+        num_bytes, version = info.get("size", self.num_bytes), file_paths.version_of(info)
+        self._compare(
+            num_bytes, version if version.partition("=")[0] == self.version.partition("=")[0] else self.version
+        )
+
+    def _compare(self, num_bytes: int, version: str) -> None:
+        if (num_bytes, version) != (self.num_bytes, self.version):
+            change = file_paths.describe_change((self.num_bytes, self.version), (num_bytes, version))
+            listed = self._manifest if num_bytes != self.num_bytes else ""
+            raise file_paths.changed(f"{self.source}: {self.url}", change, listed)
+
+
+# Field of a version → header of an answer.
+_VERSION_HEADERS = {"ETag": "etag", "generation": "x-goog-generation", "Last-Modified": "last-modified"}
+
 
 class ByteRange(NamedTuple):
-    """Bytes ``[start, stop)`` of a remote file of ``num_bytes``."""
+    """Bytes ``[start, stop)`` of a remote file."""
 
-    url: str
-    num_bytes: int
+    file: RemoteBytes
     start: int
     stop: int
 
 
-def identify(url: str, cache: ShardCache | None, *, source: str) -> tuple[int, str]:
-    """Returns the size in bytes and a version, which changes if the content at the URL changes; with retries.
+def identify(url: str, cache: ShardCache | None, *, source: str) -> tuple[RemoteBytes, str]:
+    """Looks up a remote file, with retries; returns it, and a version, which changes if the content at the URL changes.
 
     Raises:
       SourceError: if the file does not exist, or the server does not report its size.
       OSError: if the store does not answer.
     """
     if cache is not None:
-        return cache.identify(url)
+        num_bytes, key = cache.identify(url)
+        return RemoteBytes(url, num_bytes, "", source), key
     info = call_with_retry(lambda: file_paths.file_info(url, source), _RETRY, doing=f"looking up {url}")
     if info.get("size") is None:
         raise SourceError(
             f"{source}: the server of {url!r} does not tell the file's size. Copy the file to a local disk."
         )
-    return int(info["size"]), file_paths.version_of(info)
+    version = file_paths.version_of(info)
+    return RemoteBytes(url, int(info["size"]), version, source), version
 
 
-class RemoteBytes(NamedTuple):
-    """A remote file that is read without a copy."""
-
-    url: str
-    num_bytes: int
-    source: str
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Reads bytes ``[start, stop)``; fewer if the file ends before."""
-        stop = min(stop, self.num_bytes)
-        return read_ranges([ByteRange(self.url, self.num_bytes, start, stop)], source=self.source)[0]
-
-
-def read_ranges(ranges: Sequence[ByteRange], *, source: str) -> list[bytes]:
+def read_ranges(ranges: Sequence[ByteRange]) -> list[bytes]:
     """Reads ranges of any files, in any order, with repeats and overlaps allowed.
 
     Raises:
-      SourceError: if a file does not exist.
+      SourceError: if a file does not exist, or has changed; names it.
       OSError: if a range could not be read after all retries.
     """
-    order = sorted(range(len(ranges)), key=lambda number: ranges[number])
+    order = sorted(range(len(ranges)), key=lambda number: (ranges[number].file.url, *ranges[number][1:]))
     joined, slots = _join([ranges[number] for number in order])
-    contents = _read_joined(joined, source)
+    contents = _read_joined(joined)
     found = [b""] * len(ranges)
     for number, slot in zip(order, slots, strict=True):
         wanted, whole = ranges[number], joined[slot]
@@ -93,7 +155,7 @@ def _join(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int]]:
     slots = []
     for one in ranges:
         last = joined[-1] if joined else None
-        near = last is not None and last.url == one.url and one.start <= last.stop + _GAP_BYTES
+        near = last is not None and last.file.url == one.file.url and one.start <= last.stop + _GAP_BYTES
         if (
             last is not None
             and near
@@ -106,7 +168,7 @@ def _join(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int]]:
     return joined, slots
 
 
-def _read_joined(ranges: Sequence[ByteRange], source: str) -> list[bytes]:
+def _read_joined(ranges: Sequence[ByteRange]) -> list[bytes]:
     found: list[bytes] = []
     while len(found) < len(ranges):
         wave, num_bytes = [], 0
@@ -115,76 +177,156 @@ def _read_joined(ranges: Sequence[ByteRange], source: str) -> list[bytes]:
             if wave and num_bytes > _IN_FLIGHT_BYTES:
                 break
             wave.append(one)
-        found += _read_wave(wave, source)
+        found += _read_wave(wave)
     return found
 
 
-def _read_wave(ranges: Sequence[ByteRange], source: str) -> list[bytes]:
+def _read_wave(ranges: Sequence[ByteRange]) -> list[bytes]:
     """Reads ranges at the same time; reads those that fail again."""
     found: dict[int, bytes] = {number: b"" for number, one in enumerate(ranges) if one.start >= one.stop}
+    failed: dict[int, Exception] = {}
 
     def attempt() -> None:
         todo = [number for number in range(len(ranges)) if number not in found]
-        answers = _request([ranges[number] for number in todo], source)
-        for number, answer in zip(todo, answers, strict=True):
+        failed.clear()
+        for number, answer in zip(todo, _request([ranges[number] for number in todo]), strict=True):
             if isinstance(answer, bytes):
                 found[number] = answer
-        failed = [answer for answer in answers if not isinstance(answer, bytes)]
-        if failed:
-            raise failed[0]
+            else:
+                failed[number] = answer
+        for error in sorted(failed.values(), key=lambda error: not isinstance(error, MeshfeedError)):
+            raise error
 
-    call_with_retry(
-        attempt, _RETRY, doing=f"reading {len(ranges)} ranges of {ranges[0].url}", progress=lambda: len(found)
-    )
+    doing = f"reading {len(ranges)} range{'s' * (len(ranges) != 1)} of {ranges[0].file.url}"
+    try:
+        call_with_retry(attempt, _RETRY, doing=doing, progress=lambda: len(found))
+    except OSError:
+        for number in failed:
+            with contextlib.suppress(OSError):  # a file that changed may be why
+                ranges[number].file.look_up()
+        raise
     return [found[number] for number in range(len(ranges))]
 
 
-def _request(ranges: Sequence[ByteRange], source: str) -> list[bytes | Exception]:
+def _request(ranges: Sequence[ByteRange]) -> list[bytes | Exception]:
     """Requests ranges at the same time; returns the bytes of each, or the error."""
     if not ranges:
         return []
-    file_system, _ = _file_system(ranges[0].url, source)
-    paths = [_file_system(one.url, source)[1] for one in ranges]
-    with file_paths.remote_errors(ranges[0].url, source):
-        answers = file_system.cat_ranges(
-            paths, [one.start for one in ranges], [one.stop for one in ranges],
-            on_error="return", **({"batch_size": _MAX_CONNECTIONS} if file_system.async_impl else {}),
-        )  # fmt: skip
-    return [_checked(one, answer, source) for one, answer in zip(ranges, answers, strict=True)]
+    first = ranges[0].file
+    file_system, _ = _file_system(first.url, first.source)
+    paths = [_file_system(one.file.url, one.file.source)[1] for one in ranges]
+    with file_paths.remote_errors(first.url, first.source):
+        if file_system.async_impl:
+            from fsspec.asyn import sync
+
+            answers = sync(file_system.loop, _gather, file_system, paths, ranges)
+        else:
+            starts, stops = [one.start for one in ranges], [one.stop for one in ranges]
+            answers = [(found, {}) for found in file_system.cat_ranges(paths, starts, stops, on_error="return")]
+    return [_checked(one, *answer) for one, answer in zip(ranges, answers, strict=True)]
 
 
-def _checked(one: ByteRange, answer: bytes | Exception, source: str) -> bytes | Exception:
+def _checked(one: ByteRange, answer: bytes | Exception, headers: Mapping[str, str]) -> bytes | Exception:
     try:
-        with file_paths.remote_errors(one.url, source):
+        with file_paths.remote_errors(one.file.url, one.file.source):
             if isinstance(answer, Exception):
                 raise answer
+            one.file.check_answer(headers)
     except Exception as error:
         return error
-    if len(answer) == one.num_bytes != one.stop - one.start:  # a server without range requests
+    if len(answer) == one.file.num_bytes != one.stop - one.start:  # a server without range requests
         answer = answer[one.start : one.stop]
     if len(answer) != one.stop - one.start:
-        return OSError(f"{source}: {one.url}: {len(answer):,} bytes came for the range [{one.start:,}, {one.stop:,})")
+        what = f"{len(answer):,} bytes came for the range [{one.start:,}, {one.stop:,})"
+        return OSError(f"{one.file.source}: {one.file.url}: {what}")
     return answer
 
 
+_headers: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("headers", default=None)
+"""Headers of the answer to the request of the current task, in lower case."""
+
+
+def _note_headers(headers: Mapping[str, str]) -> None:
+    noted = _headers.get()
+    if noted is not None:
+        noted.update({name.lower(): value for name, value in headers.items()})
+
+
+async def _gather(
+    files: Any, paths: Sequence[str], ranges: Sequence[ByteRange]
+) -> list[tuple[bytes | Exception, dict[str, str]]]:
+    """Requests ranges at the same time; returns the bytes or the error, and the headers, of each."""
+    room = asyncio.Semaphore(_MAX_CONNECTIONS)
+    seconds = _SILENT_SECONDS + sum(one.stop - one.start for one in ranges) / _LEAST_BYTES_PER_SECOND
+
+    async def get(path: str, one: ByteRange) -> tuple[bytes | Exception, dict[str, str]]:
+        noted: dict[str, str] = {}
+        _headers.set(noted)
+        try:
+            async with room:
+                return await asyncio.wait_for(files._cat_file(path, start=one.start, end=one.stop), seconds), noted
+        except TimeoutError as error:
+            why = str(error) or f"no end after {seconds:.0f} s"
+            what = f"bytes {one.start:,} to {one.stop:,} did not arrive: {why}"
+            return TimeoutError(f"{one.file.source}: {one.file.url}: {what}"), noted
+        except Exception as error:
+            return error, noted
+
+    if ranges[0].file.url.startswith(("s3://", "s3a://")):
+        await _note_headers_of_s3(files, paths)
+    return await asyncio.gather(*map(get, paths, ranges))
+
+
+async def _note_headers_of_s3(files: Any, paths: Sequence[str]) -> None:
+    await files.set_session()
+    for bucket in {path.partition("/")[0] for path in paths}:
+        client = await files.get_s3(bucket)
+        client.meta.events.register("after-call.s3.GetObject", _note_answer_of_s3, unique_id="meshfeed")
+
+
+def _note_answer_of_s3(parsed: Mapping[str, Any], **_unused: object) -> None:
+    _note_headers(parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}))
+
+
 def _file_system(url: str, source: str) -> tuple[Any, str]:
-    """Returns a file system that opens enough connections for the ranges of a batch."""
+    """Returns a file system that opens enough connections for the ranges of a batch, and notes the headers of answers."""
     protocol = url.partition("://")[0]
     if protocol in ("http", "https"):
         return file_paths.open_file_system(url, source, get_client=_http_client)
     if protocol in ("s3", "s3a"):
-        import fsspec.config
-
-        configured = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
-        options = {"max_pool_connections": _MAX_CONNECTIONS, **configured}
+        options = {"max_pool_connections": _MAX_CONNECTIONS, **_configured(protocol, "config_kwargs")}
         return file_paths.open_file_system(url, source, config_kwargs=options)
+    if protocol in ("gs", "gcs"):
+        options = {**_session_options(), **_configured(protocol, "session_kwargs")}
+        return file_paths.open_file_system(url, source, session_kwargs=options)
     return file_paths.open_file_system(url, source)
+
+
+def _configured(protocol: str, setting: str) -> Mapping[str, Any]:
+    import fsspec.config
+
+    return fsspec.config.conf.get(protocol, {}).get(setting, {})
 
 
 async def _http_client(**kwargs: Any) -> Any:
     import aiohttp
 
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS), **kwargs)
+    options = {"headers": {"Accept-Encoding": "identity"}, **_session_options(), **kwargs}  # or the ETag may differ
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS), **options)
+
+
+@functools.cache
+def _session_options() -> dict[str, Any]:
+    """Returns options of a session of aiohttp: notes the headers of answers, and gives up a silent connection."""
+    import aiohttp
+
+    async def note(_session: object, _context: object, params: Any) -> None:
+        _note_headers(params.response.headers)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_end.append(note)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_SECONDS, sock_read=_SILENT_SECONDS)
+    return {"trace_configs": [trace], "timeout": timeout}
 
 
 class SparseFile:
@@ -210,26 +352,24 @@ class SparseFile:
 
 
 def sparse_files(
-    files: Sequence[tuple[str, int]], file_index: np.ndarray, starts: np.ndarray, stops: np.ndarray, *, source: str
+    files: Sequence[RemoteBytes], file_index: np.ndarray, starts: np.ndarray, stops: np.ndarray
 ) -> list[SparseFile]:
     """Returns files that have the given ranges.
 
     Args:
-      files: URL and size in bytes of each.
+      files: the remote files.
       file_index: int64[n], the file of each range.
       starts: int64[n], the first byte of each range.
       stops: int64[n], the byte after its last one.
-      source: name of the source, for messages.
 
     Raises:
       SourceError, OSError: as for :func:`read_ranges`.
     """
     numbers, lows = file_index.tolist(), starts.tolist()
     ranges = [
-        ByteRange(files[number][0], files[number][1], low, high)
-        for number, low, high in zip(numbers, lows, stops.tolist(), strict=True)
+        ByteRange(files[number], low, high) for number, low, high in zip(numbers, lows, stops.tolist(), strict=True)
     ]
-    copies = [SparseFile(num_bytes) for _, num_bytes in files]
-    for number, low, content in zip(numbers, lows, read_ranges(ranges, source=source), strict=True):
+    copies = [SparseFile(file.num_bytes) for file in files]
+    for number, low, content in zip(numbers, lows, read_ranges(ranges), strict=True):
         copies[number].write(low, content)
     return copies

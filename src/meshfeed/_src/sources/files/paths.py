@@ -7,6 +7,7 @@ any.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import re
@@ -23,6 +24,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
 _MAGIC = re.compile(r"[*?\[]")
+_MESSAGE_CHARACTERS = 300  # of clients, some of which quote the bytes that they got
 _MAX_THREADS = 32  # latency-bound requests, not computation
 _PACKAGES = {  # protocol → packages that provide it, including fsspec
     "abfs": "adlfs",
@@ -39,11 +41,11 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 # Fields of fsspec's info() that identify the version of an object; their names differ between file systems.
 _VERSION_FIELDS = (
+    "generation",  # before the ETag of Google, which changes with the metadata too
     "ETag",
     "etag",
     "md5Hash",
     "crc32c",
-    "generation",
     "mtime",
     "LastModified",
     "last_modified",
@@ -202,7 +204,8 @@ def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
 
 def version_of(info: Mapping[str, object]) -> str:
     """Returns the version of an object from its :func:`file_info`; an empty string if the store reports none."""
-    return next((f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)), "")
+    # Servers that may compress answers mark the same ETag as weak.
+    return next((f"{field}={str(info[field]).removeprefix('W/')}" for field in _VERSION_FIELDS if info.get(field)), "")
 
 
 @contextlib.contextmanager
@@ -224,24 +227,48 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
         raise SourceError(f"{source}: there is no file {url!r}. Check the URL and the credentials.") from error
     except PermissionError as error:
         raise SourceError(f"{source}: no permission to read {url!r}: {error}. Check the credentials.") from error
-    except OSError:
-        raise
     except Exception as error:  # for example, botocore's connection errors are not OSError
-        raise OSError(f"{source}: {url}: {type(error).__name__}: {error}") from error
+        if isinstance(error, OSError) and (url in str(error) or error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        if getattr(error, "status", None) in (401, 403):
+            raise SourceError(
+                f"{source}: no permission to read {url!r}: {error}. Check the credentials; a signed URL may have expired."
+            ) from error
+        kind = TimeoutError if isinstance(error, TimeoutError) else OSError
+        what = str(error)[:_MESSAGE_CHARACTERS] or "no answer in time"
+        raise _with_pause(kind(f"{source}: {url}: {type(error).__name__}: {what}"), error) from error
 
 
-def read_range(url: str, start: int, stop: int, num_bytes: int, *, source: str) -> bytes:
-    """Reads bytes ``[start, stop)`` of a remote file of ``num_bytes``, also from servers without range requests."""
-    if start >= stop:
-        return b""
-    file_system, inner = open_file_system(url, source)
-    with remote_errors(url, source):
-        content = file_system.cat_file(inner, start=start, end=stop)
-    if len(content) == num_bytes != stop - start:
-        content = content[start:stop]
-    if len(content) != stop - start:
-        raise OSError(f"{source}: {url}: {len(content):,} bytes came for the range [{start:,}, {stop:,})")
-    return content
+def _with_pause(mapped: OSError, error: Exception) -> OSError:
+    """Adds the pause that a server requested (``Retry-After``), in seconds, for the next attempt."""
+    headers: object = getattr(error, "headers", None)
+    pause = headers.get("Retry-After", "") if isinstance(headers, Mapping) else ""
+    if pause.isdecimal():  # a date is left to the backoff
+        mapped.retry_after_seconds = int(pause)  # type: ignore[attr-defined]
+    return mapped
+
+
+def changed(what: str, change: str, manifest: str = "") -> SourceError:
+    """Returns the error for a file that is no longer the one that the source was created with.
+
+    Args:
+      what: the file.
+      change: what it was and what it is now.
+      manifest: path of the manifest that lists the file as it was; empty if there is none.
+    """
+    since, remedy = "the source was made", "Build the source again"
+    if manifest:
+        since, remedy = f"the manifest {manifest} was written", "Write the manifest again with `meshfeed manifest`"
+    return SourceError(f"{what} has changed since {since}: {change}. {remedy}.")
+
+
+def describe_change(then: tuple[int | None, str], now: tuple[int | None, str]) -> str:
+    """Returns what a remote file was and what it is now: size in bytes and version (see :func:`version_of`) of each."""
+    was, found = (
+        " ".join([*([] if size is None else [f"{size:,} bytes"]), f"({version or 'no version'})"])
+        for size, version in (then, now)
+    )
+    return f"{was} then, {found} now"
 
 
 def read_file(path: str, *, source: str) -> bytes:

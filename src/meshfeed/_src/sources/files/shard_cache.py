@@ -51,7 +51,7 @@ from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.fill_bar import FillBar
-from meshfeed._src.sources.files.paths import file_info, version_of
+from meshfeed._src.sources.files.paths import changed, describe_change, file_info, version_of
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
 _LOCK_MAX_POLL_SECONDS = 0.05
@@ -620,11 +620,8 @@ class ShardCache:
         )
         found = (info.get("size"), version_of(info))
         if found != (entry.num_bytes, entry.version):
-            raise SourceError(
-                f"ShardCache: {entry.url} has changed since the source was made: {entry.num_bytes:,} bytes "
-                f"({entry.version or 'no version'}) then, {found[0]:,} ({found[1] or 'no version'}) now. Build the source "
-                "again."
-            )
+            change = describe_change((entry.num_bytes, entry.version), found)
+            raise changed(f"ShardCache: {entry.url}", change)
 
     def _fetch(self, entry: _Entry, next_use: float | None) -> None:
         with contextlib.ExitStack() as stack:

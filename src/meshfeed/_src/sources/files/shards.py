@@ -46,7 +46,8 @@ class Shard:
     Attributes:
       path: local path, or the URL of a file that is read through a cache.
       num_bytes: file size in bytes, decompressed; 0 if not known.
-      version: modification time in nanoseconds; for a file of a cache, its version key. Empty if not known.
+      version: modification time in nanoseconds; for a file of a cache, its version key; for other remote files, what the
+        store reports. Empty if not known.
       num_records: number of records.
       compression: how the stored file is compressed; None if it is not.
       digest: digest of the stored file as a manifest lists it; None if not known.
@@ -65,8 +66,13 @@ class Shard:
     key: str = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        key = f"{self.source}\n{self.path}\n{self.version}\n{self.num_bytes}\n{self.num_records}"
+        key = f"{self.source}\n{self.path}\n{self.version or self.digest}\n{self.num_bytes}\n{self.num_records}"
         object.__setattr__(self, "key", key)
+
+    @functools.cached_property
+    def remote(self) -> RemoteBytes:
+        """The file, if it is read without a copy."""
+        return RemoteBytes(self.path, self.num_bytes, self.version, self.source, self.manifest)
 
     @property
     def is_cached(self) -> bool:
@@ -309,13 +315,7 @@ def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: s
 
 def changed(shard: Shard, path: str) -> SourceError:
     """Returns the error for a file that is no longer the one that the source was created with."""
-    since, remedy = "the source was made", "Build the source again"
-    if shard.manifest:
-        since = f"the manifest {shard.manifest} was written"
-        remedy = "Write the manifest again with `meshfeed manifest`"
-    return SourceError(
-        f"the {shard.source} file {shard.path} has changed since {since}: {shard.describe_change(path)}. {remedy}."
-    )
+    return file_paths.changed(f"the {shard.source} file {shard.path}", shard.describe_change(path), shard.manifest)
 
 
 def open_descriptor(shard: Shard, path: str, status: os.stat_result) -> tuple[Descriptor, int]:
@@ -571,12 +571,12 @@ class ShardReader(Generic[S, T]):
         remote = [part for part in parts if is_url(self.shards.files[part[0]].path)]
         checked = file_paths.in_threads(lambda part: self._checked(self.shards.files[part[0]]), remote)
         ranges = [
-            ByteRange(shard.path, shard.num_bytes, start, stop)
+            ByteRange(self.shards.files[number].remote, start, stop)
             for file, (number, rows, _) in zip(checked, remote, strict=True)
-            for shard, spans in [(self.shards.files[number], spans_of(file, rows))]
+            for spans in [spans_of(file, rows)]
             for start, stop in zip(spans.starts.tolist(), spans.stops.tolist(), strict=True)
         ]
-        contents = iter(read_ranges(ranges, source=self.shards.what))
+        contents = iter(read_ranges(ranges))
         records: list[R | None] = [None] * len(ids)
         for file, (number, rows, slots) in zip(checked, remote, strict=True):
             built = build(file, rows, int(self.shards.starts[number]), list(itertools.islice(contents, len(rows))))
@@ -595,11 +595,8 @@ class ShardReader(Generic[S, T]):
         )
 
     def _checked(self, shard: S) -> T:
-        def open_remote() -> RemoteBytes:
-            return RemoteBytes(shard.path, shard.num_bytes, self.shards.what)
-
         direct = self._cache is None and is_url(shard.path)
-        open_file = open_remote if direct else self._pool.descriptor(shard, self._cache)
+        open_file = (lambda: shard.remote) if direct else self._pool.descriptor(shard, self._cache)
         return self._pool.checked(shard, lambda: self._check(shard, open_file))
 
     def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
@@ -666,7 +663,7 @@ def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.nda
     """
     if isinstance(file, RemoteBytes):
         pairs = zip(starts.tolist(), stops.tolist(), strict=True)
-        return read_ranges([ByteRange(file.url, file.num_bytes, *pair) for pair in pairs], source=file.source)
+        return read_ranges([ByteRange(file, *pair) for pair in pairs])
     if len(starts) == 1:
         low = int(starts[0])
         return [os.pread(file.number, int(stops[0]) - low, low)]

@@ -200,7 +200,8 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
 
 def _stored(path: str, cache: ShardCache | None) -> StoredFile:
     if is_url(path):
-        return StoredFile(path, *identify(path, cache, source="Tokens"), 0)
+        remote, version = identify(path, cache, source="Tokens")
+        return StoredFile(path, remote.num_bytes, version, 0)
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
@@ -219,7 +220,8 @@ def _exists(path: str) -> bool:
 def _read(stored: StoredFile, start: int, stop: int, cache: ShardCache | None, *, fetch: bool = False) -> bytes:
     """Reads a range of bytes; of a remote file without fetching it whole, unless ``fetch`` and there is a cache."""
     if is_url(stored.path) and (cache is None or not fetch):
-        return RemoteBytes(stored.path, stored.num_bytes, "Tokens").read(start, stop)
+        remote = stored.remote if cache is None else RemoteBytes(stored.path, stored.num_bytes, "", "Tokens")
+        return remote.read(start, stop)
     descriptor, parts = stored.open(cache), []
     while start < stop:
         part = os.pread(descriptor.number, min(stop - start, _SCANNED_BYTES), start)

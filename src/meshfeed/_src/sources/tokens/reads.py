@@ -81,8 +81,7 @@ class FileSet:
         of_file = file_index if numbers is self._all else np.searchsorted(numbers, file_index)
         offsets = self._headers[file_index] + starts * itemsize
         if cache is None and self._kinds[numbers[0]][1]:
-            files = [(file.path, file.num_bytes) for file in stored]
-            opened = sparse_files(files, of_file, offsets, offsets + lengths * itemsize, source="Tokens")
+            opened = sparse_files([file.remote for file in stored], of_file, offsets, offsets + lengths * itemsize)
         else:
             opened = [file.open(cache) for file in stored]
         fds = np.array([descriptor.number for descriptor in opened], np.int64)

@@ -21,7 +21,7 @@ from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.compression import compression_of
-from meshfeed._src.sources.files.direct import RemoteBytes, identify
+from meshfeed._src.sources.files.direct import identify
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
@@ -205,7 +205,8 @@ def _listed(entry: FileEntry, version: str, manifest: str, cache: ShardCache | N
 
 def _inspect_direct(name: str) -> TarShard:
     """Reads the index beside a remote archive; if there is none, the whole archive, whose index is kept in a local file."""
-    num_bytes, version = identify(name, None, source="WebDataset")
+    remote, version = identify(name, None, source="WebDataset")
+    num_bytes = remote.num_bytes
     stamp = f"{name}, {num_bytes} bytes, {version}"
 
     def make() -> TarIndex:
@@ -215,7 +216,7 @@ def _inspect_direct(name: str) -> TarShard:
             )
         except (MeshfeedError, OSError):
             beside = None
-        return beside or scan(RemoteBytes(name, num_bytes, "WebDataset"), name)
+        return beside or scan(remote, name)
 
     index, place = _find_or_make([_temporary(stamp)], stamp, make)
     return TarShard(name, num_bytes, version, index.num_samples, place, stamp)
