@@ -210,8 +210,9 @@ def test_over_a_store(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch:
     store = fsspec.filesystem("memory")
     for path in folder.glob("*.parquet"):
         store.pipe(f"/rows/{path.name}", path.read_bytes())
-    with pytest.raises(SettingsError, match="and no cache"):
-        Parquet("memory://rows/0.parquet")
+    assert Parquet("memory://rows/0.parquet")[3]["id"] == 3
+    with pytest.raises(SettingsError, match=r"compressed file .* and no cache"):
+        Parquet("memory://rows/0.parquet.gz")
     cache = meshfeed.ShardCache(tmp_path / "cache")
     urls = [f"memory://rows/{i}.parquet" for i in range(4)]
     monkeypatch.setattr(parquet, "_TAIL_BYTES", 64)  # the footer takes a second request

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import io
 import operator
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import RemoteBytes, identify
+from meshfeed._src.sources.files.direct import RemoteBytes, identify, sparse_files
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.open_files import Lru
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _TAIL_BYTES = 1 << 18  # the footer of most files, in one request
+_PADDING_BYTES = (
+    100  # Arrow reads so many bytes after a column chunk of old writers, which left a header out of its size
+)
 _MAX_GROUP_BYTES = 512 << 20
 _MAX_GROUPS = 1 << 16
 _MAGIC = b"PAR1"
@@ -118,10 +122,11 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
       paths: a path, a glob (expanded in order of name), a URL supported by fsspec, or a list of these. The order of the
         files determines the record ids.
       columns: names of the columns to read; None for all.
-      cache: cache on a local disk; required for URLs.
+      cache: cache on a local disk; required for compressed files (``.parquet.gz``). Without it, the columns of remote row
+        groups are read as byte ranges.
 
     Raises:
-      SettingsError: if there is a URL and no cache.
+      SettingsError: if there is a compressed file and no cache.
       SourceError: if there are no files, a file is missing, files have different columns, there is no such column or no
         record, or pyarrow is not installed.
       CorruptDataError: if a file is empty, truncated or in a different format; names the file.
@@ -187,7 +192,10 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
         return stacked
 
     def _check(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
-        with local_copy(shard, self._cache) as (path, _), ParquetFile(path) as file:
+        direct = self._cache is None and file_paths.is_url(shard.path)
+        with contextlib.ExitStack() as stack:
+            path = "" if direct else stack.enter_context(local_copy(shard, self._cache))[0]
+            file = stack.enter_context(_open_footer(shard.remote) if direct else ParquetFile(path))
             ends = np.cumsum(file.group_rows, dtype=np.int64)
             if len(ends) and ends[-1] != shard.num_records:
                 raise _damaged(
@@ -197,15 +205,19 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
 
     def _read_rows(self, file: _CheckedFile, rows: np.ndarray, first_record_id: int) -> list[_Rows]:
         numbers = np.searchsorted(file.group_ends, rows, side="right")
-        groups = {}
-        for number in np.unique(numbers).tolist():
+
+        def read(number: int) -> tuple[pa.Table, int]:
             first = int(file.group_ends[number - 1]) if number else 0
             try:
-                groups[number] = (_decoded.get(file, number, self._columns, self._cache), first)
+                return _decoded.get(file, number, self._columns, self._cache), first
             except CorruptDataError as error:
                 record_id = first_record_id + int(rows[np.flatnonzero(numbers == number)[0]])
                 message = f"record {record_id}: {error}"
                 raise CorruptDataError(message, path=file.shard.path, record_id=record_id) from error
+
+        needed = np.unique(numbers).tolist()
+        read_all = file_paths.in_threads if self._shard_reader.is_direct else map
+        groups = dict(zip(needed, read_all(read, needed), strict=True))
         return [
             _Rows(groups[number][0], row - groups[number][1])
             for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
@@ -232,20 +244,20 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
 
 def inspect(name: str, cache: ShardCache | None) -> ParquetShard:
     """Counts the rows of a file from its footer, without fetching the rest of a remote one."""
-    if cache is None or not file_paths.is_url(name):
+    if file_paths.is_url(name):
+        remote, version = identify(name, cache, source="Parquet")
+        num_bytes, file = remote.num_bytes, _open_footer(remote)
+    else:
         status = os.stat(name)
         num_bytes, version = status.st_size, str(status.st_mtime_ns)
         file = ParquetFile(name)
-    else:
-        remote, version = identify(name, cache, source="Parquet")
-        num_bytes, file = remote.num_bytes, ParquetFile(name, stream=io.BytesIO(_read_footer(remote)))
     with file:
         schema = file.schema.remove_metadata().serialize().to_pybytes()
         return ParquetShard(name, num_bytes, version, file.metadata.num_rows, schema)
 
 
-def _read_footer(file: RemoteBytes) -> bytes:
-    """Returns a Parquet file that has the footer of a remote file and no rows."""
+def _open_footer(file: RemoteBytes) -> ParquetFile:
+    """Opens a file that has the footer of a remote one and no rows."""
     url, num_bytes = file.url, file.num_bytes
     start = max(0, num_bytes - _TAIL_BYTES)
     tail = file.read(start, num_bytes)
@@ -254,7 +266,7 @@ def _read_footer(file: RemoteBytes) -> bytes:
         raise _damaged(url, f"{num_bytes:,} bytes that do not end in a footer")
     if length > len(tail):
         tail = file.read(num_bytes - length, start) + tail
-    return _MAGIC + tail[-length:]
+    return ParquetFile(url, stream=io.BytesIO(_MAGIC + tail[-length:]))
 
 
 def _choose(shards: Sequence[ParquetShard], columns: Sequence[str] | None) -> tuple[str, ...]:
@@ -291,10 +303,29 @@ def _decode_group(
 
     stop = int(file.group_ends[group])
     start = int(file.group_ends[group - 1]) if group else 0
-    with local_copy(file.shard, cache) as (path, _), ParquetFile(path, metadata=file.metadata) as opened:
+    with _local_group(file, group, columns, cache) as path, ParquetFile(path, metadata=file.metadata) as opened:
+        opened.path = file.shard.path  # in errors
         batches = [batch for _, batch in opened.batches(start, stop, columns, batch_rows=stop - start)]
     table = pa.Table.from_batches(batches).combine_chunks()
     return table, table.nbytes
+
+
+@contextlib.contextmanager
+def _local_group(file: _CheckedFile, group: int, columns: tuple[str, ...], cache: ShardCache | None) -> Iterator[str]:
+    """Yields the path of a local file that has the columns of a row group at their offsets."""
+    if cache is not None or not file_paths.is_url(file.shard.path):
+        with local_copy(file.shard, cache) as (path, _):
+            yield path
+        return
+    stored = file.metadata.row_group(group)
+    chunks = [stored.column(number) for number in range(stored.num_columns)]
+    wanted = [chunk for chunk in chunks if chunk.path_in_schema.startswith(tuple(f"{name}." for name in columns))
+              or chunk.path_in_schema in columns]  # fmt: skip
+    starts = np.array([chunk.dictionary_page_offset or chunk.data_page_offset for chunk in wanted])
+    stops = starts + [chunk.total_compressed_size + _PADDING_BYTES for chunk in wanted]
+    remote = file.shard.remote
+    [copy] = sparse_files([remote], np.zeros(len(wanted), np.int64), starts, np.minimum(stops, remote.num_bytes))
+    yield f"/proc/self/fd/{copy.number}"
 
 
 def _stack(group: pa.Table, rows: np.ndarray, record_ids: np.ndarray) -> dict[str, PyTree]:

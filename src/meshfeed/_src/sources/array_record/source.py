@@ -92,7 +92,7 @@ class ArrayRecord:
         self.decode = decode
         self.decode_batch = decode_batch
         self._cache = cache
-        form = FileFormat("ArrayRecord", self._inspect, ShardFile.describe, ShardFile.from_entry, direct=True)
+        form = FileFormat("ArrayRecord", self._inspect, ShardFile.describe, ShardFile.from_entry)
         self._set_shards(find_shards(paths, cache, form))
 
     def _set_shards(self, shards: Shards[ShardFile]) -> None:

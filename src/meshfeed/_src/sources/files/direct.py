@@ -97,8 +97,7 @@ class RemoteBytes:
     def _compare(self, num_bytes: int, version: str) -> None:
         if (num_bytes, version) != (self.num_bytes, self.version):
             change = file_paths.describe_change((self.num_bytes, self.version), (num_bytes, version))
-            listed = self._manifest if num_bytes != self.num_bytes else ""
-            raise file_paths.changed(f"{self.source}: {self.url}", change, listed)
+            raise file_paths.changed(f"{self.source}: {self.url}", change, self._manifest)
 
 
 # Field of a version → header of an answer.

@@ -36,7 +36,6 @@ class FileFormat(Generic[F]):
       rebuild: returns the same without looking, given what a manifest lists of the file, its version (see ``Shard``), and
         the path of the manifest.
       select: returns the files that hold records, of those that the user's paths expand to.
-      direct: whether records are byte ranges, which are read without a cache too.
     """
 
     source: str
@@ -44,7 +43,6 @@ class FileFormat(Generic[F]):
     describe: Callable[[F], tuple[FileEntry, str]]
     rebuild: Callable[[FileEntry, str, str], F]
     select: Callable[[Sequence[str]], list[str]] = list
-    direct: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +67,14 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
     files is used too, for those that it lists. All other files are looked at.
 
     Raises:
-      SettingsError: if ``cache`` is not a ShardCache, or there is a URL without a cache.
+      SettingsError: if ``cache`` is not a ShardCache, or there is a compressed file without a cache.
       SourceError: if there are no files, a file is missing, or a file has changed since the manifest was written; names
         the path or pattern.
       CorruptDataError: if a file or a manifest is damaged; names it.
     """
     check_cache(cache, source=form.source)
     names, given = _expand(paths, form)
-    need_cache(names, cache, source=form.source, direct=form.direct)
+    need_cache(names, cache, source=form.source)
     found = given or [one for one in file_paths.in_threads(_beside, _folders(names)) if one is not None]
     found = [one for one in found if one.source == form.source]
     listed = {entry.path: (entry, one.path) for one in found for entry in one.files}

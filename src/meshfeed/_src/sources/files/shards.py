@@ -131,8 +131,8 @@ def check_cache(cache: object, *, source: str) -> None:
         )
 
 
-def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str, direct: bool = False) -> None:
-    """Checks that compressed files come with a cache, and URLs too unless the source reads them ``direct``.
+def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
+    """Checks that compressed files come with a cache.
 
     Raises:
       SettingsError: if they do not.
@@ -146,13 +146,6 @@ def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str, d
         raise SettingsError(
             f"{source} got the compressed file {packed[0]!r} and no cache. Compressed files cannot be read at random: pass "
             "cache=meshfeed.ShardCache(directory, max_bytes=…), which keeps decompressed copies, or decompress the files.",
-            setting="cache",
-        )
-    remote = [name for name in names if is_url(name)]
-    if remote and cache is None and not direct:
-        raise SettingsError(
-            f"{source} got the URL {remote[0]!r} and no cache. Its records are not byte ranges of the file: pass "
-            "cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
             setting="cache",
         )
 
@@ -537,8 +530,10 @@ class ShardReader(Generic[S, T]):
         parts = self.shards.by_file(self.shards.checked(record_ids))
         fetch_together([self.shards.files[part[0]] for part in parts], self._cache, self._pool, self._checked)
         records: list[R | None] = [None] * sum(len(rows) for _, rows, _ in parts)
-        for number, rows, slots in parts:
-            for slot, record in zip(slots.tolist(), self._read_file(number, rows, read_rows), strict=True):
+        read_all = file_paths.in_threads if self.is_direct else map
+        found = read_all(lambda part: self._read_file(part[0], part[1], read_rows), parts)
+        for (_, _, slots), part in zip(parts, found, strict=True):
+            for slot, record in zip(slots.tolist(), part, strict=True):
                 records[slot] = record
         return records  # type: ignore[return-value]
 

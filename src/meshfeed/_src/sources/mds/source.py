@@ -101,7 +101,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
     ) -> None:
         check_cache(cache, source="MDS")
         folders = _expand_folders(paths)
-        need_cache(folders, cache, source="MDS", direct=True)
+        need_cache(folders, cache, source="MDS")
         found = file_paths.in_threads(lambda folder: _read_index(folder, cache), folders)
         self._columns = _same_columns(found, folders)
         self._layout = Layout(self._columns)
@@ -280,7 +280,7 @@ def _shard_of(folder: str, shard: Mapping[str, Any], cache: ShardCache | None) -
         version = "" if status is None else str(status.st_mtime_ns)
         return MDSShard(_present(path, status, folder), num_bytes, version, count, name)
     path = f"{folder}/{packed['basename']}"
-    need_cache([path], cache, source="MDS", direct=True)
+    need_cache([path], cache, source="MDS")
     compression = str(shard["compression"]).partition(":")[0]
     return MDSShard(_present(path, _status(path), folder), num_bytes, "", count, name, compression=compression)
 

@@ -46,7 +46,6 @@ class _Files:
             lambda file: (file.entry(), file.stored.version),
             lambda entry, version, manifest: listed(entry, version, manifest, wanted),
             token_files,
-            direct=True,
         )
         found = find_files(paths, cache, form)
         self.files, self.manifests = found.files, found.manifests

@@ -120,7 +120,6 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
             TarShard.describe,
             lambda entry, version, manifest: _listed(entry, version, manifest, cache),
             archives,
-            direct=True,
         )
         super().__init__(ShardReader(find_shards(paths, cache, form), cache, _check))
 
