@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -218,7 +218,7 @@ def _request(ranges: Sequence[ByteRange]) -> list[bytes | Exception]:
         if file_system.async_impl:
             from fsspec.asyn import sync
 
-            answers = sync(file_system.loop, _gather, file_system, paths, ranges)
+            answers = cast("list[_Answer]", sync(file_system.loop, _gather, file_system, paths, ranges))
         else:
             starts, stops = [one.start for one in ranges], [one.stop for one in ranges]
             answers = [(found, {}) for found in file_system.cat_ranges(paths, starts, stops, on_error="return")]
@@ -241,6 +241,9 @@ def _checked(one: ByteRange, answer: bytes | Exception, headers: Mapping[str, st
     return answer
 
 
+_Answer: TypeAlias = "tuple[bytes | Exception, dict[str, str]]"
+"""The bytes of a range or the error, and the headers of the answer."""
+
 _headers: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("headers", default=None)
 """Headers of the answer to the request of the current task, in lower case."""
 
@@ -251,14 +254,12 @@ def _note_headers(headers: Mapping[str, str]) -> None:
         noted.update({name.lower(): value for name, value in headers.items()})
 
 
-async def _gather(
-    files: Any, paths: Sequence[str], ranges: Sequence[ByteRange]
-) -> list[tuple[bytes | Exception, dict[str, str]]]:
-    """Requests ranges at the same time; returns the bytes or the error, and the headers, of each."""
+async def _gather(files: Any, paths: Sequence[str], ranges: Sequence[ByteRange]) -> list[_Answer]:
+    """Requests ranges at the same time."""
     room = asyncio.Semaphore(_MAX_CONNECTIONS)
     seconds = _SILENT_SECONDS + sum(one.stop - one.start for one in ranges) / _LEAST_BYTES_PER_SECOND
 
-    async def get(path: str, one: ByteRange) -> tuple[bytes | Exception, dict[str, str]]:
+    async def get(path: str, one: ByteRange) -> _Answer:
         noted: dict[str, str] = {}
         _headers.set(noted)
         try:
