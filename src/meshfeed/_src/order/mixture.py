@@ -307,12 +307,22 @@ COMPONENT_SHIFT = 48
 _LAYOUT, _COMPONENT_SEED = 101, 102  # purpose of a derived key; disjoint from those of epochs.py
 
 
+def check_end(on_end: str, num_epochs: int | None) -> None:
+    """Raises SettingsError if no component of a mixture can reach the end that ``on_end="stop"`` waits for."""
+    if on_end == "stop" and num_epochs is None:
+        raise SettingsError(
+            "on_end='stop' with num_epochs=None: a component without an end never stops the mixture. "
+            "Pass a number of epochs, or on_end='repeat'.",
+            setting="on_end",
+        )
+
+
 def join_ids(component: int, record_ids: Ids) -> Ids:
     """Combines a component's number and record ids within it into mixture ids."""
     return (component << COMPONENT_SHIFT) | record_ids
 
 
-def split_ids(mixture_ids: RecordIds) -> tuple[RecordIds, RecordIds]:
+def split_ids(mixture_ids: Ids) -> tuple[Ids, Ids]:
     """Splits mixture ids into component numbers and record ids within the components."""
     return mixture_ids >> COMPONENT_SHIFT, mixture_ids & ((1 << COMPONENT_SHIFT) - 1)
 
@@ -487,12 +497,7 @@ class MixtureOrder:
                     f"component {name!r} has {order.num_records} records; a mixture takes at most 2**48 per component.",
                     setting="components",
                 )
-        if on_end == "stop" and num_epochs is None:
-            raise SettingsError(
-                "on_end='stop' with num_epochs=None: a component without an end never stops the mixture. "
-                "Pass a number of epochs, or on_end='repeat'.",
-                setting="on_end",
-            )
+        check_end(on_end, num_epochs)
         self._blocks = StagedBlocks(self._names, self._stages, block, derive_key(seed, _LAYOUT))
         self._on_end, self._seed = on_end, seed
         self._identities = identities

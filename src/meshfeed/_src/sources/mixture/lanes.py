@@ -2,16 +2,13 @@
 
 Lane i draws from lane i of each component, in blocks laid out as in a random-access mixture but with its own key. Its
 state is its position and, for each component, the epoch and the cursor within it.
-
-One component of one mixture lane: its records over its own epochs, stacked and resumable.
-
-One lane of a mixture: draws from the components in the order of the blocks, each from its own cursor.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,55 +21,55 @@ from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds
-from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order.epochs import EpochOrder, derive_key
-from meshfeed._src.order.mixture import MIXTURE_VERSION, Stage, StagedBlocks, StagedWeights, check_stages, group_by
+from meshfeed._src.order.mixture import (
+    MIXTURE_VERSION,
+    Stage,
+    StagedBlocks,
+    StagedWeights,
+    check_end,
+    check_stages,
+    group_by,
+    join_ids,
+)
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
 from meshfeed._src.reading.records import SourceReader, wants_rng
-from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts, compact_identity
+from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts
 
-_COMPONENT_SEED = 104  # purpose of a derived key; differs from those in order/mixture.py
+_LANE_LAYOUT, _COMPONENT_SEED = 103, 104  # purposes of derived keys; differ from those in order/mixture.py
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneOrder:
+    """The record ids of one lane of a random-access component: every ``num_lanes``-th of the order of an epoch."""
+
+    order: EpochOrder
+    lane_index: int
+    num_lanes: int
+
+    def ids(self, epoch: int, first: int, stop: int) -> RecordIds:
+        """The ids of records ``[first, stop)`` of the lane in an epoch, or fewer at its end."""
+        size = self.order.num_records
+        offsets = self.lane_index + self.num_lanes * np.arange(first, stop)
+        return self.order.ids_at(epoch * size + offsets[offsets < size])[0]
 
 
 class RecordsLane:
-    """Every ``num_lanes``-th record of a random-access source, in the order of one epoch, as a lane.
+    """One epoch of a lane of a random-access source; its state is the number of records read.
 
     Args:
       source: a random-access source.
-      lane_index: 0 … num_lanes - 1.
-      num_lanes: number of lanes.
-      length: number of records that are used, from the first.
+      order: the lane's records.
       epoch: the component's epoch.
-      shuffle: see :class:`meshfeed._src.order.epochs.EpochOrder`.
-      seed: seed of the order.
-      rng_seed: seed of the decoders' random numbers.
+      seed: seed of the decoders' random numbers.
     """
 
     fresh_arrays = True
 
-    def __init__(
-        self,
-        source: Any,
-        lane_index: int,
-        num_lanes: int,
-        *,
-        length: int,
-        epoch: int,
-        shuffle: bool | int,
-        seed: int,
-        rng_seed: int,
-    ) -> None:
-        self._reader, self._lane_index, self._num_lanes = SourceReader(source), lane_index, num_lanes
-        self._order = epoch_order.EpochOrder(length, shuffle=shuffle, seed=seed, num_epochs=None)
-        self._epoch, self._rng_seed = epoch, rng_seed
+    def __init__(self, source: Any, order: LaneOrder, epoch: int, seed: int) -> None:
+        self._reader, self._order, self._epoch, self._seed = SourceReader(source), order, epoch, seed
         self._wants_rng = wants_rng(source)
         self._taken = 0
-
-    def record_ids(self, first: int, stop: int) -> RecordIds:
-        """The ids of records ``[first, stop)`` of the lane in its epoch, or fewer at the end."""
-        size = self._order.num_records
-        offsets = self._lane_index + self._num_lanes * np.arange(first, stop)
-        return self._order.ids_at(self._epoch * size + offsets[offsets < size])[0]
 
     def next_batch(self, num_records: int) -> PyTree:
         """Up to ``num_records`` records, stacked.
@@ -80,14 +77,12 @@ class RecordsLane:
         Raises:
           StopIteration: the epoch has ended.
         """
-        record_ids = self.record_ids(self._taken, self._taken + num_records)
-        if not record_ids.size:
+        ids = self._order.ids(self._epoch, self._taken, self._taken + num_records)
+        if not ids.size:
             raise StopIteration
-        rngs = None
-        if self._wants_rng:
-            rngs = [philox(self._rng_seed, self._epoch, record_id) for record_id in record_ids.tolist()]
-        batch = self._reader.read(record_ids, rngs)
-        self._taken += record_ids.size
+        rngs = [philox(self._seed, self._epoch, record_id) for record_id in ids.tolist()] if self._wants_rng else None
+        batch = self._reader.read(ids, rngs)
+        self._taken += ids.size
         return batch
 
     def get_state(self) -> int:
@@ -100,46 +95,39 @@ class RecordsLane:
 
 
 class ComponentLane:
-    """Reads one component for one mixture lane. Opens the source on the first read.
+    """Reads one component for one mixture lane, over its own epochs. Opens the source on the first read.
 
     Args:
-      name: the component's name.
-      number: the component's index in the mixture.
-      source: a stream source or a random-access source.
+      mixture: the mixture.
+      number: the component's index in it.
       lane_index: 0 … num_lanes - 1.
       num_lanes: number of lanes.
       seed: the feed's seed.
-      shuffle: order of a random-access source; see :class:`meshfeed._src.order.epochs.EpochOrder`.
-      parts: which part of each component is used, and how often.
     """
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        source: Any,
-        lane_index: int,
-        num_lanes: int,
-        seed: int,
-        shuffle: bool | int,
-        parts: Parts,
-    ) -> None:
-        self.name = name
-        self.epoch = 0
-        self._number, self._source = number, source
-        self._lane_index, self._num_lanes = lane_index, num_lanes
-        self._seed, self._shuffle = seed, shuffle
-        self._is_stream = hooks.is_stream(source)
-        self.repeat, self._parts = parts.repeat.get(name, 1), parts
-        self._limit = parts.of_lane(name, lane_index, num_lanes) if self._is_stream else None
-        decodes = hooks.find(source, hooks.Decodes) if self._is_stream else None
+    def __init__(self, mixture: StreamMixture, number: int, lane_index: int, num_lanes: int, seed: int) -> None:
+        self.name, self._source = list(mixture.components.items())[number]
+        self._number, self._lane_index, self._num_lanes, self._seed = number, lane_index, num_lanes, seed
+        self._shuffle, self._parts = mixture.shuffle, mixture.parts
+        self.repeat = self._parts.repeat.get(self.name, 1)
+        self._is_stream = hooks.is_stream(self._source)
+        self._limit = self._parts.of_lane(self.name, lane_index, num_lanes) if self._is_stream else None
+        decodes = hooks.find(self._source, hooks.Decodes) if self._is_stream else None
         self._decode = None if decodes is None else decodes.decode
         self._decode_rng = hooks.accepts_keyword(self._decode, "rng")
-        self._taken = 0
-        self._state: Any = None
-        self._skip = 0
+        self.epoch = self._taken = self._skip = 0
+        self._state: JsonValue = None
         self._iterator: Any = None
         self._spec: RecordSpec | None = None
+
+    @functools.cached_property
+    def _order(self) -> LaneOrder:
+        length, seed = (
+            self._parts.length(self.name, self._source),
+            derive_key(self._seed, _COMPONENT_SEED, self._number),
+        )
+        order = EpochOrder(length, shuffle=self._shuffle, seed=seed, num_epochs=None)
+        return LaneOrder(order, self._lane_index, self._num_lanes)
 
     def read(self, num_records: int) -> list[tuple[PyTree, int]]:
         """Reads ``num_records`` records, or fewer if the epoch ends first.
@@ -159,18 +147,14 @@ class ComponentLane:
                 missing = min(missing, self._limit - self._taken)
             while missing:
                 batch, count = self._next(missing)
-                if count:
-                    batches.append((batch, count))
-                    self._taken += count
-                    missing -= count
-                if batch is None or not count:
+                if not count:
                     break
+                batches.append((batch, count))
+                self._taken += count
+                missing -= count
             return batches
         except StopIteration as error:
-            raise SourceError(
-                f"component {self.name!r} raised StopIteration outside of its records, in lane {self._lane_index}.",
-                lane_index=self._lane_index,
-            ) from error
+            raise self._error(f"raised StopIteration outside of its records, in lane {self._lane_index}.") from error
         except Exception as error:
             error.add_note(f"in component {self.name!r} of the mixture, lane {self._lane_index}, epoch {self.epoch}")
             raise
@@ -181,38 +165,34 @@ class ComponentLane:
         if files is None or files.cached_files(np.empty(0, np.int64)) is None:
             return None
         last = None if num_epochs is None else num_epochs * self.repeat
-        return ComingFiles(files, self._open_epoch, self.epoch, self._taken, last)
+        return ComingFiles(files, self._order, self.epoch, self._taken, last)
 
     def next_epoch(self) -> None:
         """Starts the component's next epoch.
 
         Raises:
           SourceError: the current epoch had no records, so repeating it would loop forever.
+          SettingsError: ``take`` leaves no record for this lane.
         """
-        if not self._taken:
-            if self._limit == 0:
-                raise SettingsError(
-                    f"take[{self.name!r}]={self._parts.take[self.name]} leaves no record for lane {self._lane_index} of "
-                    f"{self._num_lanes}, among which the records of a stream are divided. Take at least {self._num_lanes} "
-                    "records, or use fewer lanes (num_lanes=).",
-                    setting="take",
-                )
-            raise SourceError(
-                f"component {self.name!r} of the mixture has no record in lane {self._lane_index} of {self._num_lanes} "
-                f"(epoch {self.epoch}), so that it cannot be repeated. Use fewer lanes (num_lanes=), or give each lane "
-                "data.",
-                lane_index=self._lane_index,
+        if not self._taken and self._limit == 0:
+            raise SettingsError(
+                f"take[{self.name!r}]={self._parts.take[self.name]} leaves no record for lane {self._lane_index} of "
+                f"{self._num_lanes}, among which the records of a stream are divided. Take at least {self._num_lanes} "
+                "records, or use fewer lanes (num_lanes=).",
+                setting="take",
             )
-        self.close()
-        self.epoch += 1
-        self._taken, self._state, self._skip = 0, None, 0
+        if not self._taken:
+            raise self._error(
+                f"of the mixture has no record in lane {self._lane_index} of {self._num_lanes} (epoch {self.epoch}), so "
+                "that it cannot be repeated. Use fewer lanes (num_lanes=), or give each lane data."
+            )
+        self.set_state([self.epoch + 1, 0, None, 0])
 
     def get_state(self) -> JsonValue:
         """``[epoch, records taken, [the source's state] or None, records to skip from it]``."""
-        iterator = self._iterator
-        if iterator is None:  # not opened since set_state: return the restored state
+        if self._iterator is None:  # not opened since set_state: return the restored state
             return [self.epoch, self._taken, self._state, self._skip]
-        resumable = hooks.find(iterator, hooks.Resumable)
+        resumable = hooks.find(self._iterator, hooks.Resumable)
         if self._taken and resumable is not None:
             return [self.epoch, self._taken, [resumable.get_state()], 0]
         return [self.epoch, self._taken, None, self._taken]
@@ -227,25 +207,16 @@ class ComponentLane:
         iterator, self._iterator = self._iterator, None
         hooks.close(iterator)
 
-    def _open_epoch(self, epoch: int) -> RecordsLane:
-        return RecordsLane(
-            self._source,
-            self._lane_index,
-            self._num_lanes,
-            length=self._parts.length(self.name, self._source),
-            epoch=epoch,
-            shuffle=self._shuffle,
-            seed=epoch_order.derive_key(self._seed, _COMPONENT_SEED, self._number),
-            rng_seed=self._seed,
-        )
-
-    def _open(self) -> Any:
-        if not self._is_stream:
-            return self._open_epoch(self.epoch)
-        return hooks.open_lane(self._source, self._lane_index, self._num_lanes, epoch=self.epoch, seed=self._seed)
+    def _error(self, what: str) -> SourceError:
+        return SourceError(f"component {self.name!r} {what}", lane_index=self._lane_index)
 
     def _reopen(self) -> None:
-        iterator = self._open()
+        if self._is_stream:
+            iterator = hooks.open_lane(
+                self._source, self._lane_index, self._num_lanes, epoch=self.epoch, seed=self._seed
+            )
+        else:
+            iterator = RecordsLane(self._source, self._order, self.epoch, self._seed)
         if self._state is not None:
             resumable = hooks.find(iterator, hooks.Resumable)
             if resumable is None:
@@ -260,18 +231,17 @@ class ComponentLane:
         left = self._skip
         with Dropping(f"component {self.name!r} of lane {self._lane_index}", left) as dropping:
             while left:
-                batch, count = self._next(left, decode=False)
-                if batch is None:
-                    raise SourceError(
-                        f"component {self.name!r} ended {left} records before the place where lane {self._lane_index} is "
-                        "to be continued; the data has become shorter.",
-                        lane_index=self._lane_index,
+                _, count = self._next(left, decode=False)
+                if not count:
+                    raise self._error(
+                        f"ended {left} records before the place where lane {self._lane_index} is to be continued; the "
+                        "data has become shorter."
                     )
                 left -= count
                 dropping.add(count)
 
     def _next(self, num_records: int, *, decode: bool = True) -> tuple[PyTree, int]:
-        """A batch of up to ``num_records`` records and its size; None and 0 at the end of the epoch."""
+        """A batch of up to ``num_records`` records and its size, which is 0 at the end of the epoch."""
         iterator = self._iterator
         stacked = hooks.find(iterator, hooks.StackedLane) if self._decode is None else None
         if stacked is not None:
@@ -289,10 +259,8 @@ class ComponentLane:
             if decode:
                 stack.add(self._decoded(record, count))
             count += 1
-        if not count:
-            return None, 0
-        if not decode:  # skipped to resume: only their number counts
-            return (), count
+        if not count or not decode:  # skipped to resume: only their number counts
+            return None, count
         batch, self._spec = stack.take()
         return batch, count
 
@@ -302,52 +270,45 @@ class ComponentLane:
         if not self._decode_rng:
             return self._decode(record)
         # Unique across components, like the record ids of a random-access mixture.
-        record_id = (self._number << 48) | (self._taken + ahead)
-        return self._decode(
-            record, rng=philox(epoch_order.derive_key(self._seed, self._lane_index), self.epoch, record_id)
-        )
+        record_id = join_ids(self._number, self._taken + ahead)
+        return self._decode(record, rng=philox(derive_key(self._seed, self._lane_index), self.epoch, record_id))
 
 
+@dataclasses.dataclass
 class ComingFiles:
     """The files that a component of a mixture lane will read through a cache.
 
-    Args:
+    Attributes:
       files: the component.
-      open_epoch: opens an epoch of its lane.
-      epoch: the current epoch.
-      taken: records taken from it.
+      order: the lane's records.
+      epoch: the epoch of the next record.
+      taken: records before it in the epoch.
       num_epochs: the component's epochs, or None if it is repeated without end.
     """
 
-    def __init__(
-        self,
-        files: hooks.CachesFiles,
-        open_epoch: Callable[[int], RecordsLane],
-        epoch: int,
-        taken: int,
-        num_epochs: int | None,
-    ) -> None:
-        self._files, self._open_epoch, self._num_epochs = files, open_epoch, num_epochs
-        self._epoch, self._taken, self._lane = epoch, taken, open_epoch(epoch)
+    files: hooks.CachesFiles
+    order: LaneOrder
+    epoch: int
+    taken: int
+    num_epochs: int | None
 
     @property
     def ended(self) -> bool:
         """Whether the component has been read in all its epochs; a mixture may read it again."""
-        return self._num_epochs is not None and self._epoch >= self._num_epochs
+        return self.num_epochs is not None and self.epoch >= self.num_epochs
 
     def take(self, num_records: int) -> list[hooks.CachedFile]:
         """Returns the files of the next records."""
         found: list[hooks.CachedFile] = []
         while num_records and not self.ended:
-            record_ids = self._lane.record_ids(self._taken, self._taken + num_records)
-            found += self._files.cached_files(record_ids) or ()
-            self._taken += record_ids.size
-            num_records -= record_ids.size
+            ids = self.order.ids(self.epoch, self.taken, self.taken + num_records)
+            found += self.files.cached_files(ids) or ()
+            self.taken += ids.size
+            num_records -= ids.size
             if num_records:
-                if not self._taken:  # the lane has no record of this component: the read raises
+                if not self.taken:  # the lane has no record of this component: the read raises
                     break
-                self._epoch, self._taken = self._epoch + 1, 0
-                self._lane = self._open_epoch(self._epoch)
+                self.epoch, self.taken = self.epoch + 1, 0
         return found
 
 
@@ -363,7 +324,7 @@ class MixtureLane:
       blocks: which component supplies which record.
       last_stage: names of the last stage's components.
       num_epochs: number of epochs of each component; None to repeat forever.
-      on_end: "repeat" or "stop".
+      stops: whether ``on_end`` is "stop".
     """
 
     fresh_arrays = True  # components read into their own memory
@@ -372,17 +333,13 @@ class MixtureLane:
         self,
         components: Sequence[ComponentLane],
         blocks: StagedBlocks,
-        *,
-        last_stage: frozenset[str],
+        last_stage: Mapping[str, float],
         num_epochs: int | None,
-        on_end: str,
+        stops: bool,
     ) -> None:
-        self._components = components
-        self._blocks = blocks
+        self._components, self._blocks, self._num_epochs, self._stops = components, blocks, num_epochs, stops
         self._deciding = [component for component in components if component.name in last_stage]
-        self._num_epochs, self._stops = num_epochs, on_end == "stop"
-        self._position = 0
-        self._ended = False
+        self._position, self._ended = 0, False
         self._joiner = Joiner()
 
     def __iter__(self) -> MixtureLane:
@@ -390,8 +347,7 @@ class MixtureLane:
 
     def __next__(self) -> Record:
         """The next record."""
-        batch = self.next_batch(1)
-        return jax.tree.map(lambda leaf: leaf[0], batch)
+        return jax.tree.map(lambda leaf: leaf[0], self.next_batch(1))
 
     def next_batch(self, num_records: int) -> PyTree:
         """Up to ``num_records`` records, stacked.
@@ -494,9 +450,6 @@ def _cut(part: Part, count: int) -> Part:
     return name, rows[:kept], jax.tree.map(lambda leaf: leaf[:kept], batch)
 
 
-_LANE_LAYOUT = 103  # purpose of a derived key; differs from those in order/mixture.py
-
-
 @dataclasses.dataclass(frozen=True)
 class _Bound:
     """The feed's settings for a mixture: first position of each stage, seed, number of epochs."""
@@ -518,8 +471,6 @@ class StreamMixture:
         block: int,
         on_end: str,
         shuffle: bool | int,
-        bound: _Bound | None = None,
-        *,
         parts: Parts,
     ) -> None:
         self.components = dict(components)
@@ -527,8 +478,8 @@ class StreamMixture:
         for source in components.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
-        self._bound = bound
-        self._identities: dict[str, JsonValue] = {}
+        self._bound: _Bound | None = None
+        self._identities: list[tuple[str, JsonValue]] = []  # shared by all copies: computing them may read records
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.components)}, read as lanes)"
@@ -539,17 +490,9 @@ class StreamMixture:
         Raises:
           SettingsError: ``on_end="stop"`` without ``num_epochs``.
         """
-        if self.on_end == "stop" and num_epochs is None:
-            raise SettingsError(
-                "on_end='stop' with num_epochs=None: a component without an end never stops the mixture. "
-                "Pass a number of epochs, or on_end='repeat'.",
-                setting="on_end",
-            )
-        bound = _Bound(tuple(position_of_step(step) for step, _ in self.stages), seed, num_epochs)
-        clone = StreamMixture(
-            self.components, self.stages, self.block, self.on_end, self.shuffle, bound, parts=self.parts
-        )
-        clone._identities = self._identities  # shared, since computing an identity may read records
+        check_end(self.on_end, num_epochs)
+        clone = copy.copy(self)
+        clone._bound = _Bound(tuple(position_of_step(step) for step, _ in self.stages), seed, num_epochs)
         return clone
 
     def open(self, lane_index: int, num_lanes: int) -> MixtureLane:
@@ -558,29 +501,23 @@ class StreamMixture:
         Raises:
           SettingsError: the mixture has stages but is not bound to a feed, which maps their steps to positions.
         """
-        bound = self._bound
-        if bound is None:
-            if len(self.stages) > 1:
-                raise SettingsError(
-                    "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
-                )
-            bound = _Bound((0,))
+        if self._bound is None and len(self.stages) > 1:
+            raise SettingsError(
+                "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
+            )
+        bound = self._bound or _Bound((0,))
         # Stages start at positions of the global stream; each lane has 1 / num_lanes of these positions.
-        stages = [
-            Stage(first // num_lanes, weights, step)
-            for first, (step, weights) in zip(bound.first_positions, self.stages, strict=True)
-        ]
-        key = derive_key(bound.seed, _LANE_LAYOUT, lane_index)
+        stages = self._stages_at([first // num_lanes for first in bound.first_positions])
         return MixtureLane(
-            [
-                ComponentLane(name, number, source, lane_index, num_lanes, bound.seed, self.shuffle, self.parts)
-                for number, (name, source) in enumerate(self.components.items())
-            ],
-            StagedBlocks(list(self.components), stages, self.block, key),
-            last_stage=frozenset(stages[-1].weights),
-            num_epochs=bound.num_epochs,
-            on_end=self.on_end,
+            [ComponentLane(self, n, lane_index, num_lanes, bound.seed) for n in range(len(self.components))],
+            StagedBlocks(list(self.components), stages, self.block, derive_key(bound.seed, _LANE_LAYOUT, lane_index)),
+            stages[-1].weights,
+            bound.num_epochs,
+            self.on_end == "stop",
         )
+
+    def _stages_at(self, positions: Sequence[int]) -> list[Stage]:
+        return [Stage(first, weights, step) for first, (step, weights) in zip(positions, self.stages, strict=True)]
 
     def fingerprint(self) -> JsonValue:
         """Identity without the components, since a later stage may add some; ``check_saved`` compares them."""
@@ -588,20 +525,16 @@ class StreamMixture:
 
     def mixture_config(self) -> JsonValue:
         """Stages and components, for ``check_saved``."""
-        for name, source in self.components.items():
-            if name not in self._identities:
-                self._identities[name] = {**compact_identity(source), **self.parts.identity(name)}
+        if not self._identities:
+            self._identities += self.parts.identities(self.components).items()
         firsts = (0,) * len(self.stages) if self._bound is None else self._bound.first_positions
-        stages = [
-            Stage(first, weights, step).to_json() for first, (step, weights) in zip(firsts, self.stages, strict=True)
-        ]
         return {
             "version": MIXTURE_VERSION,
             "block": self.block,
             "on_end": self.on_end,
             "shuffle": self.shuffle,
-            "components": [[name, identity] for name, identity in self._identities.items()],
-            "stages": stages,
+            "components": [list(identity) for identity in self._identities],
+            "stages": [stage.to_json() for stage in self._stages_at(firsts)],
         }
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:

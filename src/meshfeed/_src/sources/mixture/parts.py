@@ -14,20 +14,11 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.host_batch import spec_of_batch
 from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.sources.checks import is_count
 from meshfeed._src.state.state import digest_of
 
 Part = tuple[str, np.ndarray[Any, Any], PyTree]
 """Component name, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
-
-
-def compact_identity(source: Any) -> JsonValue:
-    """A source's identity with long values replaced by digests, since a state holds one per component."""
-
-    def short(value: object) -> Any:
-        small = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= 16)
-        return value if small else digest_of(value)[:8]
-
-    return {key: short(value) for key, value in source_identity(source).items()}
 
 
 def check_shapes(shapes: Mapping[str, PyTree]) -> None:
@@ -75,28 +66,12 @@ class Parts:
                 )
         found = cls(dict(cast("Mapping[str, Any]", take or {})), dict(cast("Mapping[str, Any]", repeat or {})))
         for name, times in found.repeat.items():
-            if not _is_count(times):
+            if not is_count(times):
                 raise SettingsError(f"repeat[{name!r}]={times!r}; it takes an int of at least 1.", setting="repeat")
         for name, part in found.take.items():
-            found._check_take(name, part, sources[name])
+            if wanted := _wrong_take(part, sources[name]):
+                raise SettingsError(f"take[{name!r}]={part!r}; {wanted}", setting="take")
         return found
-
-    def _check_take(self, name: str, part: object, source: Any) -> None:
-        if hooks.is_stream(source):
-            if not _is_count(part):
-                raise SettingsError(
-                    f"take[{name!r}]={part!r}; the component is a stream, whose length is unknown, so it takes a number of "
-                    "records of at least 1.",
-                    setting="take",
-                )
-        elif not (_is_count(part) and cast(int, part) <= len(source)) and not (
-            isinstance(part, float) and 0 < part <= 1 and int(part * len(source))
-        ):
-            raise SettingsError(
-                f"take[{name!r}]={part!r}; it takes a number of records from 1 to {len(source)}, or a float above 0 and up "
-                "to 1.0 that is at least one record.",
-                setting="take",
-            )
 
     def length(self, name: str, source: Any) -> int:
         """Number of records of a random-access component that are used."""
@@ -110,22 +85,37 @@ class Parts:
         part = self.take.get(name)
         return None if part is None else (int(part) + num_lanes - 1 - lane_index) // num_lanes
 
-    def identity(self, name: str) -> dict[str, JsonValue]:
-        """What is added to a component's identity."""
-        parts = {"take": self.take.get(name), "repeat": self.repeat.get(name)}
-        return {key: value for key, value in parts.items() if value is not None}
+    def identities(self, components: Mapping[str, Any]) -> dict[str, JsonValue]:
+        """Name → identity of each component, with long values replaced by digests: a state holds all of them."""
+        used = {"take": self.take, "repeat": self.repeat}
+        return {
+            name: {key: _short(value) for key, value in source_identity(source).items()}
+            | {key: part[name] for key, part in used.items() if name in part}
+            for name, source in components.items()
+        }
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_) and bool(value >= 1)
+def _short(value: JsonValue) -> JsonValue:
+    small = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= 16)
+    return value if small else digest_of(value)[:8]
+
+
+def _wrong_take(part: object, source: Any) -> str:
+    """What ``take`` of a component takes instead of ``part``; empty if ``part`` is right."""
+    if hooks.is_stream(source):
+        wanted = "the component is a stream, whose length is unknown, so it takes a number of records of at least 1."
+        return "" if is_count(part) else wanted
+    number = len(source)
+    if (isinstance(part, float) and 0 < part <= 1 and int(part * number)) or (is_count(part) and part <= number):
+        return ""
+    return f"it takes a number of records from 1 to {number}, or a float above 0 and up to 1.0 that is at least one record."
 
 
 class Joiner:
     """Joins the components' parts into batches; all parts must match the structure of the first one seen."""
 
     def __init__(self) -> None:
-        self._wanted: Any = None
-        self._first: tuple[str, PyTree] | None = None
+        self._first: tuple[object, str, PyTree] | None = None  # its structure, its component, and it without rows
 
     def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
         """Joins parts that together cover each row once into one batch ``[num_rows, ...]``.
@@ -138,22 +128,22 @@ class Joiner:
         Raises:
           SourceError: records of two components differ in structure, shape or dtype; names the components and the leaf.
         """
-        wanted, first = (self._wanted, self._first) if whole else (None, None)
+        first = self._first if whole else None
         flat = []
         for name, rows, tree in parts:
             leaves, treedef = jax.tree.flatten(tree)
             leaves = [np.asarray(leaf) for leaf in leaves]
             # Compared without leaf paths: finding them takes longer than reading a small part.
             structure = treedef, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves]
-            if structure != wanted or any(leaf.shape[:1] != (len(rows),) for leaf in leaves):
+            if first is None or structure != first[0] or any(leaf.shape[:1] != (len(rows),) for leaf in leaves):
                 spec_of_batch(tree, len(rows), what=f"component {name!r}")  # raises if it is not such a batch
                 if first is not None:
-                    raise SourceError(_difference(name, tree, *first))
+                    raise SourceError(_difference(name, tree, *first[1:]))
                 # Keep 0 rows: errors need the shapes and dtypes, not the data.
-                wanted, first = structure, (name, jax.tree.map(lambda leaf: np.array(leaf[:0]), tree))
+                first = structure, name, jax.tree.map(lambda leaf: np.array(leaf[:0]), tree)
             flat.append((rows, leaves, treedef))
         if whole:
-            self._wanted, self._first = wanted, first
+            self._first = first
         if len(parts) == 1 and len(parts[0][1]) == num_rows:  # one component fills the batch: no copy
             return parts[0][2]
         outputs = [memory.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in flat[0][1]]
@@ -176,8 +166,7 @@ def _difference(name: str, tree: PyTree, other: str, other_tree: PyTree) -> str:
     else:
         who = f"components {name!r} and {other!r} have unlike records"
     here, there = ({leaf.path: leaf for leaf in spec.leaves} for spec in (found, wanted))
-    only_here, only_there = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
-    if only_here or only_there:
+    if here.keys() != there.keys():
         return (
             f"{who}: {name!r} has the leaves {', '.join(map(repr, here))}, {other!r} has "
             f"{', '.join(map(repr, there))}. {remedy}"

@@ -27,9 +27,10 @@ from meshfeed._src.order.mixture import (
     split_ids,
 )
 from meshfeed._src.reading.records import SourceReader, file_of, wants_rng
+from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.mixture.lanes import StreamMixture
-from meshfeed._src.sources.mixture.parts import Joiner, Parts, check_shapes, compact_identity
+from meshfeed._src.sources.mixture.parts import Joiner, Parts, check_shapes
 from meshfeed._src.sources.recognize import as_source
 
 
@@ -109,7 +110,7 @@ def Mixture(
     given = list(sources)
     sources, stages, parts = _flatten(sources, parse_weights(weights, given), Parts.of(sources, take, repeat))
     names = list(sources)
-    if isinstance(block, bool) or not isinstance(block, int | np.integer) or block < 1:
+    if not is_count(block):
         raise SettingsError(f"block={block!r}; it takes a number of records of at least 1.", setting="block")
     for _, stage_weights in stages:
         block_counts(stage_weights, names, int(block))  # raises if a weight is too small for the block
@@ -117,7 +118,7 @@ def Mixture(
     if on_end not in ("repeat", "stop"):
         raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
     if any(hooks.is_stream(source) for source in sources.values()):
-        return StreamMixture(sources, stages, int(block), on_end, shuffle, parts=parts)
+        return StreamMixture(sources, stages, int(block), on_end, shuffle, parts)
     if shuffle is not False:
         raise SettingsError(
             f"shuffle={shuffle!r} of a Mixture is for mixtures with a stream among them. All components here are "
@@ -215,13 +216,12 @@ class RandomMixture:
 
     def __getitem__(self, record_id: Any) -> Record:
         """The record with the id ``component << 48 | id``, as views of a batch of one."""
-        batch = self.read_batch(np.array([record_id], np.int64))
-        return jax.tree.map(lambda leaf: leaf[0], batch)
+        return jax.tree.map(lambda leaf: leaf[0], self.read_batch([record_id]))
 
     @property
     def first_record_id(self) -> int:
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
-        return int(join_ids(self._names.index(next(iter(self.stages[0][1]))), 0))
+        return join_ids(self._names.index(next(iter(self.stages[0][1]))), 0)
 
     def make_order(
         self,
@@ -235,10 +235,7 @@ class RandomMixture:
         """The order of the mixture for a feed's settings."""
         del batch_sizes
         if self._identities is None:
-            self._identities = {
-                name: {**compact_identity(source), **self.parts.identity(name)}
-                for name, source in self.components.items()
-            }
+            self._identities = self.parts.identities(self.components)
         return MixtureOrder(
             dict(zip(self._names, self._lengths.tolist(), strict=True)),
             stages=[Stage(position_of_step(step), weights, step) for step, weights in self.stages],
@@ -352,9 +349,9 @@ class RandomMixture:
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
-        number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)
+        number, own_id = split_ids(record_id)
         replacement = epoch_order.replacement_id(seed, epoch, own_id, attempt, int(self._lengths[number]))
-        return int(join_ids(number, replacement))
+        return join_ids(number, replacement)
 
     def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of all segments of records, and the first segment of each record; reads nothing.
@@ -381,7 +378,7 @@ class RandomMixture:
 
     def file_of(self, record_id: int) -> str | None:
         """The component that holds a record, and the file if known."""
-        number, own_id = record_id >> 48, record_id & ((1 << 48) - 1)
+        number, own_id = split_ids(record_id)
         path = file_of(self._sources[number], own_id)
         return f"component {self._names[number]!r}" + (f", {path}" if path else "")
 

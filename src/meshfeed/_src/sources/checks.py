@@ -1,0 +1,37 @@
+"""Checks that several sources share: of record ids, and of numbers that users pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError
+
+
+def check_ids(record_ids: np.ndarray | Sequence[int], num_records: int, whole: str = "source") -> None:
+    """Raises IndexError if an id is not in ``[0, num_records)``."""
+    if not len(record_ids):
+        return
+    low, high = int(np.min(record_ids)), int(np.max(record_ids))
+    if not 0 <= low <= high < num_records:
+        raise IndexError(
+            f"record id {low if low < 0 else high} is out of range: the {whole} has {num_records:,} records"
+        )
+
+
+def is_count(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether ``value`` is an int of at least ``least``, of Python or numpy and not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
+
+
+def checked_count(value: object, setting: str, least: int = 1) -> int:
+    """Returns a number given by the user.
+
+    Raises:
+      SettingsError: it is not an int of at least ``least``.
+    """
+    if not is_count(value, least):
+        raise SettingsError(f"{setting}={value!r}; it takes an int of at least {least}.", setting=setting)
+    return int(value)
