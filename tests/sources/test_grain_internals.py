@@ -12,7 +12,6 @@ from hidden_names import hide, renamed
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.sources.grain import internals
-from meshfeed._src.sources.grain.threads import use_daemon_threads
 from meshfeed.sources import Grain
 
 
@@ -139,8 +138,8 @@ def test_reader_threads_that_cannot_be_found_are_left_with_a_warning(monkeypatch
     with monkeypatch.context() as context:
         hide(context, grain.DatasetIterator, "_executor")
         internals._keeps_executors.cache_clear()
-        use_daemon_threads(iterator)
-        use_daemon_threads(iterator)
+        internals.use_daemon_threads(iterator)
+        internals.use_daemon_threads(iterator)
     internals._keeps_executors.cache_clear()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "keeps its reader threads elsewhere" in caplog.text
@@ -151,7 +150,7 @@ def test_reader_threads_become_daemons():
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     iterator = iter(grain.MapDataset.range(20).to_iter_dataset(options).map(lambda x: x))
     others = set(threading.enumerate())
-    use_daemon_threads(iterator)
+    internals.use_daemon_threads(iterator)
     assert next(iterator) == 0
     threads = [thread for thread in set(threading.enumerate()) - others if "grain-prefetch" in thread.name]
     assert threads

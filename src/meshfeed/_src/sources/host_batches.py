@@ -395,7 +395,7 @@ def start(iterable: Iterable[PyTree] | Iterator[PyTree]) -> Iterator[PyTree]:
     restarted: Any = as_numpy() if callable(as_numpy) else iterable
     iterator = iter(restarted) if hasattr(restarted, "__iter__") else restarted
     if _is_grain(iterator):
-        from meshfeed._src.sources.grain.threads import use_daemon_threads
+        from meshfeed._src.sources.grain.internals import use_daemon_threads
 
         use_daemon_threads(iterator)
     return iterator

@@ -38,7 +38,7 @@ _PARQUET_CYCLE = 16  # files that Grain interleaves
 _OPEN_PARTS = 64  # open files over all lanes, to keep memory independent of the number of lanes
 _MANY = 1 << 16  # above this, parts are not listed: an infinite dataset of datasets has 2**63
 
-Copy = Callable[[Node], Node]
+Copy: TypeAlias = Callable[[Node], Node]
 Datasets: TypeAlias = "Sequence[Node | None] | Records"
 
 
@@ -64,6 +64,11 @@ class Place:
     def slice(self) -> slice:
         """The slice of a sequence that belongs to this part."""
         return slice(self.lane_index, None, self.num_lanes)
+
+    @property
+    def open_parts(self) -> int:
+        """The most files or datasets that a lane has open at a time."""
+        return max(1, _OPEN_PARTS // self.all_lanes)
 
 
 def cut(dataset: Pipeline, place: Place) -> Pipeline:
@@ -92,8 +97,7 @@ def check(dataset: Pipeline, num_lanes: int) -> None:
     Raises:
       SourceError: a node cannot be split into lanes; names the node.
     """
-    found = find_uncuttable(dataset, num_lanes)
-    if found is not None:
+    if found := find_uncuttable(dataset, num_lanes):
         raise _refusal(*found, num_lanes)
 
 
@@ -130,14 +134,6 @@ def _refusal(node: Node, reason: str, num_lanes: int) -> SourceError:
     return SourceError(f"cannot cut {name} into {lanes}: {reason}. {internals.HOW_TO_OPEN}")
 
 
-def _derive_seed(seed: int, salt: Sequence[int]) -> int:
-    """A seed derived from (seed, salt); the seed itself if the salt is all zeros."""
-    if not any(salt):
-        return int(seed)
-    # 31 bits, since Grain adds counters to the seed, which must stay below 2**32.
-    return int(np.random.SeedSequence([int(seed) & 0xFFFFFFFFFFFFFFFF, *salt]).generate_state(1)[0]) >> 1
-
-
 def _elements(records: Records, place: Place) -> Records:
     """The part's elements of a MapDataset."""
     if place.epoch:
@@ -158,12 +154,13 @@ def _cut_read(node: Node, place: Place, _copy: Copy) -> Node:
 
 def _cut_interleave(node: Node, place: Place, _copy: Copy) -> Node:
     datasets = private(node, "datasets")
-    parts, unit = _assign_datasets(datasets, place)
+    whole, shares = _assign_datasets(datasets, place)
     # A MapDataset of datasets continues with its later epochs past its length.
     later = place.epoch * len(datasets) if isinstance(datasets, grain.MapDataset) else 0
 
     def make_part(part_index: int) -> Pipeline | None:
-        index, lane_index, num_lanes = parts(part_index)
+        past = part_index - len(whole)
+        index, lane_index, num_lanes = (whole[part_index], 0, 1) if past < 0 else shares[past]
         part = datasets[index + later]
         if part is None:
             return None
@@ -171,42 +168,26 @@ def _cut_interleave(node: Node, place: Place, _copy: Copy) -> Node:
         inner = dataclasses.replace(place, lane_index=lane_index, num_lanes=num_lanes, salt=salt)
         return cut(without_prefetch(part), inner)
 
-    cycle = min(private(node, "cycle_length"), max(1, _OPEN_PARTS // place.all_lanes))
-    return leaves.LaneLeaf(leaves.InterleaveIterator, make_part, parts.count, cycle, unit)
+    cycle = min(private(node, "cycle_length"), place.open_parts)
+    unit = "records" if shares else "datasets"
+    return leaves.LaneLeaf(leaves.InterleaveIterator, make_part, len(whole) + len(shares), cycle, unit)
 
 
-class _Parts:
-    """Part index → (dataset index, lane index within it, its number of lanes).
+def _assign_datasets(datasets: Datasets, place: Place) -> tuple[range, list[tuple[int, int, int]]]:
+    """Assigns whole datasets round-robin, and splits those that remain, which keeps the lanes even.
 
-    Whole datasets are computed, since there may be 2**63 of them; shares of datasets are listed.
+    Returns:
+      The indices of the lane's whole datasets, and its shares of others: index, lane index within it, number of lanes.
     """
-
-    def __init__(self, start: int, count: int, step: int, more: Sequence[tuple[int, int, int]] = ()) -> None:
-        self._start, self._whole, self._step, self._more = start, count, step, more
-        self.count = count + len(more)
-
-    def __call__(self, part_index: int) -> tuple[int, int, int]:
-        if part_index < self._whole:
-            return self._start + part_index * self._step, 0, 1
-        return self._more[part_index - self._whole]
-
-
-def _assign_datasets(datasets: Datasets, place: Place) -> tuple[_Parts, str]:
-    """Assigns whole datasets round-robin and splits those that remain, which keeps the lanes even."""
-    count = len(datasets)
-    rounds = min(count // place.num_lanes, _MANY)
-    left = _first_left(datasets, place.num_lanes)
-    if rounds == _MANY or left is None or find_uncuttable(left, place.num_lanes) is not None:
-        return _Parts(
-            place.lane_index, len(range(place.lane_index, count, place.num_lanes)), place.num_lanes
-        ), "datasets"
+    count, num_lanes = len(datasets), place.num_lanes
+    left = _first_left(datasets, num_lanes)
+    if left is None or find_uncuttable(left, num_lanes) is not None:
+        return range(place.lane_index, count, num_lanes), []
     # Each remaining dataset is split into num_lanes shares, and each lane takes num_left of all these shares.
-    num_left = count - rounds * place.num_lanes
-    shares = range(place.lane_index * num_left, (place.lane_index + 1) * num_left)
-    cut_ones = [
-        (count - num_left + share // place.num_lanes, share % place.num_lanes, place.num_lanes) for share in shares
-    ]
-    return _Parts(place.lane_index, rounds, place.num_lanes, cut_ones), "records"
+    num_left = count % num_lanes
+    mine = range(place.lane_index * num_left, (place.lane_index + 1) * num_left)
+    shares = [(count - num_left + share // num_lanes, share % num_lanes, num_lanes) for share in mine]
+    return range(place.lane_index, count - num_left, num_lanes), shares
 
 
 def _first_left(datasets: Datasets, num_lanes: int) -> Pipeline | None:
@@ -232,7 +213,7 @@ def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
     if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
         # By default Arrow buffers a whole row group of each file.
         options = {**options, "pre_buffer": False, "buffer_size": max(1 << 16, _BUFFER_BYTES // place.all_lanes)}
-    cycle = min(_PARQUET_CYCLE, max(1, _OPEN_PARTS // place.all_lanes))
+    cycle = min(_PARQUET_CYCLE, place.open_parts)
     # The memory of all open files of all lanes together stays constant.
     block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
 
@@ -266,16 +247,19 @@ def _cut_limit(node: Node, place: Place, copy: Copy) -> Node:
 
 def _cut_index(node: Node, place: Place, copy: Copy) -> Node:
     function = private(node, "map_fn")
-
-    # The user's function expects the index in the whole stream, not in the lane.
-    def map_with_global_index(index: int, element: object) -> object:
-        return function(place.lane_index + index * place.num_lanes, element)
-
-    return _with_parents(node, copy, map_fn=map_with_global_index)
+    first, step = (
+        place.lane_index,
+        place.num_lanes,
+    )  # the function expects the index in the whole stream, not in the lane
+    return _with_parents(node, copy, map_fn=lambda index, element: function(first + index * step, element))
 
 
 def _cut_seeded(node: Node, place: Place, copy: Copy) -> Node:
-    return _with_parents(node, copy, seed=_derive_seed(private(node, "seed"), place.salt))
+    seed = int(private(node, "seed"))
+    if any(place.salt):
+        # 31 bits, since Grain adds counters to the seed, which must stay below 2**32.
+        seed = int(np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF, *place.salt]).generate_state(1)[0]) >> 1
+    return _with_parents(node, copy, seed=seed)
 
 
 def _with_parents(node: Node, copy: Copy, **changed: object) -> Node:
@@ -311,11 +295,14 @@ def _not_one_to_one(node: Node) -> str | None:
     for child in parents(node):
         if isinstance(child, grain.MapDataset):
             found = sparse_node(child)
+        elif is_named(child, internals.ONE_TO_ONE):
+            if name := _not_one_to_one(child):
+                return name
+            continue
         else:
-            found = None if is_named(child, internals.ONE_TO_ONE) else child
-        name = _not_one_to_one(child) if found is None and internals.is_pipeline(child) else None
-        if found is not None or name is not None:
-            return type(found).__name__ if name is None else name
+            found = child
+        if found is not None:
+            return type(found).__name__
     return None
 
 

@@ -10,11 +10,10 @@ from typing import SupportsIndex
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError, StateMismatchError
-from meshfeed._src.base.process import finalize
 from meshfeed._src.base.types import JsonValue, Record
+from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.grain import cut, fingerprint, internals, tree
 from meshfeed._src.sources.grain.internals import GrainIterator, Pipeline, Records
-from meshfeed._src.sources.grain.threads import POOL
 
 _ENDLESS = 1 << 62  # the most records that a feed can number; repeat() without a count has twice as many
 
@@ -69,9 +68,7 @@ class GrainRecords:
           SourceError: an element is missing.
         """
         indices = [operator.index(record_id) for record_id in record_ids]
-        for index in indices:
-            if not 0 <= index < self._length:
-                raise IndexError(f"record id {index} is out of range: the source has {self._length:,} records")
+        check_ids(indices, self._length)
         records = internals.read_many(self._dataset, indices)
         for index, record in zip(indices, records, strict=True):
             if record is None:
@@ -148,32 +145,22 @@ class GrainLane:
     """One lane of a :class:`GrainStream`."""
 
     def __init__(self, dataset: Pipeline, iterator: GrainIterator, lane_index: int) -> None:
-        self._dataset = dataset
-        self._iterator = iterator
-        self._lane_index = lane_index
+        self._dataset, self._iterator, self._lane_index = dataset, iterator, lane_index
         self._ended = False
-        POOL.acquire()
-        self._release = finalize(self, POOL.release)
 
     def __iter__(self) -> Iterator[Record]:
         return self
 
     def __next__(self) -> Record:
-        if self._ended:  # some Grain iterators would start over
-            raise StopIteration
-        while True:
-            try:
-                record = next(self._iterator)
-            except StopIteration:
-                self._ended = True
-                raise
+        for record in () if self._ended else self._iterator:
             if record is not None:  # to_iter_dataset(allow_nones=True) yields None for missing elements
                 return record
+        self._ended = True  # some Grain iterators would start over
+        raise StopIteration
 
     def close(self) -> None:
         """Discards data read ahead; the threads end when the last lane is closed."""
         self._iterator.close()
-        self._release()
 
 
 class StatefulGrainLane(GrainLane):

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import grain
 import jax
@@ -105,14 +105,15 @@ def identify(source: Any) -> JsonValue:
     if callable(getattr(source, "fingerprint", None)) and not isinstance(source, str):
         return source.fingerprint()
     identity: dict[str, JsonValue] = {"type": type(source).__name__}
-    count = _length(source)
+    count = len(source) if hasattr(source, "__len__") else None
     if count is not None:
         identity["records"] = count
     paths = getattr(source, "paths", None)
-    if paths is None and isinstance(source, list | tuple) and _are_files(source):
+    if paths is None and isinstance(source, list | tuple) and _are_paths(source) and all(map(_is_file, source)):
         return {**identity, "files": identify_paths(source)}
-    if paths is not None and (isinstance(paths, str | os.PathLike) or _are_paths(paths)):
-        identity["files"] = identify_paths([paths] if isinstance(paths, str | os.PathLike) else paths)
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if _are_paths(paths):
+        identity["files"] = identify_paths(paths)
     if count:
         identity["content"] = _digest_records(source, _spread(count))
     return identity
@@ -128,19 +129,12 @@ def identify_paths(paths: Sequence[str | bytes | os.PathLike[str]]) -> JsonValue
         return file_paths.identify_files(names, [0] * len(names))
 
 
-def _length(source: Any) -> int | None:
-    try:
-        return len(source)
-    except TypeError:
-        return None
-
-
-def _are_paths(items: object) -> bool:
+def _are_paths(items: object) -> TypeGuard[Sequence[str | os.PathLike[str]]]:
     return isinstance(items, Sequence) and bool(items) and all(isinstance(item, str | os.PathLike) for item in items)
 
 
-def _are_files(items: Sequence[Any]) -> bool:
-    return _are_paths(items) and all(file_paths.is_url(os.fspath(item)) or os.path.isfile(item) for item in items)
+def _is_file(path: str | os.PathLike[str]) -> bool:
+    return file_paths.is_url(os.fspath(path)) or os.path.isfile(path)
 
 
 def _spread(count: int) -> list[int]:

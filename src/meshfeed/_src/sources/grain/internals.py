@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 import grain
 
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.base.threads import Threads
 
 Records: TypeAlias = grain.MapDataset[Any]
 Pipeline: TypeAlias = grain.IterDataset[Any]
@@ -309,21 +310,19 @@ def pads_batches(node: Node) -> bool:
     return getattr(private(node, "batch_fn"), "__name__", "") != "make_batch"
 
 
-def replace_executors(iterator: object, make: Callable[[int], object]) -> None:
-    """Replaces the thread pools of a Grain iterator and of the iterators below it.
+def use_daemon_threads(iterator: object) -> None:
+    """Makes the reader threads of a Grain iterator, and of the iterators below it, daemons.
 
-    If Grain keeps them elsewhere, the iterator is left unchanged, with a warning.
-
-    Args:
-      iterator: the iterator.
-      make: number of threads → the new pool.
+    ``to_iter_dataset`` reads in a ``ThreadPoolExecutor``, whose threads Python joins at exit: if a read hangs, the
+    process never ends. The number of threads and the order of elements do not change. If Grain keeps the threads
+    elsewhere, the iterator is left unchanged, with a warning.
     """
     if not _keeps_executors():
         return
     for node in _iterators_below(iterator):
         executor = getattr(node, "_executor", None)
         if isinstance(executor, concurrent.futures.ThreadPoolExecutor):
-            node._executor = make(node._target_num_threads)
+            node._executor = Threads(node._target_num_threads, "meshfeed-grain-prefetch")
             executor.shutdown(wait=False)  # still completes reads that a running iterator has submitted
 
 

@@ -1,14 +1,17 @@
 """The leaves of a lane's Grain pipeline, which read its part of the data.
 
-They replace Grain's own leaves, which start threads for every lane, and keep a whole row group of each Parquet file in
-memory.
+They replace Grain's own leaves, which keep a whole row group of each Parquet file in memory, and start 16 threads per
+``to_iter_dataset`` and one per file of an interleave: a thousand or more with 64 lanes. Here all lanes of a process share
+one pool.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, BinaryIO, TypeAlias
 
@@ -16,15 +19,25 @@ import grain
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError
-from meshfeed._src.base.threads import Call
+from meshfeed._src.base.threads import Call, Threads
 from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.grain import internals
 from meshfeed._src.sources.grain.internals import GrainIterator, Pipeline, Records
-from meshfeed._src.sources.grain.threads import POOL
 
 _LENGTH = struct.Struct("<QI")  # TFRecord header: uint64 length, masked CRC of the length
 _CRC_BYTES = 4
 _MIN_WAIT_SECONDS = 1e-3  # per block; a shorter read is not worth a second thread
+_NUM_THREADS = 16  # that one Grain iterator uses by default
+_END = object()
+
+_POOLS: weakref.WeakValueDictionary[int, Threads] = weakref.WeakValueDictionary()  # by process: forks have no threads
+_POOLS_LOCK = threading.Lock()
+
+
+def _shared_threads() -> Threads:
+    """The threads of all lanes of this process, which end when no lane holds them any more."""
+    with _POOLS_LOCK:
+        return _POOLS.setdefault(os.getpid(), Threads(_NUM_THREADS, "meshfeed-grain"))
 
 
 class LaneLeaf(grain.IterDataset):
@@ -48,22 +61,19 @@ class ReadIterator(grain.DatasetIterator):
     Args:
       records: the MapDataset, already restricted to the lane.
       block_size: elements per block.
-      read_ahead: whether the thread pool may read the next block in the background. This happens only if reading mostly
-        waits: if it computes, the two threads would contend for the GIL, at some milliseconds per switch.
+      read_ahead: whether a thread may read the next block in the background. This happens only if reading mostly waits:
+        if it computes, the two threads would contend for the GIL, at some milliseconds per switch.
     """
 
     def __init__(self, records: Records, block_size: int, read_ahead: bool) -> None:
         super().__init__()
-        self._records = records
-        self._length = len(records)
-        self._block_size = block_size
-        self._read_ahead = read_ahead
+        self._ahead: tuple[int, Call[Sequence[Any]]] | None = None  # first: __del__ closes a partly constructed one too
+        self._threads: Threads | None = None
+        self._records, self._length = records, len(records)
+        self._block_size, self._read_ahead = block_size, read_ahead
         self._waits = False
-        self._next_index = 0
         self._block: Sequence[Any] = ()
-        self._block_start = 0
-        self._ahead: tuple[int, Call[Sequence[Any]]] | None = None
-        self._singly_until = 0
+        self._next_index = self._block_start = self._singly_until = 0
         internals.set_up(records)
 
     def __next__(self) -> Any:
@@ -80,24 +90,21 @@ class ReadIterator(grain.DatasetIterator):
 
     def _load(self) -> None:
         start = self._next_index
-        if start < self._singly_until:
-            self._block, self._block_start = [self._records[start]], start
-            return
         stop = min(start + self._block_size, self._length)
-        ahead, self._ahead = self._ahead, None
-        try:
-            if ahead is not None and ahead[0] == start:
-                block = ahead[1].result()
-            else:
-                block = self._read(start, stop)
-        except Exception:
-            # Some element is unreadable. Read one by one: deliver those before it, then raise its own error.
-            self._singly_until = stop
-            self._block, self._block_start = [self._records[start]], start
-            return
-        self._block, self._block_start = block, start
-        if self._read_ahead and self._waits and stop < self._length:
-            self._ahead = (stop, POOL.submit(self._read, stop, min(stop + self._block_size, self._length)))
+        if start >= self._singly_until:
+            ahead, self._ahead = self._ahead, None
+            try:
+                read = ahead is not None and ahead[0] == start
+                self._block = ahead[1].result() if ahead is not None and read else self._read(start, stop)
+            except Exception:
+                # Some element is unreadable. Read one by one: deliver those before it, then raise its own error.
+                self._singly_until = stop
+        if start < self._singly_until:
+            self._block = [self._records[start]]
+        elif self._read_ahead and self._waits and stop < self._length:
+            self._threads = self._threads or _shared_threads()
+            self._ahead = stop, self._threads.submit(self._read, stop, min(stop + self._block_size, self._length))
+        self._block_start = start
 
     def _read(self, start: int, stop: int) -> Sequence[Any]:
         began, worked = time.monotonic(), time.thread_time()
@@ -121,10 +128,13 @@ class ReadIterator(grain.DatasetIterator):
         self._drop_ahead()
 
     def _drop_ahead(self) -> None:
-        ahead = getattr(self, "_ahead", None)  # __del__ also closes partly constructed iterators
-        if ahead is not None:
-            ahead[1].cancel()
-        self._ahead = None
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._ahead = self._threads = None
+
+
+_Slot: TypeAlias = "tuple[int, GrainIterator]"
+"""Index of a part, and its open iterator."""
 
 
 class InterleaveIterator(grain.DatasetIterator):
@@ -141,36 +151,24 @@ class InterleaveIterator(grain.DatasetIterator):
         self, make_part: Callable[[int], Pipeline | None], num_parts: int, cycle_length: int, unit: str
     ) -> None:
         super().__init__()
-        self._make_part = make_part
-        self._num_parts = num_parts
-        self._unit = unit
-        self._slots: list[tuple[int, GrainIterator] | None] = [None] * max(1, min(cycle_length, num_parts))
-        self._next_slot = 0
-        self._next_part = 0
+        self._make_part, self._num_parts, self._unit = make_part, num_parts, unit
+        self._slots: list[_Slot | None] = [None] * max(1, min(cycle_length, num_parts))
+        self._next_slot = self._next_part = 0
 
     def __next__(self) -> Any:
-        while True:
+        while self._next_part < self._num_parts or any(self._slots):
             slot = self._slots[self._next_slot]
-            if slot is None:
-                if self._next_part < self._num_parts:
-                    self._slots[self._next_slot] = (self._next_part, self._open(self._next_part))
-                    self._next_part += 1
-                    continue
-                if not any(self._slots):
-                    raise StopIteration
-            else:
-                try:
-                    element = next(slot[1])
-                except StopIteration:
-                    slot[1].close()
-                    self._slots[self._next_slot] = None
-                else:
-                    self._advance()
-                    return element
-            self._advance()
-
-    def _advance(self) -> None:
-        self._next_slot = (self._next_slot + 1) % len(self._slots)
+            if slot is None and self._next_part < self._num_parts:
+                slot = self._slots[self._next_slot] = self._next_part, self._open(self._next_part)
+                self._next_part += 1
+            element = _END if slot is None else next(slot[1], _END)
+            if slot is not None and element is _END:
+                slot[1].close()
+                self._slots[self._next_slot] = None
+            self._next_slot = (self._next_slot + 1) % len(self._slots)
+            if element is not _END:
+                return element
+        raise StopIteration
 
     def _open(self, part_index: int) -> GrainIterator:
         part = self._make_part(part_index)
@@ -191,14 +189,10 @@ class InterleaveIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if len(state["slots"]) != len(self._slots) or state["cut"] != self._unit:
             raise ValueError(f"parts cut by {state['cut']}, {len(state['slots'])} at a time")
-        opened: list[tuple[int, GrainIterator] | None] = []
-        for entry in state["slots"]:
-            if entry is None:
-                opened.append(None)
-                continue
-            iterator = self._open(entry[0])
-            iterator.set_state(entry[1])
-            opened.append((entry[0], iterator))
+        opened = [None if entry is None else (entry[0], self._open(entry[0])) for entry in state["slots"]]
+        for entry, slot in zip(state["slots"], opened, strict=True):
+            if slot is not None:
+                slot[1].set_state(entry[1])
         self._close_slots()
         self._slots, self._next_slot, self._next_part = opened, state["next_slot"], state["next_part"]
 
@@ -207,9 +201,8 @@ class InterleaveIterator(grain.DatasetIterator):
         self._close_slots()
 
     def _close_slots(self) -> None:
-        for slot in getattr(self, "_slots", ()):
-            if slot is not None:
-                slot[1].close()
+        for slot in filter(None, self._slots):
+            slot[1].close()
 
 
 class TFRecordIterator(grain.DatasetIterator):
@@ -221,13 +214,9 @@ class TFRecordIterator(grain.DatasetIterator):
 
     def __init__(self, path: str, lane_index: int, num_lanes: int) -> None:
         super().__init__()
-        self._path = path
-        self._lane_index = lane_index
-        self._num_lanes = num_lanes
+        self._path, self._lane_index, self._num_lanes = path, lane_index, num_lanes
         self._file: BinaryIO | None = None
-        self._size = 0
-        self._offset = 0
-        self._record = 0
+        self._size = self._offset = self._record = 0
 
     def __next__(self) -> bytes:
         if self._file is None:
@@ -264,9 +253,9 @@ class TFRecordIterator(grain.DatasetIterator):
 
     def close(self) -> None:
         super().close()
-        file, self._file = getattr(self, "_file", None), None
-        if file is not None:
-            file.close()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 class NoRecordsIterator(grain.DatasetIterator):
@@ -299,14 +288,10 @@ class ParquetIterator(grain.DatasetIterator):
 
     def __init__(self, path: str, start: int, stop: int | None, block_rows: int, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self._path = path
-        self._stop = stop
-        self._block_rows = block_rows
-        self._options = options
-        self._row = start
-        self._columns: dict[str, Any] = {}
-        self._block_start = self._block_stop = start
+        self._path, self._stop, self._block_rows, self._options = path, stop, block_rows, options
         self._blocks: Generator[_Block, None, None] | None = None
+        self._columns: dict[str, Any] = {}
+        self._row = self._block_start = self._block_stop = start
 
     def __next__(self) -> dict[str, Any]:
         while not self._block_start <= self._row < self._block_stop:
@@ -316,14 +301,12 @@ class ParquetIterator(grain.DatasetIterator):
         return {name: column[offset] for name, column in self._columns.items()}
 
     def _load(self) -> None:
-        if self._blocks is None:
-            self._blocks = self._read_from(self._row)
+        self._blocks = self._blocks or self._read_from(self._row)
         try:
             self._block_start, self._block_stop, self._columns = next(self._blocks)
-        except StopIteration:
-            raise
-        except Exception:
-            self._drop_block()  # a generator that has raised would end silently on the next call
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                self._drop_block()  # a generator that has raised would end silently on the next call
             raise
 
     def _read_from(self, row: int) -> Generator[_Block, None, None]:
@@ -361,9 +344,8 @@ class ParquetIterator(grain.DatasetIterator):
         self._drop_block()
 
     def _drop_block(self) -> None:
-        blocks = getattr(self, "_blocks", None)  # __del__ also closes partly constructed iterators
-        if blocks is not None:
-            blocks.close()  # which closes the file
+        if self._blocks is not None:
+            self._blocks.close()  # which closes the file
         self._blocks, self._columns, self._block_start, self._block_stop = None, {}, 0, 0
 
 

@@ -144,9 +144,12 @@ def check_batched(dataset: Node, num_lanes: int = 1) -> None:
       SourceError: the last batch is short in one of ``num_lanes`` lanes.
     """
     node = _last_batch(dataset)
-    if node is None or is_named(node, internals.REBATCH) or private(node, "drop_remainder"):
-        return
-    if internals.pads_batches(node):
+    if (
+        node is None
+        or is_named(node, internals.REBATCH)
+        or private(node, "drop_remainder")
+        or internals.pads_batches(node)
+    ):
         return
     length, size = _known_length(internals.parent(node)), private(node, "batch_size")
     if length is None or not any(part % size for part in (length // num_lanes, -(-length // num_lanes))):
@@ -188,8 +191,14 @@ def without_prefetch(dataset: Node) -> Pipeline:
             return copy_tree(node, batched_sources, elements)
         workers = _worker_shards(node)
         if workers:
-            _report(workers)
+            _logger.info(
+                "mp_prefetch(num_workers=%d) is left out of the lanes; give the feed num_workers", len(workers)
+            )
             node = workers[0]
+            if internals.initializes_workers(node):
+                _logger.warning(
+                    "worker_init_fn of mp_prefetch is not called: lanes have no worker processes of their own"
+                )
         elif not is_named(node, internals.PREFETCH):
             return _own_memory(node, copy)
         while is_named(node, internals.PREFETCH):
@@ -205,15 +214,7 @@ def without_prefetch(dataset: Node) -> Pipeline:
 def _worker_shards(node: Node) -> list[Node]:
     """The workers of an ``mp_prefetch``, which Grain represents as an interleave; empty for other nodes."""
     shards = private(node, "datasets") if is_named(node, internals.INTERLEAVE) else None
-    if not isinstance(shards, list) or not all(is_named(shard, internals.PROCESSES) for shard in shards):
-        return []
-    return shards
-
-
-def _report(workers: list[Node]) -> None:
-    _logger.info("mp_prefetch(num_workers=%d) is left out of the lanes; give the feed num_workers", len(workers))
-    if internals.initializes_workers(workers[0]):
-        _logger.warning("worker_init_fn of mp_prefetch is not called: lanes have no worker processes of their own")
+    return shards if isinstance(shards, list) and all(is_named(s, internals.PROCESSES) for s in shards) else []
 
 
 def _own_memory(node: Node, copy: Callable[[Node], Node]) -> Node | None:
