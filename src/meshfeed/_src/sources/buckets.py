@@ -16,8 +16,9 @@ from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
+from meshfeed._src.sources.checks import checked_count
 from meshfeed._src.sources.documents import digest_of_lengths, documents_of, empty, lengths_of, read_items
-from meshfeed._src.sources.padded import Pad, checked_length
+from meshfeed._src.sources.padded import Pad
 
 _RECORDS_PER_PASS = 1 << 20
 
@@ -248,7 +249,7 @@ def _checked_boundaries(boundaries: object) -> tuple[int, ...]:
         raise SettingsError(
             f"boundaries={boundaries!r}; it takes lengths, such as (128, 512, 2048).", setting="boundaries"
         )
-    found = tuple(checked_length(boundary, "boundaries") for boundary in boundaries)
+    found = tuple(checked_count(boundary, "boundaries") for boundary in boundaries)
     if list(found) != sorted(set(found)):
         raise SettingsError(f"boundaries={boundaries!r}; they must be ascending.", setting="boundaries")
     return found

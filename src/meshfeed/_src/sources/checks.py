@@ -1,4 +1,4 @@
-"""Checks that several sources share: of record ids, and of numbers that users pass."""
+"""Checks that several sources share: of record ids, of numbers that users pass, and of batches in place of records."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def check_ids(record_ids: np.ndarray | Sequence[int], num_records: int, whole: s
         raise IndexError(
             f"record id {low if low < 0 else high} is out of range: the {whole} has {num_records:,} records"
         )
+
+
+def as_run(ids: np.ndarray) -> slice | None:
+    """``ids``, int64[n], as a slice if they are consecutive and ascending, otherwise None."""
+    n = len(ids)
+    if n and int(ids[-1]) - int(ids[0]) == n - 1 and (n == 1 or bool((np.diff(ids) == 1).all())):
+        return slice(int(ids[0]), int(ids[0]) + n)
+    return None
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:

@@ -7,6 +7,7 @@ of its encoding.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -93,78 +94,59 @@ def _one(values: _Feature) -> _Feature | bytes:
 
 def _convert(name: str, value: Any) -> _Convert:
     if value is bytes:
-        return _AsBytes(name)
+        return functools.partial(_as_bytes, name)
     if callable(value) and not isinstance(value, type):
-        return _Call(value)
+        return functools.partial(_call, value)
     dtype, shape = value if isinstance(value, tuple) and len(value) == 2 else (value, ())
     try:
         sizes = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
-        array = _AsArray(name, np.dtype(dtype), sizes)
+        number = np.dtype(dtype)
     except TypeError as error:
         raise SettingsError(
             f"DecodeExample got {value!r} for the feature {name!r}: {error}. Expected (dtype, shape), a dtype, bytes, or a "
             "function.",
             setting="decode",
         ) from error
-    if array.dtype.hasobject or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
+    if number.hasobject or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
         raise SettingsError(
             f"DecodeExample got {value!r} for the feature {name!r}. Expected a dtype of numbers, and sizes of which at most "
             "one is -1.",
             setting="decode",
         )
-    return array
+    return functools.partial(_as_array, name, number, sizes)
 
 
-class _Call:
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
-
-    def __call__(self, values: _Feature) -> object:
-        return self._function(_one(values))
+# The converters are partials of these functions, which can be pickled.
 
 
-class _AsBytes:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, values: _Feature) -> bytes:
-        if not isinstance(values, list) or len(values) != 1:
-            raise ValueError(f"the feature {self._name!r} holds {_describe(values)}; expected one value of bytes.")
-        return values[0]
+def _call(function: Callable[..., object], values: _Feature) -> object:
+    return function(_one(values))
 
 
-class _AsArray:
-    def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._name, self.dtype, self._shape = name, dtype, shape
+def _as_bytes(name: str, values: _Feature) -> bytes:
+    if not isinstance(values, list) or len(values) != 1:
+        raise ValueError(f"the feature {name!r} holds {_describe(values)}; expected one value of bytes.")
+    return values[0]
 
-    def __call__(self, values: _Feature) -> np.ndarray:
-        if isinstance(values, list):
-            values = self._from_bytes(values)
-        count = math.prod(size for size in self._shape if size >= 0)
-        if len(values) != count and (-1 not in self._shape or not count or len(values) % count):
-            raise ValueError(
-                f"the feature {self._name!r} holds {_describe(values)}; expected {self.dtype}{list(self._shape)}. Give "
-                "DecodeExample the shape that was written."
-            )
-        return self._cast(values).reshape(self._shape)
 
-    def _from_bytes(self, values: list[bytes]) -> np.ndarray:
-        if len(values) == 1 and self.dtype.itemsize and len(values[0]) % self.dtype.itemsize == 0:
-            return np.frombuffer(values[0], self.dtype)
+def _as_array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], values: _Feature) -> np.ndarray:
+    holds = f"the feature {name!r} holds"
+    if isinstance(values, list):
+        if len(values) != 1 or not dtype.itemsize or len(values[0]) % dtype.itemsize:
+            raise ValueError(f"{holds} {_describe(values)}; expected the bytes of {dtype}{list(shape)}.")
+        values = np.frombuffer(values[0], dtype)
+    count = math.prod(size for size in shape if size >= 0)
+    if len(values) != count and (-1 not in shape or not count or len(values) % count):
         raise ValueError(
-            f"the feature {self._name!r} holds {_describe(values)}; expected the bytes of {self.dtype}{list(self._shape)}."
+            f"{holds} {_describe(values)}; expected {dtype}{list(shape)}. Give DecodeExample the shape that was written."
         )
-
-    def _cast(self, values: np.ndarray) -> np.ndarray:
-        if values.dtype == self.dtype:
-            return values
-        if values.dtype.kind == "f" and self.dtype.kind in "iub":
-            raise ValueError(f"the feature {self._name!r} holds floats; expected {self.dtype}. Give a float dtype.")
-        cast = values.astype(self.dtype)
-        if self.dtype.kind in "iub" and (cast != values).any():
-            wrong = values[np.flatnonzero(cast != values)[0]]
-            raise ValueError(f"the feature {self._name!r} holds {wrong}, which does not fit into {self.dtype}.")
-        return cast
+    if values.dtype.kind == "f" and dtype.kind in "iub":
+        raise ValueError(f"{holds} floats; expected {dtype}. Give a float dtype.")
+    cast = values.astype(dtype, copy=False)
+    if values.dtype != dtype and dtype.kind in "iub" and (cast != values).any():
+        wrong = values[np.flatnonzero(cast != values)[0]]
+        raise ValueError(f"{holds} {wrong}, which does not fit into {dtype}.")
+    return cast.reshape(shape)
 
 
 def _describe(values: _Feature) -> str:

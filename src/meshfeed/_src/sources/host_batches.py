@@ -103,7 +103,7 @@ class HostBatches:
           StateMismatchError: see :meth:`HostBatchIterator.set_state`.
         """
         if not self._one_shot:
-            fresh = HostBatchIterator(self, start(self.iterable), restartable=True)
+            fresh = HostBatchIterator(self)
             if state is not None:
                 fresh.set_state(state)
             return fresh
@@ -154,17 +154,20 @@ class HostBatches:
             if rewind:
                 self.iterable.set_state(self._first_state)
         self._taken = True
-        self._owner = HostBatchIterator(self, start(self.iterable), restartable=False)
+        self._owner = HostBatchIterator(self)
         return self._owner
 
     @contextlib.contextmanager
     def _turn_of(self, user: HostBatchIterator | None) -> Iterator[None]:
-        """Holds the lock on a one-shot's underlying iterator.
+        """Holds the lock on a one-shot's underlying iterator; others need none.
 
         Raises:
           SourceError: ``user`` is not None and a later reader has replaced it.
           StalledError: another thread has held the lock for 300 s.
         """
+        if not self._one_shot:
+            yield
+            return
         if not self._turn.acquire(timeout=_TURN_SECONDS):
             raise StalledError(
                 f"another thread has been in next() of the {type(self.iterable).__name__} of host batches for "
@@ -196,10 +199,9 @@ class HostBatchIterator:
     batch, so the call can be retried; any other raises the same error again.
     """
 
-    def __init__(self, batches: HostBatches, iterator: Iterator[PyTree], *, restartable: bool) -> None:
-        self._batches = batches
-        self._iterator: Any = iterator
-        self._restartable = restartable
+    def __init__(self, batches: HostBatches) -> None:
+        self._batches, self._restartable = batches, batches.restartable
+        self._iterator: Any = start(batches.iterable)
         self._delivered = 0
         self._saved = self._take_state()
         self._failure: BaseException | None = None
@@ -247,25 +249,18 @@ class HostBatchIterator:
         Raises:
           SourceError: a generator, or a one-shot that has been opened again elsewhere.
         """
-        if self._restartable:
-            return self._batches.iterator()
         with self._batches._turn_of(self):
             return self._batches.iterator()
 
     def get_state(self) -> JsonValue:
         """State after the last batch returned."""
-        if self._restartable:
-            return self._get_state()
         with self._batches._turn_of(self):
-            return self._get_state()
-
-    def _get_state(self) -> JsonValue:
-        if self._failure is None or find(self._iterator, Resumable) is None:
-            self._saved = self._take_state()
-        elif self._saved["batches"] != self._delivered:  # a failed iterator's own state is unreliable
-            self._recover(self._failure)
-            self._saved = self._take_state()
-        return self._saved
+            if self._failure is None or not self._resumable:
+                self._saved = self._take_state()
+            elif self._saved["batches"] != self._delivered:  # a failed iterator's own state is unreliable
+                self._recover(self._failure)
+                self._saved = self._take_state()
+            return self._saved
 
     def set_state(self, state: JsonValue) -> None:
         """Resumes after the batch at which ``state`` was taken.
@@ -276,15 +271,27 @@ class HostBatchIterator:
         """
         if not isinstance(state, dict) or not isinstance(state.get("batches"), int) or state["batches"] < 0:
             raise StateMismatchError(_FIELD, state, {"batches": self._delivered}, "The state is damaged; use another.")
-        if find(self._iterator, Resumable) is not None:
+        kind, resumable = type(self._iterator).__name__, self._resumable
+        if ("state" in state) is not resumable:
+            raise StateMismatchError(
+                f"{_FIELD}.state",
+                "a number of batches" if resumable else "the state of an iterator",
+                f"the state of a {kind}" if resumable else f"a {kind} without set_state",
+                "Pass the kind of iterable that the state was saved with.",
+            )
+        if resumable:
             self._restore(state)
         else:
-            self._skip_to(state)
+            self._skip_to(state["batches"])
         self._failure, self._ended, self._saved = None, False, state
+
+    @property
+    def _resumable(self) -> bool:
+        return find(self._iterator, Resumable) is not None
 
     def _take_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"batches": self._delivered}
-        if find(self._iterator, Resumable) is not None:
+        if self._resumable:
             of_iterator = self._iterator.get_state()
             try:
                 state["state"] = exact_json.encode_value(of_iterator)
@@ -297,7 +304,7 @@ class HostBatchIterator:
     def _recover(self, failure: BaseException) -> None:
         """Restores the iterator to just after the last batch returned, or raises ``failure`` if it cannot."""
         wanted, saved = self._delivered, self._saved
-        if not (self._restartable or find(self._iterator, Resumable) is not None):
+        if not (self._restartable or self._resumable):
             raise failure.with_traceback(self._failed_at)  # otherwise each call would lengthen the traceback
         self.set_state(saved)
         self._drop(self._iterator, saved["batches"], wanted)
@@ -313,13 +320,6 @@ class HostBatchIterator:
             close_within(self._iterator)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if "state" not in state:
-            raise StateMismatchError(
-                f"{_FIELD}.state",
-                "a number of batches",
-                f"the state of a {type(self._iterator).__name__}",
-                "Pass the kind of iterable that the state was saved with.",
-            )
         # On a new iterator if possible: the current one stays usable if the state is rejected.
         iterator: Any = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
@@ -337,15 +337,7 @@ class HostBatchIterator:
             self.close()
         self._iterator, self._delivered = iterator, state["batches"]
 
-    def _skip_to(self, state: dict[str, Any]) -> None:
-        wanted = state["batches"]
-        if "state" in state:
-            raise StateMismatchError(
-                f"{_FIELD}.state",
-                "the state of an iterator",
-                f"a {type(self._iterator).__name__} without set_state",
-                "Pass the kind of iterable that the state was saved with.",
-            )
+    def _skip_to(self, wanted: int) -> None:
         if not self._restartable and (wanted != self._delivered or self._failure is not None):
             raise StateMismatchError(
                 f"{_FIELD}.batches",

@@ -21,12 +21,13 @@ from meshfeed._src.order.epochs import derive_key
 from meshfeed._src.reading.host_batch import RecordStack, num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
 from meshfeed._src.reading.records import read_records, wants_rng
+from meshfeed._src.sources.documents import read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 
 _FUNCTION_KEY = 105  # purpose of a derived key: the function's numbers differ from those of the source's decoder
 _RANDOM_HOOKS = ("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index")
-_STREAM_HOOKS = ("check_lanes", "file_names")
+_STREAM_HOOKS = ("check_lanes", "file_names", "mixture_config", "check_saved")
 
 
 @public("meshfeed.sources")
@@ -63,8 +64,7 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
         raise SourceError("Map got batches of this host. Expected a source of records. Map them in your own iterable.")
     if not hooks.is_stream(records):
         return MappedRecords(records, function, batched)
-    staged = hooks.find(records, hooks.StagedStream) is not None
-    return (StagedMappedStream if staged else MappedStream)(records, function, batched)
+    return MappedStream(records, function, batched)
 
 
 class _Mapped:
@@ -175,11 +175,9 @@ class MappedRecords(_Mapped):
             return []
         if rngs is not None and self._source_rng:
             return _rows(read_records(source, ids, rngs))
-        if hooks.find(source, hooks.ItemsReader) is not None:
-            return source.__getitems__(ids.tolist())
-        if hooks.find(source, hooks.BatchReader) is not None:
+        if hooks.find(source, hooks.ItemsReader) is None and hooks.find(source, hooks.BatchReader) is not None:
             return _rows(source.read_batch(ids))
-        return [source[record_id] for record_id in ids.tolist()]
+        return read_items(source, ids)
 
     def fingerprint(self) -> JsonValue:
         """Identity: that of the source, and a digest of 4 mapped records unless the function takes ``rng=``."""
@@ -203,26 +201,14 @@ class MappedStream(_Mapped):
         key = derive_key(seed, lane_index, _FUNCTION_KEY)
         return (StackedMappedLane if self._batched else MappedLane)(self, lane, decode, (seed, lane_index, epoch), key)
 
+    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> MappedStream:
+        """A copy with a feed's settings, over a mixture of streams; other streams lack the rest of ``StagedStream``."""
+        source = self._source.bind(seed=seed, num_epochs=num_epochs, position_of_step=position_of_step)
+        return MappedStream(source, self._function, self._batched)
+
     def fingerprint(self) -> JsonValue:
         """Identity: that of the source. A function that changes is not noticed."""
         return {"source": source_identity(self._source)}
-
-
-class StagedMappedStream(MappedStream):
-    """A map over a mixture of streams, whose stages begin at steps of the feed."""
-
-    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StagedMappedStream:
-        """A copy with a feed's settings."""
-        source = self._source.bind(seed=seed, num_epochs=num_epochs, position_of_step=position_of_step)
-        return StagedMappedStream(source, self._function, self._batched)
-
-    def mixture_config(self) -> JsonValue:
-        """Stages and components of the mixture."""
-        return self._source.mixture_config()
-
-    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
-        """Checks the stages that have begun; see :func:`meshfeed._src.order.mixture.check_stages`."""
-        self._source.check_saved(saved_mixture, position, step)
 
 
 class MappedLane:
@@ -247,11 +233,6 @@ class MappedLane:
         self._mapped, self._lane, self._decode, self._place, self._key = mapped, lane, decode, place, key
         self._decode_rng = hooks.accepts_keyword(decode, "rng")
         self._read = 0  # records of the source, including dropped ones
-
-    @property
-    def state_cost(self) -> str:
-        """That of the source's lane."""
-        return getattr(self._lane, "state_cost", "cheap")
 
     def __iter__(self) -> Iterator[Record]:
         return self

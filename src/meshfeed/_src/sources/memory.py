@@ -15,9 +15,9 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.host_batch import is_ragged
+from meshfeed._src.reading.identity import probe_ids
+from meshfeed._src.sources.checks import as_run, check_ids
 from meshfeed._src.sources.files.formats import reader_hint
-
-_PROBES = 4
 
 
 @public("meshfeed.sources")
@@ -55,10 +55,8 @@ class Memory:
             )
         self._length = len(self._arrays[0])
         if not self._length:
-            where = f"leaf {self._paths[0]}" if self._paths[0] else "the array"
-            raise SourceError(
-                f"Memory got 0 records: {where} has shape {self._arrays[0].shape}. Expected at least one row."
-            )
+            where, shape = f"leaf {self._paths[0]}" if self._paths[0] else "the array", self._arrays[0].shape
+            raise SourceError(f"Memory got 0 records: {where} has shape {shape}. Expected at least one row.")
 
     def __repr__(self) -> str:
         return f"Memory({len(self):,} records)"
@@ -72,14 +70,12 @@ class Memory:
         Raises:
           IndexError: ``record_id`` is not in [0, len).
         """
-        row = operator.index(record_id)
-        if not 0 <= row < self._length:
-            raise IndexError(f"record id {row} is out of range: the source has {self._length:,} records")
-        return self._treedef.unflatten([array[row] for array in self._arrays])
+        return self.__getitems__([operator.index(record_id)])[0]
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[PyTree]:
         """Several records, in the order of ``record_ids``."""
-        return [self[record_id] for record_id in record_ids]
+        check_ids(record_ids, self._length)
+        return [self._treedef.unflatten([array[row] for array in self._arrays]) for row in record_ids]
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
@@ -101,10 +97,8 @@ class Memory:
           IndexError: an id is not in [0, len).
         """
         ids = np.ascontiguousarray(record_ids, np.int64)
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._length:
-            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise IndexError(f"record id {worst} is out of range: the source has {self._length:,} records")
-        run = _as_run(ids)
+        check_ids(ids, self._length)
+        run = as_run(ids)
         leaves = []
         for path, array in zip(self._paths, self._arrays, strict=True):
             slices = columns.get(path) if columns else None
@@ -114,7 +108,7 @@ class Memory:
     def fingerprint(self) -> JsonValue:
         """Identity: number of records, leaves, and a digest of 4 evenly spaced records."""
         digest = xxhash.xxh3_64()
-        for row in np.linspace(0, self._length - 1, min(_PROBES, self._length)).astype(np.int64).tolist():
+        for row in probe_ids(self._length).tolist():
             for array in self._arrays:
                 digest.update(np.ascontiguousarray(array[row : row + 1], _native(array.dtype)).tobytes())
         return {
@@ -152,13 +146,6 @@ def _check_leaf(path: str, leaf: object) -> np.ndarray:
 
 def _native(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.isnative else dtype.newbyteorder("=")
-
-
-def _as_run(ids: np.ndarray) -> slice | None:
-    """``ids`` as a slice if they are consecutive and ascending, otherwise None."""
-    if ids.size and int(ids[-1]) - int(ids[0]) == ids.size - 1 and (ids.size == 1 or bool(np.all(np.diff(ids) == 1))):
-        return slice(int(ids[0]), int(ids[-1]) + 1)
-    return None
 
 
 def _read_rows(array: np.ndarray, ids: np.ndarray, run: slice | None) -> np.ndarray:

@@ -16,6 +16,7 @@ from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
+from meshfeed._src.sources.checks import check_ids, is_count
 from meshfeed._src.sources.documents import digest_of_lengths, documents_of, lengths_of, read_items
 
 _OF_STREAM = "Pack streams with Grain's packing, or convert them to files that are read at random."
@@ -76,9 +77,9 @@ class Packed:
             if value not in taken:
                 raise SettingsError(f"{name}={value!r}; it takes {' or '.join(map(repr, taken))}.", setting=name)
         for name, number in (("sequence_length", sequence_length), ("block", block)):
-            if not _is_int(number) or not 1 <= number < 1 << 31:
+            if not is_count(number) or number >= 1 << 31:
                 raise SettingsError(f"{name}={number!r}; it takes an int of at least 1.", setting=name)
-        if not _is_int(pad_id) or not -(1 << 31) <= pad_id < 1 << 31:
+        if not is_count(pad_id, -(1 << 31)) or pad_id >= 1 << 31:
             raise SettingsError(f"pad_id={pad_id!r}; it takes a token, an int32.", setting="pad_id")
         if not isinstance(key, str) or key in ("", "segment_ids", "positions"):
             raise SettingsError(f"key={key!r}; it takes the name of the leaf that holds the tokens.", setting="key")
@@ -121,9 +122,7 @@ class Packed:
           SourceError: a document's length is not what it was, or its leaves do not have one value per token.
         """
         ids = np.asarray(record_ids, np.int64)
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._end():
-            bad = int(ids[(ids < 0) | (ids >= self._end())][0])
-            raise IndexError(f"record id {bad} is out of range: the source has {len(self):,} records")
+        self._check_ids(ids)
         pieces = self._packing.pieces_at(ids)
         return self._laid_out(pieces, self._read(pieces))
 
@@ -190,8 +189,8 @@ class Packed:
         """Closes the documents."""
         hooks.close(self._source)
 
-    def _end(self) -> int:
-        return len(self)
+    def _check_ids(self, ids: RecordIds) -> None:
+        check_ids(ids, len(self))
 
     def _read(self, pieces: Pieces) -> dict[str, np.ndarray]:
         """The tokens and other leaves of pieces, one after the other."""
@@ -265,8 +264,6 @@ class Packed:
 class ShuffledPacked(Packed):
     """A :class:`Packed` in the order of a feed: the record id of a sequence is its place in the endless stream."""
 
-    kind = "packed"
-    fresh_arrays = True
     first_record_id = 0
 
     def make_order(
@@ -292,16 +289,8 @@ class ShuffledPacked(Packed):
         epoch, place = divmod(record_id, len(self))
         return epoch * len(self) + epoch_order.replacement_id(seed, epoch, place, attempt, len(self))
 
-    def with_order(self, *, shuffle: bool | int | str, seed: int) -> Packed:
-        """Not used: the source has an order already."""
-        raise SettingsError("this source is shuffled already.", setting="source")
-
-    def read_batch(self, record_ids: RecordIds | Sequence[int]) -> dict[str, np.ndarray]:
-        """Reads the sequences at places of the stream; see :meth:`Packed.read_batch`."""
-        return super().read_batch(record_ids)
-
-    def _end(self) -> int:
-        return 1 << 62
+    def _check_ids(self, ids: RecordIds) -> None:
+        self.check_record_ids(ids)
 
 
 def _leaves(record: object, key: str) -> dict[str, np.ndarray]:
@@ -331,7 +320,3 @@ def _as_tokens(values: np.ndarray) -> np.ndarray:
         if not limits.min <= int(worst) <= limits.max:
             raise SourceError(f"a document holds the token {worst}, which does not fit into int32.")
     return values
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)

@@ -11,6 +11,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import PyTree, Record, public
 from meshfeed._src.reading.host_batch import RecordStack
+from meshfeed._src.sources.checks import checked_count
 from meshfeed._src.sources.map import Map, MappedRecords, MappedStream
 
 
@@ -49,20 +50,17 @@ def Padded(  # named like a class, as Map is
     """
     if long not in ("raise", "truncate"):
         raise SettingsError(f"long={long!r}; it takes 'raise' or 'truncate'.", setting="long")
-    return Map(
-        source, Pad(key, mask_key, pad_value, checked_length(length, "length"), long == "truncate"), batched=True
-    )
+    return Map(source, Pad(key, mask_key, pad_value, checked_count(length, "length"), long == "truncate"), batched=True)
 
 
 class Pad:
     """Stacks records padded to one length.
 
     Args:
-      key: see :func:`Padded`.
-      mask_key: see :func:`Padded`.
-      pad_value: see :func:`Padded`.
+      key, mask_key, pad_value: see :func:`Padded`.
       length: entries of a padded leaf.
       truncates: whether longer records are cut.
+      what: what ``length`` is, for errors.
 
     Raises:
       SettingsError: a setting is out of range; names the keyword.
@@ -163,17 +161,6 @@ class Pad:
                     "[n, ...], with the same n for every leaf of key=. Turn text into numbers with Map."
                 )
         return leaves
-
-
-def checked_length(value: object, setting: str) -> int:
-    """Returns a length given by the user.
-
-    Raises:
-      SettingsError: it is not an int of at least 1.
-    """
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
-        raise SettingsError(f"{setting}={value!r}; it takes an int of at least 1.", setting=setting)
-    return int(value)
 
 
 def _differs(name: str, leaf: np.ndarray, out: np.ndarray) -> SourceError:

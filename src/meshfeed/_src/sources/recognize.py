@@ -73,7 +73,8 @@ def as_source(obj: Any) -> Any:
         return Memory(obj)
     if isinstance(obj, Mapping):
         raise _refused(obj, "A mapping is taken as a dict of equally long numpy arrays; convert its values to arrays.")
-    if hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not _is_torch_stream(obj):
+    # torch's IterableDataset inherits a __getitem__ that only raises.
+    if hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not _is_a(obj, "torch", "IterableDataset"):
         return obj
     if hasattr(obj, "__iter__") or hasattr(obj, "__next__"):
         from meshfeed._src.sources.host_batches import HostBatches
@@ -148,17 +149,12 @@ def _is_stream(obj: object) -> bool:
     return True
 
 
-def _is_torch_stream(obj: object) -> bool:
-    # torch's IterableDataset inherits a __getitem__ that only raises.
-    return _is_a(obj, "torch", "IterableDataset")
-
-
 def _is_arrays(obj: object) -> bool:
     """Whether ``obj`` is a pytree of arrays, whose rows Memory checks; a list is a Sequence of records instead."""
     if isinstance(obj, list | Iterator) or _is_a(obj, "torch", "Dataset"):
         return False
-    leaves = jax.tree_util.tree_leaves(obj)
-    return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
+    leaves = jax.tree.leaves(obj)
+    return bool(leaves) and all(map(_is_array, leaves))
 
 
 def _is_array(leaf: object) -> bool:
@@ -176,10 +172,7 @@ def _refused_path(path: str | bytes | os.PathLike[str]) -> SourceError:
 
 
 def _refused(obj: object, remedy: str = "") -> SourceError:
-    named: Any = obj  # a class or function that was passed uncalled has a name of its own
-    kind = f"{named.__module__}.{named.__qualname__}" if hasattr(obj, "__qualname__") else _name_of(type(obj))
+    named: Any = obj if hasattr(obj, "__qualname__") else type(obj)  # a class or function that was passed uncalled
+    builtin = named is not obj and named.__module__ == "builtins"
+    kind = named.__qualname__ if builtin else f"{named.__module__}.{named.__qualname__}"
     return SourceError(f"cannot feed from a {kind}. {remedy + chr(10) if remedy else ''}Supported:\n{_TAKES}")
-
-
-def _name_of(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

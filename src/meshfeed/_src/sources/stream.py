@@ -74,7 +74,7 @@ class Stream:
     def __repr__(self) -> str:
         return f"Stream({getattr(self._open, '__qualname__', type(self._open).__name__)})"
 
-    def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> StreamLane | StatefulStreamLane:
+    def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> StreamLane:
         """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
 
         Raises:
@@ -97,7 +97,7 @@ class Stream:
             ) from None
         if iterator is records:  # any other iterable makes a new iterator on each call
             self._refuse_shared(iterator, lane_index, num_lanes)
-        return StreamLane(iterator) if find(iterator, hooks.Resumable) is None else StatefulStreamLane(iterator)
+        return StreamLane(iterator)
 
     def fingerprint(self) -> JsonValue:
         """Identity: the kind, and the user's ``fingerprint`` if given."""
@@ -119,36 +119,31 @@ class Stream:
 
 
 class StreamLane:
-    """One lane of a :class:`Stream` whose iterator has no state."""
+    """The records of an iterator, and its state if it has one; hides everything else that the iterator may offer.
 
-    def __init__(self, iterator: Iterator[Record]) -> None:
-        self._iterator = iterator
+    Args:
+      iterator: the iterator.
+      read: returns the next record; None for the iterator's own method.
+      stateful: whether to offer its state.
+    """
+
+    def __init__(
+        self, iterator: Iterator[Record], read: Callable[[], Record] | None = None, *, stateful: bool = True
+    ) -> None:
+        self._iterator, self._read = iterator, read or iterator.__next__
+        resumable = find(iterator, hooks.Resumable) if stateful else None
+        if resumable is not None:
+            self.get_state, self.set_state = resumable.get_state, resumable.set_state
 
     def __iter__(self) -> Iterator[Record]:
         return self
 
     def __next__(self) -> Record:
-        return next(self._iterator)
+        return self._read()
 
     def close(self) -> None:
-        """Closes the user's iterator, if it has a ``close``."""
+        """Closes the iterator, if it has a ``close``."""
         hooks.close(self._iterator)
-
-
-class StatefulStreamLane(StreamLane):
-    """One lane of a :class:`Stream` whose iterator has ``get_state`` and ``set_state``."""
-
-    def __init__(self, iterator: Any) -> None:
-        super().__init__(iterator)
-        self._stateful = iterator
-
-    def get_state(self) -> JsonValue:
-        """State after the last record returned."""
-        return self._stateful.get_state()
-
-    def set_state(self, state: JsonValue) -> None:
-        """Resumes after the record at which ``state`` was taken."""
-        self._stateful.set_state(state)
 
 
 def _takes_keyword(function: Callable[..., Any], keyword: str) -> bool:

@@ -1,7 +1,4 @@
-"""Rows of zarr, zarr3 and N5 arrays, or windows of one long array, by id; reads only the requested rows and columns.
-
-One stored array: opened on the first read, its rows or windows read directly into a buffer.
-"""
+"""Rows of zarr, zarr3 and N5 arrays, or windows of one long array, by id; reads only the requested rows and columns."""
 
 from __future__ import annotations
 
@@ -19,25 +16,19 @@ from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsE
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
+from meshfeed._src.sources.checks import as_run, check_ids, is_count
 from meshfeed._src.sources.files.formats import reader_hint
 
 _STRICT_DRIVERS = ("zarr", "zarr2", "zarr3", "n5")
 # Status codes of storage that is unreachable, which a retry may fix; any other code means damaged data.
-_UNREACHABLE = (
-    "ABORTED",
-    "CANCELLED",
-    "DEADLINE_EXCEEDED",
-    "INTERNAL",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "UNAUTHENTICATED",
-    "UNAVAILABLE",
-    "UNKNOWN",
-)
+_UNREACHABLE = {
+    *("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"),
+    *("UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"),
+}
 
 
 class Array:
-    """One stored array as records.
+    """One stored array as records, opened on the first read; its rows or windows are read directly into a buffer.
 
     Attributes:
       num_records: number of rows, or of whole windows.
@@ -48,10 +39,8 @@ class Array:
     """
 
     def __init__(self, spec: JsonValue, store: Any, where: str, window: int | None, cache_bytes: int) -> None:
-        self._spec = spec
+        self._spec, self._window, self._cache_bytes = spec, window, cache_bytes
         self._store: Any = store
-        self._window = window
-        self._cache_bytes = cache_bytes
         self.where = where
         self.stored_shape = tuple(store.shape)
         self.dtype = np.dtype(store.dtype.numpy_dtype)
@@ -63,19 +52,9 @@ class Array:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}  # a copy opens the array itself
 
-    def identity(self) -> JsonValue:
-        """``[base name, shape]``, which does not change if the folder is moved."""
-        return [self.where.rpartition("/")[2], list(self.stored_shape)]
-
     def close(self) -> None:
         """Releases the open array."""
         self._store = None
-
-    def _open(self) -> Any:
-        store = self._store
-        if store is None:
-            self._store = store = _open(self._spec, self._cache_bytes)
-        return store
 
     def start(self, ids: RecordIds, part: tuple[slice, ...], output: np.ndarray[Any, Any]) -> Callable[[], None]:
         """Starts reading records into ``output``.
@@ -90,14 +69,14 @@ class Array:
         """
         import tensorstore as ts
 
-        store = self._open()
-        first, count = int(ids[0]), ids.size
-        run = int(ids[-1]) - first == count - 1 and (count == 1 or bool((np.diff(ids) == 1).all()))
+        store = self._store
+        if store is None:
+            self._store = store = _open(self._spec, self._cache_bytes)
+        run = as_run(ids)
         if self._window is None:
-            rows = slice(first, first + count) if run else ids
-            source = store[(rows, *part)]
-        elif run and not part:
-            source = store[first * self._window : (first + count) * self._window]
+            source = store[(ids if run is None else run, *part)]
+        elif run is not None and not part:
+            source = store[run.start * self._window : run.stop * self._window]
             output = output.reshape(-1, *self.shape[1:])
         else:
             low, high, step = part[0].indices(self._window) if part else (0, self._window, 1)
@@ -272,11 +251,11 @@ class TensorStore:
         fill_missing: bool = False,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        if window is not None and not _is_count(window, 1):
+        if window is not None and not is_count(window):
             raise SettingsError(
                 f"window={window!r}; it takes a number of elements of at least 1, or None for rows.", setting="window"
             )
-        if not _is_count(cache_bytes, 0):
+        if not is_count(cache_bytes, 0):
             raise SettingsError(f"cache_bytes={cache_bytes!r}; it takes a number of at least 0.", setting="cache_bytes")
         self._window = None if window is None else int(window)
         named = isinstance(spec_or_specs, Mapping) and not _is_spec(spec_or_specs)
@@ -310,8 +289,7 @@ class TensorStore:
         Raises:
           IndexError, CorruptDataError, OSError: see :meth:`read_batch`.
         """
-        batch = self.read_batch([operator.index(record_id)])
-        return jax.tree.map(lambda leaf: leaf[0], batch)
+        return jax.tree.map(lambda leaf: leaf[0], self.read_batch([operator.index(record_id)]))
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record."""
@@ -333,9 +311,7 @@ class TensorStore:
           OSError: storage is unreachable.
         """
         ids = np.ascontiguousarray(record_ids, np.int64)
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
-            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise IndexError(f"record id {worst} is out of range: the source has {len(self):,} records")
+        check_ids(ids, len(self))
         slices = [(columns or {}).get(path, ()) for path in self._paths]
         # Start every read before waiting for the first, so that they overlap.
         started = [leaf.start(ids, part) for leaf, part in zip(self._leaves, slices, strict=True)]
@@ -357,12 +333,13 @@ class TensorStore:
 
     def fingerprint(self) -> JsonValue:
         """Identity: number of records, leaves, base names and shapes of the arrays, and a digest of 4 records."""
+        arrays = [array for leaf in self._leaves for array in leaf.arrays]
         return {
             "kind": "tensorstore",
             "records": len(self),
             "window": self._window,
             "leaves": [[leaf.path, leaf.dtype.name, list(leaf.shape)] for leaf in self._leaves],
-            "arrays": [array.identity() for leaf in self._leaves for array in leaf.arrays],
+            "arrays": [[array.where.rpartition("/")[2], list(array.stored_shape)] for array in arrays],
             "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
         }
 
@@ -416,8 +393,6 @@ class _Leaf:
         output = memory.empty((ids.size, *shape), self.dtype)
         if not output.size:
             return output, []
-        if len(self.arrays) == 1:
-            return output, [self.arrays[0].start(ids, part, output)]
         which = np.searchsorted(self._ends, ids, side="right")
         reads = []
         for index in np.unique(which).tolist():
@@ -459,7 +434,3 @@ def _scattered(
 
 def _is_spec(value: Mapping[str, Any]) -> bool:
     return isinstance(value.get("driver"), str) or "kvstore" in value
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least

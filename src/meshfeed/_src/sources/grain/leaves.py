@@ -295,19 +295,16 @@ class ParquetIterator(grain.DatasetIterator):
 
     def __next__(self) -> dict[str, Any]:
         while not self._block_start <= self._row < self._block_stop:
-            self._load()
+            self._blocks = self._blocks or self._read_from(self._row)
+            try:
+                self._block_start, self._block_stop, self._columns = next(self._blocks)
+            except Exception as error:
+                if not isinstance(error, StopIteration):
+                    self._drop_block()  # a generator that has raised would end silently on the next call
+                raise
         offset = self._row - self._block_start
         self._row += 1
         return {name: column[offset] for name, column in self._columns.items()}
-
-    def _load(self) -> None:
-        self._blocks = self._blocks or self._read_from(self._row)
-        try:
-            self._block_start, self._block_stop, self._columns = next(self._blocks)
-        except Exception as error:
-            if not isinstance(error, StopIteration):
-                self._drop_block()  # a generator that has raised would end silently on the next call
-            raise
 
     def _read_from(self, row: int) -> Generator[_Block, None, None]:
         """Blocks of rows, starting at ``row``."""

@@ -1,16 +1,14 @@
-"""Arrow columns → numpy arrays of rows, without Python objects.
+"""Columns and values of Hugging Face records → numpy: Arrow columns without Python objects, and Python values.
 
 A fixed-size list, or a list that has the same length throughout the batch, becomes a row of an array; a struct becomes
 a dict. Text, nulls and ragged lists raise errors that name the column.
-
-Python values of Hugging Face records → numpy.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -19,8 +17,16 @@ import pyarrow as pa
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
+from meshfeed._src.sources.checks import as_run
 
 MAP = "meshfeed.sources.Map or map() of the dataset"
+
+
+class Where(TypedDict, total=False):
+    """Where a record is, for errors."""
+
+    record_id: int
+    lane_index: int
 
 
 def leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
@@ -39,10 +45,8 @@ def leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
 def record_to_numpy(
     record: Mapping[str, Any],
     columns: Sequence[str] | None,
-    *,
-    dtypes: Mapping[str, np.dtype] | None = None,
-    record_id: int | None = None,
-    lane_index: int | None = None,
+    dtypes: Mapping[str, np.dtype],
+    **where: Unpack[Where],
 ) -> dict[str, PyTree]:
     """Converts a record's values to numpy.
 
@@ -50,54 +54,40 @@ def record_to_numpy(
       record: column name → value.
       columns: the columns to keep; None for all.
       dtypes: column name → dtype, if known.
-      record_id: id of the record, for errors.
-      lane_index: index of the lane, for errors.
+      **where: for errors.
 
     Raises:
       SourceError: a column is missing, or has text, a null or ragged lists.
     """
     advised = record if columns is None else columns
-    known = dtypes or {}
-    where = {"record_id": record_id, "lane_index": lane_index}
     return {
-        name: value_to_numpy(value, name, advised, dtype=known.get(name), **where)
+        name: value_to_numpy(value, name, advised, dtype=dtypes.get(name), **where)
         for name, value in chosen(record, columns, **where).items()
     }
 
 
-def chosen(
-    record: Mapping[str, Any],
-    columns: Sequence[str] | None,
-    *,
-    record_id: int | None = None,
-    lane_index: int | None = None,
-) -> dict[str, Any]:
+def chosen(record: Mapping[str, Any], columns: Sequence[str] | None, **where: Unpack[Where]) -> dict[str, Any]:
     """Returns the chosen columns of a record, as they are; see :func:`record_to_numpy`.
 
     Raises:
       SourceError: a column is missing.
     """
-    if columns is None:
-        return dict(record)
-    for name in columns:
+    for name in columns or ():
         if name not in record:
             raise SourceError(
-                f"a record has no column {name!r}; it has {sorted(record)}. Expected the columns {list(columns)} in "
+                f"a record has no column {name!r}; it has {sorted(record)}. Expected the columns {list(columns or ())} in "
                 "every record. Correct columns=, or the map() that makes the records.",
-                record_id=record_id,
-                lane_index=lane_index,
+                **where,
             )
-    return {name: record[name] for name in columns}
+    return dict(record) if columns is None else {name: record[name] for name in columns}
 
 
 def value_to_numpy(
     value: object,
     name: str,
     all_columns: Sequence[str] | Mapping[str, Any],
-    *,
     dtype: np.dtype | None = None,
-    record_id: int | None = None,
-    lane_index: int | None = None,
+    **where: Unpack[Where],
 ) -> PyTree:
     """Converts a column's value to an array or a dict of arrays.
 
@@ -109,16 +99,14 @@ def value_to_numpy(
       name: the column, for errors.
       all_columns: see :func:`leave_out`.
       dtype: dtype of the array, if known.
-      record_id: id of the record, for errors.
-      lane_index: index of the lane, for errors.
+      **where: for errors.
 
     Raises:
       SourceError: text, a null, ragged lists, or an object without an array form.
     """
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         return value if dtype is None else value.astype(dtype)
-    where: dict[str, Any] = {"record_id": record_id, "lane_index": lane_index}
-    place = "" if record_id is None else f" in record {record_id:,}"
+    place = f" in record {where['record_id']:,}" if "record_id" in where else ""
     if isinstance(value, Mapping):
         return {key: value_to_numpy(item, f"{name}.{key}", all_columns, **where) for key, item in value.items()}
     all_samples = getattr(value, "get_all_samples", None)
@@ -166,23 +154,27 @@ _UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 def is_text(arrow_type: pa.DataType) -> bool:
     """Whether a column of this type contains text or bytes at any depth."""
-    t = arrow_type
+    return any(_is_text(inner) for _, inner in _innermost(arrow_type, ""))
+
+
+def _innermost(t: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
+    """The types inside of lists and structs, each with its name."""
     if isinstance(t, pa.ExtensionType):
-        return is_text(t.storage_type)
+        yield from _innermost(t.storage_type, name)
+    elif pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t):
+        yield from _innermost(t.value_type, name)
+    elif pa.types.is_struct(t):
+        for i in range(t.num_fields):
+            yield from _innermost(t.field(i).type, f"{name}.{t.field(i).name}")
+    else:
+        yield name, t
+
+
+def _is_text(t: pa.DataType) -> bool:
     if pa.types.is_dictionary(t):
         return is_text(t.value_type)
-    if pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t):
-        return is_text(t.value_type)
-    if pa.types.is_struct(t):
-        return any(is_text(t.field(i).type) for i in range(t.num_fields))
-    return (
-        pa.types.is_string(t)
-        or pa.types.is_large_string(t)
-        or pa.types.is_binary(t)
-        or pa.types.is_large_binary(t)
-        or pa.types.is_fixed_size_binary(t)
-        or str(t) in ("string_view", "binary_view")
-    )
+    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    return str(t) in names or pa.types.is_fixed_size_binary(t)
 
 
 def text_error(column: str, arrow_type: object, all_columns: Sequence[str]) -> SourceError:
@@ -210,9 +202,9 @@ def stored_values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None = None) -
 
 def _stored_in(chunk: pa.Array, dtype: np.dtype[Any] | None) -> list[Any]:
     t = chunk.type
-    if _is_number(t) and not chunk.null_count:
+    if is_number(t) and not chunk.null_count:
         return list(_numbers(chunk, dtype))
-    if (pa.types.is_list(t) or pa.types.is_large_list(t)) and _is_number(t.value_type):
+    if (pa.types.is_list(t) or pa.types.is_large_list(t)) and is_number(t.value_type):
         first, last = chunk.offsets[0].as_py(), chunk.offsets[-1].as_py()
         inner = chunk.values.slice(first, last - first)
         if not chunk.null_count and not inner.null_count:
@@ -221,7 +213,8 @@ def _stored_in(chunk: pa.Array, dtype: np.dtype[Any] | None) -> list[Any]:
     return chunk.to_pylist()
 
 
-def _is_number(t: pa.DataType) -> bool:
+def is_number(t: pa.DataType) -> bool:
+    """Whether a column of this type contains numbers or booleans."""
     return pa.types.is_boolean(t) or pa.types.is_integer(t) or pa.types.is_floating(t)
 
 
@@ -335,45 +328,26 @@ def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) ->
 def _check_column(name: str, arrow_type: pa.DataType, all_columns: tuple[str, ...]) -> None:
     if is_text(arrow_type):
         raise text_error(name, arrow_type, all_columns)
-    _check_type(arrow_type, name)
+    for path, inner in _innermost(arrow_type, name):
+        if not is_number(inner):
+            raise SourceError(
+                f"column {path!r} is of type {inner}, which has no array form. Expected numbers, booleans, or lists of "
+                f"them. Convert it with {MAP}, or leave it out with columns=."
+            )
 
 
 @functools.lru_cache(maxsize=64)  # a stream checks the same schema thousands of times
 def usable_columns(schema: pa.Schema) -> tuple[str, ...]:
     """Names of the columns that have an array form."""
-
-    def is_usable(field: pa.Field) -> bool:
-        try:
-            _check_column(field.name, field.type, ())
-        except SourceError:
-            return False
-        return True
-
-    return tuple(field.name for field in schema if is_usable(field))
-
-
-def _check_type(arrow_type: pa.DataType, name: str) -> None:
-    t = arrow_type
-    if isinstance(t, pa.ExtensionType):
-        return _check_type(t.storage_type, name)
-    if pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t):
-        return _check_type(t.value_type, name)
-    if pa.types.is_struct(t):
-        for i in range(t.num_fields):
-            _check_type(t.field(i).type, f"{name}.{t.field(i).name}")
-        return None
-    if not (pa.types.is_boolean(t) or pa.types.is_integer(t) or pa.types.is_floating(t)):
-        raise SourceError(
-            f"column {name!r} is of type {t}, which has no array form. Expected numbers, booleans, or lists of them. "
-            f"Convert it with {MAP}, or leave it out with columns=."
-        )
+    fields = [(field.name, [inner for _, inner in _innermost(field.type, "")]) for field in schema]
+    return tuple(name for name, inner in fields if all(map(is_number, inner)))
 
 
 class _ChunkRows:
     """Rows of one chunk, with its buffers viewed once as numpy."""
 
     def __init__(self, array: pa.Array, name: str) -> None:
-        self._name = name
+        self._name = name  # of what follows, one is set
         self._fields: dict[str, _ChunkRows] | None = None
         self._child: _ChunkRows | None = None
         self._offsets: np.ndarray | None = None
@@ -409,11 +383,8 @@ class _ChunkRows:
             width = t.bit_width // 8
             dtype = np.dtype(t.to_pandas_dtype())
             data = array.buffers()[1]
-            raw = (
-                np.frombuffer(data, np.uint8, len(array) * width, array.offset * width)
-                if data
-                else np.empty(0, np.uint8)
-            )
+            size, first = len(array) * width, array.offset * width
+            raw = np.frombuffer(data, np.uint8, size, first) if data else np.empty(0, np.uint8)
             self._values = raw.view(dtype)
 
     def read(self, rows: np.ndarray, record_ids: np.ndarray) -> PyTree:
@@ -473,8 +444,7 @@ def _take(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
     Arrow takes that mark from numpy, whose read-only views of writable arrays have it too, as columns of pandas do.
     """
-    n = len(rows)
-    if n and int(rows[-1]) - int(rows[0]) == n - 1 and (n == 1 or bool((np.diff(rows) == 1).all())):
-        view = values[int(rows[0]) : int(rows[0]) + n]
-        return memory.copy(view) if view.flags.writeable else view
-    return np.take(values, rows, axis=0)
+    run = as_run(rows)
+    if run is None:
+        return np.take(values, rows, axis=0)
+    return memory.copy(values[run]) if values.flags.writeable else values[run]

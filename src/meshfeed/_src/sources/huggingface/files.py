@@ -22,6 +22,26 @@ def local_path(path: str) -> str | None:
     return None if "://" in path else path
 
 
+class FeatureCast:
+    """Casts tables to the types of features; tables with other columns stay as they are.
+
+    The schema is cached, since datasets derives it on every call, which costs as much as reading a small table.
+    """
+
+    def __init__(self, features: Features | None) -> None:
+        self._features = features
+        self._schema: pa.Schema | None = None
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if self._features is None:
+            return table
+        if self._schema is None or self._schema.names != table.column_names:
+            if not set(table.column_names) <= self._features.keys():
+                return table
+            self._schema = Features({name: self._features[name] for name in table.column_names}).arrow_schema
+        return table if table.schema == self._schema else table_cast(table, self._schema)
+
+
 class Files(Protocol):
     """The files (or other parts) that a dataset reads in sequence.
 
@@ -79,11 +99,10 @@ class _ParquetFiles:
         self.paths = [str(path) for path in leaf.kwargs["files"]]
         self.count = len(self.paths)
         self._row_groups = leaf.kwargs.get("row_groups_list") or [None] * self.count
-        self._features = leaf.builder.info.features
+        self._cast = FeatureCast(leaf.builder.info.features)
         wanted = leaf.builder.config.columns
         self._columns = wanted if columns is None else [c for c in columns if wanted is None or c in wanted]
         self._batch_rows = leaf.builder.config.batch_size
-        self._schema: pa.Schema | None = None
         self._download = _download_config(leaf)
 
     def group_rows(self, file_index: int) -> Sequence[int]:
@@ -97,17 +116,6 @@ class _ParquetFiles:
         with self._open(file_index) as file:
             for _, batch in file.batches(first_row, columns=self._columns, batch_rows=self._batch_rows):
                 yield self._cast(pa.Table.from_batches([batch]))
-
-    def _cast(self, table: pa.Table) -> pa.Table:
-        if self._features is None:
-            return table
-        if self._schema is None or self._schema.names != table.column_names:
-            known = [name for name in table.column_names if name in self._features]
-            if len(known) != table.num_columns:
-                return table
-            # Cached, since datasets derives it on every call, which costs as much as reading a small table.
-            self._schema = Features({name: self._features[name] for name in known}).arrow_schema
-        return table if table.schema == self._schema else table_cast(table, self._schema)
 
     def _open(self, file_index: int) -> ParquetFile:
         path, groups = self.paths[file_index], self._row_groups[file_index]
@@ -170,9 +178,8 @@ class _DatasetShards:
     def __init__(self, shards: Sequence[Dataset], batch_rows: int, columns: Sequence[str] | None) -> None:
         self.count = len(shards)
         self.shards = shards
-        self._formatted = [
-            shard.with_format("arrow", columns=None if columns is None else list(columns)) for shard in shards
-        ]
+        chosen = None if columns is None else list(columns)
+        self._formatted = [shard.with_format("arrow", columns=chosen) for shard in shards]
         self._batch_rows = batch_rows
 
     def group_rows(self, file_index: int) -> Sequence[int]:
@@ -206,12 +213,15 @@ class _Generated:
         return None
 
     def is_empty(self, file_index: int) -> bool:
-        if self.paths is None or self._is_local(file_index):
-            return self._is_empty_local_file(file_index)
+        if self.paths is None:
+            return False
+        local = local_path(self.paths[file_index])
+        if local is not None:
+            return os.path.isfile(local) and os.path.getsize(local) == 0
         return xgetsize(self.paths[file_index], download_config=self._download) == 0
 
     def read(self, file_index: int, first_row: int) -> Iterator[Any]:
-        if self._is_empty_local_file(file_index):
+        if self.paths is not None and local_path(self.paths[file_index]) and self.is_empty(file_index):
             return  # the CSV and JSON readers fail on empty files
         skip = first_row
         for _, item in self._generate(**self._parts[file_index]):
@@ -225,13 +235,6 @@ class _Generated:
             else:
                 yield item.slice(skip)
                 skip = 0
-
-    def _is_local(self, file_index: int) -> bool:
-        return self.paths is not None and local_path(self.paths[file_index]) is not None
-
-    def _is_empty_local_file(self, file_index: int) -> bool:
-        local = None if self.paths is None else local_path(self.paths[file_index])
-        return local is not None and os.path.isfile(local) and os.path.getsize(local) == 0
 
 
 def file_sizes(node: Node, paths: Sequence[str]) -> list[int]:
@@ -265,11 +268,7 @@ def _paths_in(kwargs: Mapping[str, object], count: int) -> list[str] | None:
     """The list of ``count`` file names among a generator's arguments; None if there is none."""
     for name in ("base_files", "files", "original_files", *kwargs):
         value = kwargs.get(name)
-        if (
-            isinstance(value, list)
-            and len(value) == count
-            and all(isinstance(item, str | os.PathLike) for item in value)
-        ):
+        if isinstance(value, list) and len(value) == count and all(isinstance(i, str | os.PathLike) for i in value):
             return [str(item) for item in value]
     return None
 
@@ -295,9 +294,7 @@ class Counts:
     def filled(self, files: Files) -> list[int]:
         """Indices of the files that are not known to be empty, ascending."""
         if self._filled is None:
-            if files.count > _MAX_LOOKED_INTO:
-                self._filled = list(range(files.count))
-            else:
-                empty = file_paths.in_threads(files.is_empty, range(files.count))
-                self._filled = [index for index, is_empty in enumerate(empty) if not is_empty]
+            checked = range(files.count) if files.count <= _MAX_LOOKED_INTO else ()
+            empty = file_paths.in_threads(files.is_empty, checked)
+            self._filled = [index for index in range(files.count) if not (checked and empty[index])]
         return self._filled

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 import datasets
-import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset
 
@@ -34,7 +33,6 @@ try:
     from datasets.iterable_dataset import StepExamplesIterable, _BaseExamplesIterable
     from datasets.packaged_modules.arrow.arrow import Arrow
     from datasets.packaged_modules.parquet.parquet import Parquet
-    from datasets.table import cast_table_to_features as cast_table_to_features
     from datasets.table import table_cast as table_cast
     from datasets.utils.file_utils import xgetsize as xgetsize
     from datasets.utils.file_utils import xopen as xopen
@@ -116,23 +114,17 @@ class ExamplesNode(_BaseExamplesIterable):
         raise NotImplementedError
 
     @property
-    def state(self) -> State | None:
-        """The current state, to be changed in place; None if the tree is read without one."""
-        return cast("State | None", self._state_dict)
+    def state(self) -> State:
+        """The current state, to be changed in place; a tree is started before it is read."""
+        return cast("State", self._state_dict)
 
     def _init_state_dict(self) -> State:
         self._state_dict = {**self.first_state(), "type": type(self).__name__}
         return self._state_dict
 
     @property
-    def num_shards(self) -> int:
-        return 1
-
-    def shuffle_data_sources(self, generator: np.random.Generator) -> ExamplesNode:
-        return self
-
-    def reshard_data_sources(self) -> ExamplesNode:
-        return self
+    def is_typed(self) -> bool:
+        return self.features is not None
 
 
 def tree_of(dataset: IterableDataset) -> Node:

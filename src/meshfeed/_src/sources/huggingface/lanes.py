@@ -11,35 +11,50 @@ from typing import Any, Self
 import jax
 import numpy as np
 import pyarrow as pa
-from datasets import Features, IterableDataset
+from datasets import ClassLabel, Features, IterableDataset, Value
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface import internals
-from meshfeed._src.sources.huggingface.arrow import chosen, record_to_numpy, stored_values, table_rows
+from meshfeed._src.sources.huggingface.arrow import chosen, is_number, record_to_numpy, stored_values, table_rows
 from meshfeed._src.sources.huggingface.cut import LaneCut, check_tree, cut_tree, find_leaves, walk
-from meshfeed._src.sources.huggingface.files import Counts, file_sizes, open_files
+from meshfeed._src.sources.huggingface.files import Counts, FeatureCast, file_sizes, open_files
 from meshfeed._src.sources.huggingface.fingerprint import describe_node
-from meshfeed._src.sources.huggingface.internals import Node, cast_table_to_features, require_decoding, tree_of
+from meshfeed._src.sources.huggingface.internals import Node, require_decoding, tree_of
+from meshfeed._src.sources.stream import StreamLane
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
+_log = logging.getLogger("meshfeed.sources.huggingface")
 _BLOCK_BYTES = 4 << 20
+_MAX_LISTED = 4
 
 
 class _Lane:
-    """Common parts of both kinds of lane: the error that ended the lane, and the checks of a state."""
+    """Common parts of both kinds of lane: the error that ended the lane, and the checks of a state.
 
-    def __init__(self, lane_index: int, epoch: int, units: Sequence[str]) -> None:
-        self._lane_index = lane_index
-        self._about = {"epoch": epoch, "cut": list(units)}
+    Args:
+      cut: what the lane reads.
+      columns: the columns of a record; None for all.
+      features: the dataset's features; None if unknown.
+    """
+
+    def __init__(self, cut: LaneCut, columns: Sequence[str] | None, features: Features | None) -> None:
+        self._lane_index, self._columns, self._features = cut.lane_index, columns, features
+        self._about = {"epoch": cut.epoch, "cut": cut.units}
         self._error: BaseException | None = None
 
     def __iter__(self) -> Self:
         return self
 
-    def _check(self, state: JsonValue) -> None:
+    def set_state(self, state: JsonValue) -> None:
+        """Resumes after the record at which ``state`` was taken.
+
+        Raises:
+          StateMismatchError: the state is of a different epoch, or the files were split differently.
+        """
         for field, current in self._about.items():
             if state.get(field) != current:
                 raise StateMismatchError(
@@ -48,6 +63,16 @@ class _Lane:
                     current,
                     "Open the lane of the epoch that the state was saved in, over the same files.",
                 )
+        self.close()
+        self._restore(state)
+        self._error = None
+
+    def _restore(self, state: JsonValue) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes the files."""
+        raise NotImplementedError
 
     def _fail(self, error: BaseException) -> BaseException:
         # After an error, the iterators of datasets would skip examples or end silently: keep the error.
@@ -56,34 +81,15 @@ class _Lane:
 
 
 class TableLane(_Lane):
-    """A lane whose dataset yields Arrow tables; no row becomes a Python object.
-
-    Args:
-      tree: the lane's part of the dataset's tree.
-      columns: the columns of a record; None for all.
-      features: the dataset's features; None if unknown.
-      lane_index: index of the lane, for errors.
-      epoch: the feed's epoch.
-      units: how the files were split, for the state.
-    """
+    """A lane whose dataset yields Arrow tables, through ``tree``; no row becomes a Python object."""
 
     fresh_arrays = True  # views of tables read from files, copies of other tables
 
-    def __init__(
-        self,
-        tree: Node,
-        columns: Sequence[str] | None,
-        features: Features | None,
-        lane_index: int,
-        epoch: int,
-        units: Sequence[str],
-    ) -> None:
-        super().__init__(lane_index, epoch, units)
+    def __init__(self, tree: Node, cut: LaneCut, columns: Sequence[str] | None, features: Features | None) -> None:
+        super().__init__(cut, columns, features)
         self._tree = tree
         self._foreign = any(_makes_tables(node) for node in walk(tree))
-        self._columns = columns
-        self._features = features
-        self._typed_as: tuple[Features, pa.Schema] | None = None
+        self._cast = FeatureCast(features)
         internals.start(tree)
         self._tables: Iterator[tuple[object, pa.Table]] = _tables_of(tree)
         self._table: pa.Table | None = None
@@ -95,10 +101,7 @@ class TableLane(_Lane):
     def __next__(self) -> dict[str, PyTree]:
         row = self._ready() - self._block_start
         self._row += 1
-        return {
-            name: value[row] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[row], value)
-            for name, value in self._block.items()
-        }
+        return _rows_of(self._block, row)
 
     def next_batch(self, num_records: int) -> dict[str, PyTree]:
         """Up to ``num_records`` records as arrays ``[n, ...]``, n at least 1.
@@ -116,7 +119,7 @@ class TableLane(_Lane):
                     break
                 raise
             count = min(num_records - size, self._block_stop - self._row)
-            part = _rows_of(self._block, start, start + count)
+            part = _rows_of(self._block, slice(start, start + count))
             if self._foreign:
                 part = jax.tree.map(own, part)
             if parts and not _alike(parts[0], part):  # such as lists of a different length: end the batch here
@@ -136,28 +139,16 @@ class TableLane(_Lane):
         """State after the last record returned."""
         return {**self._about, "before": self._before, "row": self._row}
 
-    def set_state(self, state: JsonValue) -> None:
-        """Resumes after the record at which ``state`` was taken.
-
-        Raises:
-          StateMismatchError: the state is of a different epoch, or the files were split differently.
-        """
-        self._check(state)
-        self.close()
+    def _restore(self, state: JsonValue) -> None:
         internals.start(self._tree)
         self._tree.load_state_dict(state["before"])
         self._tables = _tables_of(self._tree)
         self._before, self._row = state["before"], state["row"]
-        self._error = None
 
     def close(self) -> None:
-        """Closes the files."""
-        close = getattr(self._tables, "close", None)
-        if close is not None:
-            close()
+        hooks.close(self._tables)
         self._tables = iter(())
-        self._table = self._block = None
-        self._block_start = self._block_stop = 0
+        self._forget(None)
 
     def _ready(self, decode: Callable[[pa.Table, int, int], Any] = table_rows) -> int:
         """Decodes the block of the next row if necessary, and returns the row's index in the table."""
@@ -182,16 +173,16 @@ class TableLane(_Lane):
         fresh = self._table is None  # the first table, or the one in which the restored state was taken
         # Taken before next(), since a restore must read this table again.
         before = self._before if fresh else self._tree.state_dict()
-        try:
-            _, table = next(self._tables)
-        except StopIteration:
-            if not fresh:
-                self._before, self._row, self._table = before, 0, None
-                self._block_start = self._block_stop = 0
-            raise
+        _, table = next(self._tables, (None, None))
         if not fresh:
-            self._row = 0
-        self._before, self._table = before, self._typed(table)
+            self._before, self._row = before, 0
+        self._forget(None if table is None else self._typed(table))
+        if table is None:
+            raise StopIteration
+
+    def _forget(self, table: pa.Table | None) -> None:
+        """Continues with ``table``, of which no block is decoded."""
+        self._table, self._block = table, None
         self._block_start = self._block_stop = 0
 
     def _typed(self, table: pa.Table) -> pa.Table:
@@ -204,15 +195,7 @@ class TableLane(_Lane):
                     lane_index=self._lane_index,
                 )
             table = table.select(list(self._columns))
-        if self._features is None:
-            return table
-        if self._typed_as is None or self._typed_as[1].names != table.column_names:
-            features = Features({name: self._features[name] for name in table.column_names if name in self._features})
-            self._typed_as = features, features.arrow_schema
-        features, schema = self._typed_as
-        if len(features) != table.num_columns or table.schema == schema:
-            return table
-        return cast_table_to_features(table, features)
+        return self._cast(table)
 
     def _decode_block(self, decode: Callable[[pa.Table, int, int], Any]) -> None:
         assert self._table is not None
@@ -239,22 +222,11 @@ def _tables_of(tree: Node) -> Iterator[tuple[object, pa.Table]]:
 
 
 class ExampleLane(_Lane):
-    """A lane whose dataset runs Python functions on rows (``map``, ``filter``), or decodes images and audio.
+    """A lane whose ``dataset`` runs Python functions on rows (``map``, ``filter``), or decodes images and audio."""
 
-    Args:
-      dataset: the lane's part of the dataset; only this lane iterates it.
-      columns: the columns of a record; None for all.
-      lane_index: index of the lane, for errors.
-      epoch: the feed's epoch.
-      units: how the files were split, for the state.
-    """
-
-    def __init__(
-        self, dataset: IterableDataset, columns: Sequence[str] | None, lane_index: int, epoch: int, units: Sequence[str]
-    ) -> None:
-        super().__init__(lane_index, epoch, units)
-        self._dataset = dataset
-        self._columns = columns
+    def __init__(self, dataset: IterableDataset, cut: LaneCut, columns: Sequence[str] | None) -> None:
+        super().__init__(cut, columns, dataset.features)
+        self._dataset = dataset  # only this lane iterates it
         self._dtypes = _dtypes_of(dataset.features)
         self._examples: Iterator[dict[str, Any]] = iter(dataset)
         self._restored: Any = dataset.state_dict()  # used until the first record; then the dataset's own state is right
@@ -282,56 +254,14 @@ class ExampleLane(_Lane):
         """State after the last record returned."""
         return {**self._about, "dataset": self._restored or self._dataset.state_dict()}
 
-    def set_state(self, state: JsonValue) -> None:
-        """Resumes after the record at which ``state`` was taken.
-
-        Raises:
-          StateMismatchError: the state is of a different epoch, or the files were split differently.
-        """
-        self._check(state)
-        self.close()
+    def _restore(self, state: JsonValue) -> None:
         self._dataset.load_state_dict(state["dataset"])
         self._examples = iter(self._dataset)
         self._restored = state["dataset"]
-        self._error = None
 
     def close(self) -> None:
-        """Closes the files."""
-        close = getattr(self._examples, "close", None)
-        if close is not None:
-            close()
+        hooks.close(self._examples)
         self._examples = iter(())
-
-
-class StoredLane:
-    """The records of a lane as they are stored, for functions that turn them into arrays."""
-
-    def __init__(self, lane: TableLane | ExampleLane) -> None:
-        self._lane = lane
-        self.get_state, self.set_state, self.close = lane.get_state, lane.set_state, lane.close
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        return self._lane.next_stored()
-
-
-class ReplayedLane:
-    """A lane without a state, for nodes of datasets whose state is not exact; it resumes by reading again."""
-
-    def __init__(self, lane: TableLane | ExampleLane | StoredLane) -> None:
-        self._lane = lane
-
-    def __iter__(self) -> ReplayedLane:
-        return self
-
-    def __next__(self) -> dict[str, PyTree]:
-        return next(self._lane)
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._lane.close()
 
 
 def _makes_tables(node: Node) -> bool:
@@ -340,10 +270,10 @@ def _makes_tables(node: Node) -> bool:
     return internals.function_of(node) is not None or (files is not None and files.paths is None)
 
 
-def _rows_of(block: dict[str, PyTree], start: int, stop: int) -> dict[str, PyTree]:
+def _rows_of(block: dict[str, PyTree], rows: int | slice) -> dict[str, PyTree]:
     # Almost all columns are plain arrays, and jax.tree.map costs more than slicing one.
     return {
-        name: value[start:stop] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[start:stop], value)
+        name: value[rows] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[rows], value)
         for name, value in block.items()
     }
 
@@ -372,15 +302,9 @@ def _dtypes_of(features: Features | None) -> dict[str, np.dtype]:
         while not isinstance(inner, dict | list) and getattr(inner, "feature", None) is not None:
             inner = inner.feature
         arrow_type = getattr(inner, "pa_type", None)
-        if arrow_type is None or not isinstance(inner, object) or type(inner).__name__ not in ("Value", "ClassLabel"):
-            continue
-        if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) or pa.types.is_boolean(arrow_type):
+        if isinstance(inner, Value | ClassLabel) and arrow_type is not None and is_number(arrow_type):
             found[name] = np.dtype(arrow_type.to_pandas_dtype())
     return found
-
-
-_log = logging.getLogger("meshfeed.sources.huggingface")
-_MAX_LISTED = 4
 
 
 class HuggingFaceStream:
@@ -421,7 +345,7 @@ class HuggingFaceStream:
 
     def open(
         self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
-    ) -> TableLane | ExampleLane | StoredLane | ReplayedLane | WindowShuffle:
+    ) -> TableLane | ExampleLane | StreamLane | WindowShuffle:
         """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
 
         Args:
@@ -434,9 +358,8 @@ class HuggingFaceStream:
           An iterator of dicts of numpy values. It has ``get_state`` and ``set_state`` unless a node's state is not
           exact.
         """
-        shuffles = self._shuffle_buffer > 0
-        cut = LaneCut(lane_index, num_lanes, seed, epoch, shuffles, self._columns, counts=self._counts)
-        tree = cut_tree(self._tree, cut)
+        cut = LaneCut(lane_index, num_lanes, seed, epoch, self._shuffle_buffer > 0, counts=self._counts)
+        tree = cut_tree(self._tree, cut, self._columns)
         self._warn(cut)
         lane = self._lane(tree, cut)
         if not self._shuffle_buffer:
@@ -446,10 +369,7 @@ class HuggingFaceStream:
             _log.warning(
                 "shuffle_buffer=%d over %d lanes is less than two records a lane: each shuffles windows of %d, and the "
                 "order of its files; give at least %d, and better some thousands",
-                self._shuffle_buffer,
-                num_lanes,
-                window,
-                2 * num_lanes,
+                *(self._shuffle_buffer, num_lanes, window, 2 * num_lanes),
             )
         return shuffle_windows(lane, window, (seed, epoch, lane_index))
 
@@ -462,14 +382,10 @@ class HuggingFaceStream:
 
     def fingerprint(self) -> JsonValue:
         """Identity: files by base name and size, columns, and the dataset's steps with their function names."""
-        paths: list[str] = []
-        sizes: list[int] = []
-        rows = 0
-        for leaf in find_leaves(self._tree):
-            files = open_files(leaf, None)
-            paths += files.paths or ()
-            sizes += file_sizes(leaf, files.paths or ())
-            rows += sum(len(shard) for shard in getattr(files, "shards", ()))
+        opened = [(leaf, open_files(leaf, None)) for leaf in find_leaves(self._tree)]
+        paths = [path for _, files in opened for path in files.paths or ()]
+        sizes = [size for leaf, files in opened for size in file_sizes(leaf, files.paths or ())]
+        rows = sum(len(shard) for _, files in opened for shard in getattr(files, "shards", ()))
         identity: dict[str, Any] = {
             "kind": "huggingface stream",
             "columns": self._columns,
@@ -482,16 +398,17 @@ class HuggingFaceStream:
             identity["rows"] = rows
         return identity
 
-    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | StoredLane | ReplayedLane:
-        dataset, features = self._dataset, self._dataset.features
-        chosen = {} if features is None else {name: features[name] for name in self._columns or features}
-        lane: TableLane | ExampleLane | StoredLane
-        if tree.iter_arrow is not None and not any(require_decoding(feature) for feature in chosen.values()):
-            lane = TableLane(tree, self._columns, features, cut.lane_index, cut.epoch, cut.units)
+    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | StreamLane:
+        features = self._dataset.features
+        decoded = any(require_decoding(features[name]) for name in self._columns or features) if features else False
+        if tree.iter_arrow is not None and not decoded:
+            lane = TableLane(tree, cut, self._columns, features)
         else:
-            lane = ExampleLane(internals.dataset_of(tree, dataset), self._columns, cut.lane_index, cut.epoch, cut.units)
-        lane = lane if self._converts else StoredLane(lane)
-        return lane if all(map(internals.has_exact_state, walk(tree))) else ReplayedLane(lane)
+            lane = ExampleLane(internals.dataset_of(tree, self._dataset), cut, self._columns)
+        exact = all(map(internals.has_exact_state, walk(tree)))
+        if exact and self._converts:
+            return lane
+        return StreamLane(lane, None if self._converts else lane.next_stored, stateful=exact)  # not stacked
 
     def _warn(self, cut: LaneCut) -> None:
         if not cut.costs or cut.num_lanes in self._warned:
@@ -502,7 +419,5 @@ class HuggingFaceStream:
         _log.warning(
             "read amplification with %d lanes: %s%s. A number of files, or of Parquet row groups, that num_lanes "
             "divides is read once.",
-            cut.num_lanes,
-            listed,
-            more,
+            *(cut.num_lanes, listed, more),
         )

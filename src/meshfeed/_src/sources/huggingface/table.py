@@ -15,6 +15,7 @@ from datasets.table import MemoryMappedTable
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.huggingface.arrow import (
     ColumnRows,
     chosen,
@@ -27,7 +28,58 @@ from meshfeed._src.sources.huggingface.fingerprint import content_digest, functi
 from meshfeed._src.sources.huggingface.internals import require_decoding, row_indices
 
 
-class HuggingFaceTable:
+class _Records:
+    """What both kinds of map-style dataset share."""
+
+    _dataset: Dataset
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({len(self):,} records)"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
+        """Record ``record_id``; see ``__getitems__``."""
+        return self.__getitems__([operator.index(record_id)])[0]
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def read_stored(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Reads records as they are stored; see :class:`StoredRows`."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> JsonValue:
+        """Identity of the data."""
+        raise NotImplementedError
+
+    def unconverted(self) -> StoredRows:
+        """Returns the records as they are stored, or as a transform makes them: text as str, and lists of any length."""
+        return StoredRows(self)
+
+
+class StoredRows(_Records):
+    """Records of a ``datasets.Dataset`` as they are stored, for functions that turn them into arrays.
+
+    Numbers are numpy scalars and lists of numbers are arrays; text, nulls and all else are Python objects. The identity
+    is that of ``source``, which converts the same records.
+    """
+
+    def __init__(self, source: _Records) -> None:
+        self._dataset, self.read_stored, self.fingerprint = source._dataset, source.read_stored, source.fingerprint
+
+    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Several records, in the order of ``record_ids``.
+
+        Raises:
+          IndexError: an id is not in [0, len).
+        """
+        check_ids(record_ids, len(self), "dataset")
+        return self.read_stored(record_ids) if len(record_ids) else []
+
+
+class HuggingFaceTable(_Records):
     """Records of a ``datasets.Dataset``, read from its Arrow table in batches.
 
     Integers, floats and booleans keep the column's dtype, even with ``with_format``, unless it was given a ``dtype``.
@@ -43,20 +95,14 @@ class HuggingFaceTable:
     fresh_arrays = True  # or views of mapped files, which datasets does not rewrite
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
-        self._dataset = dataset
-        self._columns = list(columns)
+        self._dataset, self._columns = dataset, list(columns)
         form = dataset.format
         self._dtype = form["format_kwargs"].get("dtype") if form["type"] == "numpy" else None
-        self._prepare()
-
-    def _prepare(self) -> None:
-        dataset = self._dataset
-        features = dataset.features
-        self._decoded = [name for name in self._columns if require_decoding(features[name])]
+        self._decoded = [name for name in self._columns if require_decoding(dataset.features[name])]
         self._mapped = _is_mapped(dataset.data)
         self._readers: dict[str, ColumnRows] | None = None  # made late: functions may turn text into arrays
         chunks, self._direct = row_indices(dataset)
-        self._rows = None if chunks is None else _RowMap(chunks)
+        self._rows = None if chunks is None else ColumnRows("indices", chunks, pa.uint64(), ())
         self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
 
     def check_records(self) -> None:
@@ -68,10 +114,6 @@ class HuggingFaceTable:
         if self._readers is None:
             self._readers = self._readers_of(self._dataset.data.table)
 
-    def unconverted(self) -> StoredRows:
-        """Returns the records as they are stored: text as str, and lists of any length."""
-        return StoredRows(self)
-
     def _readers_of(self, table: pa.Table) -> dict[str, ColumnRows]:
         usable = [*usable_columns(table.schema), *self._decoded]
         advised = [name for name in self._columns if name in usable]
@@ -81,27 +123,11 @@ class HuggingFaceTable:
             if name not in self._decoded
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_dataset": self._dataset, "_columns": self._columns, "_dtype": self._dtype}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()  # views of buffers are not pickled but rebuilt
-
-    def __repr__(self) -> str:
-        return f"HuggingFace({len(self):,} records)"
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, record_id: SupportsIndex) -> dict[str, PyTree]:
-        """Record ``record_id``: a dict of numpy scalars and arrays."""
-        row = operator.index(record_id)
-        batch = self.read_batch(np.asarray([row], np.int64))
-        return jax.tree.map(lambda leaf: leaf[0], batch)
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self._dataset, self._columns)  # views of buffers are not pickled but rebuilt
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
-        """Several records, in the order of ``record_ids``."""
+        """Several records, in the order of ``record_ids``: dicts of numpy scalars and arrays."""
         batch = self.read_batch(np.asarray(record_ids, np.int64))
         return [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(len(record_ids))]
 
@@ -130,9 +156,7 @@ class HuggingFaceTable:
           SourceError: a null, ragged lists, or images of unequal shapes; names the column and the record.
         """
         ids = np.ascontiguousarray(record_ids, np.int64)
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
-            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise IndexError(f"record id {worst} is out of range: the dataset has {len(self):,} records")
+        check_ids(ids, len(self), "dataset")
         if not ids.size:
             one = self.read_batch(np.zeros(1, np.int64))
             return {name: jax.tree.map(lambda leaf: leaf[:0], part) for name, part in one.items()}
@@ -144,18 +168,15 @@ class HuggingFaceTable:
             rows = np.arange(len(ids))
         else:
             readers = self._readers
-            rows = ids if self._rows is None else self._rows.read(ids)
-        batch = {}
-        decoded = self._read_decoded(ids) if self._decoded else {}
-        for name in self._columns:
-            if name in decoded:
-                batch[name] = decoded[name]
-                continue
-            try:
-                part = readers[name].read(rows)
-            except SourceError as error:
-                raise _in_ids_of_the_dataset(error, rows, ids) from None
+            rows = ids if self._rows is None else np.asarray(self._rows.read(ids), np.int64)
+        batch: dict[str, PyTree] = dict.fromkeys(self._columns)  # keeps the order of the columns
+        for name, reader in readers.items():
+            part = reader.read(rows, ids)
             batch[name] = part if self._dtype is None else jax.tree.map(lambda leaf: leaf.astype(self._dtype), part)
+        records = [] if self._decoder is None else self._decoder.__getitems__(ids.tolist())
+        for name in self._decoded:
+            values = [value_to_numpy(record[name], name, self._columns) for record in records]
+            batch[name] = _stack(name, values, ids)
         # Only views are read-only. Arrow marks memory as immutable that pandas or a bytearray may still write.
         return batch if self._mapped else jax.tree.map(_copied_if_read_only, batch)
 
@@ -168,19 +189,9 @@ class HuggingFaceTable:
             "content": content_digest(self._dataset, self._columns),
         }
 
-    def _read_decoded(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        assert self._decoder is not None
-        records = self._decoder.__getitems__(ids.tolist())
-        return {
-            name: _stack(name, [value_to_numpy(record[name], name, self._columns) for record in records], ids)
-            for name in self._decoded
-        }
-
 
 def _is_mapped(table: object) -> bool:
-    blocks = getattr(table, "blocks", None)
-    if blocks is None:
-        return isinstance(table, MemoryMappedTable)
+    blocks = getattr(table, "blocks", [[table]])
     return all(isinstance(block, MemoryMappedTable) for row in blocks for block in row)
 
 
@@ -188,45 +199,7 @@ def _copied_if_read_only(leaf: np.ndarray) -> np.ndarray:
     return leaf if leaf.flags.writeable else memory.copy(leaf)
 
 
-class StoredRows:
-    """Records of a ``datasets.Dataset`` as they are stored, for functions that turn them into arrays.
-
-    Numbers are numpy scalars and lists of numbers are arrays; text, nulls and all else are Python objects.
-
-    Args:
-      source: the source that converts the same records.
-    """
-
-    def __init__(self, source: HuggingFaceTable | HuggingFaceRows) -> None:
-        self._source = source
-
-    def __repr__(self) -> str:
-        return repr(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
-        """Record ``record_id``: column name → value."""
-        return self.__getitems__([operator.index(record_id)])[0]
-
-    def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Several records, in the order of ``record_ids``.
-
-        Raises:
-          IndexError: an id is not in [0, len).
-        """
-        for record_id in record_ids:
-            if not 0 <= record_id < len(self):
-                raise IndexError(f"record id {record_id} is out of range: the dataset has {len(self):,} records")
-        return self._source.read_stored(record_ids) if len(record_ids) else []
-
-    def fingerprint(self) -> JsonValue:
-        """Identity: that of the source that converts the records."""
-        return self._source.fingerprint()
-
-
-class HuggingFaceRows:
+class HuggingFaceRows(_Records):
     """Records of a ``datasets.Dataset`` with a transform (``with_transform``), read through the transform.
 
     Args:
@@ -235,87 +208,37 @@ class HuggingFaceRows:
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None) -> None:
-        self._dataset = dataset
-        self._columns = None if columns is None else list(columns)
-
-    def __repr__(self) -> str:
-        return f"HuggingFace({len(self):,} records)"
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, record_id: SupportsIndex) -> dict[str, PyTree]:
-        """Record ``record_id``: a dict of numpy values.
-
-        Raises:
-          IndexError: ``record_id`` is not in [0, len).
-          SourceError: see :meth:`__getitems__`.
-        """
-        row = operator.index(record_id)
-        if not 0 <= row < len(self):
-            raise IndexError(f"record id {row} is out of range: the dataset has {len(self):,} records")
-        return self.__getitems__([row])[0]
-
-    def unconverted(self) -> StoredRows:
-        """Returns the records as the transform makes them, such as with text."""
-        return StoredRows(self)
+        self._dataset, self._columns = dataset, columns
 
     def read_stored(self, record_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Reads records as the transform makes them."""
         return [chosen(record, self._columns) for record in self._dataset.__getitems__(list(record_ids))]
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, PyTree]]:
-        """Several records, in the order of ``record_ids``.
+        """Several records, in the order of ``record_ids``: dicts of numpy values.
 
         Raises:
+          IndexError: an id is not in [0, len).
           SourceError: a column is missing, or has text, a null or ragged lists.
         """
         ids = [int(record_id) for record_id in record_ids]
-        records = self._dataset.__getitems__(ids)
+        check_ids(ids, len(self), "dataset")
         return [
-            record_to_numpy(record, self._columns, record_id=record_id)
-            for record, record_id in zip(records, ids, strict=True)
+            record_to_numpy(record, self._columns, {}, record_id=record_id)
+            for record, record_id in zip(self._dataset.__getitems__(ids), ids, strict=True)
         ]
 
     def fingerprint(self) -> JsonValue:
         """Identity: as for a dataset without a transform, plus the transform's name."""
-        transform = self._dataset.format["format_kwargs"].get("transform")
         stored = list(self._dataset.column_names)
         return {
             "kind": "huggingface",
             "records": len(self),
-            "columns": self._columns,
+            "columns": None if self._columns is None else list(self._columns),
             "features": {name: repr(self._dataset.features[name]) for name in stored},
-            "transform": function_name(transform),
+            "transform": function_name(self._dataset.format["format_kwargs"].get("transform")),
             "content": content_digest(self._dataset, stored),
         }
-
-
-class _RowMap:
-    """Record id → row of the table, for datasets after ``shuffle``, ``sort`` or ``select``."""
-
-    def __init__(self, chunks: list[Any]) -> None:
-        self._parts = [chunk.to_numpy(zero_copy_only=True) for chunk in chunks]  # views of a memory map
-        self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
-
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        if len(self._parts) == 1:
-            return self._parts[0][ids].astype(np.int64)
-        which = np.searchsorted(self._starts, ids, side="right") - 1
-        rows = np.empty(len(ids), np.int64)
-        for part_index in np.unique(which).tolist():
-            mine = which == part_index
-            rows[mine] = self._parts[part_index][ids[mine] - self._starts[part_index]]
-        return rows
-
-
-def _in_ids_of_the_dataset(error: SourceError, rows: np.ndarray, ids: np.ndarray) -> SourceError:
-    """The error with the dataset's record id in place of the row of the underlying table."""
-    if error.record_id is None or rows is ids:
-        return error
-    record_id = int(ids[np.flatnonzero(rows == error.record_id)[0]])
-    text = str(error).replace(f"record {error.record_id:,}", f"record {record_id:,}", 1)
-    return SourceError(text, record_id=record_id)
 
 
 def _stack(name: str, values: list[Any], ids: np.ndarray) -> Any:

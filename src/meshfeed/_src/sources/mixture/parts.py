@@ -21,25 +21,6 @@ Part = tuple[str, np.ndarray[Any, Any], PyTree]
 """Component name, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
 
 
-def check_shapes(shapes: Mapping[str, PyTree]) -> None:
-    """Checks that components have the same record structure, without reading records.
-
-    Args:
-      shapes: component → pytree of ``jax.ShapeDtypeStruct`` of one record.
-
-    Raises:
-      SourceError: records of two components differ in structure, shape or dtype; names the components and the leaf.
-    """
-    (first, wanted), *others = shapes.items()
-    for name, found in others:
-        if jax.tree.flatten(found) != jax.tree.flatten(wanted):  # treedefs of custom nodes may not compare
-            raise SourceError(_difference(name, _no_rows(found), first, _no_rows(wanted)))
-
-
-def _no_rows(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), shapes)
-
-
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """Which part of each component is used, and how often.

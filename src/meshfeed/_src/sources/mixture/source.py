@@ -30,7 +30,7 @@ from meshfeed._src.reading.records import SourceReader, file_of, wants_rng
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.mixture.lanes import StreamMixture
-from meshfeed._src.sources.mixture.parts import Joiner, Parts, check_shapes
+from meshfeed._src.sources.mixture.parts import Joiner, Parts
 from meshfeed._src.sources.recognize import as_source
 
 
@@ -177,6 +177,13 @@ def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, Re
     return groups, np.array(group_of, np.int64), np.array(first_id, np.int64)
 
 
+_NO_IDS = np.empty(0, np.int64)
+
+
+def _no_rows(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), shapes)
+
+
 class RandomMixture:
     """A :func:`Mixture` of random-access sources; made by that function.
 
@@ -198,7 +205,9 @@ class RandomMixture:
         self.wants_rng = any(map(wants_rng, self._sources))
         self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
         if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
-            check_shapes({name: source.element_shapes() for name, source in components.items()})
+            Joiner().join(
+                [(name, _NO_IDS, _no_rows(source.element_shapes())) for name, source in components.items()], 0
+            )
         self._joiner = Joiner()
         self._lengths = np.array([parts.length(name, source) for name, source in components.items()], np.int64)
         groups, self._group_of, self._first_id = _concatenate(self._sources)
@@ -254,20 +263,28 @@ class RandomMixture:
         Raises:
           SourceError: an id refers to a component that does not exist, or to a record past its end.
         """
+        self._located(record_ids)
+
+    def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
+        """Numbers of the components, and ids within them; checks them."""
         numbers, ids = split_ids(np.asarray(record_ids, np.int64))
-        for mixture_id, number, record_id in zip(record_ids, numbers.tolist(), ids.tolist(), strict=True):
-            if not 0 <= number < len(self._sources):
-                raise SourceError(
-                    f"record id {mixture_id} names component {number}; this mixture has the components 0 to "
-                    f"{len(self._sources) - 1}, and ids are component << 48 | id.",
-                    record_id=int(mixture_id),
-                )
-            if record_id >= self._lengths[number]:
-                raise SourceError(
-                    f"record id {mixture_id} names record {record_id} of component {self._names[number]!r}, which has "
-                    f"{self._lengths[number]} records.",
-                    record_id=int(mixture_id),
-                )
+        known = (numbers >= 0) & (numbers < len(self._sources))
+        if not known.all():
+            wrong = int(np.argmin(known))
+            raise SourceError(
+                f"record id {record_ids[wrong]} names component {numbers[wrong]}; this mixture has the components 0 to "
+                f"{len(self._sources) - 1}, and ids are component << 48 | id.",
+                record_id=int(record_ids[wrong]),
+            )
+        past = ids >= self._lengths[numbers]
+        if past.any():
+            wrong = int(np.argmax(past))
+            raise SourceError(
+                f"record id {record_ids[wrong]} names record {ids[wrong]} of component {self._names[numbers[wrong]]!r}, "
+                f"which has {self._lengths[numbers[wrong]]} records.",
+                record_id=int(record_ids[wrong]),
+            )
+        return numbers, ids
 
     def element_shapes(self) -> PyTree:
         """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first component; only if ``reads_columns``."""
@@ -293,11 +310,7 @@ class RandomMixture:
           SourceError: an id has no record, or records of two components differ; names the components and the leaf.
           Any error that a component raises, with a note naming it.
         """
-        record_ids = np.asarray(record_ids, np.int64)
-        numbers, ids = split_ids(record_ids)
-        known = (numbers >= 0) & (numbers < len(self._sources))
-        if not known.all() or (ids >= self._lengths[numbers]).any():
-            self.check_record_ids(record_ids)
+        numbers, ids = self._located(record_ids)
         if self._compared[numbers].all():
             try:
                 group_ids = ids + self._first_id[numbers]
@@ -344,8 +357,7 @@ class RandomMixture:
     def _cached(self) -> dict[int, hooks.CachesFiles]:
         """The components that read files through a cache."""
         found = ((number, hooks.find(source, hooks.CachesFiles)) for number, source in enumerate(self._sources))
-        nothing = np.empty(0, np.int64)
-        return {n: source for n, source in found if source is not None and source.cached_files(nothing) is not None}
+        return {n: source for n, source in found if source is not None and source.cached_files(_NO_IDS) is not None}
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
@@ -360,7 +372,7 @@ class RandomMixture:
           SettingsError: a component does not know them.
         """
         numbers, ids = split_ids(record_ids)
-        counts, parts = np.zeros(len(ids), np.int64), []
+        by_row: dict[int, np.ndarray] = {}
         for number, rows in group_by(numbers):
             known = hooks.find(self._sources[number], hooks.RowLengths)
             if known is None:
@@ -370,11 +382,9 @@ class RandomMixture:
                     setting="balance",
                 )
             lengths, splits = known.row_lengths(ids[rows])
-            counts[rows] = np.diff(splits)
-            parts.append((rows, np.split(lengths, splits[1:-1])))
-        by_row = {row: part for rows, split in parts for row, part in zip(rows.tolist(), split, strict=True)}
-        joined = np.concatenate([by_row[row] for row in range(len(ids))])
-        return joined, np.concatenate([[0], np.cumsum(counts)])
+            by_row |= zip(rows.tolist(), np.split(lengths, splits[1:-1]), strict=True)
+        parts = [by_row[row] for row in range(len(ids))]
+        return np.concatenate(parts), np.cumsum([0, *map(len, parts)])
 
     def file_of(self, record_id: int) -> str | None:
         """The component that holds a record, and the file if known."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
-import os
+import pathlib
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.tf.internals import Dataset, find_randomness, reshuffles, step_name, steps_of
 
 _log = logging.getLogger("meshfeed.sources.tfdata")
+_END = object()
 
 
 class TFDataLane:
@@ -34,9 +36,7 @@ class TFDataLane:
     def __init__(self, make: Callable[[], Dataset], lane_index: int) -> None:
         import tensorflow as tf
 
-        self._tf = tf
-        self._make = make
-        self._lane_index = lane_index
+        self._tf, self._make, self._lane_index = tf, make, lane_index
         self._pipeline: list[str] = []
         self._iterator: Iterator[object] = self._start()
         self._records = 0  # records returned since the start
@@ -106,12 +106,12 @@ class TFDataLane:
         if self._error is not None:
             raise self._error.with_traceback(None)  # after an error, tf.data may skip records or end silently
         try:
-            element = next(self._iterator)
-        except StopIteration:
-            raise
+            element = next(self._iterator, _END)
         except Exception as error:
             self._error = self._translate(error)
             raise self._error from error
+        if element is _END:
+            raise StopIteration
         self._records += 1
         return element
 
@@ -128,7 +128,7 @@ class TFDataLane:
             return OSError(f"lane {self._lane_index} of tf.data: {message}")
         return error
 
-    def _to_numpy(self, tensor: object) -> Record:
+    def _to_numpy(self, tensor: Any) -> Record:
         if isinstance(tensor, self._tf.Tensor):
             return tensor.numpy()
         raise SourceError(
@@ -140,9 +140,9 @@ class TFDataLane:
     def _take_checkpoint(self) -> dict[str, str] | None:
         """The files of a checkpoint: suffix → base64 of zlib data. None if tf.data cannot checkpoint the pipeline."""
         errors = self._tf.errors
-        with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
+        with _temporary_folder() as folder:
             try:
-                self._tf.train.Checkpoint(iterator=self._iterator).write(os.path.join(folder, "state"))
+                self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/state")
             except (errors.FailedPreconditionError, errors.UnimplementedError, errors.InvalidArgumentError) as error:
                 self._can_checkpoint = False
                 _log.info(
@@ -152,16 +152,15 @@ class TFDataLane:
                     error.message,
                 )
                 return None
-            files = {name.removeprefix("state"): _read(os.path.join(folder, name)) for name in os.listdir(folder)}
+            files = {path.name.removeprefix("state"): path.read_bytes() for path in folder.iterdir()}
         return {name: base64.b64encode(zlib.compress(data, 1)).decode() for name, data in files.items()}
 
     def _restore_checkpoint(self, checkpoint: dict[str, str]) -> None:
-        with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
+        with _temporary_folder() as folder:
             for name, text in checkpoint.items():
-                with open(os.path.join(folder, "state" + name), "wb") as file:
-                    file.write(zlib.decompress(base64.b64decode(text)))
+                (folder / f"state{name}").write_bytes(zlib.decompress(base64.b64decode(text)))
             try:
-                restored = self._tf.train.Checkpoint(iterator=self._iterator).read(os.path.join(folder, "state"))
+                restored = self._tf.train.Checkpoint(iterator=self._iterator).read(f"{folder}/state")
                 restored.assert_existing_objects_matched()
             except (self._tf.errors.OpError, AssertionError) as error:
                 raise StateMismatchError(
@@ -172,9 +171,10 @@ class TFDataLane:
                 ) from error
 
 
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
+        yield pathlib.Path(folder)
 
 
 def _describe(dataset: Dataset, lane_index: int) -> list[str]:

@@ -16,6 +16,7 @@ from meshfeed._src.base.rng import philox
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.array_record.source import ArrayRecord
+from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
@@ -60,43 +61,45 @@ def record_decoder(builder: Builder, decode: Decode) -> Callable[..., Record]:
     return functools.partial(features.deserialize_example_np, decoders=decoders)
 
 
-def files_of(instructions: Sequence[Instruction]) -> list[str]:
-    """Paths of the files that a split reads."""
-    return [str(instruction.filename) for instruction in instructions]
-
-
-class TFDSRecords:
-    """A split of a dataset prepared as ArrayRecord: record i is example i of the split.
+class _Split:
+    """A split of a prepared dataset.
 
     Args:
-      builder: builder of the prepared dataset.
+      builder: builder of the dataset.
       split: name of the split, or a slice of one.
       instructions: the files of the split, with the rows of each (tfds FileInstruction).
       decode: see :func:`record_decoder`.
     """
 
+    def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
+        self._name, self._split = builder.info.full_name, split
+        self.decoder = record_decoder(builder, decode)
+        self.paths = [str(instruction.filename) for instruction in instructions]
+        self.rows = np.asarray([instruction.examples_in_shard for instruction in instructions])  # of each whole file
+        self.starts = np.asarray([instruction.skip for instruction in instructions])
+        # In tfds, take == -1 means all rows after the skipped ones.
+        takes = [len_ - i.skip if i.take == -1 else i.take for len_, i in zip(self.rows, instructions, strict=True)]
+        self.stops = self.starts + takes
+        self.first_ids = np.cumsum([0, *takes])  # id in the split of each file's first record
+
+    def __repr__(self) -> str:
+        return f"TFDS({self._name!r}, {self._split!r}, {int(self.first_ids[-1]):,} records)"
+
+
+class TFDSRecords(_Split):
+    """A split of a dataset prepared as ArrayRecord: record i is example i of the split; see :class:`_Split`."""
+
     decode_batch = None
 
     def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
-        self._name = builder.info.full_name
-        self._split = split
-        self._records = ArrayRecord(files_of(instructions))
-        self.decode = record_decoder(builder, decode)
-        # In tfds, take == -1 means all rows after the skipped ones.
-        takes = [
-            instruction.examples_in_shard if instruction.take == -1 else instruction.take
-            for instruction in instructions
-        ]
-        shards = np.cumsum([0, *(instruction.examples_in_shard for instruction in instructions)])
-        self._starts = np.cumsum([0, *takes])
+        super().__init__(builder, split, instructions, decode)
+        self.decode = self.decoder
+        self._records = ArrayRecord(self.paths)
         # Per file: id in the concatenated files minus id in the split.
-        self._shift = shards[:-1] + np.asarray([instruction.skip for instruction in instructions]) - self._starts[:-1]
-
-    def __repr__(self) -> str:
-        return f"TFDS({self._name!r}, {self._split!r}, {len(self):,} records)"
+        self._shift = np.cumsum(self.rows) - self.rows + self.starts - self.first_ids[:-1]
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.first_ids[-1])
 
     def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Record ``record_id``, decoded."""
@@ -137,51 +140,25 @@ class TFDSRecords:
         self._records.close()
 
     def _in_files(self, ids: np.ndarray) -> np.ndarray:
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
-            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise IndexError(f"record id {worst} is out of range: the split has {len(self):,} records")
-        return ids + self._shift[np.searchsorted(self._starts, ids, side="right") - 1]
+        check_ids(ids, len(self), "split")
+        return ids + self._shift[np.searchsorted(self.first_ids, ids, side="right") - 1]
 
 
 _RECORDS_AT_ONCE = 32  # records per call of the tf.data iterator
 
 
-class TFDSShards:
-    """A split of a dataset prepared as TFRecord, read as lanes.
-
-    Args:
-      builder: builder of the prepared dataset.
-      split: name of the split, or a slice of one.
-      instructions: the files of the split, with the rows of each (tfds FileInstruction).
-      decode: see :func:`record_decoder`.
-    """
-
-    def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
-        self._name = builder.info.full_name
-        self._split = split
-        self._paths = files_of(instructions)
-        self._decode = record_decoder(builder, decode)
-        self._rows = [int(instruction.examples_in_shard) for instruction in instructions]
-        self._parts = []
-        for index, instruction in enumerate(instructions):
-            rows = self._rows[index]
-            stop = rows if instruction.take == -1 else instruction.skip + instruction.take
-            self._parts.append(Piece(index, instruction.skip, stop))
-        self._first_ids = np.cumsum([0, *(part.stop - part.start for part in self._parts if part.stop is not None)])
-
-    def __repr__(self) -> str:
-        return f"TFDS({self._name!r}, {self._split!r}, {int(self._first_ids[-1]):,} records)"
+class TFDSShards(_Split):
+    """A split of a dataset prepared as TFRecord, read as lanes; see :class:`_Split`."""
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> TFDSLane:
         """The records of lane ``lane_index`` of ``num_lanes``, from the beginning, in the same order in every epoch.
 
         ``epoch`` and ``seed`` only seed the ``rng`` of ``decode``.
         """
-        cut = cut_files(self._parts, lane_index, num_lanes, lambda index: [self._rows[index]])
-        first_ids = [int(self._first_ids[piece.file_index]) for piece in cut.pieces]
-        starts = [self._parts[piece.file_index].start for piece in cut.pieces]
-        offsets = [first - start for first, start in zip(first_ids, starts, strict=True)]
-        return TFDSLane(self._paths, cut, offsets, self._decode, lane_index, epoch, seed)
+        bounds = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
+        parts = [Piece(index, start, stop) for index, (start, stop) in enumerate(bounds)]
+        cut = cut_files(parts, lane_index, num_lanes, lambda index: [int(self.rows[index])])
+        return TFDSLane(self, cut, lane_index, epoch, seed)
 
     def fingerprint(self) -> JsonValue:
         """Identity: dataset, version, split, files and number of records."""
@@ -189,8 +166,8 @@ class TFDSShards:
             "kind": "tfds",
             "dataset": self._name,
             "split": self._split,
-            "files": file_paths.identify_files(self._paths, file_paths.file_sizes(self._paths, source="TFDS")),
-            "rows": int(self._first_ids[-1]),
+            "files": file_paths.identify_files(self.paths, file_paths.file_sizes(self.paths, source="TFDS")),
+            "rows": int(self.first_ids[-1]),
         }
 
 
@@ -198,35 +175,18 @@ class TFDSLane:
     """One lane: ranges of TFRecord files with known lengths, so its state is just the piece and the row.
 
     Args:
-      paths: paths of the files.
-      cut: the pieces of the files that the lane reads.
-      offsets: per piece, the id in the split minus the row in the file.
-      decode: decodes bytes into a record.
+      split: the split.
+      cut: the pieces of its files that the lane reads.
       lane_index: index of the lane, for errors.
       epoch: the feed's epoch, for ``rng=``.
       seed: the feed's seed, for ``rng=``.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        cut: FileCut,
-        offsets: Sequence[int],
-        decode: Callable[..., Record],
-        lane_index: int,
-        epoch: int,
-        seed: int,
-    ) -> None:
-        self._paths = paths
-        self._cut = cut
-        self._offsets = offsets
-        self._decode = decode
-        self._with_rng = accepts_keyword(decode, "rng")
-        self._lane_index = lane_index
-        self._epoch = epoch
-        self._seed = seed
-        self._piece = 0
-        self._row = 0  # rows of the piece already returned
+    def __init__(self, split: TFDSShards, cut: FileCut, lane_index: int, epoch: int, seed: int) -> None:
+        self._split, self._cut, self._lane_index, self._epoch, self._seed = split, cut, lane_index, epoch, seed
+        self._with_rng = accepts_keyword(split.decoder, "rng")
+        self._offsets = (split.first_ids[:-1] - split.starts).tolist()  # id in the split minus row in the file
+        self._piece = self._row = 0  # index of the piece, and its rows already returned
         self._raw: Iterator[bytes] | None = None
         self._error: BaseException | None = None
 
@@ -245,9 +205,8 @@ class TFDSLane:
                 if self._raw is None:
                     self._raw = self._open_piece(piece, self._row)
                 raw = self._next_raw(self._raw, piece)
-                record_id = piece.file_row(self._row) + self._offsets[self._piece]
                 self._row += 1
-                return self._decode_one(raw, record_id)
+                return self._decode_one(raw, piece)
         except Exception as error:
             self._error = error
             raise
@@ -281,14 +240,14 @@ class TFDSLane:
 
         assert piece.stop is not None
         first = piece.file_row(done)
-        records = tf.data.TFRecordDataset(self._paths[piece.file_index]).skip(first).take(piece.stop - first)
+        records = tf.data.TFRecordDataset(self._split.paths[piece.file_index]).skip(first).take(piece.stop - first)
         for batch in records.batch(_RECORDS_AT_ONCE):  # one iterator call costs more than one record
             yield from batch.numpy().tolist()
 
     def _next_raw(self, raw: Iterator[bytes], piece: Piece) -> bytes:
         import tensorflow as tf
 
-        path, row = self._paths[piece.file_index], piece.file_row(self._row)
+        path, row = self._split.paths[piece.file_index], piece.file_row(self._row)
         try:
             return next(raw)
         except StopIteration:
@@ -305,10 +264,11 @@ class TFDSLane:
             lane_index=self._lane_index,
         )
 
-    def _decode_one(self, raw: bytes, record_id: int) -> Record:
+    def _decode_one(self, raw: bytes, piece: Piece) -> Record:
+        record_id = piece.file_row(self._row - 1) + self._offsets[piece.file_index]
         extra = {"rng": philox(self._seed, self._epoch, record_id)} if self._with_rng else {}
         try:
-            return self._decode(raw, **extra)
+            return self._split.decoder(raw, **extra)
         except StopIteration as error:
             raise SourceError(
                 f"decode raised StopIteration at record {record_id:,}; that is no end of the data. Raise ValueError "
@@ -317,11 +277,8 @@ class TFDSLane:
                 lane_index=self._lane_index,
             ) from error
         except Exception as error:
-            error.add_note(f"while decoding record {record_id:,} of {self._name_of()}")
+            error.add_note(f"while decoding record {record_id:,} of {self._split.paths[piece.file_index]}")
             raise
-
-    def _name_of(self) -> str:
-        return self._paths[self._cut.pieces[self._piece].file_index]
 
 
 @public("meshfeed.sources")
