@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -213,6 +213,16 @@ class StagedOrder(RecordOrder, Protocol):
         ...
 
 
+class OrderSettings(TypedDict):
+    """A feed's settings that determine the order of its records; ``batch_sizes`` are the sizes of future steps."""
+
+    shuffle: bool | int
+    seed: int
+    num_epochs: int | None
+    batch_sizes: Sequence[int]
+    position_of_step: Callable[[int], int]
+
+
 class NumbersRecords(Protocol):
     """Numbers and orders its records itself, as a mixture does; its ids are not ``0 <= id < len(source)``."""
 
@@ -221,16 +231,8 @@ class NumbersRecords(Protocol):
         """Id of the record from which to infer the structure."""
         ...
 
-    def make_order(
-        self,
-        *,
-        shuffle: bool | int,
-        seed: int,
-        num_epochs: int | None,
-        batch_sizes: Sequence[int],
-        position_of_step: Callable[[int], int],
-    ) -> StagedOrder:
-        """Returns the order for a feed's settings; ``batch_sizes`` are the sizes of future steps."""
+    def make_order(self, **settings: Unpack[OrderSettings]) -> StagedOrder:
+        """Returns the order for a feed's settings."""
         ...
 
     def check_record_ids(self, record_ids: RecordIds) -> None:

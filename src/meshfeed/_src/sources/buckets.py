@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import SupportsIndex
+from collections.abc import Iterator, Sequence
+from typing import SupportsIndex, Unpack
 
 import numpy as np
 
@@ -76,15 +77,10 @@ class Buckets:
             raise SettingsError(f"long={long!r}; it takes 'raise', 'truncate' or 'drop'.", setting="long")
         self._pad = Pad(key, mask_key, pad_value, self.boundaries[-1], long == "truncate", "the last boundary")
         self._settings = [list(self._pad.keys), mask_key, pad_value, long]
-        self._source = documents_of(
-            source,
-            "Buckets",
-            of_stream="Pad the records of streams with Padded.",
-            of_mixture="Pad the records of mixtures with Padded.",
-        )
+        other = "Pad the records of {} with Padded."
+        self._source = documents_of(source, "Buckets", other.format("streams"), other.format("mixtures"))
         self._lengths = lengths_of(self._source, self._pad.length_of, self._pad.keys[0])
         self._buckets = self._split(long)
-        self._identity: JsonValue = None
 
     def _split(self, long: str) -> list[np.ndarray]:
         """The record ids of each bucket, ascending."""
@@ -121,10 +117,8 @@ class Buckets:
             yield first, np.searchsorted(self.boundaries, part), part
 
     def __repr__(self) -> str:
-        sizes = ", ".join(
-            f"{len(ids):,} of {boundary:,}" for boundary, ids in zip(self.boundaries, self._buckets, strict=True)
-        )
-        return f"Buckets({self._source!r}, {sizes})"
+        buckets = zip(self.boundaries, self._buckets, strict=True)
+        return f"Buckets({self._source!r}, {', '.join(f'{len(ids):,} of {length:,}' for length, ids in buckets)})"
 
     def __len__(self) -> int:
         """Number of records of one epoch."""
@@ -132,8 +126,7 @@ class Buckets:
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, PyTree]:
         """The padded record ``record_id``."""
-        batch = self.read_batch(np.array([operator.index(record_id)]))
-        return {name: leaf[0] for name, leaf in batch.items()}
+        return {name: leaf[0] for name, leaf in self.read_batch([operator.index(record_id)]).items()}
 
     def read_batch(self, record_ids: RecordIds | Sequence[int]) -> dict[str, PyTree]:
         """Reads records, padded to the boundary of the longest of them.
@@ -177,21 +170,13 @@ class Buckets:
         """Id of the record from which to infer the structure: one of the longest bucket."""
         return int(next(ids for ids in reversed(self._buckets) if len(ids))[0])
 
-    def make_order(
-        self,
-        *,
-        shuffle: bool | int,
-        seed: int,
-        num_epochs: int | None,
-        batch_sizes: Sequence[int],
-        position_of_step: Callable[[int], int],
-    ) -> BucketOrder:
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> BucketOrder:
         """Returns the order for a feed's settings.
 
         Raises:
           SettingsError: the batch size changes.
         """
-        del position_of_step
+        batch_sizes = settings["batch_sizes"]
         if len(batch_sizes) > 1:
             raise SettingsError(
                 f"global_batch_size changes between {' and '.join(map(str, batch_sizes))}, but the batches of Buckets must "
@@ -202,9 +187,9 @@ class Buckets:
             self._buckets,
             num_records=len(self._lengths),
             global_batch_size=batch_sizes[0],
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
+            shuffle=settings["shuffle"],
+            seed=settings["seed"],
+            num_epochs=settings["num_epochs"],
         )
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
@@ -227,13 +212,13 @@ class Buckets:
 
     def fingerprint(self) -> JsonValue:
         """Identity: the source, all lengths, and how records are padded."""
-        if self._identity is None:
-            self._identity = {
-                "source": source_identity(self._source),
-                "lengths": digest_of_lengths(self._lengths),
-                "padding": {"boundaries": list(self.boundaries), "settings": self._settings},
-            }
         return self._identity
+
+    @functools.cached_property
+    def _identity(self) -> JsonValue:
+        padding = {"boundaries": list(self.boundaries), "settings": self._settings}
+        lengths = digest_of_lengths(self._lengths)
+        return {"source": source_identity(self._source), "lengths": lengths, "padding": padding}
 
     def file_of(self, record_id: int) -> str | None:
         """Returns the file of a record, or None if unknown."""

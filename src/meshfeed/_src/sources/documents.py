@@ -24,7 +24,7 @@ _RECORDS_PER_READ = 4096
 _RECORDS_PER_DIGEST = 1 << 20
 
 
-def documents_of(source: object, name: str, *, of_stream: str, of_mixture: str) -> RandomAccessSource:
+def documents_of(source: object, name: str, of_stream: str, of_mixture: str) -> RandomAccessSource:
     """Returns a random-access source whose records have fixed lengths.
 
     Args:

@@ -26,8 +26,6 @@ from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 
 _FUNCTION_KEY = 105  # purpose of a derived key: the function's numbers differ from those of the source's decoder
-_RANDOM_HOOKS = ("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index")
-_STREAM_HOOKS = ("check_lanes", "file_names", "mixture_config", "check_saved")
 
 
 @public("meshfeed.sources")
@@ -68,7 +66,15 @@ def Map(source: object, function: Callable[..., Any], *, batched: bool = False) 
 
 
 class _Mapped:
-    """What both kinds of mapped source share."""
+    """What both kinds of mapped source share. Hooks that a function does not change are those of the source."""
+
+    kind = "map"
+    _same_hooks: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._same_hooks:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["_source"], name)
 
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
         self._source, self._function, self._batched = source, function, batched
@@ -100,18 +106,16 @@ class _Mapped:
 class MappedRecords(_Mapped):
     """A :func:`Map` over random-access records; made by that function."""
 
-    kind = "map"
     fresh_arrays = True
+    _same_hooks = (
+        *("first_record_id", "make_order", "check_record_ids", "replacement_id", "row_lengths", "shape_index"),
+        *("cached_files", "file_of", "file_names", "read_threads", "shard_lengths"),
+    )
 
     def __init__(self, source: Any, function: Callable[..., Any], batched: bool) -> None:
         super().__init__(source, function, batched)
         self._source_rng = wants_rng(source)
         self.wants_rng = self._passes_rng or self._source_rng
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in (*_RANDOM_HOOKS, "cached_files", "file_of", "file_names", "read_threads", "shard_lengths"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_source"], name)  # a mixture keeps its own numbers and order
 
     def __len__(self) -> int:
         return len(self._source)
@@ -187,12 +191,7 @@ class MappedRecords(_Mapped):
 class MappedStream(_Mapped):
     """A :func:`Map` over a stream; made by that function."""
 
-    kind = "map"
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _STREAM_HOOKS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_source"], name)
+    _same_hooks = ("check_lanes", "file_names", "mixture_config", "check_saved")
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0) -> MappedLane | StackedMappedLane:
         """Lane ``lane_index`` of ``num_lanes`` of the source, mapped."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex, Unpack
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class Packed:
             raise SettingsError(f"pad_id={pad_id!r}; it takes a token, an int32.", setting="pad_id")
         if not isinstance(key, str) or key in ("", "segment_ids", "positions"):
             raise SettingsError(f"key={key!r}; it takes the name of the leaf that holds the tokens.", setting="key")
-        self._source = documents_of(source, "Packed", of_stream=_OF_STREAM, of_mixture=_OF_MIXTURE)
+        self._source = documents_of(source, "Packed", _OF_STREAM, _OF_MIXTURE)
         self._key, self._pad_id, self._length = key, int(pad_id), int(sequence_length)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
         lengths = lengths_of(self._source, lambda record: len(_leaves(record, key)[key]), key)
@@ -93,7 +94,6 @@ class Packed:
                 f"Packed: the {len(self._source):,} document(s) leave no token to pack into sequences of "
                 f"{self._length:,} with long={long!r}. Check the documents and the key {key!r}."
             )
-        self._identity: JsonValue = None
         self._planned: Packing | None = None
 
     def __repr__(self) -> str:
@@ -105,8 +105,7 @@ class Packed:
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, np.ndarray]:
         """Sequence ``record_id`` of the documents in order."""
-        batch = self.read_batch(np.array([operator.index(record_id)]))
-        return {name: leaf[0] for name, leaf in batch.items()}
+        return {name: leaf[0] for name, leaf in self.read_batch([operator.index(record_id)]).items()}
 
     def read_batch(self, record_ids: RecordIds | Sequence[int]) -> dict[str, np.ndarray]:
         """Reads sequences.
@@ -158,18 +157,13 @@ class Packed:
 
     def fingerprint(self) -> JsonValue:
         """Identity: documents, all lengths, and how they are packed."""
-        if self._identity is None:
-            self._identity = {
-                "source": source_identity(self._source),
-                "lengths": digest_of_lengths(self._packing.lengths),
-                "packing": {
-                    "sequence_length": self._length,
-                    "key": self._key,
-                    "pad_id": self._pad_id,
-                    **self._settings,
-                },
-            }
         return self._identity
+
+    @functools.cached_property
+    def _identity(self) -> JsonValue:
+        of_packing = {"sequence_length": self._length, "key": self._key, "pad_id": self._pad_id, **self._settings}
+        lengths = digest_of_lengths(self._packing.lengths)
+        return {"source": source_identity(self._source), "lengths": lengths, "packing": of_packing}
 
     def file_of(self, record_id: int) -> str | None:
         """Returns the file of the first document of a sequence."""
@@ -179,8 +173,10 @@ class Packed:
     def cached_files(self, record_ids: RecordIds) -> Sequence[hooks.CachedFile] | None:
         """Returns the files that hold the documents of sequences and are read through a cache; None without one."""
         source = hooks.find(self._source, hooks.CachesFiles)
-        if source is None or not len(record_ids):
-            return None if source is None else source.cached_files(record_ids)
+        if source is None:
+            return None
+        if not len(record_ids):
+            return source.cached_files(record_ids)
         if self._planned is None:
             self._planned = self._packing.copy()  # keeps the blocks to come apart from those being read
         return source.cached_files(np.unique(self._planned.pieces_at(record_ids).documents))
@@ -266,18 +262,9 @@ class ShuffledPacked(Packed):
 
     first_record_id = 0
 
-    def make_order(
-        self,
-        *,
-        shuffle: bool | int,
-        seed: int,
-        num_epochs: int | None,
-        batch_sizes: Sequence[int],
-        position_of_step: Callable[[int], int],
-    ) -> PlaceOrder:
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> PlaceOrder:
         """Returns the order of the sequences, which is that of their ids."""
-        del shuffle, batch_sizes, position_of_step
-        return PlaceOrder(len(self), seed, num_epochs)
+        return PlaceOrder(len(self), settings["seed"], settings["num_epochs"])
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Raises SourceError for a negative id; every other id is a place in some epoch."""

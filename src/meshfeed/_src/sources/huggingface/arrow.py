@@ -29,7 +29,7 @@ class Where(TypedDict, total=False):
     lane_index: int
 
 
-def leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
+def _leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
     """The end of an error's fix: how to read a dataset without a column. Empty if no other column remains.
 
     Args:
@@ -97,7 +97,7 @@ def value_to_numpy(
     Args:
       value: the value.
       name: the column, for errors.
-      all_columns: see :func:`leave_out`.
+      all_columns: see :func:`_leave_out`.
       dtype: dtype of the array, if known.
       **where: for errors.
 
@@ -117,13 +117,9 @@ def value_to_numpy(
             "array": array[0] if array.ndim == 2 and array.shape[0] == 1 else array,
             "sampling_rate": np.int64(samples.sample_rate),
         }
-    without = leave_out(name, all_columns)
+    without = _leave_out(name, all_columns)
     if isinstance(value, str | bytes | bytearray):
-        raise SourceError(
-            f"column {name!r} holds {type(value).__name__}{place}, which no device holds. Expected numbers, booleans, "
-            f"or lists of them. Turn it into token ids with {MAP}{without}.",
-            **where,
-        )
+        raise _unusable(name, f"{type(value).__name__}{place}", "Turn it into token ids", without, **where)
     if value is None:
         raise SourceError(
             f"column {name!r} is null{place}. Expected a value in every record. Fill it with "
@@ -140,11 +136,7 @@ def value_to_numpy(
         ) from None
     # The bfloat16 of ml_dtypes has kind "V".
     if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):
-        raise SourceError(
-            f"column {name!r} holds {type(value).__name__} of dtype {array.dtype}{place}, which no device holds. "
-            f"Expected numbers, booleans, or lists of them. Convert it with {MAP}{without}.",
-            **where,
-        )
+        raise _unusable(name, f"{type(value).__name__} of dtype {array.dtype}{place}", "Convert it", without, **where)
     return array[()]  # a numpy scalar if it has no dimensions
 
 
@@ -177,11 +169,11 @@ def _is_text(t: pa.DataType) -> bool:
     return str(t) in names or pa.types.is_fixed_size_binary(t)
 
 
-def text_error(column: str, arrow_type: object, all_columns: Sequence[str]) -> SourceError:
-    """The error for a column of text; its fix may suggest keeping the other columns of ``all_columns``."""
+def _unusable(column: str, what: object, remedy: str, without: str, **where: Unpack[Where]) -> SourceError:
     return SourceError(
-        f"column {column!r} holds {arrow_type}, which no device holds. Expected numbers, booleans, or lists of them. "
-        f"Turn it into token ids with {MAP}{leave_out(column, all_columns)}."
+        f"column {column!r} holds {what}, which no device holds. Expected numbers, booleans, or lists of them. {remedy} "
+        f"with {MAP}{without}.",
+        **where,
     )
 
 
@@ -327,7 +319,7 @@ def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) ->
 @functools.lru_cache(maxsize=1024)  # a stream checks the same columns thousands of times
 def _check_column(name: str, arrow_type: pa.DataType, all_columns: tuple[str, ...]) -> None:
     if is_text(arrow_type):
-        raise text_error(name, arrow_type, all_columns)
+        raise _unusable(name, arrow_type, "Turn it into token ids", _leave_out(name, all_columns))
     for path, inner in _innermost(arrow_type, name):
         if not is_number(inner):
             raise SourceError(

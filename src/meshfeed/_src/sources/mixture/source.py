@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -213,7 +213,6 @@ class RandomMixture:
         groups, self._group_of, self._first_id = _concatenate(self._sources)
         self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
         self._compared = np.zeros(len(self._sources), bool)  # whether a component's structure has been checked
-        self._identities: dict[str, JsonValue] | None = None
 
     def __repr__(self) -> str:
         lengths = zip(self._names, self._lengths.tolist(), strict=True)
@@ -232,26 +231,19 @@ class RandomMixture:
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
         return join_ids(self._names.index(next(iter(self.stages[0][1]))), 0)
 
-    def make_order(
-        self,
-        *,
-        shuffle: bool | int,
-        seed: int,
-        num_epochs: int | None,
-        batch_sizes: Sequence[int],
-        position_of_step: Callable[[int], int],
-    ) -> MixtureOrder:
+    @functools.cached_property
+    def _identities(self) -> dict[str, JsonValue]:
+        return self.parts.identities(self.components)
+
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder:
         """The order of the mixture for a feed's settings."""
-        del batch_sizes
-        if self._identities is None:
-            self._identities = self.parts.identities(self.components)
         return MixtureOrder(
             dict(zip(self._names, self._lengths.tolist(), strict=True)),
-            stages=[Stage(position_of_step(step), weights, step) for step, weights in self.stages],
+            stages=[Stage(settings["position_of_step"](step), weights, step) for step, weights in self.stages],
             block=self._block,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
+            shuffle=settings["shuffle"],
+            seed=settings["seed"],
+            num_epochs=settings["num_epochs"],
             on_end=self._on_end,
             repeat=self.parts.repeat,
             identities=self._identities,

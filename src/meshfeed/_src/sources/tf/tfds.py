@@ -72,7 +72,7 @@ class _Split:
     """
 
     def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
-        self._name, self._split = builder.info.full_name, split
+        self._identity = {"kind": "tfds", "dataset": builder.info.full_name, "split": split}
         self.decoder = record_decoder(builder, decode)
         self.paths = [str(instruction.filename) for instruction in instructions]
         self.rows = np.asarray([instruction.examples_in_shard for instruction in instructions])  # of each whole file
@@ -83,7 +83,7 @@ class _Split:
         self.first_ids = np.cumsum([0, *takes])  # id in the split of each file's first record
 
     def __repr__(self) -> str:
-        return f"TFDS({self._name!r}, {self._split!r}, {int(self.first_ids[-1]):,} records)"
+        return f"TFDS({self._identity['dataset']!r}, {self._identity['split']!r}, {int(self.first_ids[-1]):,} records)"
 
 
 class TFDSRecords(_Split):
@@ -127,13 +127,7 @@ class TFDSRecords(_Split):
 
     def fingerprint(self) -> JsonValue:
         """Identity: dataset, version, split, files, number of records, and a digest of some records."""
-        return {
-            **self._records.fingerprint(),
-            "kind": "tfds",
-            "dataset": self._name,
-            "split": self._split,
-            "records": len(self),
-        }
+        return {**self._records.fingerprint(), **self._identity, "records": len(self)}
 
     def close(self) -> None:
         """Closes the files."""
@@ -162,13 +156,8 @@ class TFDSShards(_Split):
 
     def fingerprint(self) -> JsonValue:
         """Identity: dataset, version, split, files and number of records."""
-        return {
-            "kind": "tfds",
-            "dataset": self._name,
-            "split": self._split,
-            "files": file_paths.identify_files(self.paths, file_paths.file_sizes(self.paths, source="TFDS")),
-            "rows": int(self.first_ids[-1]),
-        }
+        files = file_paths.identify_files(self.paths, file_paths.file_sizes(self.paths, source="TFDS"))
+        return {**self._identity, "files": files, "rows": int(self.first_ids[-1])}
 
 
 class TFDSLane:
