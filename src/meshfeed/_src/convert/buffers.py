@@ -50,10 +50,15 @@ def binary(values: Sequence[bytes | None]) -> pa.Array:
     np.cumsum([len(value or b"") for value in values], out=offsets[1:])
     present = np.packbits([value is not None for value in values], bitorder="little")
     validity = pa.py_buffer(present) if None in values else None
-    content = b"".join(value or b"" for value in values)
-    return pa.Array.from_buffers(
-        pa.large_binary(), len(values), [validity, pa.py_buffer(offsets), pa.py_buffer(content)]
-    )
+    return spans(offsets, b"".join(value or b"" for value in values), validity)
+
+
+def spans(offsets: np.ndarray, content: bytes, validity: pa.Buffer | None = None) -> pa.Array:
+    """Returns n values of bytes as an array; ``offsets`` int64[n + 1] are their edges in ``content``."""
+    import pyarrow as pa
+
+    buffers = [validity, pa.py_buffer(np.ascontiguousarray(offsets, np.int64)), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
 
 
 def to_bytes(array: pa.Array) -> list[bytes]:

@@ -15,7 +15,7 @@ from meshfeed._src.sources.files.compression import compression_of
 from meshfeed._src.sources.files.paths import expand_paths, is_url
 
 FORMATS = {  # name → module and class, imported when needed: some need JAX, which takes long in each worker
-    "csv": "text_files.Csv",
+    "csv": "csv_files.Csv",
     "huggingface": "tables.Datasets",
     "images": "images.ImageFolder",
     "jsonl": "text_files.JsonLines",

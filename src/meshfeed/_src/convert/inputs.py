@@ -101,8 +101,18 @@ class Input(abc.ABC):
           CorruptDataError: stored bytes are damaged; names the file.
         """
 
+    def join(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+        """Returns the types that hold the values of both.
+
+        Raises:
+          pyarrow.ArrowInvalid, pyarrow.ArrowTypeError: a column has types that cannot be joined.
+        """
+        import pyarrow as pa
+
+        return pa.unify_schemas([schema, other], promote_options="permissive")
+
     def unify(self, schema: pa.Schema, other: pa.Schema, path: str) -> pa.Schema:
-        """Returns the types that hold the values of both; ``path`` is the file with ``other``.
+        """Joins types of files; ``path`` is the file with ``other``.
 
         Raises:
           SourceError: a column has types that cannot be joined.
@@ -110,11 +120,11 @@ class Input(abc.ABC):
         import pyarrow as pa
 
         try:
-            return pa.unify_schemas([schema, other], promote_options="permissive")
+            return self.join(schema, other)
         except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
             raise SourceError(
-                f"{path}: its columns do not fit those before: {error}. Expected values of one type per column. Convert the "
-                "files separately, or leave the column out with --columns."
+                f"{path}: its columns do not fit those of the files before: {error}. Expected values of one type per "
+                "column. Convert the files separately, or leave the column out with --columns."
             ) from error
 
 

@@ -132,21 +132,29 @@ class Conversion:
         kind = compression_of(path) if os.path.isfile(path) else None
         if kind is None:
             return path
-        target = self.folder / "inputs" / f"{number:05}-{os.path.basename(path).rpartition('.')[0]}"
+        target = self._copy(number)
         if not target.exists():
             with _replacing(target) as part:
                 part.touch()
                 decompress(kind, path, str(part), None, what=path)
         return str(target)
 
+    def _copy(self, number: int) -> pathlib.Path:
+        name = os.path.basename(self.paths[number])
+        return self.folder / "inputs" / f"{number:05}-{name.rpartition('.')[0] if compression_of(name) else name}"
+
     @contextlib.contextmanager
     def _naming(self, number: int) -> Iterator[None]:
-        """Adds the name of the input to errors of formats that do not expect them."""
+        """Names the input in errors: its path in place of its copy, and in a note if the format does not expect the error."""
+        path, copy = self.paths[number], str(self._copy(number))
         try:
             yield
+        except (SourceError, TypesChanged) as error:
+            error.args = (str(error).replace(copy, path),)
+            raise
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) or error.filename is None:
-                error.add_note(f"while reading {self.paths[number]}")
+                error.add_note(f"while reading {path}")
             raise
 
     def missing_scans(self) -> list[int]:

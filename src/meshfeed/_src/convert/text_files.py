@@ -1,28 +1,55 @@
-"""Files of lines (JSON, CSV, text): where records begin, and blocks of them as Arrow."""
+"""Files of lines: where records begin, and blocks of them as Arrow. Here text and JSON; CSV is in ``csv_files.py``."""
 
 from __future__ import annotations
 
 import abc
-import csv
+import bisect
+import dataclasses
 import io
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, BinaryIO
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
-from meshfeed._src.convert.buffers import binary
+from meshfeed._src.convert.buffers import spans
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.json as pj
 
 _BLOCK_BYTES = 1 << 20
 _MARK_BYTES = 8 << 20  # between places where a task can begin to read
+_SHOWN_BYTES = 80  # of a bad line
+_ROW_IN_BLOCK = re.compile(r" in row \d+|Row #\d+: |(?<=got \d): .*", re.DOTALL)  # in pyarrow's messages
+
+_R = TypeVar("_R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Whole records of a file.
+
+    Attributes:
+      offset: bytes of the file before the block.
+      content: its bytes.
+      starts: int64[records], bytes of the block before each record.
+    """
+
+    offset: int
+    content: bytes
+    starts: np.ndarray
 
 
 class LineInput(Input, abc.ABC):
-    """What the formats of lines share. A subclass knows where its records end and how to parse them."""
+    """Base of the formats of lines; a subclass defines where records end and how to parse them.
+
+    Attributes:
+      expected: what a line holds, for messages.
+    """
+
+    expected: str
 
     def scan(self, path: str, *, all_types: bool) -> Scan:
         """See :class:`Input`. Types are those of the first block, or of all blocks with ``all_types``."""
@@ -30,13 +57,13 @@ class LineInput(Input, abc.ABC):
         schema = None
         with open(path, "rb") as file:
             header = self.read_header(file, path)
-            for offset, block, count in self._blocks(file, file.tell()):
-                if offset >= next_mark:
-                    marks.append((num_records, offset))
-                    next_mark = offset + _MARK_BYTES
-                if count and (schema is None or all_types):
-                    schema = self._unify(path, schema, self.infer(block, header, path))
-                num_records += count
+            for block in self._blocks(file, file.tell()):
+                if block.offset >= next_mark:
+                    marks.append((num_records, block.offset))
+                    next_mark = block.offset + _MARK_BYTES
+                if len(block.starts) and (schema is None or all_types):
+                    schema = self._types(path, block, header, schema)
+                num_records += len(block.starts)
         return Scan(num_records, schema, marks)
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -45,97 +72,162 @@ class LineInput(Input, abc.ABC):
         with open(path, "rb") as file:
             header = self.read_header(file, path)
             file.seek(offset)
-            for _, block, count in self._blocks(file, offset):
-                low, high = max(start - first, 0), min(stop - first, count)
+            for block in self._blocks(file, offset):
+                low, high = max(start - first, 0), min(stop - first, len(block.starts))
                 if low < high:
-                    for batch in self._parse(block, count, header, schema, path, first):
-                        kept = slice(max(low, 0), max(min(high, batch.num_rows), 0))
-                        if kept.start < kept.stop:
-                            yield batch.slice(kept.start, kept.stop - kept.start)
-                        low, high = low - batch.num_rows, high - batch.num_rows
-                first += count
+                    yield from self._parse(path, block, header, schema).slice(low, high - low).to_batches()
+                first += len(block.starts)
                 if first >= stop:
                     return
 
-    def _parse(
-        self, block: bytes, count: int, header: Sequence[str], schema: pa.Schema, path: str, first: int
-    ) -> list[pa.RecordBatch]:
-        import pyarrow as pa
+    def _parse(self, path: str, block: Block, header: Sequence[str], schema: pa.Schema) -> pa.Table:
+        def parse(content: bytes, count: int) -> pa.Table:
+            return _with_rows(self.parse(content, header, schema), count)
 
         try:
-            table = self.parse(block, header, schema)
-        except pa.ArrowInvalid as error:
-            self.infer(block, header, path)  # raises if the block is damaged
-            raise TypesChanged(f"{path}: records {first} to {first + count - 1} have other types: {error}") from error
-        if table.num_rows != count:
+            return _checked(path, block, parse)
+        except _BadLine as error:
+            self._types(path, block, header, None)  # raises if the block is damaged
+            raise TypesChanged(str(error)) from error
+
+    def _types(self, path: str, block: Block, header: Sequence[str], before: pa.Schema | None) -> pa.Schema:
+        """Returns the types of a block, joined with those ``before``."""
+
+        def infer(content: bytes, count: int) -> pa.Schema:
+            found = _with_text_for_dates(_with_rows(self.parse(content, header, None), count).schema)
+            return found if before is None else self.join(before, found)
+
+        try:
+            return _checked(path, block, infer)
+        except _BadLine as error:
             raise CorruptDataError(
-                f"{path}: {count:,} records were counted in a block, and {table.num_rows:,} parsed, near record {first}. "
-                "Check its quotes and line breaks.",
-                path=path,
-            )
-        return table.to_batches()
+                f"{error} Expected {self.expected}. Correct the line, or remove it.", path=path
+            ) from error
 
-    def _unify(self, path: str, schema: pa.Schema | None, other: pa.Schema) -> pa.Schema:
-        return other if schema is None else self.unify(schema, other, path)
-
-    def _blocks(self, file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes, int]]:
-        """Yields offset, content and number of records of blocks that end where a record ends."""
-        while block := file.read(_BLOCK_BYTES):
-            block += file.readline() if not block.endswith(b"\n") else b""
-            block = self.complete(block, file)
-            yield offset, block, self.count(block)
-            offset += len(block)
+    def _blocks(self, file: BinaryIO, offset: int) -> Iterator[Block]:
+        """Yields blocks of about 1 MiB that end where a record ends."""
+        while content := file.read(_BLOCK_BYTES):
+            content += file.readline() if not content.endswith(b"\n") else b""
+            block = Block(offset, *self.split(content, file))
+            yield block
+            offset += len(block.content)
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
         """Reads what is before the first record."""
         return ()
 
-    def complete(self, block: bytes, file: BinaryIO) -> bytes:
-        """Returns the block, which ends where a line ends, with what is missing of its last record."""
-        return block
+    @abc.abstractmethod
+    def split(self, content: bytes, file: BinaryIO) -> tuple[bytes, np.ndarray]:
+        """Returns where records begin, int64[records].
+
+        Args:
+          content: whole lines.
+          file: the file, for the rest of the last record.
+
+        Returns:
+          ``content`` with the rest of its last record, and the bytes before each record.
+        """
 
     @abc.abstractmethod
-    def count(self, block: bytes) -> int:
-        """Returns the number of records in a block."""
+    def parse(self, content: bytes, header: Sequence[str], schema: pa.Schema | None) -> pa.Table:
+        """Parses records into the columns of ``schema``; None for all columns with their own types.
 
-    @abc.abstractmethod
-    def infer(self, block: bytes, header: Sequence[str], path: str) -> pa.Schema:
-        """Returns the types of a block's records."""
+        Raises:
+          pyarrow.ArrowInvalid: they are damaged, or do not fit the schema.
+        """
 
-    @abc.abstractmethod
-    def parse(self, block: bytes, header: Sequence[str], schema: pa.Schema) -> pa.Table:
-        """Parses a block; raises ``pyarrow.ArrowInvalid`` if it does not fit the schema."""
+
+class _BadLine(Exception):
+    """A line that cannot be parsed; the message has its place and content."""
+
+
+def _checked(path: str, block: Block, parse: Callable[[bytes, int], _R]) -> _R:
+    """Returns ``parse(content, number of records)``.
+
+    Raises:
+      _BadLine: ``parse`` raised an error of Arrow. The line is the last one of the shortest part that it refuses.
+    """
+    import pyarrow as pa
+
+    errors = (pa.ArrowInvalid, pa.ArrowTypeError)
+    stops = [*block.starts[1:].tolist(), len(block.content)]
+
+    def is_refused(record: int) -> bool:
+        try:
+            parse(block.content[: stops[record]], record + 1)
+        except errors:
+            return True
+        return False
+
+    try:
+        return parse(block.content, len(stops))
+    except errors as error:
+        record = bisect.bisect_left(range(len(stops) - 1), True, key=is_refused)
+        start = int(block.starts[record])
+        line = 1 + _count_lines(path, block.offset) + block.content.count(b"\n", 0, start)
+        shown = block.content[start : stops[record]].split(b"\n", 1)[0]
+        text = shown[:_SHOWN_BYTES].decode("utf-8", "backslashreplace")
+        more = "…" if len(shown) > _SHOWN_BYTES else ""
+        reason = _ROW_IN_BLOCK.sub("", str(error)).rstrip(".")
+        raise _BadLine(f"{path}:{line}: {reason}, in the line '{text}{more}'.") from error
+
+
+def _count_lines(path: str, stop: int) -> int:
+    with open(path, "rb") as file:
+        return sum(file.read(min(_BLOCK_BYTES, stop - low)).count(b"\n") for low in range(0, stop, _BLOCK_BYTES))
+
+
+def _with_rows(table: pa.Table, count: int) -> pa.Table:
+    import pyarrow as pa
+
+    if table.num_rows != count:
+        raise pa.ArrowInvalid(f"{table.num_rows - count + 1} records instead of one")
+    return table
+
+
+def line_starts(content: bytes) -> np.ndarray:
+    """Returns where lines begin, int64[lines]."""
+    stops = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")) + 1
+    starts = np.concatenate([np.zeros(1, np.int64), stops])
+    return starts[: np.searchsorted(starts, len(content))]
+
+
+def without_blank(content: bytes, starts: np.ndarray, blank: bytes) -> np.ndarray:
+    """Returns ``starts`` without those of lines that hold nothing but the characters ``blank`` and a line break."""
+    blank += b"\n"
+    kept = np.ones(len(starts), bool)
+    for row in np.flatnonzero(np.isin(np.frombuffer(content, np.uint8)[starts], list(blank))).tolist():
+        stop = starts[row + 1] if row + 1 < len(starts) else len(content)
+        kept[row] = bool(content[starts[row] : stop].strip(blank))
+    return starts[kept]
 
 
 class TextLines(LineInput):
     """Lines of text: one record per line, without its line break, in the column ``text``."""
 
     name = "text"
+    expected = "text"
 
-    def count(self, block: bytes) -> int:
+    def split(self, content: bytes, file: BinaryIO) -> tuple[bytes, np.ndarray]:
         """See :class:`LineInput`."""
-        return block.count(b"\n") + (not block.endswith(b"\n"))
+        return content, line_starts(content)
 
-    def infer(self, block: bytes, header: Sequence[str], path: str) -> pa.Schema:
-        """See :class:`LineInput`."""
-        import pyarrow as pa
-
-        return pa.schema([("text", pa.large_binary())])
-
-    def parse(self, block: bytes, header: Sequence[str], schema: pa.Schema) -> pa.Table:
+    def parse(self, content: bytes, header: Sequence[str], schema: pa.Schema | None) -> pa.Table:
         """See :class:`LineInput`."""
         import pyarrow as pa
 
-        lines = block.split(b"\n")
-        if block.endswith(b"\n"):
-            lines.pop()
-        return pa.table([binary([line.removesuffix(b"\r") for line in lines])], schema)
+        content = content.replace(b"\r\n", b"\n").removesuffix(b"\r")
+        starts = line_starts(content)
+        text = content.replace(b"\n", b"")
+        offsets = np.append(starts - np.arange(len(starts)), len(text))
+        return pa.Table.from_arrays([spans(offsets, text)], ["text"])
 
 
 class JsonLines(LineInput):
     """Lines of JSON objects. Blank lines are skipped."""
 
     name = "jsonl"
+    expected = "one JSON object per line, with values of one type per key"
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
         """See :class:`LineInput`. Nothing is before the first record, but a whole document is refused here."""
@@ -148,145 +240,34 @@ class JsonLines(LineInput):
             )
         return ()
 
-    def count(self, block: bytes) -> int:
+    def split(self, content: bytes, file: BinaryIO) -> tuple[bytes, np.ndarray]:
         """See :class:`LineInput`."""
-        if b"\n\n" not in block and b"\n\r" not in block and b"\n " not in block and block[:1] == b"{":
-            return block.count(b"\n") + (not block.endswith(b"\n"))
-        return sum(1 for line in block.splitlines() if line.strip())
+        return content, without_blank(content, line_starts(content), b" \t\r")
 
-    def infer(self, block: bytes, header: Sequence[str], path: str) -> pa.Schema:
-        """See :class:`LineInput`."""
-        import pyarrow as pa
-        import pyarrow.json as pj
-
-        try:
-            table = pj.read_json(io.BytesIO(block), _json_read(block), pj.ParseOptions())
-        except pa.ArrowInvalid as error:
-            raise CorruptDataError(
-                f"{path} has a line that cannot be read as a record: {error}. Expected one JSON object per line, with values "
-                "of one type per key.",
-                path=path,
-            ) from error
-        return pa.schema([field.with_type(_without_dates(field.type)) for field in table.schema])
-
-    def parse(self, block: bytes, header: Sequence[str], schema: pa.Schema) -> pa.Table:
+    def parse(self, content: bytes, header: Sequence[str], schema: pa.Schema | None) -> pa.Table:
         """See :class:`LineInput`."""
         import pyarrow.json as pj
 
-        options = pj.ParseOptions(explicit_schema=self.types, unexpected_field_behavior="error")
-        return pj.read_json(io.BytesIO(block), _json_read(block), options).select(schema.names)
+        options = pj.ParseOptions()
+        if schema is not None:
+            options = pj.ParseOptions(explicit_schema=self.types, unexpected_field_behavior="error")
+        read = pj.ReadOptions(use_threads=False, block_size=len(content) + 1)
+        table = pj.read_json(io.BytesIO(content), read, options)
+        return table if schema is None else table.select(schema.names)
 
 
-def _json_read(block: bytes) -> pj.ReadOptions:
-    import pyarrow.json as pj
+def _with_text_for_dates(schema: pa.Schema) -> pa.Schema:
+    import pyarrow as pa
 
-    return pj.ReadOptions(use_threads=False, block_size=len(block) + 1)
+    return pa.schema([field.with_type(_text_for_dates(field.type)) for field in schema])
 
 
-def _without_dates(kind: pa.DataType) -> pa.DataType:
+def _text_for_dates(kind: pa.DataType) -> pa.DataType:
     """Arrow takes text such as 2026-11-22 for a date; here it stays text."""
     import pyarrow as pa
 
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_list(kind):
-        return pa.list_(_without_dates(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_without_dates(field.type)) for field in kind])
-    return kind
-
-
-class Csv(LineInput):
-    """Comma- or tab-separated values with a header. Blank lines are skipped."""
-
-    name = "csv"
-
-    def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
-        """See :class:`LineInput`."""
-        self._delimiter = "\t" if path.endswith(".tsv") else ","
-        line = file.readline()
-        while line.count(b'"') % 2 and (more := file.readline()):
-            line += more
-        text = line.decode("utf-8-sig").rstrip("\r\n")
-        names = next(csv.reader([text], delimiter=self._delimiter), [])
-        if len(set(names)) < len(names) or not all(names):
-            raise SourceError(
-                f"{path} has the header {names}. Expected a first line with a different name for each column. Add one."
-            )
-        return names
-
-    def complete(self, block: bytes, file: BinaryIO) -> bytes:
-        """See :class:`LineInput`: a quoted value may hold line breaks."""
-        if b'"' not in block:
-            return block
-        lines = io.BytesIO(block)
-        text = (line.decode("utf-8", "replace") for line in itertools.chain(lines, self._more(file)))
-        self._extra: list[bytes] = []
-        rows = csv.reader(text, delimiter=self._delimiter)
-        for _ in rows:
-            if lines.tell() == len(block):
-                break
-        return block + b"".join(self._extra)
-
-    def _more(self, file: BinaryIO) -> Iterator[bytes]:
-        while line := file.readline():
-            self._extra.append(line)
-            yield line
-
-    def count(self, block: bytes) -> int:
-        """See :class:`LineInput`."""
-        if b'"' not in block and b"\n\n" not in block and b"\n\r" not in block and block[:1] not in (b"\n", b"\r"):
-            return block.count(b"\n") + (not block.endswith(b"\n"))
-        lines = (line.decode("utf-8", "replace") for line in io.BytesIO(block))
-        return sum(1 for row in csv.reader(lines, delimiter=self._delimiter) if row)
-
-    def infer(self, block: bytes, header: Sequence[str], path: str) -> pa.Schema:
-        """See :class:`LineInput`."""
-        import pyarrow as pa
-
-        try:
-            table = self._read(block, header, {}, header)
-        except pa.ArrowInvalid as error:
-            raise CorruptDataError(
-                f"{path} has a line that cannot be read as a record: {error}. Expected the {len(header)} columns of its "
-                "header in every line.",
-                path=path,
-            ) from error
-        return pa.schema([field.with_type(_without_dates(field.type)) for field in table.schema])
-
-    def parse(self, block: bytes, header: Sequence[str], schema: pa.Schema) -> pa.Table:
-        """See :class:`LineInput`."""
-        return self._read(block, header, dict(zip(schema.names, schema.types, strict=True)), schema.names)
-
-    def _read(
-        self, block: bytes, header: Sequence[str], types: dict[str, pa.DataType], names: Sequence[str]
-    ) -> pa.Table:
-        import pyarrow.csv as pc
-
-        return pc.read_csv(
-            io.BytesIO(block),
-            pc.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=list(header)),
-            pc.ParseOptions(delimiter=self._delimiter, newlines_in_values=b'"' in block),
-            pc.ConvertOptions(column_types=types, include_columns=list(names)),
-        )
-
-    def unify(self, schema: pa.Schema, other: pa.Schema, path: str) -> pa.Schema:
-        """See :class:`Input`: a column that is not a number everywhere is text."""
-        import pyarrow as pa
-
-        if schema.names != other.names:
-            raise SourceError(
-                f"{path} has the columns {other.names}, and other files have {schema.names}. Expected the same header in all "
-                "files. Convert them separately."
-            )
-        return pa.schema([(name, _csv_type(schema.field(name).type, other.field(name).type)) for name in schema.names])
-
-
-def _csv_type(one: pa.DataType, two: pa.DataType) -> pa.DataType:
-    import pyarrow as pa
-
-    if one == two or pa.types.is_null(two):
-        return one
-    if pa.types.is_null(one):
-        return two
-    return pa.float64() if {one, two} == {pa.int64(), pa.float64()} else pa.string()
+        return pa.list_(_text_for_dates(kind.value_type))
+    return pa.struct(list(_with_text_for_dates(pa.schema(list(kind))))) if pa.types.is_struct(kind) else kind

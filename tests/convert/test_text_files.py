@@ -1,0 +1,113 @@
+"""Where records of text files begin, and which line an error names."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshfeed
+from meshfeed._src.convert.csv_files import record_starts
+from meshfeed._src.convert.run import convert, run_here
+from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.text_files import line_starts, without_blank
+
+COUNT = 70_000  # more than one block
+
+
+@given(st.text('a,"\n', max_size=40))
+def test_records_of_csv_begin_as_the_standard_library_reads_them(text: str) -> None:
+    content = text.encode()
+    lines = io.StringIO(text)
+    wanted = []
+    reader = csv.reader(iter(lines.readline, ""))
+    start = 0
+    while True:
+        row = next(reader, None)
+        if row is None:
+            break
+        wanted.append(start)
+        start = lines.tell()
+    starts, is_open = record_starts(content, b",")
+    assert starts.tolist() == wanted
+    assert is_open == (len(list(csv.reader(io.StringIO(text + "\nend")))) == len(wanted) > 0)
+
+
+@given(st.text("{ \t\r\n", max_size=20))
+def test_blank_lines(text: str) -> None:
+    content = text.encode()
+    lines = content.split(b"\n")
+    wanted = [sum(len(line) + 1 for line in lines[:row]) for row, line in enumerate(lines) if line.strip()]
+    assert without_blank(content, line_starts(content), b" \t\r").tolist() == wanted
+
+
+def write_lines(path: pathlib.Path, lines: list[str]) -> None:
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"n": 1, "text": }', "JSON parse error: Invalid value, in the line '{line}'"),
+        ('{"n": "many"}', "Column(/n) changed from number to string, in the line '{line}'"),
+        ('{"n": 1} {"n": 2}', "2 records instead of one, in the line '{line}'"),
+    ],
+)
+def test_a_bad_line_of_json_is_named(line: str, message: str, name: str, tmp_path: pathlib.Path) -> None:
+    lines = [json.dumps({"n": i, "text": f"document {i}"}) for i in range(COUNT)]
+    lines[10:10] = ["", " "]
+    lines[COUNT - 3] = line
+    write_lines(tmp_path / name, lines)
+    with pytest.raises(meshfeed.CorruptDataError) as caught:
+        convert([str(tmp_path / name)], str(tmp_path / "out"), Settings(), run_here)
+    assert str(caught.value).startswith(f"{tmp_path / name}:{COUNT - 2}: ")
+    assert message.format(line=line) in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "line", "message"),
+    [
+        ("document", "1,2,3", "Expected 2 columns, got 3, in the line '{line}'. Expected a value for each column"),
+        ("document", '1"never closed', "Expected 2 columns, got 1, in the line '{line}'."),
+        ('"two\nlines"', "1,2,3", "Expected 2 columns, got 3, in the line '{line}'."),
+        ("document", '"never closed,2', "Expected 2 columns, got 1, in the line '{line}'."),
+    ],
+)
+def test_a_bad_line_of_csv_is_named(value: str, line: str, message: str, tmp_path: pathlib.Path) -> None:
+    lines = ["n,text", *[f"{i},{value}" for i in range(COUNT)]]
+    lines[COUNT - 3] = line
+    write_lines(tmp_path / "a.csv", lines)
+    with pytest.raises(meshfeed.CorruptDataError) as caught:
+        convert([str(tmp_path / "a.csv")], str(tmp_path / "out"), Settings(), run_here)
+    number = "\n".join(lines).partition(line)[0].count("\n") + 1
+    assert str(caught.value).startswith(f"{tmp_path / 'a.csv'}:{number}: CSV parse error: {message.format(line=line)}")
+
+
+def test_a_value_that_fits_no_type_is_named(tmp_path: pathlib.Path) -> None:
+    """A line of the second file is not text in UTF-8, and the column is text."""
+    (tmp_path / "a.csv").write_text("text\n" + "document\n" * COUNT)
+    (tmp_path / "b.csv").write_bytes(b"text\n" + b"document\n" * COUNT + b"\xe9t\xe9\n")
+    with pytest.raises(meshfeed.SourceError) as caught:
+        convert([f"{tmp_path}/*.csv"], str(tmp_path / "out"), Settings(), run_here)
+    assert f"{tmp_path / 'b.csv'}:{COUNT + 2}: " in str(caught.value)
+    assert r"invalid UTF8 data, in the line '\xe9t\xe9'" in str(caught.value)
+
+
+def test_types_that_differ_between_blocks_name_the_line(tmp_path: pathlib.Path) -> None:
+    lines = [json.dumps({"n": i, "pad": "p" * 1000}) for i in range(3000)]
+    for row in range(2500, 3000):
+        lines[row] = lines[row].replace('"n": ', '"n": [').replace(', "pad', '], "pad')
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(
+        meshfeed.CorruptDataError, match=r"a\.jsonl:2501: .*, in the line '{\"n\": \[2500\], \"pad\": \"ppp"
+    ):
+        convert([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), Settings(), run_here)
