@@ -132,3 +132,29 @@ def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:
     subprocess.run([*command, "killed", "--workers", "1"], cwd=tmp_path, check=True, capture_output=True)
     assert content_of(killed) == content_of(tmp_path / "whole")
     assert b'["data-00011-of-00012.array_record", ' in content_of(killed)["manifest.json"]  # relative to the folder
+
+
+def test_a_conversion_imports_neither_jax_nor_pandas(tmp_path: pathlib.Path) -> None:
+    """Each takes longer to import than the rest of the command."""
+    data = [*formats.parquet(tmp_path), *formats.jsonl(tmp_path)]
+    script = """
+import sys
+from meshfeed._src.cli.main import main
+for number, path in enumerate(sys.argv[2:]):
+    main(["convert", path, "--to", f"{sys.argv[1]}/{number}", "--workers", "1"], standalone_mode=False)
+print({name.partition(".")[0] for name in sys.modules} & {"jax", "pandas"})
+"""
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path), *data], check=True, capture_output=True)
+    assert ended.stdout.endswith(b"set()\n")
+
+
+def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathlib.Path) -> None:
+    data = formats.parquet(tmp_path)
+    convert(data, str(tmp_path / "whole"), Settings(shards=3), run_here)
+    out = tmp_path / "out"
+    with pytest.raises(Stopped):
+        convert(data, str(out), Settings(shards=3), StopAfter(4))  # 2 scans, 2 output files
+    for name in ("entries/00001.json", "scans/00000.json"):
+        (out / ".convert" / name).write_bytes(b"")
+    convert(data, str(out), Settings(shards=3), StopAfter(3))
+    assert content_of(out) == content_of(tmp_path / "whole")

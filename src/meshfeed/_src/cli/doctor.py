@@ -20,7 +20,6 @@ from typing import Literal
 import click
 
 from meshfeed import __version__
-from meshfeed._src.base.process import INDEPENDENT, other_processes
 from meshfeed._src.cli.text import counted, size_text
 
 _NEEDED = ("jax", "jaxlib", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore")
@@ -170,6 +169,8 @@ def _variables(variables: Mapping[str, str]) -> Iterator[Diagnosis]:
 
 def describe_job(variables: Mapping[str, str], devices: str) -> Diagnosis:
     """Describes the job that ``jax.distributed.initialize()`` would join here."""
+    from meshfeed._src.base.process import INDEPENDENT, other_processes
+
     count = other_processes(variables, on_tpu=devices == "tpu")
     coordinator = variables.get("JAX_COORDINATOR_ADDRESS") or _slurm_coordinator(variables)
     at = f", coordinator {coordinator}" if coordinator else ""

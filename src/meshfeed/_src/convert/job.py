@@ -137,6 +137,7 @@ class Conversion:
             with _replacing(target) as part:
                 part.touch()
                 decompress(kind, path, str(part), None, what=path)
+                sync(part)
         return str(target)
 
     def _copy(self, number: int) -> pathlib.Path:
@@ -223,12 +224,15 @@ class Conversion:
 
     def missing_shards(self) -> list[int]:
         """Returns the output files that have not been written."""
-        return [shard for shard in range(self.plan.num_shards) if not self.shard_path(shard).exists()]
+        return [shard for shard in range(self.plan.num_shards) if not self._is_written(shard)]
+
+    def _is_written(self, shard: int) -> bool:
+        return self.shard_path(shard).exists() and self._entry_path(shard).exists()
 
     def write(self, shard: int) -> None:
         """Writes an output file, unless that is done or types are to be found again."""
         target = self.shard_path(shard)
-        if target.exists() or self.types_changed:
+        if self._is_written(shard) or self.types_changed:
             return
         low, high = self.plan.bounds[shard : shard + 2].tolist()
         try:
@@ -239,6 +243,7 @@ class Conversion:
                         file.write(batch, first)
                         count[shard] = first + batch.num_rows - low
                 file.close()
+                sync(part)
                 write_json(self._entry_path(shard), self._describe(part, target, file.num_records))
         except TypesChanged as error:
             if self.plan.all_types:
@@ -308,7 +313,7 @@ class Conversion:
         if phase == "scan":
             return len(self.paths), lambda: len(list((self.folder / "scans").glob("*.json")))
         bounds, counts = self.plan.bounds, np.memmap(self.folder / "progress", np.int64, "r")
-        done = np.array([self.shard_path(shard).exists() for shard in range(self.plan.num_shards)])
+        done = np.array([self._is_written(shard) for shard in range(self.plan.num_shards)])
         before = int(np.diff(bounds)[done].sum())
         return int(bounds[-1]), lambda: before + int(counts.sum())
 
@@ -318,7 +323,7 @@ class Conversion:
 
 
 class Task:
-    """Runs tasks of one phase, in a worker."""
+    """Runs tasks of one phase, in a worker. Here, because ``workers.py`` imports JAX, which workers do not need."""
 
     def __init__(self, directory: str, phase: Phase) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process per core
@@ -342,24 +347,31 @@ def _replacing(target: pathlib.Path, folder: pathlib.Path | None = None) -> Iter
     part = (folder or target.parent) / f"{target.name}.{secrets.token_hex(4)}.part"
     try:
         yield part
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())  # a file under its final name is complete, even after a power failure
         os.replace(part, target)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
+def sync(path: pathlib.Path) -> None:
+    """Waits until the content of a file is on the disk, so that a power failure does not leave it empty."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def write_json(path: pathlib.Path, value: object) -> None:
-    """Writes a JSON file, in place of an earlier one, at once."""
+    """Writes a JSON file, in place of an earlier one, at once. :func:`remove_unfinished` handles power failures."""
     with _replacing(path) as part:
         part.write_text(json.dumps(value))
 
 
-def remove_parts(folder: pathlib.Path) -> None:
-    """Removes what tasks that were killed have left."""
+def remove_unfinished(folder: pathlib.Path) -> None:
+    """Removes what tasks that were killed have left, and JSON files that a power failure has left empty."""
     for path in folder.rglob("*.part"):
         path.unlink(missing_ok=True)
+    for path in folder.rglob("*.json"):
+        if not path.stat().st_size:
+            path.unlink()
 
 
 def discard_plan(job: Conversion) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import os
 import pathlib
 import shutil
@@ -15,18 +14,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
+from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.convert import columns as convert_columns
 from meshfeed._src.convert.formats import open_format, recognize
-from meshfeed._src.convert.job import FOLDER, Conversion, Phase, Task, discard_plan, remove_parts, write_json
+from meshfeed._src.convert.job import FOLDER, Conversion, Phase, discard_plan, remove_unfinished, sync, write_json
 from meshfeed._src.convert.settings import Settings
 from meshfeed._src.convert.writers import eod_id, load_tokenizer, manifest_details
-from meshfeed._src.reading.workers import WorkerPool, pickle_task
 from meshfeed._src.sources.files.manifest import NAME, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files
 
 _VERSION = 1
-_POLL_SECONDS = 0.02
 
 
 class Engine(Protocol):
@@ -102,7 +99,7 @@ def convert(
         try:
             _run(directory, engine, show)
         except BaseException:
-            remove_parts(job.folder)
+            remove_unfinished(job.folder)
             if not any(pathlib.Path(directory).glob("data-*")):
                 shutil.rmtree(job.folder)  # nothing to continue from
             raise
@@ -202,9 +199,9 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
     """Starts a job, or continues the one in the folder."""
     job = Conversion(directory)
     path = job.folder / "job.json"
+    remove_unfinished(job.folder)
     if path.exists():
         _check_same(job.description, description, directory)
-        remove_parts(job.folder)
         return job
     for name in ("scans", "inputs", "parts", "entries"):
         (job.folder / name).mkdir(exist_ok=True)
@@ -257,7 +254,9 @@ def _complete(job: Conversion) -> Converted:
     converted = {"from": _identity(description), "records": int(job.plan.bounds[-1]), "features": features}
     converted |= {"classes": classes[0]} if classes[0] else {}
     source, details = manifest_details(settings)
-    write_manifest(str(job.directory / NAME), source, job.entries(details), made=converted)
+    manifest = job.directory / NAME
+    write_manifest(str(manifest), source, job.entries(details), made=converted)
+    sync(manifest)
     _remove(job.folder)
     return _result(str(job.directory), description, was_complete=False)
 
@@ -312,26 +311,6 @@ class RunInWorkers:
         if num_workers <= 1:
             run_here(directory, phase, numbers)
             return
-        make_task = functools.partial(Task, directory, phase)
-        pool: WorkerPool[int, None] = WorkerPool(num_workers, pickle_task(make_task), name="convert", gc_every=0)
-        try:
-            _work(pool, list(reversed(numbers)), num_workers)
-        finally:
-            pool.close()
+        from meshfeed._src.convert.workers import run_in_workers
 
-
-def _work(pool: WorkerPool[int, None], waiting: list[int], num_workers: int) -> None:
-    """Gives each worker the next number when it is done with one."""
-    busy = {worker for worker in range(num_workers) if waiting}
-    for worker in busy:
-        pool.submit(worker, waiting.pop())
-    while busy:
-        for worker in sorted(busy):
-            try:
-                pool.result(worker, _POLL_SECONDS)
-            except StalledError:
-                continue
-            if waiting:
-                pool.submit(worker, waiting.pop())
-            else:
-                busy.remove(worker)
+        run_in_workers(directory, phase, numbers, num_workers)

@@ -28,7 +28,7 @@ _R = TypeVar("_R")
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class LineBlock:
     """Whole records of a file.
 
     Attributes:
@@ -80,7 +80,7 @@ class LineInput(Input, abc.ABC):
                 if first >= stop:
                     return
 
-    def _parse(self, path: str, block: Block, header: Sequence[str], schema: pa.Schema) -> pa.Table:
+    def _parse(self, path: str, block: LineBlock, header: Sequence[str], schema: pa.Schema) -> pa.Table:
         def parse(content: bytes, count: int) -> pa.Table:
             return _with_rows(self.parse(content, header, schema), count)
 
@@ -90,7 +90,7 @@ class LineInput(Input, abc.ABC):
             self._types(path, block, header, None)  # raises if the block is damaged
             raise TypesChanged(str(error)) from error
 
-    def _types(self, path: str, block: Block, header: Sequence[str], before: pa.Schema | None) -> pa.Schema:
+    def _types(self, path: str, block: LineBlock, header: Sequence[str], before: pa.Schema | None) -> pa.Schema:
         """Returns the types of a block, joined with those ``before``."""
 
         def infer(content: bytes, count: int) -> pa.Schema:
@@ -104,11 +104,11 @@ class LineInput(Input, abc.ABC):
                 f"{error} Expected {self.expected}. Correct the line, or remove it.", path=path
             ) from error
 
-    def _blocks(self, file: BinaryIO, offset: int) -> Iterator[Block]:
+    def _blocks(self, file: BinaryIO, offset: int) -> Iterator[LineBlock]:
         """Yields blocks of about 1 MiB that end where a record ends."""
         while content := file.read(_BLOCK_BYTES):
             content += file.readline() if not content.endswith(b"\n") else b""
-            block = Block(offset, *self.split(content, file))
+            block = LineBlock(offset, *self.split(content, file))
             yield block
             offset += len(block.content)
 
@@ -141,7 +141,7 @@ class _BadLine(Exception):
     """A line that cannot be parsed; the message has its place and content."""
 
 
-def _checked(path: str, block: Block, parse: Callable[[bytes, int], _R]) -> _R:
+def _checked(path: str, block: LineBlock, parse: Callable[[bytes, int], _R]) -> _R:
     """Returns ``parse(content, number of records)``.
 
     Raises:
