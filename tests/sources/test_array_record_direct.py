@@ -20,6 +20,7 @@ from meshfeed import CorruptDataError, SourceError
 from meshfeed._src.base.memory import is_aligned
 from meshfeed._src.reading.records import read_records
 from meshfeed._src.sources.array_record import readers
+from meshfeed._src.sources.array_record.rows import read_direct, read_into
 from meshfeed._src.sources.files import open_files as files_open_files
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shards import ShardPool
@@ -52,17 +53,23 @@ def some_file(path: str, num_records: int) -> readers.DirectFile:
     return file
 
 
+def open_file(file: readers.DirectFile) -> readers.OpenFile:
+    return readers.OpenFile("", os.stat("/"), lambda: None, file)
+
+
 def read_directly(path: str, number: int, rows: list[int] | np.ndarray) -> list[bytes] | None:
-    """Rows without any help of the library; None if they cannot be read this way."""
+    """Rows without any help of the library, into a buffer and as bytes; None if they cannot be read this way."""
     file, rows = some_file(path, number), np.asarray(rows, np.int64)
     sizes = file.sizes(rows)
     ends = np.cumsum(sizes)
     guard = 7  # bytes on both sides that must not be written
     out = np.full(int(ends[-1]) + 2 * guard, 0xA5, np.uint8)
-    done = readers.read([file], None, rows, ends - sizes + guard, out)
+    done = read_into([file], None, rows, ends - sizes + guard, out)
     assert (out[:guard] == 0xA5).all()
     assert (out[len(out) - guard :] == 0xA5).all()
-    return [out[e - s + guard : e + guard].tobytes() for s, e in zip(sizes, ends, strict=True)] if done else None
+    found = [out[e - s + guard : e + guard].tobytes() for s, e in zip(sizes, ends, strict=True)] if done else None
+    assert read_direct([open_file(file)], None, rows) == found
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +148,7 @@ def test_no_flipped_bit_gives_other_bytes(folder: pathlib.Path, options: str) ->
             for row in range(4):
                 size = int(file.sizes(np.array([row]))[0])
                 out = np.zeros(size, np.uint8)
-                if readers.read([file], None, np.array([row]), np.array([0]), out):
+                if read_into([file], None, np.array([row]), np.array([0]), out):
                     assert out[:size].tobytes() == records[row]
                 else:
                     refused += 1
@@ -176,11 +183,13 @@ def test_offsets_and_sizes_that_are_wrong_touch_no_other_memory(folder: pathlib.
             file = readers.DirectFile(index, lambda opened=opened: opened)
             for row in range(40):
                 out = np.full(int(sizes[row]) + 64, 0xA5, np.uint8)
-                sound += readers.read([file], None, np.array([row]), np.array([32]), out)
+                sound += read_into([file], None, np.array([row]), np.array([32]), out)
                 assert (out[:32] == 0xA5).all()
                 assert (out[len(out) - 32 :] == 0xA5).all()
             out = np.full(int(sizes.sum()) + 64, 0xA5, np.uint8)
-            sound += readers.read([file], None, np.arange(40), np.cumsum(sizes) - sizes + 32, out)
+            together = read_into([file], None, np.arange(40), np.cumsum(sizes) - sizes + 32, out)
+            assert (read_direct([open_file(file)], None, np.arange(40)) is not None) == together
+            sound += together
             assert (out[:32] == 0xA5).all()
             assert (out[len(out) - 32 :] == 0xA5).all()
     assert sound < 100
@@ -309,7 +318,7 @@ def test_records_of_many_files_by_one_call(folder: pathlib.Path) -> None:
     assert source.read_raw(np.arange(600)) == records
     opened = [some_file(path, 5) for path in paths]
     out, places = np.empty(sum(sizes), np.uint8), np.cumsum([0, *sizes[:-1]])
-    assert readers.read(opened, np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120), places, out)
+    assert read_into(opened, np.repeat(np.arange(120), 5), np.tile(np.arange(5), 120), places, out)
     assert out.tobytes() == b"".join(records)
 
 
@@ -330,6 +339,10 @@ def test_arguments_that_would_touch_other_memory_are_refused(folder: pathlib.Pat
         riegeli.read(index, fds, np.array([0, 1]), rows, places, out, 0)
     with pytest.raises(IndexError, match="a row is not in the file"):
         index[0].sizes(np.array([10]), np.empty(1, np.int64))
+    assert riegeli.read(index, fds, None, rows, None, None, 0) == [out[:24].tobytes(), out[24:].tobytes()]
+    for numbers, error in ((rows[:1], ValueError), (np.array([0, 1]), IndexError), (rows.astype(np.int32), TypeError)):
+        with pytest.raises(error):
+            riegeli.read(index, fds, numbers, rows, None, None, 0)
     with pytest.raises(TypeError, match="sequence of Index"):
         riegeli.read([3], fds, None, rows, places, out, 0)
     with pytest.raises(TypeError, match="int64"):
@@ -398,10 +411,11 @@ def test_rows_that_the_file_has_not_are_refused(folder: pathlib.Path) -> None:
     path = write(folder / "few", random_bytes([24] * 10), PLAIN)
     file, out = some_file(path, 10), np.zeros(240, np.uint8)
     places = np.arange(10) * 24
-    assert readers.read([file], None, np.arange(10), places, out)
+    assert read_into([file], None, np.arange(10), places, out)
     for rows in ([10], [9, 10], [0, 1, 2, 1 << 40], [-1], [3, 1 << 62]):
         rows = np.array(rows, np.int64)
-        assert not readers.read([file], None, rows, places[: len(rows)], out)
+        assert not read_into([file], None, rows, places[: len(rows)], out)
+        assert read_direct([open_file(file)], None, rows) is None
     few = write(folder / "same-name", random_bytes([24] * 10), PLAIN)
     os.utime(few, ns=(0, 0))
     small = ArrayRecord(few)

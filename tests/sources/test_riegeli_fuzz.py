@@ -14,6 +14,7 @@ import pytest
 from array_record_files import write
 
 from meshfeed._src.sources.array_record import readers
+from meshfeed._src.sources.array_record.rows import read_direct, read_into
 from meshfeed._src.sources.files.open_files import Descriptor
 
 riegeli = pytest.importorskip(
@@ -128,15 +129,17 @@ def read_everything(path: pathlib.Path, num_records: int, rng: np.random.Generat
     found: list[bytes | None] = []
     for row, size in enumerate(sizes.tolist()):
         out = np.full(size + 2 * GUARD, 0xA5, np.uint8)
-        sound = readers.read([file], None, np.array([row]), np.array([GUARD]), out)
+        sound = read_into([file], None, np.array([row]), np.array([GUARD]), out)
         assert (out[:GUARD] == 0xA5).all()
         assert (out[size + GUARD :] == 0xA5).all()
         found.append(out[GUARD : GUARD + size].tobytes() if sound else None)
+        as_bytes = read_direct([readers.OpenFile("", os.stat(path), lambda: None, file)], None, np.array([row]))
+        assert as_bytes == ([found[-1]] if sound else None)
     if sizes.sum() < 1 << 26:
         out = np.full(int(sizes.sum()) + GUARD, 0xA5, np.uint8)
         order = rng.permutation(num_records)
         ends = np.cumsum(sizes[order])
-        sound = readers.read([file], None, order, ends - sizes[order], out)
+        sound = read_into([file], None, order, ends - sizes[order], out)
         assert (out[len(out) - GUARD :] == 0xA5).all()
         assert sound == all(record is not None for record in found)
     return found

@@ -340,7 +340,8 @@ typedef struct {
   const int64_t *file_index; /* NULL: all rows are in the first file */
   const int64_t *rows, *places;
   int64_t count, width;
-  uint8_t *out;
+  uint8_t *out;      /* each record goes to `out + places[i]` */
+  uint8_t **targets; /* or, if not NULL, to `targets[i]` */
   int64_t *pending; /* first index of each group that was not in the page cache */
   int64_t num_pending;
   atomic_llong next_pending, num_finished;
@@ -428,7 +429,8 @@ static bool read_group(batch *b, int64_t i, bool only_cached, int64_t *end) {
     int64_t row = b->rows[k], size = index->sizes[row], at = index->offsets[row] - offset, data_size = -1;
     if (!b->width || size == b->width)
       data_size = check_chunk(w->memory + at, index->offsets[row], span_of_row(index, row));
-    if (data_size < 0 || !take_record(w->memory + at, data_size, size, b->out + b->places[k], w)) {
+    uint8_t *target = b->targets ? b->targets[k] : b->out + b->places[k];
+    if (data_size < 0 || !take_record(w->memory + at, data_size, size, target, w)) {
       set_bad(b, k);
       break;
     }
@@ -633,6 +635,7 @@ static bool check_batch(batch *b, int64_t num_files, int64_t num_bytes) {
       return true;
     }
     int64_t size = b->width ? b->width : index->sizes[b->rows[i]];
+    if (!b->places) continue;
     if (b->places[i] < 0 || size > num_bytes || b->places[i] > num_bytes - size) {
       PyErr_SetString(PyExc_ValueError, "out has no room for a record at its place");
       return false;
@@ -659,22 +662,44 @@ static bool get_indexes(batch *b, PyObject *tuple) {
   return true;
 }
 
+/* Returns a list of bytes objects, which the batch fills: nothing else has seen them yet. */
+static PyObject *make_records(batch *b) {
+  PyObject *records = PyList_New((Py_ssize_t)b->count);
+  b->targets = malloc(sizeof(uint8_t *) * (size_t)(b->count + 1));
+  if (!b->targets) PyErr_NoMemory();
+  for (int64_t i = 0; records && b->targets && i < b->count; i++) {
+    PyObject *record = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)b->indexes[file_at(b, i)]->sizes[b->rows[i]]);
+    if (!record) break;
+    b->targets[i] = (uint8_t *)PyBytes_AsString(record);
+    PyList_SetItem(records, (Py_ssize_t)i, record);
+  }
+  if (PyErr_Occurred()) Py_CLEAR(records);
+  return records;
+}
+
+/* Returns the records if there are no places, otherwise the number of the first one that cannot be read. */
 static PyObject *read_checked(batch *b, PyObject *indexes, int64_t num_bytes) {
-  PyObject *result = NULL;
+  PyObject *records = NULL;
   atomic_init(&b->bad, b->count);
   b->pending = malloc(sizeof(int64_t) * (size_t)(b->count + 1));
   if (!b->pending) PyErr_NoMemory();
   else if (get_indexes(b, indexes) && check_batch(b, PyTuple_Size(indexes), num_bytes)) {
-    if (atomic_load(&b->bad) == b->count) {
+    bool in_range = atomic_load(&b->bad) == b->count;
+    if (in_range && !b->places) records = make_records(b);
+    if (in_range && !PyErr_Occurred()) {
       Py_BEGIN_ALLOW_THREADS
       read_batch(b);
       Py_END_ALLOW_THREADS
     }
-    result = PyLong_FromLongLong(atomic_load(&b->bad));
   }
   free(b->indexes);
   free(b->pending);
-  return result;
+  free(b->targets);
+  if (PyErr_Occurred()) return NULL;
+  if (b->places) return PyLong_FromLongLong(atomic_load(&b->bad));
+  if (atomic_load(&b->bad) == b->count) return records;
+  Py_XDECREF(records);
+  return Py_NewRef(Py_None);
 }
 
 static PyObject *py_read(PyObject *module, PyObject *args) {
@@ -686,19 +711,20 @@ static PyObject *py_read(PyObject *module, PyObject *args) {
     return NULL;
   PyObject *indexes = PySequence_Tuple(sequence); /* keeps the indexes alive if the sequence changes */
   if (!indexes) return NULL;
-  Py_buffer views[ARRAYS] = {0}, out;
+  Py_buffer views[ARRAYS] = {0}, out = {0};
   int64_t counts[ARRAYS];
   int got = 0;
   for (; got < ARRAYS; got++) {
-    if (got == FILES && arrays[got] == Py_None) continue;
+    if ((got == FILES || got == PLACES) && arrays[got] == Py_None) continue;
     if (!get_integers(arrays[got], &views[got], &counts[got], 0)) break;
   }
   PyObject *result = NULL;
-  if (got == ARRAYS && !PyObject_GetBuffer(target, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)) {
+  bool in_place = arrays[PLACES] != Py_None;
+  if (got == ARRAYS && (!in_place || !PyObject_GetBuffer(target, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE))) {
     batch b = {.fds = views[FDS].buf, .file_index = views[FILES].buf, .rows = views[ROWS].buf, .places = views[PLACES].buf,
                .count = counts[ROWS], .width = width, .out = out.buf, .lock = PTHREAD_MUTEX_INITIALIZER,
                .finished = PTHREAD_COND_INITIALIZER};
-    bool alike = counts[PLACES] == b.count && (!views[FILES].obj || counts[FILES] == b.count);
+    bool alike = (!in_place || counts[PLACES] == b.count) && (!views[FILES].obj || counts[FILES] == b.count);
     if (!alike || counts[FDS] != PyTuple_Size(indexes) || width < 0)
       PyErr_SetString(PyExc_ValueError, "arrays differ in length, or width is negative");
     else
@@ -783,11 +809,12 @@ static PyMethodDef functions[] = {
      "inflate(frame, size)\n--\n\nWhat a zstd frame holds, or None unless that is `size` bytes."},
     {"read", py_read, METH_VARARGS,
      "read(indexes, fds, file_index, rows, places, out, width)\n--\n\n"
-     "Reads records of several files into one buffer, without the interpreter's lock.\n\n"
+     "Reads records of several files, without the interpreter's lock.\n\n"
      "indexes: sequence of Index, one per file. fds: int64[files], their descriptors, which the caller keeps open.\n"
      "file_index: int64[n], each record's file, or None for the first. rows: int64[n], rows of their files. places:\n"
      "int64[n], the byte of `out` at which each record goes. width: bytes that each record must have, 0 for any.\n"
-     "Returns n, or the first place whose record cannot be read; `out` is undefined then."},
+     "Returns n, or the first place whose record cannot be read; `out` is undefined then. If places is None, `out` is\n"
+     "ignored: returns the records as a list of bytes, or None if one cannot be read."},
     {0},
 };
 

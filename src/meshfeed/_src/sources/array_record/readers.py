@@ -53,7 +53,6 @@ _BLOCK_HEADER_BYTES = 24
 _CHUNK_HEADER_BYTES = 40
 _MAX_RECORD_BYTES = 1 << 23  # each reading thread keeps a buffer of the longest record
 _PARSED_AT_ONCE = 1 << 17  # footer entries; bounds the memory of the parsed fields
-_ROWS_PER_CALL = 1024  # Ctrl-C takes effect only between calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ class DirectFile:
     index: Any
     open: Callable[[], Descriptor | SparseFile]
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Size in bytes of every record; 0 if the sizes differ."""
         return self.index.width
@@ -86,7 +85,7 @@ class DirectFile:
 
 
 def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> DirectFile | None:
-    """Returns a file for :func:`read`, or None if the file needs the library.
+    """Returns a file for the extension, or None if the file needs the library.
 
     Args:
       open_file: opens the file, or returns it if it is still open.
@@ -100,42 +99,6 @@ def open_direct(open_file: Callable[[], Descriptor], num_records: int) -> Direct
         return None if footer is None else DirectFile(riegeli.Index(*footer), open_file)
     except (OSError, ValueError):
         return None
-
-
-def read(
-    files: Sequence[DirectFile],
-    file_index: np.ndarray | None,
-    rows: np.ndarray,
-    places: np.ndarray,
-    out: np.ndarray,
-    *,
-    width: int = 0,
-) -> bool:
-    """Reads records of several files into one buffer.
-
-    Args:
-      files: from :func:`open_direct`.
-      file_index: int64[n], the file of each record; None if there is only one file.
-      rows: int64[n], row numbers within the files.
-      places: int64[n], the byte offset of each record in ``out``.
-      out: uint8, large enough for all records at their offsets.
-      width: size in bytes that each record must have; 0 for any size.
-
-    Returns:
-      Whether all records were read and are intact; otherwise the content of ``out`` is undefined.
-    """
-    try:
-        opened = [file.open() for file in files]  # keep a reference: the number of a closed descriptor may be reused
-    except (OSError, SourceError):  # removed or changed: the library reports which
-        return False
-    indexes, fds = [file.index for file in files], np.array([file.number for file in opened], np.int64)
-    rows, places = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(places, np.int64)
-    for first in range(0, len(rows), _ROWS_PER_CALL):
-        part = slice(first, first + _ROWS_PER_CALL)
-        index = None if file_index is None else file_index[part]
-        if riegeli.read(indexes, fds, index, rows[part], places[part], out, width) != len(rows[part]):
-            return False
-    return True
 
 
 def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray, np.ndarray, bool] | None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.readers import DirectFile, OpenFile, ShardFile
-from meshfeed._src.sources.decode_raw import packer
+from meshfeed._src.sources.files.direct import SparseFile
+from meshfeed._src.sources.files.open_files import Descriptor
 
-_FEW = 1 << 14  # rows; results for batches of up to this many are cached
+_ROWS_PER_CALL = 1024
 _PROBES = 4
 
 
@@ -31,34 +31,79 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
       The n records; None if a file needs the library, or a record cannot be read or is damaged.
     """
     files = [file.direct for file in opened if file.direct is not None]
-    if len(files) < len(opened):
+    handles = _handles(files) if len(files) == len(opened) else None
+    if handles is None:
         return None
-    width, count = common_width(files), len(rows)
-    bounds = steps(count + 1, width) if width else _bounds(files, file_index, rows)
-    out = np.empty(int(bounds[-1]), np.uint8)
-    if not readers.read(files, file_index, rows, bounds[:-1], out):
+    records: list[bytes] = []
+    for part in _parts(len(rows)):
+        index = None if file_index is None else file_index[part]
+        found = readers.riegeli.read(
+            *handles.arguments, index, np.ascontiguousarray(rows[part], np.int64), None, None, 0
+        )
+        if found is None:
+            return None
+        records += found
+    return records
+
+
+def read_into(
+    files: Sequence[DirectFile],
+    file_index: np.ndarray | None,
+    rows: np.ndarray,
+    places: np.ndarray,
+    out: np.ndarray,
+    *,
+    width: int = 0,
+) -> bool:
+    """Reads records of several files into one buffer.
+
+    Args:
+      files: the files.
+      file_index: int64[n], the file of each record; None if there is only one file.
+      rows: int64[n], row numbers within the files.
+      places: int64[n], the byte offset of each record in ``out``.
+      out: uint8, large enough for all records at their offsets.
+      width: size in bytes that each record must have; 0 for any size.
+
+    Returns:
+      Whether all records were read and are intact; otherwise the content of ``out`` is undefined.
+    """
+    handles = _handles(files)
+    if handles is None:
+        return False
+    rows, places = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(places, np.int64)
+    for part in _parts(len(rows)):
+        index = None if file_index is None else file_index[part]
+        found = readers.riegeli.read(*handles.arguments, index, rows[part], places[part], out, width)
+        if found != len(rows[part]):
+            return False
+    return True
+
+
+class _Handles(NamedTuple):
+    """Open files: the first arguments of a call of the extension module, and references that keep descriptors open."""
+
+    arguments: tuple[list[Any], np.ndarray]
+    opened: list[Descriptor | SparseFile]  # the number of a closed descriptor may be reused
+
+
+def _handles(files: Sequence[DirectFile]) -> _Handles | None:
+    try:
+        opened = [file.open() for file in files]
+    except (OSError, SourceError):  # removed or changed: the library reports which
         return None
-    content = out.data
-    if width and count <= _FEW:  # one call creates all bytes objects
-        return list(packer(width, count).unpack_from(content))
-    return [bytes(content[first:end]) for first, end in itertools.pairwise(bounds.tolist())]
+    return _Handles(([file.index for file in files], np.array([file.number for file in opened], np.int64)), opened)
+
+
+def _parts(count: int) -> list[slice]:
+    """Returns the rows of each call, because Ctrl-C takes effect only between calls."""
+    return [slice(first, first + _ROWS_PER_CALL) for first in range(0, count, _ROWS_PER_CALL)]
 
 
 def common_width(files: Sequence[DirectFile]) -> int:
     """Returns the size in bytes of every record of all files; 0 if the sizes differ."""
-    return files[0].width if all(file.width == files[0].width for file in files) else 0
-
-
-def _bounds(files: Sequence[DirectFile], file_index: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
-    """Returns the offsets of the concatenated records and the end of the last one: int64[n + 1]."""
-    if file_index is None:
-        sizes = files[0].sizes(rows)
-    else:
-        sizes = np.empty(len(rows), np.int64)
-        for number, file in enumerate(files):
-            mine = np.flatnonzero(file_index == number)
-            sizes[mine] = file.sizes(rows[mine])
-    return np.concatenate([[0], np.cumsum(sizes)])
+    widths = {file.width for file in files}
+    return widths.pop() if len(widths) == 1 else 0
 
 
 def read_by_library(opened: OpenFile, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
@@ -136,18 +181,6 @@ def _check_length(opened: OpenFile, file: ShardFile) -> None:
 def _ends_of_runs(rows: np.ndarray) -> np.ndarray:
     """Returns the ends of all runs of consecutive rows except the last."""
     return np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
-
-
-def steps(count: int, width: int) -> np.ndarray:
-    """Returns ``0, width, 2 * width, …`` as int64[count]; the array may be shared: do not modify it."""
-    return _steps(count, width) if count <= _FEW + 1 else np.arange(count) * width
-
-
-@functools.lru_cache(maxsize=16)
-def _steps(count: int, width: int) -> np.ndarray:
-    offsets = np.arange(count) * width
-    offsets.flags.writeable = False  # cached
-    return offsets
 
 
 def expected_microseconds(file: ShardFile, rows: np.ndarray) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from meshfeed._src.sources.array_record.readers import (
     open_remote,
     readers_of,
 )
-from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, steps
+from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, read_into
 from meshfeed._src.sources.decode_raw import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS
@@ -216,8 +216,8 @@ class ArrayRecord:
                 return None
             if out is None:
                 out = memory.empty((len(ids), width), np.uint8)
-            at = steps(len(ids), width) if slots is None else slots * width
-            if not readers.read(files, file_index, rows, at, out.reshape(-1), width=width):
+            places = (np.arange(len(ids)) if slots is None else slots) * width
+            if not read_into(files, file_index, rows, places, out.reshape(-1), width=width):
                 return None
         return out
 
@@ -226,7 +226,7 @@ class ArrayRecord:
         if self._is_direct:
             return open_remote(files, file_index, rows, self._pool)
         fetch_together(files, self._cache, self._pool, lambda file: open_ahead(file, self._cache, self._pool))
-        return [readers_of(file, self._cache, self._pool) for file in files]
+        return self._pool.all_checked(files) or [readers_of(file, self._cache, self._pool) for file in files]
 
     def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
         try:

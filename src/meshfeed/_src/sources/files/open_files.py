@@ -8,7 +8,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 _MAX_OPEN_FILES = 1024
@@ -69,12 +69,20 @@ class Lru(Generic[K, V]):
 
     def find(self, key: K) -> V | None:
         """Returns the value of ``key`` and marks it as used; None if there is none."""
+        found = self.find_all([key])
+        return None if found is None else found[0]
+
+    def find_all(self, keys: Sequence[K]) -> list[V] | None:
+        """Returns the value of each key and marks them as used; None if one has none."""
+        found: list[V] = []
         with self._lock:
-            found = self._values.get(key)
-            if found is None:
-                return None
-            self._values.move_to_end(key)
-            return found[0]
+            for key in keys:
+                value = self._values.get(key)
+                if value is None:
+                    return None
+                self._values.move_to_end(key)
+                found.append(value[0])
+        return found
 
     def get(self, key: K, make: Callable[[], tuple[V, int]]) -> V:
         """Returns the value of ``key``; calls ``make`` for the value and its weight if there is none."""

@@ -368,6 +368,10 @@ class ShardPool:
         key = kind + shard.key
         return self._known.find(key) or self._known.get(key, make)  # type: ignore[return-value]
 
+    def all_checked(self, shards: Sequence[Shard]) -> list[Any] | None:
+        """Returns what :meth:`checked` keeps of each file; None if one of them is not in memory."""
+        return self._known.find_all([shard.key for shard in shards])
+
     def opened(self, shard: Shard, kind: str, cache: ShardCache | None, open_copy: OpenCopy[T]) -> T:
         """Returns an open file, through ``cache`` if its path is a URL.
 
