@@ -101,6 +101,7 @@ class Assembler:
         self._x64 = self._device_put.x64
         self._kinds: dict[_BatchKind, list[LeafDevicePut]] = {}
         self._last: tuple[_BatchKind | None, list[LeafDevicePut]] = (None, [])
+        self._last_shapes: tuple[PyTree, _Shapes] = (None, ())
 
     @property
     def x64(self) -> bool:
@@ -128,11 +129,17 @@ class Assembler:
         """
         arrays, treedef = jax.tree.flatten(host_tree)
         leaves = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in arrays]
-        shapes = None if record_shapes is None else tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
+        shapes = None if record_shapes is None else self._flat_shapes(record_shapes)
         kind = _BatchKind(plan, treedef, shapes, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
         device_puts = self._last[1] if kind == self._last[0] else self._device_puts_of(kind, host_tree, leaves)
         with self._device_put.transfer():
             return treedef.unflatten([put(leaf) for put, leaf in zip(device_puts, leaves, strict=True)])
+
+    def _flat_shapes(self, record_shapes: PyTree) -> _Shapes:
+        if record_shapes is not self._last_shapes[0]:
+            shapes = tuple(tuple(spec.shape) for spec in jax.tree.leaves(record_shapes))
+            self._last_shapes = record_shapes, shapes
+        return self._last_shapes[1]
 
     def _device_puts_of(self, kind: _BatchKind, host_tree: PyTree, leaves: list[np.ndarray]) -> list[LeafDevicePut]:
         device_puts = self._kinds.get(kind)
@@ -277,7 +284,9 @@ class ShardedPlacer:
         return math.lcm(*(_row_shards(sharding) for sharding in sharding_leaves(self._prefix)))
 
     def _record_shapes(self, tree: PyTree) -> PyTree | None:
-        if self._shapes is None or not isinstance(tree, Mapping) or not isinstance(self._shapes, Mapping):
+        if self._shapes is None or (type(tree) is dict is type(self._shapes) and tree.keys() == self._shapes.keys()):
+            return self._shapes  # the usual case
+        if not isinstance(tree, Mapping) or not isinstance(self._shapes, Mapping):
             return self._shapes
         extra = {key: np.empty(()) for key in tree if key not in self._shapes}  # the mask is one scalar per row
         return {**self._shapes, **extra} if extra else self._shapes

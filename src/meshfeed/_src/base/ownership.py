@@ -33,7 +33,8 @@ def own_batch(batch: PyTree, maker: object, method: str) -> PyTree:
 
 def own_leaves(batch: PyTree) -> PyTree:
     """Applies :func:`own` to each leaf."""
-    return jax.tree.map(own, batch)
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef.unflatten([own(leaf) for leaf in leaves])
 
 
 def returns_fresh(maker: object, method: str) -> bool:

@@ -37,7 +37,7 @@ _ODD = 0xD1342543DE82EF95
 _ROUND_PAIRS = 3
 _TABLE_RECORDS = 4096  # the largest epoch that is argsorted; also the size of a cached chunk
 _SLICE = 16384  # ids per pass; keeps the four work arrays in the L2 cache
-_MAX_POSITION = 1 << 62
+MAX_POSITION = 1 << 62
 
 # Purpose of a derived key; makes the keys of one (seed, epoch) unrelated.
 _EPOCH, _BLOCKS, _WITHIN, _SHORT_BLOCK, _REPLACEMENT = 1, 2, 3, 4, 5
@@ -174,7 +174,7 @@ def check_positions(positions: np.ndarray[Any, Any], total: int | None) -> tuple
       IndexError: a position is outside the stream.
     """
     low, high = int(positions.min()), int(positions.max())
-    end = _MAX_POSITION if total is None else total
+    end = MAX_POSITION if total is None else total
     if low < 0 or high >= end:
         raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
     return low, high
@@ -276,7 +276,7 @@ class EpochOrder:
         in_one_epoch = (
             start >= 0 < count <= self.num_records - offset
             and (self.total is None or stop <= self.total)
-            and stop <= _MAX_POSITION
+            and stop <= MAX_POSITION
         )
         if in_one_epoch and self._block_records == 0:
             return np.arange(offset, offset + count, dtype=np.int64), np.full(count, epoch, np.int64)
@@ -395,7 +395,7 @@ def replacement_id(seed: int, epoch: int, record_id: int, attempt: int, num_reco
 
 
 def _check_order(num_records: int, shuffle: bool | int, seed: int, num_epochs: int | None) -> None:
-    if not _is_int(num_records) or num_records > _MAX_POSITION:
+    if not _is_int(num_records) or num_records > MAX_POSITION:
         raise SettingsError(f"num_records must be an int from 1 to 2**62, not {num_records!r}.", setting="num_records")
     if num_records < 1:
         raise SourceError(f"the source has {num_records} records; an order needs at least one.")

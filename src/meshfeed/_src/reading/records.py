@@ -125,10 +125,9 @@ def _get_item(source: RandomAccessSource, record_id: int) -> Record:
         raise
 
 
-def _decode_each(source: hooks.RawReader, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None) -> PyTree:
-    one = find(source, hooks.Decodes)
-    # Without a decoder, stacking bytes raises an error that names the keyword to pass.
-    decode: Decode = _unchanged if one is None else one.decode
+def _decode_each(
+    source: hooks.RawReader, decode: Decode, raw: Sequence[bytes], record_ids: RecordIds, rngs: Rngs | None
+) -> PyTree:
     with_rng = rngs is not None and accepts_keyword(decode, "rng")
     stack = RecordStack(len(raw))
     for row, record in enumerate(raw):
@@ -166,7 +165,9 @@ class SourceReader:
         self._stacked = find(source, hooks.BatchReader)
         self._in_columns = reads_columns(source)
         self._takes_rngs = self._stacked is not None and accepts_keyword(self._stacked.read_batch, "rngs")
-        several = find(source, hooks.DecodesBatches)
+        one, several = find(source, hooks.Decodes), find(source, hooks.DecodesBatches)
+        # Without a decoder, stacking bytes raises an error that names the keyword to pass.
+        self._decode_one: Decode = _unchanged if one is None else one.decode
         self._decode_batch = None if several is None else several.decode_batch
         self._takes_rows = _takes_rows(source, self._decode_batch)
         self._fresh_batches = returns_fresh(source, "read_batch")
@@ -237,7 +238,7 @@ class SourceReader:
         start = time.perf_counter()
         with _trace("meshfeed.decode"):
             if self._decode_batch is None:
-                batch = _decode_each(source, raw, record_ids, rngs)
+                batch = _decode_each(source, self._decode_one, raw, record_ids, rngs)
             else:
                 batch = self._decode(self._decode_batch, raw, rows, record_ids, rngs)
         _add_seconds(times, "decode_seconds", start)
@@ -357,6 +358,28 @@ class RecordReader:
           Any exception of the source or its decoder, after the retries.
         """
         times: dict[str, float] = {}
+        rows: ReadRows | None = None
+        failed: list[BaseException] = []
+        try:
+            rows = ReadRows(self._read_once(record_ids, epochs, columns, times), times)
+        except BaseException as error:
+            failed.append(error)
+        if rows is None:  # outside the handler, in which errors of further attempts would get this one as context
+            rows = self._read_again(failed, record_ids, epochs, columns, times)
+        # With columns, leaves are partial and do not have the shapes of the spec.
+        if columns is None:
+            self._check(rows.tree, record_ids)
+        return rows
+
+    def _read_again(
+        self,
+        failed: list[BaseException],
+        record_ids: RecordIds,
+        epochs: RecordIds,
+        columns: ColumnSlices | None,
+        times: dict[str, float],
+    ) -> ReadRows:
+        """Continues after a first attempt that ended in ``failed[0]``; removes it, because it refers to frames."""
         retries = 0
 
         def count() -> None:
@@ -368,14 +391,11 @@ class RecordReader:
 
         bad: tuple[tuple[int, int, str], ...] = ()
         try:
-            tree = self._read_in_pieces(read, record_ids, epochs, count)
+            tree = self._read_in_pieces(failed, read, record_ids, epochs, count)
         except BAD_RECORD:
             if self._bad_records is None:
                 raise
             tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
-        # With columns, leaves are partial and do not have the shapes of the spec.
-        if columns is None:
-            self._check(tree, record_ids)
         return ReadRows(tree, times, retries, bad)
 
     def _check(self, tree: PyTree, record_ids: RecordIds) -> None:
@@ -390,23 +410,23 @@ class RecordReader:
 
     def _read_in_pieces(
         self,
+        failed: list[BaseException],
         read: Callable[[RecordIds, RecordIds], PyTree],
         record_ids: RecordIds,
         epochs: RecordIds,
         count: Callable[[], None],
     ) -> PyTree:
-        """Reads all records in one call; after a failure, in calls of 1, 2, 4, … records.
+        """Reads 1, 2, 4, … records at a time, after a read of all of them that ended in ``failed[0]``.
 
         Keeps the records already read, and counts the attempts of each record separately.
         """
         parts: list[PyTree] = []
-        done, size = 0, len(record_ids)
+        done, size = 0, 1
 
         def read_rest() -> PyTree:
             nonlocal done, size
-            if size == len(record_ids) and not done:  # the common case adds no overhead to the call
-                size = 1
-                return read(record_ids, epochs)
+            if failed:
+                raise failed.pop()
             while done < len(record_ids):
                 piece, asked, size = slice(done, done + size), size, 1
                 parts.append(read(record_ids[piece], epochs[piece]))

@@ -10,7 +10,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -216,10 +216,12 @@ class RandomAccessStream:
         self, cursor: RandomAccessCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
     ) -> RandomAccessCursor:
         """Returns the cursor after a delivered batch."""
+        del ended
+        position, total = cursor.position + batch.global_batch_size, cursor.order.total
         return RandomAccessCursor(
             cursor.step_schedule,
             batch.step + 1,
-            self.records_after(cursor, batch.step, ended),
+            position if total is None else min(position, total),
             cursor.order,
             skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
             num_skipped=num_skipped,
@@ -326,6 +328,14 @@ class _Part:
         self.first = int(rows[0]) if neighbours else None
 
 
+class _Read(NamedTuple):
+    """This host's part of one step: the ids of its records, without padding, and what waits for them, if any."""
+
+    part: _Part
+    record_ids: RecordIds
+    result: Callable[[], ReadRows] | None
+
+
 def _ids_of(stream: RandomAccessStream, order: RecordOrder, position: int, part: _Part) -> tuple[RecordIds, RecordIds]:
     """Returns record ids and epochs of this host's rows of the batch at ``position``, without padding."""
     total = order.total
@@ -379,7 +389,7 @@ class RandomAccessReader:
         self._last = stream.num_steps(cursor)
         self._next_step = cursor.step
         # Keyed by step, so that an interrupt loses no read.
-        self._pending: dict[int, tuple[RecordIds, Callable[[], ReadRows] | None]] = {}
+        self._pending: dict[int, _Read] = {}
         self._threads: Threads | None = None
         self._workers: WorkerReader | None = None
         self._ahead = 1
@@ -407,17 +417,19 @@ class RandomAccessReader:
             part = self._part = _Part(size, self._host_rows.rows(size), self._host_rows.columns(size))
         return part
 
-    def _submit(self, step: int) -> tuple[RecordIds, Callable[[], ReadRows] | None]:
+    def _submit(self, step: int) -> _Read:
         position, size = self._step_schedule.at(step)
         part = self._part_of(size)
         record_ids, epochs = _ids_of(self._stream, self._order, position, part)
         if not record_ids.size:
-            return record_ids, None
-        if self._workers is not None:
-            return record_ids, self._workers.submit(step, record_ids, epochs, part.columns)
-        if self._threads is not None:
-            return record_ids, self._threads.submit(self._stream.records.read, record_ids, epochs, part.columns).result
-        return record_ids, functools.partial(self._stream.records.read, record_ids, epochs, part.columns)
+            result = None
+        elif self._workers is not None:
+            result = self._workers.submit(step, record_ids, epochs, part.columns)
+        elif self._threads is not None:
+            result = self._threads.submit(self._stream.records.read, record_ids, epochs, part.columns).result
+        else:
+            result = functools.partial(self._stream.records.read, record_ids, epochs, part.columns)
+        return _Read(part, record_ids, result)
 
     def next(self) -> HostBatch:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
@@ -427,14 +439,14 @@ class RandomAccessReader:
         if self._fetches is not None and step > self._first_step:  # a replay reads one step, and needs nothing ahead
             self._fetches.reached(step - self._first_step)
         if self._ahead == 1:
-            record_ids, result = self._submit(step)
+            read = self._submit(step)
         else:
             for asked in range(step, step + self._ahead):
                 if asked not in self._pending and (self._last is None or asked < self._last):
                     self._pending[asked] = self._submit(asked)
-            record_ids, result = self._pending[step]
-        self._doing = ((step, record_ids), time.monotonic())
-        batch = self._finish(step, record_ids, None if result is None else result())
+            read = self._pending[step]
+        self._doing = ((step, read.record_ids), time.monotonic())
+        batch = self._finish(step, read)
         self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
         self._next_step = step + 1
         self._doing = ("waiting for room", time.monotonic())
@@ -451,8 +463,9 @@ class RandomAccessReader:
         how = "waiting for workers to read" if self._workers is not None else "reading"
         return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
 
-    def _finish(self, step: int, record_ids: RecordIds, rows: ReadRows | None) -> HostBatch:
-        part = self._part_of(self._step_schedule.at(step)[1])
+    def _finish(self, step: int, read: _Read) -> HostBatch:
+        part, record_ids = read.part, read.record_ids
+        rows = None if read.result is None else read.result()
         if rows is None:
             tree = self._stream.spec_at(self._order, self._step_schedule.at(step)[0]).zeros(part.num_rows)
         else:
