@@ -284,7 +284,7 @@ def read_records(
     return SourceReader(source).read(record_ids, rngs, columns=columns)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class ReadRows:
     """Rows of a read, with timings and counts.
 
