@@ -74,8 +74,11 @@ def test_array_record(store: Store, tmp_path: pathlib.Path, options: str) -> Non
 def test_array_record_that_needs_a_cache(store: Store, tmp_path: pathlib.Path) -> None:
     write_records(tmp_path, "group_size:4")
     urls = upload(store, tmp_path, "*.array_record")
-    with pytest.raises(SettingsError, match="this file has 4"):
+    with pytest.raises(SettingsError, match=r"0.array_record' and no cache, and the file has 4 records per chunk"):
         ArrayRecord(urls)
+    make_manifest(urls, f"{tmp_path}/manifest.json")
+    with pytest.raises(SettingsError, match="has 4 records per chunk"):
+        ArrayRecord(f"{tmp_path}/manifest.json")
     write_records(tmp_path)
     with pytest.raises(SettingsError, match="local files and URLs, and no cache"):
         ArrayRecord([f"{tmp_path}/0.array_record", *upload(store, tmp_path, "1.*")])

@@ -24,6 +24,7 @@ from token_files import write_llm_c, write_megatron
 
 from meshfeed import CorruptDataError, SourceError
 from meshfeed._src.cli.main import main
+from meshfeed._src.convert.example import encode_examples
 from meshfeed._src.reading.identity import digest_tree, source_identity
 from meshfeed._src.sources import documents
 from meshfeed._src.sources.files.manifest import (
@@ -153,7 +154,7 @@ def make_tokens(folder: pathlib.Path) -> str:
 @pytest.mark.parametrize(
     ("make", "module", "look", "open_source"),
     [
-        (make_array_record, "array_record.source", "inspect_file", ArrayRecord),
+        (make_array_record, "array_record.source", "inspect", ArrayRecord),
         (make_parquet, "parquet", "inspect", Parquet),
         (make_tars, "webdataset.source", "inspect", WebDataset),
         (make_tokens, "tokens.source", "inspect", lambda paths: Tokens(paths, 4)),
@@ -247,10 +248,59 @@ def test_what_the_command_refuses(tmp_path: pathlib.Path) -> None:
         ([f"{tmp_path}/b/a.array_record", "--lengths", "x"], "--lengths x of files for ArrayRecord"),
         ([f"{tmp_path}/b/a.array_record", "--eod", "0"], "eod=0 is for token files"),
         ([pattern, "--source", "Tokens"], "has no header"),
-        (["memory://manifest-test/x.parquet"], "before they are uploaded"),
+        (["http://127.0.0.1:1/x.parquet"], "Pass --output"),
+        ([pattern, "--workers", "0"], "--workers"),
     ]:
         result = CliRunner().invoke(main, ["manifest", *arguments])
         assert (result.exit_code != 0, message in result.output) == (True, True), result.output
+
+
+def test_files_in_a_store(tmp_path: pathlib.Path) -> None:
+    store = fsspec.filesystem("memory")
+    for make in (make_array_record, make_parquet, make_tars, make_tokens):
+        name = make.__name__
+        (tmp_path / name).mkdir()
+        pattern = make(tmp_path / name)
+        store.put(f"{tmp_path / name}/", f"/manifests/{name}/", recursive=True)
+        pattern = pattern.replace(f"{tmp_path}/", "memory://manifests/")
+        try:
+            assert CliRunner().invoke(main, ["manifest", pattern, "--workers", "2"]).exit_code == 0
+            found = read_manifest(f"memory://manifests/{name}/manifest.json")
+        finally:
+            store.rm(f"/manifests/{name}", recursive=True)
+        assert found.files
+        names = {entry.path: entry.path.replace("memory://manifests/", f"{tmp_path}/") for entry in found.files}
+        local = make_manifest([names[entry.path] for entry in found.files], f"{tmp_path / name}/manifest.json")
+        assert [dataclasses.replace(entry, path=names[entry.path]) for entry in found.files] == local.files
+
+
+def test_files_of_a_server_and_lengths_of_a_feature(tmp_path: pathlib.Path) -> None:
+    store = Store()
+    arrays = [np.arange(size, dtype=np.uint16) for size in (3, 0, 200)]
+    columns = {
+        "t": pa.array(arrays, pa.list_(pa.int64())),
+        "raw": pa.array([array.tobytes() for array in arrays]),
+        "x": pa.array([[1, 2]] * 3, pa.list_(pa.float32())),
+    }
+    records = encode_examples(list(columns.items()), 0)
+    array_record_files.write(tmp_path / "a.array_record", records)
+    url = store.put("a.array_record", (tmp_path / "a.array_record").read_bytes())
+    output = f"{tmp_path}/manifest.json"
+
+    def lengths(key: str, *more: str) -> list[int]:
+        result = CliRunner().invoke(main, ["manifest", url, "--output", output, "--lengths", key, *more])
+        assert result.exit_code == 0, result.output
+        return ArrayRecord(output).stored_lengths(key).tolist()  # type: ignore[union-attr]
+
+    assert lengths("t") == lengths("raw", "--dtype", "uint16") == [3, 0, 200]
+    assert lengths("x", "--dtype", "float32") == [2, 2, 2]
+    assert read_manifest(output).files[0].digest == digest_of(store.files["a.array_record"])
+    for key, message in (
+        ("raw", "record 0 .*holds 6 bytes. Pass --dtype"),
+        ("gone", "record 0 .*no feature 'gone'. It has"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            make_manifest(url, output, lengths=key)
 
 
 def test_manifests_of_others_and_several_folders(tmp_path: pathlib.Path) -> None:

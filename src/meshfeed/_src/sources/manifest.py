@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
-from meshfeed._src.base.types import JsonValue, RandomAccessSource
+from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources import parquet
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.source import ArrayRecord
+from meshfeed._src.sources.decode_example import parse_example
 from meshfeed._src.sources.documents import lengths_of
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import RemoteBytes, digest_remote
 from meshfeed._src.sources.files.formats import source_of
 from meshfeed._src.sources.files.manifest import (
     NAME,
@@ -26,12 +29,14 @@ from meshfeed._src.sources.files.manifest import (
     read_manifest,
     write_manifest,
 )
-from meshfeed._src.sources.files.shards import need_cache
+from meshfeed._src.sources.files.shards import Shard, need_cache
 from meshfeed._src.sources.tokens import files as token_files
 from meshfeed._src.sources.tokens.source import LENGTHS_KEY, Tokens
 from meshfeed._src.sources.webdataset import source as webdataset
 
 SOURCES = ("ArrayRecord", "Parquet", "Tokens", "WebDataset")
+WORKERS = 16
+"""Files that are read at once."""
 
 
 def make_manifest(
@@ -43,25 +48,27 @@ def make_manifest(
     dtype: DTypeLike | None = None,
     eod: int | None = None,
     digests: bool = True,
+    workers: int = WORKERS,
 ) -> DataManifest:
     """Looks at each file, and writes the manifest.
 
     Args:
-      paths: a path, a glob, or a list of them.
-      output: path of the manifest; by default, ``manifest.json`` in the folder of the files.
+      paths: a path, a glob, a URL supported by fsspec, or a list of them.
+      output: path or URL of the manifest; by default, ``manifest.json`` in the folder of the files.
       source: the source that reads the files, one of ``SOURCES``; by default, found by the name of the first file.
       lengths: leaf whose length is listed for each record, for :class:`meshfeed.sources.Packed`. Reads all records.
-      dtype: integer dtype of token files without a header; with ``lengths``, that of the tokens that ArrayRecord records
-        consist of.
+      dtype: integer dtype of token files without a header; with ``lengths``, that of the tokens that ArrayRecord records,
+        or a feature of bytes in them, consist of.
       eod: token that ends a document; lists the lengths of the documents of token files. Reads all tokens.
-      digests: whether to read the files for their digests.
+      digests: whether to read the files for their digests. Those of Google Cloud Storage and Azure come from the store.
+      workers: files that are read at once.
 
     Returns:
       The manifest.
 
     Raises:
-      SettingsError: if the source is not known, the files are in several folders and there is no ``output``, or the
-        source has no such lengths.
+      SettingsError: if the source is not known, the files are in several folders or on an HTTP server and there is no
+        ``output``, or the source has no such lengths.
       SourceError: if there are no files, or a file cannot be read; names it.
       CorruptDataError: if a file is damaged; names it.
     """
@@ -74,16 +81,10 @@ def make_manifest(
             setting="source",
         )
     names = _SELECT.get(source, list)(names)
-    if any(file_paths.is_url(name) for name in names):
-        raise SettingsError(
-            f"the manifest of {names[0]} cannot be written: all of a file is read for its digest. Write the manifest of the "
-            "local files before they are uploaded, and upload it with them.",
-            setting="paths",
-        )
     need_cache(names, None, source=source)
     inspect = _inspector(source, dtype)
     output = output or _default_output(names)
-    files = file_paths.in_threads(lambda name: _finished(inspect(name), digests), names)
+    files = file_paths.in_threads(lambda name: _finished(*inspect(name), digests), names, workers)
     made = _made(output, files)
     write_manifest(output, source, files, made=made)
     if lengths is not None or eod is not None:
@@ -108,19 +109,22 @@ _SELECT: dict[str, Callable[[list[str]], list[str]]] = {
 }
 
 
-def _inspector(source: str, dtype: DTypeLike | None) -> Callable[[str], FileEntry]:
-    if source == "ArrayRecord":
-        return lambda name: readers.inspect_file(name).entry()
-    if source == "Parquet":
-        return lambda name: parquet.inspect(name, None).entry()
-    if source == "WebDataset":
-        return lambda name: webdataset.inspect(name, None).entry()
+def _inspector(source: str, dtype: DTypeLike | None) -> Callable[[str], tuple[FileEntry, RemoteBytes]]:
+    """Returns a function that looks at a file, and returns what a manifest lists and the file as a remote one."""
+    inspect: dict[str, Callable[[str], Shard]] = {
+        "ArrayRecord": lambda name: readers.inspect(name, None),
+        "Parquet": lambda name: parquet.inspect(name, None),
+        "WebDataset": lambda name: webdataset.inspect(name, None),
+    }
+    if source in inspect:
+        return lambda name: (lambda found: (found.entry(), found.remote))(inspect[source](name))
     wanted = None if dtype is None else np.dtype(dtype)
-    return lambda name: token_files.inspect(name, wanted, None).entry()
+    return lambda name: (lambda found: (found.entry(), found.stored.remote))(token_files.inspect(name, wanted, None))
 
 
-def _finished(entry: FileEntry, digests: bool) -> FileEntry:
-    return dataclasses.replace(entry, digest=digest_file(entry.path) if digests else None)
+def _finished(entry: FileEntry, remote: RemoteBytes, digests: bool) -> FileEntry:
+    digest = (digest_remote(remote) if file_paths.is_url(entry.path) else digest_file(entry.path)) if digests else None
+    return dataclasses.replace(entry, digest=digest)
 
 
 def _default_output(names: list[str]) -> str:
@@ -131,7 +135,14 @@ def _default_output(names: list[str]) -> str:
             "a manifest per folder.",
             setting="output",
         )
-    return folders.pop() + NAME
+    folder = folders.pop()
+    if folder.startswith(("http://", "https://")):
+        raise SettingsError(
+            f"the manifest of {names[0]} cannot be written beside the files: an HTTP server only serves files. Pass --output "
+            "with a path, and put the manifest there yourself, or pass its path to the source.",
+            setting="output",
+        )
+    return folder + NAME
 
 
 def _lengths(
@@ -142,17 +153,63 @@ def _lengths(
         return {LENGTHS_KEY: Lengths(documents.lengths(), documents.documents_per_file(), eod)}
     if key is None:
         raise SettingsError(f"eod={eod} is for token files, and these are for {source}. Pass --lengths.", setting="eod")
-    return {key: Lengths(lengths_of(_documents(manifest, source, key, dtype), lambda record: len(record[key])))}
-
-
-def _documents(manifest: str, source: str, key: str, dtype: DTypeLike | None) -> RandomAccessSource:
-    """Returns a source of dicts with the leaf ``key``."""
     if source == "Parquet":
-        return parquet.Parquet(manifest, [key])
-    if source == "ArrayRecord" and dtype is not None:
-        return ArrayRecord(manifest, lambda record: {key: np.frombuffer(record, dtype)})
-    raise SettingsError(
+        return {key: Lengths(lengths_of(parquet.Parquet(manifest, [key]), lambda record: len(record[key])))}
+    if source == "ArrayRecord":
+        records = ArrayRecord(manifest)
+        return {key: Lengths(lengths_of(records, _measure(records, key, dtype)))}
+    raise _no_lengths(source, key)
+
+
+def _no_lengths(source: str, key: str) -> SettingsError:
+    return SettingsError(
         f"--lengths {key} of files for {source}. Expected Parquet files with that column, token files, or ArrayRecord files "
-        "of bare tokens with --dtype. Write the manifest from Python for other encodings.",
+        "of tf.train.Example, or of bare tokens with --dtype. Write the manifest from Python for other encodings.",
         setting="lengths",
     )
+
+
+def _measure(source: ArrayRecord, key: str, dtype: DTypeLike | None) -> Callable[[bytes], int]:
+    """Returns a function of the records, in order: the length of the feature ``key``, or of bare tokens."""
+    width = None if dtype is None else np.dtype(dtype).itemsize
+    if not _is_example(source.read_raw([0])[0]):
+        if width is None:
+            raise _no_lengths("ArrayRecord", key)
+        return lambda record: len(np.frombuffer(record, dtype))
+    numbers = itertools.count()
+
+    def measure(record: bytes) -> int:
+        number = next(numbers)
+        try:
+            return _feature_length(record, key, width)
+        except ValueError as error:
+            raise SourceError(
+                f"--lengths {key}: record {number} ({source.file_of(number)}): {error}", record_id=number
+            ) from error
+
+    return measure
+
+
+def _is_example(record: bytes) -> bool:
+    try:
+        return bool(parse_example(record))
+    except ValueError:
+        return False
+
+
+def _feature_length(record: bytes, key: str, width: int | None) -> int:
+    """Returns the number of values of a feature of an Example; of one value of bytes, its items of ``width`` bytes.
+
+    Raises:
+      ValueError: the record is not an Example with that feature, or its bytes are not items of that width.
+    """
+    values = parse_example(record, (key,)).get(key)
+    if values is None:
+        raise ValueError(f"it has no feature {key!r}. It has {sorted(parse_example(record))}; pass one of these.")
+    if not isinstance(values, list) or len(values) != 1:
+        return len(values)
+    if width is None or len(values[0]) % width:
+        raise ValueError(
+            f"the feature {key!r} holds {len(values[0]):,} bytes. Pass --dtype, the dtype of the array that they are."
+        )
+    return len(values[0]) // width

@@ -255,6 +255,11 @@ class OpenFile:
     direct: DirectFile | None
 
 
+def inspect(name: str, cache: ShardCache | None) -> ShardFile:
+    """Counts the records of a file, given its path or URL; raises as :func:`inspect_file`."""
+    return _inspect_url(name, cache) if file_paths.is_url(name) else inspect_file(name)
+
+
 def inspect_file(path: str) -> ShardFile:
     """Counts the records of ``path`` and checks that it is a complete ArrayRecord file.
 
@@ -369,7 +374,7 @@ _TAIL_BYTES = 4 * _RIEGELI_BLOCK_BYTES  # the footer of about 20,000 chunks: one
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]{0,9}[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
 
-def inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
+def _inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
     """Counts and checks like :func:`inspect_file`, without fetching the records.
 
     Opens a sparse file that has only the footer and the postscript with the array_record library, which checks their
@@ -389,15 +394,25 @@ def inspect_url(url: str, cache: ShardCache | None) -> ShardFile:
         raise CorruptDataError(str(error).replace(path, url), path=url) from None
     except SourceError as error:
         raise SourceError(str(error).replace(path, url)) from None
-    found = dataclasses.replace(found, path=url, version=version)
-    if cache is None and (riegeli is None or found.group_size != 1 or found.transposed):
-        raise SettingsError(
-            f"ArrayRecord got the URL {url!r} and no cache. Without one, it reads files of one record per chunk with the C "
-            f"extension; this file has {found.group_size}, and the extension is {'not ' * (riegeli is None)}installed. Pass "
-            "cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files.",
-            setting="cache",
-        )
-    return found
+    return dataclasses.replace(found, path=url, version=version)
+
+
+def need_single_records(files: Sequence[ShardFile]) -> None:
+    """Checks that files can be read without a cache.
+
+    Raises:
+      SettingsError: if a file has several records per chunk, or there is no extension.
+    """
+    for file in files:
+        grouped = file.group_size != 1 or file.transposed
+        if grouped or riegeli is None:
+            reason = f"has {file.group_size} records per chunk" if grouped else "needs the missing C extension"
+            raise SettingsError(
+                f"ArrayRecord got the URL {file.path!r} and no cache, and the file {reason}. Pass "
+                "cache=meshfeed.ShardCache(directory, max_bytes=…), which copies whole files, or write files of one record "
+                "per chunk (group_size:1).",
+                setting="cache",
+            )
 
 
 def _copy_footer(file: RemoteBytes) -> SparseFile:

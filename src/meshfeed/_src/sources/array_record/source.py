@@ -19,7 +19,8 @@ from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.readers import (
     OpenFile,
     ShardFile,
-    inspect_file,
+    inspect,
+    need_single_records,
     open_ahead,
     open_remote,
     readers_of,
@@ -92,7 +93,7 @@ class ArrayRecord:
         self.decode = decode
         self.decode_batch = decode_batch
         self._cache = cache
-        form = FileFormat("ArrayRecord", self._inspect, ShardFile.describe, ShardFile.from_entry)
+        form = FileFormat("ArrayRecord", lambda name: inspect(name, cache), ShardFile.describe, ShardFile.from_entry)
         self._set_shards(find_shards(paths, cache, form))
 
     def _set_shards(self, shards: Shards[ShardFile]) -> None:
@@ -106,6 +107,8 @@ class ArrayRecord:
                 "or join two sources with meshfeed.sources.Mixture.",
                 setting="cache",
             )
+        if self._is_direct:
+            need_single_records(shards.files)
         self._rows_differ = False  # known once read_rows finds records of different sizes
         self._pool = shared_pool
 
@@ -243,13 +246,6 @@ class ArrayRecord:
             for slot, record in zip(mine.tolist(), self._read_file(file, rows[mine]), strict=True):
                 records[slot] = record
         return records
-
-    def _inspect(self, name: str) -> ShardFile:
-        if not file_paths.is_url(name):
-            return inspect_file(name)
-        from meshfeed._src.sources.array_record.readers import inspect_url
-
-        return inspect_url(name, self._cache)
 
     def _read_file(self, number: int, rows: np.ndarray) -> list[bytes]:
         file, first_record_id = self._shards.files[number], int(self._shards.starts[number])

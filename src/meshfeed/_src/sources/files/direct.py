@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
+import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError
 from meshfeed._src.base.retry import call_with_retry
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _GAP_BYTES = 64 << 10  # transferred in less time than a request takes to be answered
 _JOINED_BYTES = 8 << 20
 _IN_FLIGHT_BYTES = 64 << 20
+_DIGEST_BYTES = 16 << 20
 _MAX_CONNECTIONS = 256
 _SILENT_SECONDS = 30.0  # without a byte
 _LEAST_BYTES_PER_SECOND = 100_000  # of all requests under way, for stores whose clients have no timeout of their own
@@ -146,6 +148,21 @@ def read_ranges(ranges: Sequence[ByteRange]) -> list[bytes]:
         wanted, whole = ranges[number], joined[slot]
         found[number] = contents[slot][wanted.start - whole.start : wanted.stop - whole.start]
     return found
+
+
+def digest_remote(file: RemoteBytes) -> str:
+    """Returns the digest of a remote file as a manifest lists it: the store's MD5 if it has one; else reads the file.
+
+    Raises:
+      SourceError, OSError: as for :func:`read_ranges`.
+    """
+    known = file_paths.stored_md5(file_paths.file_info(file.url, file.source))
+    if known is not None:
+        return known
+    digest = xxhash.xxh3_64()
+    for start in range(0, file.num_bytes, _DIGEST_BYTES):
+        digest.update(file.read(start, start + _DIGEST_BYTES))
+    return f"xxh3_64:{digest.hexdigest()}"
 
 
 def _join(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int]]:

@@ -6,6 +6,7 @@ any.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import glob
@@ -70,11 +71,11 @@ def split(path: str) -> tuple[str, str]:
     return folder + slash, base
 
 
-def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+def in_threads(function: Callable[[_T], _R], items: Sequence[_T], max_threads: int = _MAX_THREADS) -> list[_R]:
     """Returns ``[function(item) for item in items]``, computed in threads; raises the first error, drops the rest."""
     if len(items) <= 1:
         return [function(item) for item in items]
-    threads = Threads(min(_MAX_THREADS, len(items)), "meshfeed-files")
+    threads = Threads(min(max_threads, len(items)), "meshfeed-files")
     try:
         return [future.result() for future in [threads.submit(function, item) for item in items]]
     finally:
@@ -206,6 +207,14 @@ def version_of(info: Mapping[str, object]) -> str:
     """Returns the version of an object from its :func:`file_info`; an empty string if the store reports none."""
     # Servers that may compress answers mark the same ETag as weak.
     return next((f"{field}={str(info[field]).removeprefix('W/')}" for field in _VERSION_FIELDS if info.get(field)), "")
+
+
+def stored_md5(info: Mapping[str, Any]) -> str | None:
+    """Returns the MD5 provided by the store. Ignores S3 ETags: for encrypted or multipart objects they are not MD5."""
+    digest = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
+    if not digest:
+        return None
+    return "md5:" + (base64.b64decode(digest) if isinstance(digest, str) else bytes(digest)).hex()
 
 
 @contextlib.contextmanager

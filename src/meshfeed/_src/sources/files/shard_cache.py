@@ -51,7 +51,7 @@ from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.fill_bar import FillBar
-from meshfeed._src.sources.files.paths import changed, describe_change, file_info, version_of
+from meshfeed._src.sources.files.paths import changed, describe_change, file_info, stored_md5, version_of
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
 _LOCK_MAX_POLL_SECONDS = 0.05
@@ -523,7 +523,7 @@ class ShardCache:
             version = version_of(info)
             name = url.rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
-            checksum = self._checksums.get(url) or self._checksums.get(name) or _stored_md5(info)
+            checksum = self._checksums.get(url) or self._checksums.get(name) or stored_md5(info)
             path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
             lock = self.directory / f"{_PREFIX}{key}.lock"
             copy_bytes = int(size) if compression is None else copy_bytes or None
@@ -732,16 +732,6 @@ def _owned(part: tuple[pathlib.Path, int]) -> Iterator[pathlib.Path]:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         unlock(None, handle)
-
-
-def _stored_md5(info: dict[str, Any]) -> str | None:
-    """Returns the MD5 provided by the store. Ignores S3 ETags: for encrypted or multipart objects they are not MD5."""
-    import base64
-
-    digest = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
-    if not digest:
-        return None
-    return "md5:" + (base64.b64decode(digest) if isinstance(digest, str) else bytes(digest)).hex()
 
 
 def _check(entry: _Entry, part: pathlib.Path) -> None:
