@@ -221,6 +221,18 @@ def test_a_file_that_changes_under_the_run_is_an_error(store: Store, tmp_path: p
         source[500]
 
 
+def test_a_manifest_with_wrong_numbers(store: Store, tmp_path: pathlib.Path) -> None:
+    write_records(tmp_path)
+    pq.write_table(pa.table({"x": np.arange(100)}), tmp_path / "0.parquet")
+    upload(store, tmp_path, "*.*")
+    for name, make in {"0.array_record": ArrayRecord, "0.parquet": Parquet}.items():
+        manifest = make_manifest(f"{tmp_path}/{name}")
+        content = pathlib.Path(manifest.path).read_text()
+        store.put("manifest.json", content.replace(f", {manifest.files[0].num_records}, ", ", 99, ").encode())
+        with pytest.raises(SourceError, match=rf"file .*/{name} has changed since the manifest .*: 99 r.* now. Write"):
+            make(store.url("manifest.json"))[0]
+
+
 def test_stores_whose_answers_carry_no_version_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_LOOKUP_SECONDS", 0.0)
     files = fsspec.filesystem("memory")

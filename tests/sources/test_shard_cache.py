@@ -7,6 +7,7 @@ import hashlib
 import os
 import pathlib
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -594,6 +595,13 @@ def test_a_full_disk_and_a_read_only_folder(store: Store, tmp_path, monkeypatch)
     assert read(cache, url) == bytes(1000)
     with pytest.raises(SettingsError, match="cannot be used as a cache"):
         ShardCache("/proc")
+    shutil.rmtree(tmp_path)
+    assert read(cache, url) == bytes(1000)  # the folder is made again
+    cache.discard(url)
+    cache.directory = pathlib.Path("/sys")  # as a disk that was remounted read-only
+    cache.identify(url)
+    with pytest.raises(OSError, match=r"the folder /sys cannot be written any more .*another directory=$"):
+        read(cache, url)
 
 
 def test_discard_while_others_evict_and_open(store: Store, tmp_path) -> None:

@@ -197,10 +197,12 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
             path = "" if direct else stack.enter_context(local_copy(shard, self._cache))[0]
             file = stack.enter_context(_open_footer(shard.remote) if direct else ParquetFile(path))
             ends = np.cumsum(file.group_rows, dtype=np.int64)
-            if len(ends) and ends[-1] != shard.num_records:
-                raise _damaged(
-                    shard.path, f"its row groups have {ends[-1]:,} rows, and its footer {shard.num_records:,}"
-                )
+            found = file.metadata.num_rows
+            if len(ends) and ends[-1] != found:
+                raise _damaged(shard.path, f"its row groups have {ends[-1]:,} rows, and its footer {found:,}")
+            if found != shard.num_records:
+                change = f"{shard.num_records:,} rows then, {found:,} now"
+                raise file_paths.changed(f"the Parquet file {shard.path}", change, shard.manifest)
             return _CheckedFile(shard, file.metadata, ends), file.metadata.serialized_size // 8
 
     def _read_rows(self, file: _CheckedFile, rows: np.ndarray, first_record_id: int) -> list[_Rows]:

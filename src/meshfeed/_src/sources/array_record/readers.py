@@ -456,6 +456,9 @@ class RemoteIndex:
 def _index_remote(file: ShardFile) -> tuple[RemoteIndex, int]:
     footer = _copy_footer(file.remote)
     found = _read_footer(footer.number, file.num_bytes, file.num_records)
+    if found is None and file.manifest:
+        change = f"{file.num_records:,} records then, another number now"
+        raise file_paths.changed(f"the ArrayRecord file {file.path}", change, file.manifest)
     if found is None:
         raise CorruptDataError(
             f"{file.path}: the footer does not list its {file.num_records:,} records.{remedy_for(file.path)}",

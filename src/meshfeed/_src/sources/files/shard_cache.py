@@ -558,6 +558,7 @@ class ShardCache:
           _NoRoom: if that does not make enough room.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._explained())
             waited_from, seen, pause = time.monotonic(), (-1, 0), _POLL_SECONDS
             while (handle := try_lock(entry.lock)) is None:
                 arrived = self._arrived(entry)
@@ -583,6 +584,21 @@ class ShardCache:
                 _log.warning("%s; fetching it again", error)
                 self._fetch(entry, next_use)
             self._count(fetched=1, fetched_ahead=int(next_use is not None), fetched_bytes=entry.num_bytes)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Recreates the folder if it has been removed, and names it in the error if it cannot be written."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            raise OSError(
+                error.errno,
+                f"ShardCache: the folder {self.directory} cannot be written any more ({os.strerror(error.errno)}). A disk "
+                "with errors is often remounted read-only: look at the system's log, or use another directory=",
+            ) from error
 
     def _arrived(self, entry: _Entry) -> tuple[int, int]:
         """Returns the time of the last write to a download of the file, and its bytes."""
@@ -651,7 +667,8 @@ class ShardCache:
         return (
             f"ShardCache: the disk of {self.directory} was full before {entry.url} ({entry.num_bytes:,} bytes) was fetched. "
             f"It has {disk.total:,} bytes: {held:,} are this cache's, {disk.used - held:,} belong to other files, and "
-            f"{disk.free:,} are free. Free space there, or set max_bytes= so that the cache removes files itself"
+            f"{disk.free:,} are free. Free space there, or {'lower' if self.max_bytes else 'set'} max_bytes= so that the "
+            "cache removes files itself"
         )
 
     def _reserve(self, entry: _Entry, next_use: float | None) -> tuple[pathlib.Path, int]:
@@ -745,8 +762,8 @@ def _check(entry: _Entry, part: pathlib.Path) -> None:
     found = _digest(part, algorithm)
     if found != wanted.lower():
         raise CorruptDataError(
-            f"{entry.url}: fetched {size:,} bytes with {algorithm} {found}, expected {wanted}. The file "
-            "is not the one that was written: write it again, or correct the checksum.",
+            f"{entry.url}: fetched {size:,} bytes with {algorithm} {found}, expected {wanted}. The file is not the one whose "
+            "checksum the manifest, checksums= or the store lists: copy it again, or write the manifest again.",
             path=entry.url,
         )
 
