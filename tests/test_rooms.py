@@ -69,7 +69,6 @@ LAZY = {
     "meshfeed._src.cli.report": "the feed, which imports JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",
     "meshfeed._src.convert.run": "worker processes, which import JAX",
-    "meshfeed._src.sources.array_record.source": "fsspec",
     "meshfeed._src.sources.grain.source": "Grain",
     "meshfeed._src.sources.grain.tree": "array_record",
     "meshfeed._src.sources.host_batches": "Grain",
