@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import os
-import re
 import tempfile
 import threading
 import time
@@ -67,19 +66,21 @@ class RemoteBytes:
         return read_ranges([ByteRange(self, start, min(stop, self.num_bytes))])[0]
 
     def check_answer(self, headers: Mapping[str, str]) -> None:
-        """Compares the headers of an answer, in lower case, with the version.
+        """Compares the headers of an answer, found in lower case, with the version.
 
         Raises:
           SourceError: if the file has changed.
         """
-        total = re.fullmatch(r"bytes .*/(\d+)", headers.get("content-range", ""))
-        num_bytes = int(total[1]) if total else self.num_bytes
-        found = {field: headers[name] for field, name in _VERSION_HEADERS.items() if name in headers}
-        with _pin_lock:
-            self.version = self.version or file_paths.version_of(found)
-        field, _, version = self.version.partition("=")
-        self._compare(num_bytes, file_paths.version_of({field: found.get(field, version)}))
-        if self.version and field not in found and time.monotonic() > self._looked_up + _LOOKUP_SECONDS:
+        total = headers.get("content-range", "").rpartition("/")[2]
+        num_bytes = int(total) if total.isdecimal() else self.num_bytes
+        if not self.version:
+            with _pin_lock:  # or two threads could take different versions for the first
+                found = {field: headers[name] for field, name in _VERSION_HEADERS.items() if name in headers}
+                self.version = self.version or file_paths.version_of(found)
+        field, _, _ = self.version.partition("=")
+        found = headers.get(_VERSION_HEADERS.get(field, ""))
+        self._compare(num_bytes, file_paths.version_of({field: found}) if found else self.version)
+        if self.version and not found and time.monotonic() > self._looked_up + _LOOKUP_SECONDS:
             self.look_up()
 
     def look_up(self) -> None:
@@ -258,17 +259,17 @@ def _checked(one: ByteRange, answer: bytes | Exception, headers: Mapping[str, st
     return answer
 
 
-_Answer: TypeAlias = "tuple[bytes | Exception, dict[str, str]]"
+_Answer: TypeAlias = "tuple[bytes | Exception, Mapping[str, str]]"
 """The bytes of a range or the error, and the headers of the answer."""
 
-_headers: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("headers", default=None)
-"""Headers of the answer to the request of the current task, in lower case."""
+_headers: contextvars.ContextVar[list[Mapping[str, str]]] = contextvars.ContextVar("headers")
+"""Headers of the answers to the request of the current task; one answer, unless the client retries."""
 
 
 def _note_headers(headers: Mapping[str, str]) -> None:
-    noted = _headers.get()
+    noted = _headers.get(None)
     if noted is not None:
-        noted.update({name.lower(): value for name, value in headers.items()})
+        noted.append(headers)
 
 
 async def _gather(files: Any, paths: Sequence[str], ranges: Sequence[ByteRange]) -> list[_Answer]:
@@ -277,21 +278,32 @@ async def _gather(files: Any, paths: Sequence[str], ranges: Sequence[ByteRange])
     seconds = _SILENT_SECONDS + sum(one.stop - one.start for one in ranges) / _LEAST_BYTES_PER_SECOND
 
     async def get(path: str, one: ByteRange) -> _Answer:
-        noted: dict[str, str] = {}
+        noted: list[Mapping[str, str]] = [{}]
         _headers.set(noted)
         try:
             async with room:
-                return await asyncio.wait_for(files._cat_file(path, start=one.start, end=one.stop), seconds), noted
+                return await files._cat_file(path, start=one.start, end=one.stop), noted[-1]
         except TimeoutError as error:
-            why = str(error) or f"no end after {seconds:.0f} s"
-            what = f"bytes {one.start:,} to {one.stop:,} did not arrive: {why}"
-            return TimeoutError(f"{one.file.source}: {one.file.url}: {what}"), noted
+            return _late(one, str(error) or "no answer in time"), noted[-1]
         except Exception as error:
-            return error, noted
+            return error, noted[-1]
 
     if ranges[0].file.url.startswith(("s3://", "s3a://")):
         await _note_headers_of_s3(files, paths)
-    return await asyncio.gather(*map(get, paths, ranges))
+    tasks = [asyncio.create_task(get(path, one)) for path, one in zip(paths, ranges, strict=True)]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=seconds)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return [
+        task.result() if task in done else (_late(one, f"no end after {seconds:.0f} s"), {})
+        for task, one in zip(tasks, ranges, strict=True)
+    ]
+
+
+def _late(one: ByteRange, why: str) -> TimeoutError:
+    return TimeoutError(f"{one.file.source}: {one.file.url}: bytes {one.start:,} to {one.stop:,} did not arrive: {why}")
 
 
 async def _note_headers_of_s3(files: Any, paths: Sequence[str]) -> None:
