@@ -79,8 +79,8 @@ def convert(
 ) -> None:
     """Convert files to ArrayRecord or token files.
 
-    DATA are files, globs or folders: Parquet, JSON lines, CSV, text, TFRecord, WebDataset, MDS, Hugging Face datasets on
-    disk, or a folder of images with one subfolder per class.
+    DATA are files, globs, folders or URLs of them: Parquet, JSON lines, CSV, text, TFRecord, WebDataset, MDS, Hugging
+    Face datasets on disk, or a folder of images with one subfolder per class.
 
     The output is the same for any number of workers. After a crash or Ctrl-C, the same command continues.
     """

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import importlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.convert.images import image_names
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.convert.images import image_names, select_images
 from meshfeed._src.convert.inputs import Input
+from meshfeed._src.convert.remote import path_of, remote_files
 from meshfeed._src.sources.files.compression import compression_of
-from meshfeed._src.sources.files.paths import expand_paths, is_url
+from meshfeed._src.sources.files.paths import absolute, expand_paths, is_url
 
 FORMATS = {  # name → module and class, imported when needed: some need JAX, which takes long in each worker
     "csv": "csv_files.Csv",
@@ -42,6 +44,7 @@ _SHARDED = re.compile(r"\.(tfrecords?)-\d+-of-\d+$")  # TFDS puts the number aft
 _POSITION = re.compile(r"process_\d+(-of-\d+)?\.json")
 _FOLDERS = ("huggingface", "images", "mds")
 _LISTED = 5
+_MAGIC = re.compile(r"[*?\[]")
 
 
 def open_format(name: str, columns: Sequence[str] | None) -> Input:
@@ -54,19 +57,13 @@ def recognize(data: Sequence[str], named: str | None) -> tuple[str, list[str]]:
     """Returns the format of the inputs, and the files or folders to read, in order.
 
     Args:
-      data: paths, globs and folders. The files of a folder or glob are sorted by name.
+      data: paths, globs, folders and URLs of them. The files of a folder or glob are sorted by name.
       named: the format, if the user named it.
 
     Raises:
       SourceError: an input is missing or empty, its format is unknown, or inputs have different formats.
-      SettingsError: an input is a URL.
+      OSError: the store of a URL does not answer.
     """
-    urls = [name for name in data if is_url(name)]
-    if urls:
-        raise SettingsError(
-            f"convert reads local files and got {urls[0]!r}. Copy the data to a local or shared disk, or mount the bucket.",
-            setting="data",
-        )
     found = [item for name in data for item in _expand(name, named)]
     formats: dict[str, str] = {}
     for kind, path in found:
@@ -90,21 +87,57 @@ def recognize(data: Sequence[str], named: str | None) -> tuple[str, list[str]]:
 
 
 def _expand(name: str, named: str | None) -> list[tuple[str, str]]:
-    """Returns format and path of what a path, a glob or a folder stands for."""
-    path = os.path.abspath(os.path.expanduser(name))
+    """Returns format and path of what a path, a glob, a folder or a URL stands for."""
+    if is_url(name):
+        return _expand_url(name, named)
+    path = absolute(name)
     matches = sorted(glob.glob(path)) if not os.path.exists(path) else []
     if matches and all(os.path.isdir(match) for match in matches):
         return [item for match in matches for item in _expand(match, named)]
     if os.path.isdir(path):
-        return _expand_folder(path, named)
+        return _expand_folder(_local_folder(path), named)
     if os.path.basename(path) == "index.json":
-        return _expand_folder(os.path.dirname(path), named)
+        return _expand_folder(_local_folder(os.path.dirname(path)), named)
+    return _expand_files(name, named)
+
+
+def _expand_files(name: str, named: str | None) -> list[tuple[str, str]]:
     files = expand_paths(name, source="convert")
     return [(named or _format_of(file), file) for file in files if not file.endswith(".meshfeed-index")]
 
 
+def _expand_url(url: str, named: str | None) -> list[tuple[str, str]]:
+    if _MAGIC.search(path_of(url)):
+        return _expand_files(url, named)
+    if path_of(url).endswith("/index.json"):
+        url = url.rpartition("/")[0]
+    names = list(remote_files(url))
+    if names == [""]:
+        return [(named or _format_of(url), url)]
+    files = [name for name in names if "/" not in name]
+    folders = sorted({name.partition("/")[0] for name in names if "/" in name})
+    return _expand_folder(_Folder(url.rstrip("/"), files, folders, lambda: select_images(names)), named)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Folder:
+    """A local or remote folder: its path, what is directly in it, and a function that returns the images in it."""
+
+    path: str
+    files: Sequence[str]
+    folders: Sequence[str]
+    images: Callable[[], Sequence[str]]
+
+
+def _local_folder(path: str) -> _Folder:
+    names = sorted(os.listdir(path))
+    files = [name for name in names if os.path.isfile(os.path.join(path, name))]
+    folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    return _Folder(path, files, folders, lambda: image_names(path))
+
+
 def _format_of(path: str) -> str:
-    name = os.path.basename(path).lower()
+    name = os.path.basename(path_of(path)).lower()
     if compression_of(name) is not None:
         name = name.rpartition(".")[0]
     sharded = _SHARDED.search(name)
@@ -122,32 +155,34 @@ def _format_of(path: str) -> str:
     return _EXTENSIONS[extension]
 
 
-def _expand_folder(path: str, named: str | None) -> list[tuple[str, str]]:
-    names = sorted(os.listdir(path))
-    if "dataset_dict.json" in names:
-        splits = [name for name in names if os.path.isdir(os.path.join(path, name))]
+def _expand_folder(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
+    path, files = folder.path, folder.files
+    if "dataset_dict.json" in files:
+        splits = folder.folders
         raise SourceError(
-            f"{path} is a Hugging Face dataset with the splits {splits}. Convert one at a time, such as "
+            f"{path} is a Hugging Face dataset with the splits {list(splits)}. Convert one at a time, such as "
             f"{os.path.join(path, splits[0]) if splits else path}."
         )
     if named in _FOLDERS:
         return [(str(named), path)]
-    if "state.json" in names and "dataset_info.json" in names:
+    if "state.json" in files and "dataset_info.json" in files:
         return [("huggingface", path)]
-    if "index.json" in names:
+    if "index.json" in files:
         return [("mds", path)]
-    return _files_in(path, names, named)
+    return _files_in(folder, named)
 
 
-def _files_in(path: str, names: Sequence[str], named: str | None) -> list[tuple[str, str]]:
-    files = [name for name in names if os.path.isfile(os.path.join(path, name)) and name[0] not in "._"]
+def _files_in(folder: _Folder, named: str | None) -> list[tuple[str, str]]:
+    path = folder.path
+    files = [name for name in folder.files if name[0] not in "._"]
     if named is not None and files:
         return [(named, os.path.join(path, name)) for name in files]
     known = [name for name in files if compression_of(name) is not None or _known(name)]
     if known:
         return [(_format_of(os.path.join(path, name)), os.path.join(path, name)) for name in known]
-    if named is None and image_names(path):
+    if named is None and folder.images():
         return [("images", path)]
+    names = sorted([*folder.files, *folder.folders])
     what = f"It holds {', '.join(names[:_LISTED])}{', …' if len(names) > _LISTED else ''}" if names else "It is empty"
     raise SourceError(
         f"the folder {path} holds no data that convert can read. {what}. Expected files, a Hugging Face dataset, an MDS "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,11 +61,17 @@ class ImageFolder(Input):
 
 def image_names(path: str) -> list[str]:
     """Returns the images in a folder and its subfolders, relative to it, sorted."""
-    return sorted(
+    return select_images(
         os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
         for folder, _, names in os.walk(path, followlinks=True)
         for name in names
-        if name.lower().endswith(_IMAGES) and not name.startswith(".")
+    )
+
+
+def select_images(names: Iterable[str]) -> list[str]:
+    """Returns the paths that end in the name of an image, sorted."""
+    return sorted(
+        name for name in names if name.lower().endswith(_IMAGES) and not name.rpartition("/")[2].startswith(".")
     )
 
 

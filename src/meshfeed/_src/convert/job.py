@@ -2,7 +2,7 @@
 
     job.json          inputs and settings
     scans/00007.json  records, types and marks of input 7
-    inputs/00007-…    its content, if it is compressed
+    inputs/00007-…    its content, if it is compressed or a URL
     plan.json         types, and the range of records of every output file
     entries/00003.json  the row of output file 3 in the manifest
     all-types         there if the types of the first blocks did not fit a later one
@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -33,10 +34,12 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert import columns as convert_columns
 from meshfeed._src.convert.formats import open_format
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema
+from meshfeed._src.convert.remote import download, path_of
 from meshfeed._src.convert.settings import Settings
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, TokenWriter, check_column
 from meshfeed._src.sources.files.compression import compression_of, decompress
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file
+from meshfeed._src.sources.files.paths import is_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -127,21 +130,28 @@ class Conversion:
         return Scan.from_json(json.loads(self._scan_path(number).read_text()))
 
     def _local(self, number: int) -> str:
-        """Returns the path of an input, decompressed if need be."""
-        path = self.paths[number]
-        kind = compression_of(path) if os.path.isfile(path) else None
-        if kind is None:
-            return path
-        target = self._copy(number)
-        if not target.exists():
-            with _replacing(target) as part:
+        """Returns the path of an input, downloaded and decompressed if need be."""
+        path, copy = self.paths[number], self._copy(number)
+        kind = _compression(path)
+        if copy.exists() or (kind is None and not is_url(path)):
+            return str(copy) if copy.exists() else path
+        stored = pathlib.Path(path)
+        if is_url(path):
+            stored = copy if kind is None else copy.with_name(f"{copy.name}.stored")
+            with _replacing(stored) as part:
+                download(path, part)
+        if kind is not None:
+            with _replacing(copy) as part:
                 part.touch()
-                decompress(kind, path, str(part), None, what=path)
+                decompress(kind, str(stored), str(part), None, what=path)
                 sync(part)
-        return str(target)
+            if is_url(path):
+                stored.unlink()
+        return str(copy)
 
     def _copy(self, number: int) -> pathlib.Path:
-        name = os.path.basename(self.paths[number])
+        path = path_of(self.paths[number]).rstrip("/")
+        name = os.path.basename(path)
         return self.folder / "inputs" / f"{number:05}-{name.rpartition('.')[0] if compression_of(name) else name}"
 
     @contextlib.contextmanager
@@ -335,6 +345,10 @@ class Task:
         Conversion(self._directory).run(self._phase, number)
 
 
+def _compression(path: str) -> str | None:
+    return compression_of(path_of(path)) if is_url(path) or os.path.isfile(path) else None
+
+
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     rows = max(1, batch.num_rows * _BATCH_BYTES // max(batch.nbytes, 1))
     for low in range(0, batch.num_rows, rows):
@@ -349,8 +363,16 @@ def _replacing(target: pathlib.Path, folder: pathlib.Path | None = None) -> Iter
         yield part
         os.replace(part, target)
     except BaseException:
-        part.unlink(missing_ok=True)
+        _unlink(part)
         raise
+
+
+def _unlink(path: pathlib.Path) -> None:
+    """Removes a file or a folder, unless it is gone."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: pathlib.Path) -> None:
@@ -368,7 +390,7 @@ def write_json(path: pathlib.Path, value: object) -> None:
 def remove_unfinished(folder: pathlib.Path) -> None:
     """Removes what tasks that were killed have left, and JSON files that a power failure has left empty."""
     for path in folder.rglob("*.part"):
-        path.unlink(missing_ok=True)
+        _unlink(path)
     for path in folder.rglob("*.json"):
         if not path.stat().st_size:
             path.unlink()

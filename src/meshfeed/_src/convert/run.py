@@ -17,11 +17,13 @@ import numpy as np
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
 from meshfeed._src.convert import columns as convert_columns
 from meshfeed._src.convert.formats import open_format, recognize
+from meshfeed._src.convert.inputs import Input
 from meshfeed._src.convert.job import FOLDER, Conversion, Phase, discard_plan, remove_unfinished, sync, write_json
+from meshfeed._src.convert.remote import remote_files
 from meshfeed._src.convert.settings import Settings
 from meshfeed._src.convert.writers import eod_id, load_tokenizer, manifest_details
-from meshfeed._src.sources.files.manifest import NAME, read_manifest, write_manifest
-from meshfeed._src.sources.files.paths import identify_files
+from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
+from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
 
 _VERSION = 1
 
@@ -75,7 +77,7 @@ def convert(
     """Converts files to ArrayRecord or tokens.
 
     Args:
-      data: paths, globs and folders.
+      data: paths, globs, folders and URLs.
       directory: the folder for the output files: new, empty, or that of an unfinished conversion with the same
         arguments, which is continued.
       settings: what to write.
@@ -98,12 +100,19 @@ def convert(
         job = _prepare(directory, description)
         try:
             _run(directory, engine, show)
-        except BaseException:
+        except BaseException as error:
             remove_unfinished(job.folder)
-            if not any(pathlib.Path(directory).glob("data-*")):
-                shutil.rmtree(job.folder)  # nothing to continue from
+            if _is_empty(job, error):
+                shutil.rmtree(job.folder)
             raise
         return _complete(Conversion(directory))
+
+
+def _is_empty(job: Conversion, error: BaseException) -> bool:
+    """Whether there is nothing to continue from: no output file, and no download unless the job cannot succeed."""
+    downloaded = any(map(is_url, job.paths)) and any((job.folder / "inputs").iterdir())
+    kept = downloaded and not isinstance(error, MeshfeedError)
+    return not kept and not any(job.directory.glob("data-*"))
 
 
 def _check(settings: Settings) -> None:
@@ -130,10 +139,27 @@ def _check(settings: Settings) -> None:
 def _describe(kind: str, paths: Sequence[str], settings: Settings) -> dict[str, Any]:
     """Returns the job as JSON: what must be the same for it to be continued."""
     reader = open_format(kind, settings.columns)
-    sizes = [reader.num_bytes(path) for path in paths]
-    inputs = [[path, size, os.stat(path).st_mtime_ns] for path, size in zip(paths, sizes, strict=True)]
+    inputs = in_threads(lambda path: _input(reader, path), paths)
     made = dataclasses.asdict(settings) | {"columns": None if settings.columns is None else list(settings.columns)}
-    return {"version": _VERSION, "format": kind, "inputs": inputs, "bytes": sum(sizes), "settings": made}
+    return {
+        "version": _VERSION,
+        "format": kind,
+        "inputs": inputs,
+        "bytes": sum(size for _, size, _ in inputs),
+        "settings": made,
+    }
+
+
+def _input(reader: Input, path: str) -> list[Any]:
+    """Returns path, size and version of an input."""
+    if is_url(path):
+        files = remote_files(path).values()
+        return [
+            path,
+            sum(file.num_bytes for file in files),
+            digest_of("".join(file.version for file in files).encode()),
+        ]
+    return [path, reader.num_bytes(path), os.stat(path).st_mtime_ns]
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
