@@ -66,7 +66,6 @@ LAZY = {
     "meshfeed._src.cli.checkpoint": "Orbax",
     "meshfeed._src.cli.convert": "pyarrow, array_record",
     "meshfeed._src.cli.plan": "the plan of a mesh, which imports JAX",
-    "meshfeed._src.cli.report": "the feed, which imports JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",
     "meshfeed._src.convert.run": "worker processes, which import JAX",
     "meshfeed._src.sources.grain.source": "Grain",

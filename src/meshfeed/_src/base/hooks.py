@@ -37,7 +37,6 @@ class Fingerprinted(Protocol):
 
     def fingerprint(self) -> JsonValue:
         """Returns a value that must be equal for a saved state to be usable."""
-        ...
 
 
 class Kinded(Protocol):
@@ -59,7 +58,6 @@ class Closeable(Protocol):
 
     def close(self) -> None:
         """Releases them; using the object again reopens them."""
-        ...
 
 
 class Decodes(Protocol):
@@ -90,7 +88,6 @@ class RowsReader(RawReader, Protocol):
 
     def read_rows(self, record_ids: RecordIds) -> np.ndarray | None:
         """Returns uint8 ``[n, bytes per record]``, or None to have ``read_raw`` called instead."""
-        ...
 
 
 class DecodesRows(Protocol):
@@ -98,7 +95,6 @@ class DecodesRows(Protocol):
 
     def from_rows(self, rows: np.ndarray) -> PyTree:
         """Returns arrays ``[n, ...]`` from uint8 ``[n, bytes per record]``."""
-        ...
 
 
 class BatchReader(Protocol):
@@ -135,7 +131,6 @@ class LocatesRecords(Protocol):
 
     def file_of(self, record_id: int) -> str | None:
         """Returns a path or URL, or None if unknown."""
-        ...
 
 
 class Concatenates(Protocol):
@@ -143,7 +138,6 @@ class Concatenates(Protocol):
 
     def concatenate(self, others: Sequence[RandomAccessSource]) -> RandomAccessSource | None:
         """Returns one source of this source's records followed by those of ``others``; None if they are not alike."""
-        ...
 
 
 class Sharded(Protocol):
@@ -172,7 +166,6 @@ class CachedFile(Hashable, Protocol):
 
     def follow(self, next_use: Callable[[CachedFile], float]) -> None:
         """Registers a function that returns when a file is needed next, until the function's owner is freed."""
-        ...
 
     def is_here(self) -> bool:
         """Whether the copy is known to be complete; sends no request."""
@@ -191,7 +184,6 @@ class CachesFiles(Protocol):
 
         Returns None for any ids if the source reads no file through a cache that fetches ahead.
         """
-        ...
 
 
 class WaitsForReads(Protocol):
@@ -210,7 +202,6 @@ class StagedOrder(RecordOrder, Protocol):
         Raises:
           StateMismatchError: something that determined the delivered records has changed.
         """
-        ...
 
 
 class OrderSettings(TypedDict):
@@ -237,7 +228,6 @@ class NumbersRecords(Protocol):
 
     def check_record_ids(self, record_ids: RecordIds) -> None:
         """Raises SourceError for an id that does not exist."""
-        ...
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Returns the id of the record that replaces a bad one."""
@@ -249,7 +239,6 @@ class Unconverted(Protocol):
 
     def unconverted(self) -> Any:
         """Returns a source over the same records, of the same kind and identity, for functions that convert them."""
-        ...
 
 
 class ChecksRecords(Protocol):
@@ -257,7 +246,6 @@ class ChecksRecords(Protocol):
 
     def check_records(self) -> None:
         """Raises SourceError if they cannot; reads nothing."""
-        ...
 
 
 class SeveralShapes(Protocol):
@@ -281,7 +269,6 @@ class StoredLengths(Protocol):
 
     def stored_lengths(self, key: str) -> np.ndarray | None:
         """Returns the length of the leaf ``key`` of every record, integers ``[len(source)]``; None if unknown."""
-        ...
 
 
 class SlicesReader(Protocol):
@@ -289,7 +276,6 @@ class SlicesReader(Protocol):
 
     def read_slices(self, record_ids: RecordIds, starts: np.ndarray, lengths: np.ndarray) -> PyTree:
         """Returns the concatenated parts, arrays ``[sum of lengths, ...]``; the arguments are int64 ``[n]``."""
-        ...
 
 
 class OrdersWithin(Protocol):
@@ -316,7 +302,6 @@ class LimitsLanes(Protocol):
 
     def check_lanes(self, num_lanes: int) -> None:
         """Raises SettingsError for a number of lanes that the source cannot serve."""
-        ...
 
 
 class StagedStream(StreamSource, Protocol):
@@ -328,11 +313,9 @@ class StagedStream(StreamSource, Protocol):
 
     def mixture_config(self) -> JsonValue:
         """Returns stages and components, for the fingerprint."""
-        ...
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
         """See :meth:`StagedOrder.check_saved`."""
-        ...
 
 
 class Resumable(Protocol):
@@ -340,11 +323,9 @@ class Resumable(Protocol):
 
     def get_state(self) -> JsonValue:
         """Returns the state after the last record or batch returned; tuples in it are restored as tuples."""
-        ...
 
     def set_state(self, state: JsonValue, /) -> None:
         """Continues after the record or batch at which ``state`` was taken."""
-        ...
 
 
 class PlansFiles(Protocol):
@@ -355,7 +336,6 @@ class PlansFiles(Protocol):
 
         Lazy; a different thread may advance it while the lane is read. Returns None if there are no such files.
         """
-        ...
 
 
 class StackedLane(Protocol):
@@ -367,7 +347,6 @@ class StackedLane(Protocol):
         Raises:
           StopIteration: the lane has ended.
         """
-        ...
 
 
 # ---------------------------------------------------------------------- host batches

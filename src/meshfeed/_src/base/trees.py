@@ -15,7 +15,6 @@ class TreeDef(Protocol):
 
     def unflatten(self, leaves: Iterable[object], /) -> PyTree:
         """Returns the pytree of this structure with these leaves."""
-        ...
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:

@@ -68,7 +68,6 @@ class RecordOrder(Protocol):
     @property
     def total(self) -> int | None:
         """Number of records in the whole stream; None if it never ends."""
-        ...
 
     def config(self) -> dict[str, JsonValue]:
         """Returns the part of the fingerprint that describes the order."""
@@ -119,11 +118,9 @@ class HostBatchPass(Protocol):
 
     def get_state(self) -> JsonValue:
         """Returns the state after the last batch returned."""
-        ...
 
     def close(self) -> None:
         """Closes the pass."""
-        ...
 
 
 class HostBatchSource(Protocol):
@@ -132,7 +129,6 @@ class HostBatchSource(Protocol):
     @property
     def iterable(self) -> object:
         """The iterable of batches that the user passed."""
-        ...
 
     @property
     def restartable(self) -> bool:
@@ -150,11 +146,9 @@ class HostBatchSource(Protocol):
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity of the batches."""
-        ...
 
     def close(self) -> None:
         """Closes the source."""
-        ...
 
 
 class MeshDevice(Protocol):

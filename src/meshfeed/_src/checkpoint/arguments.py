@@ -67,7 +67,6 @@ class ResumableFeed(HasState, Protocol):
 
     def set_state(self, state: dict[str, JsonValue], /) -> object:
         """Sets the state in place, or raises and leaves the feed unchanged."""
-        ...
 
 
 def check_feed(feed: object, methods: tuple[str, ...], order: str) -> None:

@@ -47,12 +47,7 @@ def example_files(num_records: int, record_bytes: int) -> Iterator[list[str]]:
 
 
 def bench(
-    paths: Sequence[str],
-    *,
-    steps: int,
-    step_seconds: float,
-    record_bytes: int | None,
-    **settings: Any,
+    paths: Sequence[str], *, steps: int, step_seconds: float, record_bytes: int | None, **settings: Any
 ) -> dict[str, Any]:
     """Alternates between feeding this machine's devices and reading the same records in a bare loop.
 

@@ -8,17 +8,16 @@ from typing import Any
 import click
 
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.cli.text import size_text
+from meshfeed._src.cli.text import at_least, json_option, size_text
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_step = click.option("--step", type=click.IntRange(min=0), default=None, help="One step only.")
+_step = at_least(0, "--step", help="One step only.")
 _SHOWN = 100
 
 
 @click.command()
 @click.argument("directory", type=click.Path())
 @_step
-@_as_json
+@json_option()
 def inspect(directory: str, step: int | None, as_json: bool) -> None:
     """Show the steps of a checkpoint, or the leaves of one.
 
@@ -57,7 +56,7 @@ def _leaf_line(leaf: dict[str, Any]) -> str:
 @click.command()
 @click.argument("directory", type=click.Path())
 @_step
-@_as_json
+@json_option()
 def verify(directory: str, step: int | None, as_json: bool) -> None:
     """Read and check every stored byte of a checkpoint. The exit status is 1 if anything is damaged."""
     from meshfeed._src.checkpoint import commands as checkpoint_commands
@@ -79,7 +78,7 @@ def verify(directory: str, step: int | None, as_json: bool) -> None:
 @click.command()
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
-@_as_json
+@json_option()
 def diff(first: str, second: str, as_json: bool) -> None:
     """Compare two steps, or two saved states. The exit status is 1 if they differ.
 
@@ -122,12 +121,10 @@ def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> 
 @click.argument("directory", type=click.Path())
 @click.argument("template", type=click.Path(exists=True, dir_okay=False))
 @click.argument("output", type=click.Path())
-@click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Global batch size of the feed.")
-@click.option(
-    "--step", type=click.IntRange(min=0), help="Batches delivered by the old run; required for all but elastic files."
-)
+@at_least(1, "--global-batch-size", required=True, help="Global batch size of the feed.")
+@at_least(0, "--step", help="Batches delivered by the old run; required for all but elastic files.")
 @click.option("--unshuffled", is_flag=True, help="The old run did not shuffle; needed if num_epochs is not 1.")
-@_as_json
+@json_option()
 def import_position(
     directory: str,
     template: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -20,7 +21,7 @@ from typing import Literal
 import click
 
 from meshfeed import __version__
-from meshfeed._src.cli.text import counted, size_text
+from meshfeed._src.cli.text import counted, json_option, size_text
 
 _NEEDED = ("jax", "jaxlib", "numpy", "grain", "array-record", "orbax-checkpoint", "tensorstore")
 _OPTIONAL = ("datasets", "pyarrow", "tensorflow", "tensorflow-datasets", "tokenizers", "pillow", "rich", "fsspec")
@@ -35,14 +36,12 @@ _VARIABLES = re.compile(
     r"|JAX_\w+|XLA_FLAGS|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|MESHFEED_\w+)"
 )
 _RANKS = (
-    *(
-        "SLURM_PROCID",
-        "OMPI_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_RANK",
-        "PMI_RANK",
-        "JOB_COMPLETION_INDEX",
-        "TPU_WORKER_ID",
-    ),
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "JOB_COMPLETION_INDEX",
+    "TPU_WORKER_ID",
 )
 _DEVICES = (
     "import jax, json; d = jax.devices(); "
@@ -77,7 +76,7 @@ class Diagnosis:
 
 @click.command(short_help="Check this machine and environment for problems.")
 @click.argument("paths", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 def doctor(paths: tuple[str, ...], as_json: bool) -> None:
     """Check versions, devices, limits and the environment of a job, and say what to do about each problem.
 
@@ -85,7 +84,9 @@ def doctor(paths: tuple[str, ...], as_json: bool) -> None:
 
     The exit status is 1 if a job could not run here.
     """
-    findings = [*_environment(os.environ), *_page_cache(paths)]
+    devices, kind = _query_devices()
+    findings = [_versions(), devices, *_variables(os.environ), describe_job(os.environ, kind)]
+    findings += [*_limits(), *_extensions(), *_page_cache(paths)]
     failed = any(finding.status == "error" for finding in findings)
     if as_json:
         click.echo(json.dumps({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}))
@@ -96,43 +97,24 @@ def doctor(paths: tuple[str, ...], as_json: bool) -> None:
 
 
 def _lines(finding: Diagnosis) -> list[str]:
-    def wrap(text: str, first: str) -> list[str]:
-        return textwrap.wrap(
-            text, _WIDTH, initial_indent=first, subsequent_indent=" " * _INDENT, break_long_words=False
-        )
-
-    lines = wrap(f"{finding.name}: {finding.text}", f"{finding.status:<{_INDENT}}")
-    return lines + (wrap(f"→ {finding.fix}", " " * _INDENT) if finding.fix else [])
+    wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * _INDENT, break_long_words=False)
+    wrapper.initial_indent = f"{finding.status:<{_INDENT}}"
+    lines = wrapper.wrap(f"{finding.name}: {finding.text}")
+    wrapper.initial_indent = wrapper.subsequent_indent
+    return lines + (wrapper.wrap(f"→ {finding.fix}") if finding.fix else [])
 
 
-def _environment(variables: Mapping[str, str]) -> Iterator[Diagnosis]:
-    yield from _versions()
-    devices = _query_devices()
-    yield devices[0]
-    yield from _variables(variables)
-    yield describe_job(variables, devices[1])
-    yield from _limits()
-    yield from _extensions()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _versions() -> Iterator[Diagnosis]:
-    found = {package: _version(package) for package in (*_NEEDED, *_OPTIONAL)}
-    missing = [package for package in _NEEDED if found[package] is None]
-    shown = ", ".join(f"{package} {version}" for package, version in found.items() if version)
+def _versions() -> Diagnosis:
+    found: dict[str, str] = {}
+    for package in (*_NEEDED, *_OPTIONAL):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    missing = [package for package in _NEEDED if package not in found]
+    shown = ", ".join(f"{package} {version}" for package, version in found.items())
     text = f"Python {platform.python_version()}, meshfeed {__version__}, {shown}"
-    if missing:
-        yield Diagnosis(
-            "versions", "error", f"{text}; without {', '.join(missing)}", f"pip install {' '.join(missing)}"
-        )
-    else:
-        yield Diagnosis("versions", "ok", text)
+    if not missing:
+        return Diagnosis("versions", "ok", text)
+    return Diagnosis("versions", "error", f"{text}; without {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
 def _query_devices() -> tuple[Diagnosis, str]:
@@ -155,9 +137,8 @@ def _query_devices() -> tuple[Diagnosis, str]:
     present = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
     if kind == "cpu" and present and os.environ.get("JAX_PLATFORMS") != "cpu":
         text += f"; this machine has {present[0]}, which JAX does not use"
-        return Diagnosis(
-            "devices", "warning", text, "Install JAX for it: pip install 'jax[cuda13]' or 'jax[tpu]'."
-        ), kind
+        fix = "Install JAX for it: pip install 'jax[cuda13]' or 'jax[tpu]'."
+        return Diagnosis("devices", "warning", text, fix), kind
     return Diagnosis("devices", "ok", text), kind
 
 
@@ -178,12 +159,11 @@ def describe_job(variables: Mapping[str, str], devices: str) -> Diagnosis:
         if variables.get(INDEPENDENT, "0") not in ("", "0"):
             return Diagnosis("job", "ok", f"one process; others are independent ({INDEPENDENT})")
         if "JOB_COMPLETION_INDEX" in variables and not variables.get("JAX_COORDINATOR_ADDRESS"):
+            text = "a pod of an indexed Job; how many pods there are is not known here"
             fix = (
                 "Pass num_processes= and coordinator_address= to jax.distributed.initialize(), or set completions to 1."
             )
-            return Diagnosis(
-                "job", "warning", "a pod of an indexed Job; how many pods there are is not known here", fix
-            )
+            return Diagnosis("job", "warning", text, fix)
         return Diagnosis("job", "ok", f"one process{at}")
     rank = next((variables[name] for name in _RANKS if name in variables), None)
     text = f"several processes ({count}), this is process {rank or 'unknown'}{at}"
@@ -213,24 +193,17 @@ def _limits() -> Iterator[Diagnosis]:
     else:
         yield Diagnosis("open files", "ok", f"at most {soft:,}")
     cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    text = f"{allowed} of {cores} CPU cores"
-    if allowed < cores:
-        yield Diagnosis(
-            "cores", "warning", text, "Give the task more cores, such as srun --cpus-per-task, if reading is slow."
-        )
-    else:
-        yield Diagnosis("cores", "ok", text)
+    fix = "Give the task more cores, such as srun --cpus-per-task, if reading is slow." if allowed < cores else ""
+    yield Diagnosis("cores", "warning" if fix else "ok", f"{allowed} of {cores} CPU cores", fix)
 
 
 def _extensions() -> Iterator[Diagnosis]:
-    missing = {
-        name: cost for name, cost in _EXTENSIONS.items() if importlib.util.find_spec(f"meshfeed._src.{name}") is None
-    }
+    missing = [name for name in _EXTENSIONS if importlib.util.find_spec(f"meshfeed._src.{name}") is None]
     if not missing:
         yield Diagnosis("C extensions", "ok", "all built")
-    for name, cost in missing.items():
+    for name in missing:
         fix = "Install a C compiler and Python's headers, and then meshfeed again."
-        yield Diagnosis("C extensions", "warning", f"{name} is not built: {cost}", fix)
+        yield Diagnosis("C extensions", "warning", f"{name} is not built: {_EXTENSIONS[name]}", fix)
 
 
 # ------------------------------------------------------------------------ page cache
@@ -239,25 +212,22 @@ def _extensions() -> Iterator[Diagnosis]:
 def _page_cache(patterns: Sequence[str]) -> Iterator[Diagnosis]:
     memory = _memory()
     if memory:
-        yield Diagnosis(
-            "memory",
-            "ok",
-            f"{memory['MemTotal'] / 1e9:.1f} GB, {memory['MemAvailable'] / 1e9:.1f} GB available, "
-            f"{memory['Cached'] / 1e9:.1f} GB of it in use as page cache",
-        )
+        total, free, cached = (f"{memory[name] / 1e9:.1f} GB" for name in ("MemTotal", "MemAvailable", "Cached"))
+        yield Diagnosis("memory", "ok", f"{total}, {free} available, {cached} of it in use as page cache")
     for pattern in patterns:
         files = [path for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
         if not files:
             yield Diagnosis(pattern, "error", "no such file", "Check the path or pattern.")
             continue
-        num_bytes = sum(os.path.getsize(path) for path in files)
-        share = sum(_cached_share(path) * os.path.getsize(path) for path in files) / max(num_bytes, 1)
+        sizes = [os.path.getsize(path) for path in files]
+        num_bytes = sum(sizes)
+        share = sum(_cached_share(path) * size for path, size in zip(files, sizes, strict=True)) / max(num_bytes, 1)
         text = f"{counted(len(files), 'file')}, {size_text(num_bytes)}, {share:.0%} in the page cache"
-        if memory and num_bytes > memory["MemAvailable"]:
-            fix = "Each epoch reads the disk. Measure it with meshfeed bench; compress the records if the disk is slow."
-            yield Diagnosis(pattern, "warning", f"{text}; more than the memory can hold", fix)
-        else:
+        if not memory or num_bytes <= memory["MemAvailable"]:
             yield Diagnosis(pattern, "ok", text)
+            continue
+        fix = "Each epoch reads the disk. Measure it with meshfeed bench; compress the records if the disk is slow."
+        yield Diagnosis(pattern, "warning", f"{text}; more than the memory can hold", fix)
 
 
 def _memory() -> dict[str, int]:

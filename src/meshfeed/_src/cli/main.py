@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pathlib
 
 import click
 
@@ -18,27 +19,18 @@ from meshfeed._src.cli import convert as cli_convert
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import manifest as cli_manifest
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli import report as cli_report
+from meshfeed._src.cli.text import at_least, json_option
 
 _EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
-
-
-class _Refused(click.ClickException):
-    exit_code = 1
-
-
-class _Mistyped(click.ClickException):
-    exit_code = 2
 
 
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except (SettingsError, PlanError) as error:
-            raise _Mistyped(str(error)) from error
         except MeshfeedError as error:
-            raise _Refused(str(error)) from error
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(2 if isinstance(error, SettingsError | PlanError) else 1)
 
 
 def _example(arguments: str) -> str:
@@ -54,16 +46,13 @@ def main() -> None:
 
 @main.command(short_help="Train, kill every host, continue, and compare.", epilog=_example("demo --directory demo-out"))
 @click.option("--quick", is_flag=True, help="A smaller training, on 2 hosts and then on 1: less than a minute.")
-@click.option(
-    "--steps", type=click.IntRange(min=20), default=None, help="Training steps; default: 160, or 24 with --quick."
-)
+@at_least(20, "--steps", help="Training steps; default: 160, or 24 with --quick.")
 @click.option(
     "--directory",
     type=click.Path(),
-    default=None,
     help="Folder for corpus, checkpoints and logs; without it, they are removed at the end.",
 )
-@click.option("--break", "how", type=click.Choice(["seed", "position"]), default=None, hidden=True)
+@click.option("--break", "how", type=click.Choice(["seed", "position"]), hidden=True)
 def demo(quick: bool, steps: int | None, directory: str | None, how: str | None) -> None:
     """Train on 2 hosts, kill them, resume on 1 and then 4, and prove that the data stream is identical.
 
@@ -78,24 +67,17 @@ def demo(quick: bool, steps: int | None, directory: str | None, how: str | None)
 
 @main.command(epilog=_example("replay checkpoints/ --batch-index 812 --array-record 'data/*.array_record'"))
 @click.argument("state", type=click.Path())
-@click.option(
-    "--batch-index",
-    "--step",
-    "batch_index",
-    type=click.IntRange(min=0),
-    default=None,
-    help="Index of the batch, from 0; default: the last one delivered.",
+@at_least(
+    0, "--batch-index", "--step", "batch_index", help="Index of the batch, from 0; default: the last one delivered."
 )
-@click.option(
-    "--global-batch-size", type=click.IntRange(min=1), default=None, help="Batch size of steps after the state."
-)
+@at_least(1, "--global-batch-size", help="Batch size of steps after the state.")
 @click.option(
     "--array-record",
     "paths",
     multiple=True,
     help="ArrayRecord files; shows each record's file and first bytes. Repeatable.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all records.")
+@json_option("Print JSON, with all records.")
 def replay(
     state: str, batch_index: int | None, global_batch_size: int | None, paths: tuple[str, ...], as_json: bool
 ) -> None:
@@ -110,21 +92,12 @@ def replay(
     parsed = cli_replay.load_state(state)
     found = cli_replay.replay(parsed, batch_index, global_batch_size)
     records = cli_replay.describe_records(parsed, list(paths), found["record_ids"]) if paths else None
-    ids = found["record_ids"].tolist()
-    if as_json:
-        click.echo(json.dumps({**found, "record_ids": ids} | ({"records": records} if records else {})))
-        return
-    first, last = found["epochs"]
-    when = "delivered" if found["delivered"] else "not yet delivered"
-    start = found["first_position"]
-    click.echo(f"state: feed step {found['feed_step']:,}, position {found['position']:,}")
-    click.echo(f"batch index {found['batch_index']:,}, {when}: positions {start:,}..{start + len(ids) - 1:,}")
-    click.echo(f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else ""))
-    if records:
-        for record in records:
-            click.echo(f"{record['record_id']:>12}  {record['bytes']:>10,} B  {record['file']}  {record['begins']}")
-    else:
-        click.echo(" ".join(map(str, ids)))
+    found["record_ids"] = found["record_ids"].tolist()
+    click.echo(
+        json.dumps(found | ({"records": records} if records else {}))
+        if as_json
+        else "\n".join(cli_replay.lines(found, records))
+    )
 
 
 @main.command(
@@ -132,12 +105,8 @@ def replay(
     epilog=_example("bench 'data/*.array_record' --global-batch-size 256 --step-ms 20"),
 )
 @click.argument("paths", nargs=-1)
-@click.option(
-    "--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="Records per batch."
-)
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Batches in each of three rounds."
-)
+@at_least(1, "--global-batch-size", default=256, help="Records per batch.")
+@at_least(1, "--steps", default=100, help="Batches in each of three rounds.")
 @click.option(
     "--step-ms",
     type=click.FloatRange(min=0),
@@ -145,17 +114,11 @@ def replay(
     help="Simulated step time (ms): the loop sleeps that long after each batch, which limits the feed's rate.",
 )
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Whether to shuffle the records.")
-@click.option(
-    "--prefetch", type=click.IntRange(min=0), default=2, show_default=True, help="Batches kept ready on the devices."
-)
-@click.option("--num-threads", type=click.IntRange(min=1), default=None, help="Threads that read.")
-@click.option(
-    "--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Processes that read and decode."
-)
-@click.option(
-    "--record-bytes", type=click.IntRange(min=1), default=None, help="Bytes per row; default: the size of record 0."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@at_least(0, "--prefetch", default=2, help="Batches kept ready on the devices.")
+@at_least(1, "--num-threads", help="Threads that read.")
+@at_least(0, "--num-workers", default=0, help="Processes that read and decode.")
+@at_least(1, "--record-bytes", help="Bytes per row; default: the size of record 0.")
+@json_option()
 def bench(
     paths: tuple[str, ...], step_ms: float, steps: int, record_bytes: int | None, as_json: bool, **settings: object
 ) -> None:
@@ -171,17 +134,45 @@ def bench(
     click.echo(json.dumps(result) if as_json else "\n".join(cli_bench.report(result)))
 
 
+@main.command(
+    short_help="Show where a run's time went, from its logs.", epilog=_example("report logs/ --output report.html")
+)
+@click.argument("logs", type=click.Path(), nargs=-1, required=True)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    default="report.html",
+    show_default=True,
+    help="The HTML page to write.",
+)
+@json_option("Print the figures as JSON, and write no page.")
+def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
+    """Write one HTML page about a run: stalls over time, stages, hosts, cache hits.
+
+    LOGS are the folder or the files that meshfeed.monitoring.log wrote, of one or several hosts. The page needs no
+    network.
+    """
+    from meshfeed._src.monitoring.log import read_logs
+    from meshfeed._src.pictures.report import report_figures, report_page
+
+    figures = report_figures(read_logs(logs))
+    if as_json:
+        click.echo(json.dumps(figures))
+    else:
+        output.write_text(report_page(figures), encoding="utf-8")
+        hosts = sum(len(feed["hosts"]) for feed in figures["feeds"])
+        click.echo(f"wrote {output}: {len(figures['feeds'])} feeds, {hosts} hosts")
+
+
 cli_plan.plan.epilog = _example(
     "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64"
 )
 cli_manifest.manifest.epilog = _example("manifest 'data/*.array_record'")
-cli_report.report.epilog = _example("report logs/ --output report.html")
 for _command in (
     cli_plan.plan,
     cli_convert.convert,
     cli_doctor.doctor,
     cli_manifest.manifest,
-    cli_report.report,
     *cli_checkpoint.COMMANDS,
 ):
     main.add_command(_command)

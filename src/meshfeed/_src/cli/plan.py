@@ -5,73 +5,51 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.cli import plan_cache
+from meshfeed._src.cli.text import F, at_least, json_option
 
-F = TypeVar("F", bound=Callable[..., object])
 
-
-class _Mesh(click.ParamType):
+def _mesh(text: str) -> dict[str, int]:
     """``data=8,model=4`` → ``{"data": 8, "model": 4}``."""
-
-    name = "axis=size,..."
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        axes: dict[str, int] = {}
-        for part in str(value).split(","):
-            axis, _, size = part.strip().partition("=")
-            if not axis or not size.strip().isdecimal() or int(size) < 1:
-                self.fail(f"{part!r} is not axis=size with a size of at least 1, as in data=8,model=4", param, ctx)
-            if axis in axes:
-                self.fail(f"the axis {axis!r} is given twice", param, ctx)
-            axes[axis] = int(size)
-        return axes
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if not axis or not size.strip().isdecimal() or int(size) < 1:
+            raise click.BadParameter(f"{part!r} is not axis=size with a size of at least 1, as in data=8,model=4")
+        if axis in axes:
+            raise click.BadParameter(f"the axis {axis!r} is given twice")
+        axes[axis] = int(size)
+    return axes
 
 
-class _Spec(click.ParamType):
+def _spec(text: str) -> list[object]:
     """``data+fsdp,None,model`` → ``[("data", "fsdp"), None, "model"]``: one entry per dimension."""
-
-    name = "entry,..."
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[object]:
-        entries: list[object] = []
-        for part in str(value).split(","):
-            axes = [axis.strip() for axis in part.split("+")]
-            if not all(axes):
-                self.fail(f"{part!r} is not an axis, several joined by +, or None", param, ctx)
-            entries.append(None if axes == ["None"] else tuple(axes) if len(axes) > 1 else axes[0])
-        return entries
+    entries: list[object] = []
+    for part in text.split(","):
+        axes = [axis.strip() for axis in part.split("+")]
+        if not all(axes):
+            raise click.BadParameter(f"{part!r} is not an axis, several joined by +, or None")
+        entries.append(None if axes == ["None"] else tuple(axes) if len(axes) > 1 else axes[0])
+    return entries
 
 
-class _Shape(click.ParamType):
-    name = "size,..."
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-            self.fail(f"{value!r} is not a list of sizes of at least 1, as in 2048 or 224,224,3", param, ctx)
-        return [int(part) for part in parts]
+def _shape(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of sizes of at least 1, as in 2048 or 224,224,3")
+    return [int(part) for part in parts]
 
 
-class _Shuffle(click.ParamType):
-    name = "shards|yes|no|records"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> bool | int | str:
-        text = str(value)
-        found = {"yes": True, "no": False, "shards": "shards"}.get(text)
-        if found is None and text.isdecimal() and int(text) >= 1:
-            return int(text)
-        if found is None:
-            self.fail(f"{value!r} is not shards, yes, no or a number of records", param, ctx)
-        return found
-
-
-def _at_least_1(name: str, help_text: str) -> Callable[[F], F]:
-    return click.option(name, type=click.IntRange(min=1), default=None, help=help_text)
+def _shuffle(text: str) -> bool | int | str:
+    found = {"yes": True, "no": False, "shards": "shards"}.get(text)
+    if found is None and not (text.isdecimal() and int(text) >= 1):
+        raise click.BadParameter(f"{text!r} is not shards, yes, no or a number of records")
+    return int(text) if found is None else found
 
 
 def _picture(suffix: str, what: str) -> Callable[[F], F]:
@@ -81,22 +59,40 @@ def _picture(suffix: str, what: str) -> Callable[[F], F]:
 
 
 @click.command()
-@click.option("--hosts", type=click.IntRange(min=1), required=True, help="Number of hosts (JAX processes).")
-@click.option("--devices-per-host", type=click.IntRange(min=1), required=True, help="Devices of each host.")
-@click.option("--mesh", type=_Mesh(), required=True, help="Axes and sizes, slowest first: data=8,model=4.")
+@at_least(1, "--hosts", required=True, help="Number of hosts (JAX processes).")
+@at_least(1, "--devices-per-host", required=True, help="Devices of each host.")
 @click.option(
-    "--spec", type=_Spec(), required=True, help="Axes per dimension, rows first: data or data+fsdp,None,model."
+    "--mesh",
+    type=_mesh,
+    metavar="AXIS=SIZE,...",
+    required=True,
+    help="Axes and sizes, slowest first: data=8,model=4.",
 )
-@click.option("--global-batch-size", type=click.IntRange(min=1), required=True, help="Rows of the global batch.")
-@click.option("--shape", type=_Shape(), default=None, help="Sizes of the dimensions after the rows: shows columns too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all hosts.")
+@click.option(
+    "--spec",
+    type=_spec,
+    metavar="ENTRY,...",
+    required=True,
+    help="Axes per dimension, rows first: data or data+fsdp,None,model.",
+)
+@at_least(1, "--global-batch-size", required=True, help="Rows of the global batch.")
+@click.option(
+    "--shape", type=_shape, metavar="SIZE,...", help="Sizes of the dimensions after the rows: shows columns too."
+)
+@json_option("Print JSON, with all hosts.")
 @click.option("--all", "show_all", is_flag=True, help="Print every host, not only the first and last.")
-@_at_least_1("--cache", "Bytes of each host's ShardCache: shows what hosts download per epoch instead.")
-@_at_least_1("--shards", "With --cache: number of shards.")
-@_at_least_1("--shard-bytes", "With --cache: bytes of each shard.")
-@_at_least_1("--shard-records", "With --cache: records of each shard.")
-@click.option("--shuffle", type=_Shuffle(), default="yes", help="With --cache: the feed's shuffle=; default: yes.")
-@_at_least_1("--num-lanes", "With --cache --shuffle shards: the feed's num_lanes=.")
+@at_least(1, "--cache", help="Bytes of each host's ShardCache: shows what hosts download per epoch instead.")
+@at_least(1, "--shards", help="With --cache: number of shards.")
+@at_least(1, "--shard-bytes", help="With --cache: bytes of each shard.")
+@at_least(1, "--shard-records", help="With --cache: records of each shard.")
+@click.option(
+    "--shuffle",
+    type=_shuffle,
+    metavar="SHARDS|YES|NO|RECORDS",
+    default="yes",
+    help="With --cache: the feed's shuffle=; default: yes.",
+)
+@at_least(1, "--num-lanes", help="With --cache --shuffle shards: the feed's num_lanes=.")
 @_picture("svg", "an SVG file")
 @_picture("html", "an HTML page")
 @_picture("png", "a PNG file (needs matplotlib)")

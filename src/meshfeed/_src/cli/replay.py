@@ -37,19 +37,19 @@ def load_state(path: str) -> feed_state.FeedState:
         return feed_state.parse_state(
             value["state"] if isinstance(value, dict) and "meshfeed_iterator" in value else value
         )
+
+    def step_of(folder: epath.Path) -> int:
+        return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)
+
     folders = [root, *root.glob("*"), *root.glob("*/*")]
     holding = [folder for folder in folders if folder.is_dir() and state_files.state_paths(folder)]
     # Folders with "tmp" in their names are checkpoints that were not completed.
-    holding = [folder for folder in holding if not any("tmp" in part for part in folder.parts[len(root.parts) :])]
+    holding = [folder for folder in holding if not any("tmp" in part for part in folder.relative_to(root).parts)]
     if not holding:
         raise CheckpointError(
             f"{path}: no feed state found. Pass a JSON file with the result of get_state(), or a checkpoint folder."
         )
-    return feed_state.parse_state(state_files.read_state(max(holding, key=lambda folder: _step_of(folder, root))))
-
-
-def _step_of(folder: epath.Path, root: epath.Path) -> int:
-    return max((int(part) for part in folder.relative_to(root).parts if part.isdecimal()), default=-1)
+    return feed_state.parse_state(state_files.read_state(max(holding, key=step_of)))
 
 
 def _other_order(state: feed_state.FeedState) -> str | None:
@@ -79,8 +79,7 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
       SettingsError: if there is no such batch, or its size is unknown.
     """
     fingerprint = state.fingerprint
-    other = _other_order(state)
-    if other is not None:
+    if (other := _other_order(state)) is not None:
         raise MeshfeedError(
             f"This is the state of {other}, which does not determine the records by itself. Make the feed, pass it the "
             "state with set_state, and call feed.record_ids(step)."
@@ -126,6 +125,22 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
         "epochs": [int(epochs[0]), int(epochs[-1])],
         "record_ids": record_ids,
     }
+
+
+def lines(found: dict[str, Any], records: list[dict[str, Any]] | None) -> list[str]:
+    """Formats the result of :func:`replay`, with its ids as a list, and of :func:`describe_records`, as lines of text."""
+    ids, start, (first, last) = found["record_ids"], found["first_position"], found["epochs"]
+    when = "delivered" if found["delivered"] else "not yet delivered"
+    shown = [
+        f"{record['record_id']:>12}  {record['bytes']:>10,} B  {record['file']}  {record['begins']}"
+        for record in records or ()
+    ]
+    return [
+        f"state: feed step {found['feed_step']:,}, position {found['position']:,}",
+        f"batch index {found['batch_index']:,}, {when}: positions {start:,}..{start + len(ids) - 1:,}",
+        f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else ""),
+        *(shown or [" ".join(map(str, ids))]),
+    ]
 
 
 def describe_records(state: feed_state.FeedState, paths: list[str], record_ids: RecordIds) -> list[dict[str, Any]]:

@@ -1,6 +1,23 @@
-"""Numbers with their units, as the commands print them."""
+"""What commands share: options, and numbers with their units as they are printed."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def json_option(text: str = "Print JSON.") -> Callable[[F], F]:
+    """Returns the option ``--json``, the parameter ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def at_least(minimum: int, *names: str, **settings: Any) -> Callable[[F], F]:
+    """Returns an option that takes an integer; its default is shown if it has one."""
+    return click.option(*names, type=click.IntRange(min=minimum), show_default="default" in settings, **settings)
 
 
 def size_text(num_bytes: float) -> str:

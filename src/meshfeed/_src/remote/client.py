@@ -45,7 +45,6 @@ class EndpointTarget(Protocol):
 
     def next(self) -> PyTree:
         """Returns the next batch as global arrays over the CPU mesh; raises StopIteration at the end."""
-        ...
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns the steps and records delivered, and the rows of the next global batch (0 if unknown)."""
@@ -53,7 +52,6 @@ class EndpointTarget(Protocol):
 
     def spec(self) -> PyTree | None:
         """Returns a pytree of ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch."""
-        ...
 
 
 class Endpoint:
