@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from meshfeed._src.demo.corpus import build_corpus
+from meshfeed._src.demo.demo import build_corpus
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLUSTERS = ROOT / "examples" / "clusters"

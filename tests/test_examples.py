@@ -119,7 +119,7 @@ def test_streams() -> None:
 
 def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("optax")
-    from meshfeed._src.demo.corpus import build_corpus
+    from meshfeed._src.demo.demo import build_corpus
 
     corpus = build_corpus(tmp_path / "corpus", num_records=101, record_bytes=17)
     common = ["--data", corpus.pattern, "--batch", "8", "--save-every", "2", "--audit"]
@@ -183,7 +183,7 @@ def test_training_learns_and_resumes(name: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.multihost
 def test_a_job_restarts_on_another_number_of_hosts(tmp_path: pathlib.Path) -> None:
-    from meshfeed._src.demo.corpus import build_corpus
+    from meshfeed._src.demo.demo import build_corpus
 
     corpus = build_corpus(tmp_path / "corpus", num_records=101, record_bytes=17)
     train = (

@@ -18,7 +18,7 @@ from small_pipeline import new_window_reports
 
 from meshfeed import SourceError
 from meshfeed._src.agreement.messages import WindowReport
-from meshfeed._src.remote import wire
+from meshfeed._src.remote import client
 from meshfeed._src.streams.protocol import HostBatch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "src" / "meshfeed" / "_src"
@@ -27,10 +27,9 @@ ALLOWED = {
     "base.child": "to this process's own parent, over a socket pair",
     "base.frames": "between a process and its own children",
     "reading.workers": "to and from this process's own children, over a socket pair",
-    "testing.hosts": "to and from this process's own children, over socket pairs",
-    "testing.host_task": "to and from this process's own parent, over a socket pair",
+    "testing.hosts": "to and from this process's own children, and in them its parent, over socket pairs",
 }
-FACTORIES = {("remote.wire", "make_payload"), ("remote.client", "begin")}
+FACTORIES = {("remote.client", "make_payload"), ("remote.client", "begin")}
 """The user's functions, from the controller to its hosts. Documented there."""
 
 
@@ -145,7 +144,7 @@ class Node:
     ],
 )
 def test_answers_of_remote_hosts_need_no_pickle(value: Any) -> None:
-    back = wire.decode_answer(wire.encode_answer(value))
+    back = client.decode_answer(client.encode_answer(value))
     assert jax.tree.structure(back) == jax.tree.structure(value)
     for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(value), strict=True):
         assert type(one) is type(other)
@@ -159,5 +158,5 @@ def test_a_pickle_from_another_host_is_not_read(tmp_path: pathlib.Path) -> None:
     with pytest.raises((TypeError, ValueError, KeyError)):
         window_reports.materialize(HostBatch(0, 4, None, 0))
     with pytest.raises(ValueError):
-        wire.decode_answer(b"P" + payload)
+        client.decode_answer(b"P" + payload)
     assert not list(tmp_path.iterdir())

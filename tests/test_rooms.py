@@ -53,7 +53,7 @@ FLOORS = (
     "cli",
 )
 # Only these may ask JAX what a process is.
-PROCESS_MODULES = {"meshfeed._src.base.coordination", "meshfeed._src.testing.host_task"}
+PROCESS_MODULES = {"meshfeed._src.base.coordination", "meshfeed._src.testing.hosts"}
 # Modules that import own modules when they are called: façades over heavy libraries, and the command line.
 LAZY = {
     "meshfeed": "public names",

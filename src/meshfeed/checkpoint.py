@@ -9,19 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshfeed._src.checkpoint.array_handler import ArrayHandler
     from meshfeed._src.checkpoint.checkpointer import Checkpointer
     from meshfeed._src.checkpoint.foreign import convert_state
+    from meshfeed._src.checkpoint.handlers import ArrayHandler, ArraysHandler, ArraysRestore, ArraysSave, restore_once
     from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorRestore, IteratorSave, as_grain_iterator
     from meshfeed._src.checkpoint.manifest import DamagedCheckpointError
     from meshfeed._src.checkpoint.step import StepMetadata, verify
-    from meshfeed._src.checkpoint.tree_handler import ArraysHandler, ArraysRestore, ArraysSave, restore_once
 
 _HOMES = {
-    "ArrayHandler": "array_handler",
-    "ArraysHandler": "tree_handler",
-    "ArraysRestore": "tree_handler",
-    "ArraysSave": "tree_handler",
+    "ArrayHandler": "handlers",
+    "ArraysHandler": "handlers",
+    "ArraysRestore": "handlers",
+    "ArraysSave": "handlers",
     "Checkpointer": "checkpointer",
     "DamagedCheckpointError": "manifest",
     "IteratorHandler": "iterator",
@@ -30,7 +29,7 @@ _HOMES = {
     "StepMetadata": "step",
     "as_grain_iterator": "iterator",
     "convert_state": "foreign",
-    "restore_once": "tree_handler",
+    "restore_once": "handlers",
     "verify": "step",
 }
 

@@ -22,9 +22,20 @@ from rich.console import Console
 
 from meshfeed import MeshfeedError, SourceError
 from meshfeed._src.cli import main
-from meshfeed._src.demo.corpus import build_corpus, read_records
-from meshfeed._src.demo.demo import BREAKS, JOURNEY, QUICK, Demo, Leg, Plan, broken
-from meshfeed._src.demo.job import Job, Topology, example_script
+from meshfeed._src.demo.demo import (
+    BREAKS,
+    JOURNEY,
+    QUICK,
+    Demo,
+    Job,
+    Leg,
+    Plan,
+    Topology,
+    broken,
+    build_corpus,
+    example_script,
+    read_records,
+)
 from meshfeed._src.demo.proof import JobLog, Step, effective, prove, read_job
 
 RECORDS = [bytes([number]) * 8 for number in range(10)]
@@ -138,7 +149,7 @@ def test_hosts_end_when_the_demo_is_killed(tmp_path: pathlib.Path) -> None:
     parent = (
         "import time\n"
         "from meshfeed._src.base.child import ChildProcess\n"
-        f"child = ChildProcess('meshfeed._src.demo.job:run_script', {str(script)!r}, own_group=True)\n"
+        f"child = ChildProcess('meshfeed._src.demo.demo:run_script', {str(script)!r}, own_group=True)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(100)\n"
     )

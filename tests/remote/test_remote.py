@@ -20,19 +20,20 @@ from jax.sharding import PartitionSpec as P
 
 import meshfeed
 from meshfeed._src.plan.shardings import normalize_sharding
-from meshfeed._src.remote.client import Endpoint, RemoteClient
-from meshfeed._src.remote.feed import make_feed_payload
-from meshfeed._src.remote.wire import (
+from meshfeed._src.remote.client import (
     END,
     ERROR,
     OK,
+    Endpoint,
     Header,
+    RemoteClient,
     decode_answer,
     encode_answer,
     encode_error,
     rows_of,
     to_rows,
 )
+from meshfeed._src.remote.feed import make_feed_payload
 from meshfeed.remote import RemoteFeed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

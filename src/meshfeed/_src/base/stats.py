@@ -11,15 +11,17 @@ so there is one :data:`PROGRESS` per process.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from meshfeed._src.base import events
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
+
+_log = logging.getLogger("meshfeed.monitoring")
 
 
 @public("meshfeed")
@@ -147,18 +149,13 @@ _HISTORY = 512
 
 
 class StatsRecorder:
-    """Accumulates statistics. Thread-safe, except that deliveries and restarts must not run concurrently.
-
-    Args:
-      name: name of the feed, for listeners of ``jax.monitoring``.
-    """
+    """Accumulates statistics. Thread-safe, except that deliveries and restarts must not run concurrently."""
 
     def __init__(self, name: str = "") -> None:
         self._lock = threading.Lock()
         self._feed_id = uuid.uuid4().hex[:16]
         self._name = name
-        defaults = FeedStats()
-        self._sums: dict[str, Any] = {name: getattr(defaults, name) for name in _SUMS}  # int or float, like the fields
+        self._sums: dict[str, Any] = {name: getattr(FeedStats, name) for name in _SUMS}  # int or float, like the fields
         self._published = dict(self._sums)
         self._publish_at = 0.0
         self._last_delivery: float | None = None
@@ -212,22 +209,34 @@ class StatsRecorder:
         return self._last_delivery is not None and self._last_delivery >= self._publish_at
 
     def publish(self, step: int, position: int) -> None:
-        """Sends the increments since the last call to ``jax.monitoring``, and keeps a sample for the report."""
+        """Keeps a sample for the report, and sends the increments since the last call to ``jax.monitoring``.
+
+        An event is named ``/meshfeed/`` and the field. Fields in seconds are durations, the others scalars. Listeners
+        receive the feed's name as the keyword ``feed``; their errors are logged, not raised.
+        """
+        from jax import monitoring  # not at the top: worker processes import this module, and do not import JAX
+
         now = time.perf_counter()
         self._publish_at = now + _PUBLISH_SECONDS
         with self._lock:
             sums = dict(self._sums)
         before, self._published = self._published, sums
         if now >= self._history_at:
-            self._remember(Sample(time.time(), step, position, _make_stats(sums, self._feed_id), CACHES.totals()))
+            stats = _make_stats(sums, self._feed_id)
+            self._history.append(Sample(time.time(), step, position, stats, CACHES.totals()))
+            if len(self._history) >= _HISTORY:  # cover the whole run at half the resolution
+                self._history = self._history[::2]
+                self._history_seconds *= 2
             self._history_at = now + self._history_seconds
-        events.record(self._name, {name: sums[name] - before[name] for name in _SUMS if sums[name] != before[name]})
-
-    def _remember(self, sample: Sample) -> None:
-        self._history.append(sample)
-        if len(self._history) >= _HISTORY:  # cover the whole run at half the resolution
-            self._history = self._history[::2]
-            self._history_seconds *= 2
+        try:
+            for name in _SUMS:
+                if increment := sums[name] - before[name]:
+                    is_time = name.endswith("_seconds")
+                    send = monitoring.record_event_duration_secs if is_time else monitoring.record_scalar
+                    send(f"/meshfeed/{name}", increment, feed=self._name)
+        except Exception:
+            what = "a listener of jax.monitoring failed; the remaining figures of this event are lost"
+            _log.exception("%s: %s", self._name, what)
 
     def history(self) -> list[Sample]:
         """Returns up to 512 samples, spread evenly over the run so far."""
@@ -255,8 +264,6 @@ class Totals:
 
     def take(self) -> dict[str, float]:
         """Returns the counters that are not 0, and resets them; a worker sends the result to its parent."""
-        if not self._totals:
-            return {}
         with self._lock:
             taken, self._totals = self._totals, {}
         return taken
@@ -296,8 +303,7 @@ class Progress:
 
     def __str__(self) -> str:
         """Describes the latest progress; empty if nothing is being dropped."""
-        latest = self._latest
-        return "" if latest is None else str(latest)
+        return "" if (latest := self._latest) is None else str(latest)
 
 
 PROGRESS = Progress()

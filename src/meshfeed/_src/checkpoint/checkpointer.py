@@ -33,12 +33,12 @@ from meshfeed._src.checkpoint.arguments import (
     naming,
     opening,
 )
+from meshfeed._src.checkpoint.handlers import ArraysHandler, ArraysSave
 from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorSave
 from meshfeed._src.checkpoint.leaves import encode_tree
 from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, digest
 from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, StepMetadata, describe_step, find_steps, read_step
 from meshfeed._src.checkpoint.stored import StoredArrays
-from meshfeed._src.checkpoint.tree_handler import ArraysHandler, ArraysSave
 from meshfeed._src.checkpoint.tree_restore import restore_tree
 from meshfeed._src.state import files as state_files
 

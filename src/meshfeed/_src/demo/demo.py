@@ -1,33 +1,264 @@
 """``meshfeed demo``: trains, kills all hosts, resumes on other numbers of hosts, and proves that the data is identical.
 
 The training script is examples/train_lm.py, unmodified, in real processes. The proof uses only the lines that these
-processes write (:mod:`meshfeed._src.demo.proof`).
+processes write (:mod:`meshfeed._src.demo.proof`). The data is a text that every machine has: the source code of Python's
+standard library, as ArrayRecord files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
+import json
 import pathlib
 import platform
 import re
+import runpy
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
-from meshfeed import MeshfeedError, SettingsError
-from meshfeed._src.demo.corpus import Corpus, build_corpus, read_records
-from meshfeed._src.demo.job import Job, Topology
+from meshfeed import MeshfeedError, SettingsError, SourceError
+from meshfeed._src.base.child import ChildProcess, Parent
 from meshfeed._src.demo.proof import Check, JobLog, batches_digest, effective, ids_digest, prove, read_job
+from meshfeed._src.testing.hosts import cpu_environment, free_port
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
+
+
+_LOG_TAIL_LINES = 12
+_EXIT_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Hosts, devices and mesh of a job.
+
+    Attributes:
+      hosts: number of processes.
+      devices: CPU devices per process.
+      model_axis: size of the model axis, whose devices share a row; the remaining factor is the data axis.
+    """
+
+    hosts: int
+    devices: int
+    model_axis: int
+
+    def __str__(self) -> str:
+        return f"{self.hosts} host{'s' * (self.hosts > 1)} × {self.devices} devices"
+
+    @property
+    def mesh(self) -> str:
+        """Description of the mesh."""
+        return f"mesh data {self.hosts * self.devices // self.model_axis} × model {self.model_axis}"
+
+
+def example_script() -> pathlib.Path:
+    """Returns the path of examples/train_lm.py in the checkout, or of its copy in the wheel."""
+    here = pathlib.Path(__file__).resolve().parents[2]
+    candidates = [here.parents[1] / "examples" / "train_lm.py", here / "_examples" / "train_lm.py"]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    raise MeshfeedError(
+        f"the demo's training script is in neither {candidates[0]} nor {candidates[1]}; reinstall meshfeed."
+    )
+
+
+class Job:
+    """The processes of one job; a context manager that kills them on exit.
+
+    Args:
+      topology: hosts and devices.
+      directory: new folder for the logs.
+      arguments: arguments of the training script, the same on all hosts.
+    """
+
+    def __init__(self, topology: Topology, directory: pathlib.Path, arguments: Sequence[str]) -> None:
+        self.topology = topology
+        self.directory = directory
+        directory.mkdir(parents=True)
+        env = {
+            **cpu_environment(topology.devices),
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+        }
+        address = f"127.0.0.1:{free_port()}"
+        self._children: list[ChildProcess] = []
+        self._read_to = 0
+        try:
+            for host in range(topology.hosts):
+                command = [str(example_script()), *arguments]
+                command += ["--model-axis", str(topology.model_axis), "--log", str(self.log_path(host))]
+                if topology.hosts > 1:
+                    command += ["--coordinator", address, "--num-hosts", str(topology.hosts), "--host", str(host)]
+                run = f"{__name__}:run_script"
+                self._children.append(
+                    ChildProcess(run, *command, env=env, log_path=self.output_path(host), own_group=True)
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def log_path(self, host: int) -> pathlib.Path:
+        """Returns the path of a host's JSON lines."""
+        return self.directory / f"host-{host}.jsonl"
+
+    def output_path(self, host: int) -> pathlib.Path:
+        """Returns the path of a host's standard output and standard error."""
+        return self.directory / f"host-{host}.log"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by host."""
+        return [child.pid for child in self._children]
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """Yields the complete lines that host 0 has written since the last call."""
+        path = self.log_path(0)
+        if not path.exists():
+            return
+        with open(path, "rb") as log:
+            log.seek(self._read_to)
+            content = log.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+    def running(self) -> bool:
+        """Whether any process is still running.
+
+        Raises:
+          MeshfeedError: a process exited with an error; quotes the end of its log.
+        """
+        codes = [child.returncode for child in self._children]
+        for host, code in enumerate(codes):
+            if code:
+                raise MeshfeedError(
+                    f"{self.topology}: host {host} {self._children[host].how_it_ended()}. {self.output_path(host)} ends:\n"
+                    + "\n".join(self.output(host)[-_LOG_TAIL_LINES:])
+                )
+        return None in codes
+
+    def output(self, host: int) -> list[str]:
+        """Returns the lines that a host printed."""
+        return self._children[host].log().splitlines()
+
+    def kill(self) -> None:
+        """Sends SIGKILL to all processes: no handler runs, no buffer is flushed, no other host is notified."""
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.wait(_EXIT_SECONDS)
+
+    def close(self) -> None:
+        """Kills the processes that are still running."""
+        self.kill()
+        for child in self._children:
+            child.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def run_script(parent: Parent) -> None:
+    """Runs a script as ``python script arguments`` does; the target of the children of a job."""
+    del parent
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(pathlib.Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Text cut into records of one length.
+
+    Attributes:
+      pattern: glob of the files.
+      paths: the files, in record id order.
+      num_records: number of records in all files.
+      record_bytes: bytes per record.
+      num_sources: number of Python files from which the text was taken.
+    """
+
+    pattern: str
+    paths: tuple[pathlib.Path, ...]
+    num_records: int
+    record_bytes: int
+    num_sources: int
+
+
+def _sources() -> Iterator[pathlib.Path]:
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if not _LEFT_OUT.intersection(path.relative_to(root).parts):
+            yield path
+
+
+def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int, num_files: int = 4) -> Corpus:
+    """Writes the text of the standard library, in order of file name, as records.
+
+    Args:
+      directory: output folder; created if needed.
+      num_records: number of records in all files.
+      record_bytes: bytes per record.
+      num_files: number of files; consecutive records are divided among them as evenly as possible.
+
+    Raises:
+      SourceError: the standard library has too little text.
+    """
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    text, num_sources = bytearray(), 0
+    for path in _sources():
+        if len(text) >= num_records * record_bytes:
+            break
+        text += path.read_bytes()
+        num_sources += 1
+    if len(text) < num_records * record_bytes:
+        raise SourceError(
+            f"the standard library in {sysconfig.get_path('stdlib')} has {len(text):,} bytes of Python text; the demo needs "
+            f"{num_records * record_bytes:,}. Some systems omit modules: use a complete Python (PYTHON=...)."
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    bounds = [num_records * number // num_files for number in range(num_files + 1)]
+    paths = []
+    for number, (first, stop) in enumerate(itertools.pairwise(bounds)):
+        paths.append(directory / f"text-{number:05d}-of-{num_files:05d}.array_record")
+        writer = ArrayRecordWriter(str(paths[-1]), "group_size:1,uncompressed")
+        for record in range(first, stop):
+            writer.write(bytes(text[record * record_bytes : (record + 1) * record_bytes]))
+        writer.close()
+    return Corpus(str(directory / "*.array_record"), tuple(paths), num_records, record_bytes, num_sources)
+
+
+def read_records(corpus: Corpus) -> list[bytes]:
+    """Reads all records by id with the array_record library, not meshfeed, as an independent reference."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    records: list[bytes] = []
+    for path in corpus.paths:
+        reader = ArrayRecordReader(str(path))
+        records += reader.read_all()
+        reader.close()
+    return records
+
 
 _SILENCE_SECONDS = 300.0
 _POLL_SECONDS = 0.1

@@ -17,8 +17,7 @@ from meshfeed._src.base.errors import CheckpointError, StateMismatchError
 from meshfeed._src.base.exact_json import decode_value, encode_value
 from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
-from meshfeed._src.remote.client import RemoteClient
-from meshfeed._src.remote.wire import make_payload
+from meshfeed._src.remote.client import RemoteClient, make_payload
 from meshfeed._src.state.files import write_json
 
 Step: TypeAlias = "jax.Array | np.ndarray | np.integer | int"
