@@ -19,7 +19,10 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
+from tests.sources.http_store import RangeHandler
+
 _CHUNK_BYTES = 1 << 14
+_HEADERS = {"Accept_Ranges": "bytes", "Last_Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -42,37 +45,27 @@ class _Server(http.server.ThreadingHTTPServer):
         time.sleep(max(0.0, wait))
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(RangeHandler):
     server: _Server
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
         if self.path == "/-/sent":
             content, self.server.sent = str(self.server.sent).encode(), 0
-            self._head(200, len(content))
+            self.head(200, len(content))
             self.wfile.write(content)
             return
         time.sleep(self.server.latency)
         path = pathlib.Path(self.server.folder + self.path)
         if not path.is_file():
-            self._head(404, 0)
+            self.head(404, 0)
             return
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            wanted, start, stop = self.headers.get("Range"), 0, size
-            if wanted:
-                first, _, last = wanted.removeprefix("bytes=").partition("-")
-                start, stop = int(first), int(last) + 1 if last else size
-            self._head(206 if wanted else 200, stop - start, f"bytes {start}-{stop - 1}/{size}")
+            part = self.wanted_range()
+            start, end = part or (0, size)
+            stop = size if end is None else end
+            ranged = {"Content_Range": f"bytes {start}-{stop - 1}/{size}"} if part else {}
+            self.head(206 if part else 200, stop - start, ETag=f'"{self.path}"', **_HEADERS, **ranged)
             file.seek(start)
             while body and (content := file.read(min(_CHUNK_BYTES, stop - file.tell()))):
                 self.server.send(len(content))
@@ -81,16 +74,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 except ConnectionError:  # the client has enough
                     self.close_connection = True
                     return
-
-    def _head(self, status: int, length: int, content_range: str = "") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(length))
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", f'"{self.path}"')
-        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-        if status == 206:
-            self.send_header("Content-Range", content_range)
-        self.end_headers()
 
 
 @contextlib.contextmanager

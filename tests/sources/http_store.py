@@ -45,10 +45,11 @@ class Store(http.server.ThreadingHTTPServer):
         return self.url(name)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class RangeHandler(http.server.BaseHTTPRequestHandler):
+    """HEAD and GET of files and of ranges of them; what is answered is a subclass's."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or each answer waits 40 ms between its parts
-    server: Store
 
     def log_message(self, *args: object) -> None:
         pass
@@ -60,39 +61,48 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
+        raise NotImplementedError
+
+    def wanted_range(self) -> tuple[int, int | None] | None:
+        """First byte and the one after the last, None for the end of the file; None if the whole file is wanted."""
+        wanted = self.headers.get("Range")
+        if not wanted:
+            return None
+        start, _, end = wanted.removeprefix("bytes=").partition("-")
+        return int(start), int(end) + 1 if end else None
+
+    def head(self, status: int, length: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(length), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+
+class _Handler(RangeHandler):
+    server: Store
+
+    def _answer(self, *, body: bool) -> None:
         store, name = self.server, self.path.lstrip("/")
         content = store.files.get(name)
         if content is None:
-            self.send_response(404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.head(404, 0)
             return
         whole, wanted = len(content), self.headers.get("Range")
         etag = hashlib.md5(content).hexdigest()
+        first, stop = (store.ranges and self.wanted_range()) or (0, None)
         ranged = store.ranges and wanted is not None
-        first = 0
-        if ranged:
-            start, _, end = wanted.removeprefix("bytes=").partition("-")
-            first = int(start)
-            content = content[first : int(end) + 1 if end else None]
+        content = content[first:stop]
         ends = first + len(content) == whole
         fetched = body and wanted in (None, "bytes=0-", f"bytes=0-{BLOCK - 1}")
         store.range_requests += body and ranged and not fetched
         broken = store.broken.pop((name, first), None) if body else None
         if self._is_busy(name, fetched, broken):
-            self.send_response(503)
-            self.send_header("Retry-After", "7") if broken else None
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.head(503, 0, **({"Retry_After": "7"} if broken else {}))
             return
-        self.send_response(206 if ranged else 200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{etag}"')
-        if store.ranges:
-            self.send_header("Accept-Ranges", "bytes")
+        headers = {"ETag": f'"{etag}"', **({"Accept_Ranges": "bytes"} if store.ranges else {})}
         if ranged:
-            self.send_header("Content-Range", f"bytes {first}-{first + len(content) - 1}/{whole}")
-        self.end_headers()
+            headers["Content_Range"] = f"bytes {first}-{first + len(content) - 1}/{whole}"
+        self.head(206 if ranged else 200, len(content), **headers)
         if body:
             self._send(name, first, content, broken, cuttable=fetched, ends=ends)
 

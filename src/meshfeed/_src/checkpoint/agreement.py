@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from meshfeed._src.base.coordination import next_use, process_count, process_index, require_store
-from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.failure import Failure
 from meshfeed._src.base.reduction import reduce_json
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, as_checkpoint_error
+from meshfeed._src.checkpoint.manifest import DamagedCheckpointError
 
 R = TypeVar("R")
 
@@ -22,20 +22,11 @@ def _failure_of(error: BaseException) -> Failure:
     return Failure("damaged" if isinstance(error, DamagedCheckpointError) else "unreadable", text, process_index())
 
 
-def _error_of(failure: Failure) -> MeshfeedError:
-    message = f"host {failure.host}: {failure.message}"
+def _error_of(failure: Failure, where: str) -> MeshfeedError:
+    message = f"{where}: {failure.message}"
     if failure.kind == "setting":
         return SettingsError(message, setting=failure.details["setting"])
-    return as_checkpoint_error(failure.kind, message)
-
-
-def _first_failure(reports: dict[int, JsonValue]) -> JsonValue:
-    return next((report for _, report in sorted(reports.items()) if report is not None), None)
-
-
-def _all_reports(reports: dict[int, JsonValue]) -> JsonValue:
-    # JSON object keys are strings; collect() converts them back.
-    return {str(host): report for host, report in reports.items()}
+    return (DamagedCheckpointError if failure.kind == "damaged" else CheckpointError)(message)
 
 
 class Agreement:
@@ -88,11 +79,13 @@ class Agreement:
             if isinstance(error, MeshfeedError):
                 raise error
             if failure is not None:
-                raise as_checkpoint_error(failure.kind, f"{self._doing}: {failure.message}") from error
+                raise _error_of(failure, self._doing) from error
             return
-        first = self._reduce(None if failure is None else failure.to_json(), _first_failure)
+        report = None if failure is None else failure.to_json()
+        first = self._reduce(report, lambda reports: next((one for _, one in sorted(reports.items()) if one), None))
         if first is not None:
-            raise _error_of(Failure.from_json(first)) from error
+            failure = Failure.from_json(first)
+            raise _error_of(failure, f"host {failure.host}") from error
 
     def attempt(self, work: Callable[[], R]) -> R:
         """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all."""
@@ -113,4 +106,5 @@ class Agreement:
 
     def collect(self, value: JsonValue) -> dict[int, JsonValue]:
         """Returns every host's JSON value, keyed by host, on all hosts."""
-        return {int(host): report for host, report in self._reduce(value, _all_reports).items()}
+        reports = self._reduce(value, lambda reports: {str(host): report for host, report in reports.items()})
+        return {int(host): report for host, report in reports.items()}

@@ -129,6 +129,7 @@ def naming(setting: str, keywords: object) -> Iterator[None]:
 
 
 MODES = ("once", "single_replica", "every_host")
+_FRACTION = "a number above 0 and up to 1, or None (Orbax calls it broadcast_memory_scaling_factor)"
 
 # Constructor arguments of Orbax's SingleReplicaArrayHandler, and our names for them.
 _ORBAX_NAMES = {
@@ -175,17 +176,24 @@ class RestoreOptions:
 
     def __post_init__(self) -> None:
         axis, limit, replica = self.replica_axis, self.memory_limit_bytes, self.primary_replica
-        require(self.restore in MODES, "restore", self.restore, f"one of {', '.join(map(repr, MODES))}")
-        proper = axis is None or isinstance(axis, str) or is_number(axis)
-        require(proper, "replica_axis", axis, "the name or number of a mesh axis, or None")
-        proper = limit is None or (is_number(limit) and limit >= 1)
-        require(proper, "memory_limit_bytes", limit, "a positive int (bytes) or None")
-        proper = is_number(replica) and replica >= 0
-        require(proper, "primary_replica", replica, "an index along replica_axis")
         fraction = self.memory_fraction
-        proper = fraction is None or (is_number(fraction, int | float) and 0 < fraction <= 1)
-        takes = "a number above 0 and up to 1, or None (Orbax calls it broadcast_memory_scaling_factor)"
-        require(proper, "memory_fraction", fraction, takes)
+        is_fraction = is_number(fraction, int | float) and 0 < fraction <= 1
+        for proper, setting, takes in (
+            (self.restore in MODES, "restore", f"one of {', '.join(map(repr, MODES))}"),
+            (
+                isinstance(axis, str | None) or is_number(axis),
+                "replica_axis",
+                "the name or number of a mesh axis, or None",
+            ),
+            (
+                limit is None or (is_number(limit) and limit >= 1),
+                "memory_limit_bytes",
+                "a positive int (bytes) or None",
+            ),
+            (is_number(replica) and replica >= 0, "primary_replica", "an index along replica_axis"),
+            (fraction is None or is_fraction, "memory_fraction", _FRACTION),
+        ):
+            require(proper, setting, getattr(self, setting), takes)
 
 
 def options_of(orbax: dict[str, object], **ours: object) -> RestoreOptions:
@@ -196,15 +204,13 @@ def options_of(orbax: dict[str, object], **ours: object) -> RestoreOptions:
     """
     defaults = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
     for theirs, name in _ORBAX_NAMES.items():
-        value = orbax.pop(theirs, None)
+        if (value := orbax.pop(theirs, None)) is None:
+            continue
         given = ours.get(name, defaults[name])
-        if value is not None and given not in (defaults[name], value):
-            raise SettingsError(
-                f"{theirs}={value!r} and {name}={given!r} are two names of one setting. Pass only one of them.",
-                setting=theirs,
-            )
-        if value is not None:
-            ours[name] = value
+        if given not in (defaults[name], value):
+            text = f"{theirs}={value!r} and {name}={given!r} are two names of one setting. Pass only one of them."
+            raise SettingsError(text, setting=theirs)
+        ours[name] = value
     return RestoreOptions(**ours)  # pyright: ignore[reportArgumentType]  # it checks them
 
 
@@ -226,8 +232,8 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     """
     text, remedy = str(directory), "Pass the path of a folder, which is created if absent."
 
-    def refused(problem: str) -> SettingsError:
-        return SettingsError(f"directory={text!r}: {problem}", setting="directory")
+    def refused(problem: str, shown: str = repr(text)) -> SettingsError:
+        return SettingsError(f"directory={shown}: {problem}", setting="directory")
 
     scheme, is_url, _ = text.partition("://")
     if is_url and scheme not in _WRITTEN:
@@ -238,7 +244,7 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
     if re.match(r"(gs|s3):/[^/]", text):  # unchecked, a folder "gs:" would be created in the working directory
         raise refused("is a URL that has lost a slash, as in a pathlib.Path. Pass a str or an etils.epath.Path.")
     if not text or not isinstance(directory, str | os.PathLike):
-        raise SettingsError(f"directory={short(directory)}: is not a path. {remedy}", setting="directory")
+        raise refused(f"is not a path. {remedy}", short(directory))
     if is_url:
         return epath.Path(directory)
     path = epath.Path(directory).expanduser().absolute()

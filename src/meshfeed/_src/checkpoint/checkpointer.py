@@ -80,8 +80,7 @@ class SkippedStep:
 
     def _digests(self) -> list[str]:
         # Numpy arrays are often written in place; a digest costs less than a copy.
-        arrays = [leaf for leaf in self._leaves if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject]
-        return [digest(array) for array in arrays]
+        return [digest(x) for x in self._leaves if isinstance(x, np.ndarray) and not x.dtype.hasobject]
 
     def problem(self) -> str | None:
         """Returns why the step can no longer be saved, or None if it can."""
@@ -96,6 +95,14 @@ class SkippedStep:
 
 
 _log = logging.getLogger("meshfeed.checkpoint")
+_BEHIND = (
+    "step %d is not saved: %s has the newer step %d, and Orbax requires ascending steps. Remove the newer steps to "
+    "continue from an older one."
+)
+_NOT_SAVED = (
+    "step %d, which the interval skipped, is not saved in %s at the end: %s. Call save(step, train_state, feed, "
+    "force=True) for the step that ends a run, or set save_last=False."
+)
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _CLOSE_SECONDS = 300.0
 _GOODBYE_SECONDS = 1.0
@@ -225,7 +232,9 @@ class Checkpointer:
             latest = self._manager.latest_step()
             if self._save_last and (latest is None or latest < step):
                 self._last = SkippedStep(step, train_state, feed)
-            self._warn_if_behind(step, latest)
+            if latest is not None and latest > step and not self._warned:
+                self._warned = True
+                _log.warning(_BEHIND, step, self._directory, latest)
             return False
         return self._write(step, train_state, feed)
 
@@ -252,17 +261,6 @@ class Checkpointer:
                 f"step {step} already exists in {self._directory}. Save under a different number, or remove it first.",
                 step=step,
             ) from error
-
-    def _warn_if_behind(self, step: int, latest: int | None) -> None:
-        if latest is not None and latest > step and not self._warned:
-            self._warned = True
-            _log.warning(
-                "step %d is not saved: %s has the newer step %d, and Orbax requires ascending steps. Remove the newer "
-                "steps to continue from an older one.",
-                step,
-                self._directory,
-                latest,
-            )
 
     @hides_own_frames
     def restore(
@@ -339,14 +337,12 @@ class Checkpointer:
 
     def _restore_step(self, step: int, wanted: PyTree, feed: ResumableFeed | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)
-        document = None
         # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
-        if feed is not None:
-            document = agreement.attempt(lambda: _document(folder, step))
+        position = None if feed is None else agreement.attempt(lambda: _position(folder, step))
         stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS, self._options.memory_limit_bytes))
         state = restore_tree(stored, wanted, self._options, agreement)
-        if feed is not None and document is not None:
-            _continue(feed, document["state"], agreement, step)
+        if feed is not None and position is not None:
+            _continue(feed, position, agreement, step)
         self._last = None  # a step that was skipped before the restore is no longer the last one
         return state
 
@@ -459,16 +455,10 @@ class Checkpointer:
         # Saving is collective, so all hosts save or none does.
         found = self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)).collect(last.problem())
         problems = [f"host {host}: {problem}" for host, problem in sorted(found.items()) if problem is not None]
-        if not problems:
+        if problems:
+            _log.warning(_NOT_SAVED, last.step, self._directory, problems[0])
+        else:
             self._write(last.step, last.train_state, last.feed)
-            return
-        _log.warning(
-            "step %d, which the interval skipped, is not saved in %s at the end: %s. Call save(step, train_state, feed, "
-            "force=True) for the step that ends a run, or set save_last=False.",
-            last.step,
-            self._directory,
-            problems[0],
-        )
 
     def _leaving(self, timeout_seconds: float) -> Agreement:
         return Agreement(f"saving the last step in {self._directory}", timeout_seconds)
@@ -491,34 +481,28 @@ class Checkpointer:
         self.close()
 
 
-def _document(folder: epath.Path, step: int) -> dict[str, JsonValue]:
+def _position(folder: epath.Path, step: int) -> dict[str, JsonValue]:
     if not (folder / ITERATOR).exists():
         raise CheckpointError(
             f"step {step} in {folder.parent} was saved without a feed, so it has no position to resume from. Restore it "
             "without a feed, and set the feed's position with feed.set_state.",
             step=step,
         )
-    return state_files.read_document(folder / ITERATOR)
+    return state_files.read_state(folder / ITERATOR)
 
 
 def _continue(feed: ResumableFeed, state: dict[str, JsonValue], agreement: Agreement, step: int) -> None:
     """Sets the feed's state on all hosts or on none."""
     before = feed.get_state()
-    failure: BaseException | None = None
     try:
         feed.set_state(state)
     except Exception as error:
-        failure = error
-    reports = agreement.collect(None if failure is None else Failure.of(failure).to_json())
-    failed = sorted(host for host, report in reports.items() if report is not None)
-    if not failed:
-        return
-    if failure is not None:
-        raise failure
-    # This host succeeded but another did not, so undo it.
-    feed.set_state(before)
-    reason = Failure.from_json(reports[failed[0]])
-    raise CheckpointError(
-        f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged.",
-        step=step,
-    )
+        agreement.collect(Failure.of(error).to_json())
+        raise
+    reports = agreement.collect(None)
+    failed = [host for host, report in sorted(reports.items()) if report is not None]
+    if failed:  # on another host: undo it here
+        feed.set_state(before)
+        reason = Failure.from_json(reports[failed[0]])
+        text = f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
+        raise CheckpointError(text, step=step)

@@ -41,13 +41,6 @@ class DamagedCheckpointError(DamagedStateError):
     """
 
 
-def as_checkpoint_error(kind: str, message: str, *, step: int | None = None) -> CheckpointError:
-    """Returns the error that all hosts raise for a failure reported by one of them."""
-    if kind == "damaged":
-        return DamagedCheckpointError(message, step=step)
-    return CheckpointError(message, step=step)
-
-
 FOLDER = "meshfeed"
 TREE_PART = "tree"
 ARRAYS_PART = "arrays-"  # and the process
@@ -95,15 +88,24 @@ def write_part(item: epath.PathLike, part: str, digests: Mapping[str, Mapping[in
     write_json(folder / f"{part}.json", {**bare, "digest": digest_of(bare)})
 
 
-def _read(path: epath.Path) -> dict[str, JsonValue]:
-    remedy = "The checkpoint is damaged; restore an earlier step."
+def read_json(path: epath.Path) -> JsonValue:
+    """Reads a JSON file of a checkpoint.
+
+    Raises:
+      DamagedCheckpointError: it is not JSON.
+    """
     try:
-        content = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except ValueError as error:
-        raise DamagedCheckpointError(f"{path}: not JSON ({error}). {remedy}", path=str(path)) from None
+        raise DamagedCheckpointError(f"{path}: not JSON ({error}). {RESTORE_EARLIER}", path=str(path)) from None
+
+
+def _read_part(path: epath.Path) -> dict[str, JsonValue]:
+    content = read_json(path)
     digest = content.pop("digest", None) if isinstance(content, dict) else None
     if digest is None or digest_of(content) != digest:
-        raise DamagedCheckpointError(f"{path}: its digest does not match its content. {remedy}", path=str(path))
+        text = f"{path}: its digest does not match its content. {RESTORE_EARLIER}"
+        raise DamagedCheckpointError(text, path=str(path))
     version = content.get("meshfeed_arrays", _VERSION + 1)
     if version > _VERSION:
         raise CheckpointError(
@@ -124,7 +126,7 @@ def read_manifest(item: epath.PathLike) -> Manifest | None:
     joined = [path for path in paths if path.stem == _MANIFEST]
     manifest = Manifest()
     for path in joined or sorted(paths, key=lambda path: path.name):
-        content = _read(path)
+        content = _read_part(path)
         manifest.identity = content.get("identity") or manifest.identity
         manifest.skeleton = content.get("skeleton") or manifest.skeleton
         manifest.leaves.update(content.get("leaves", {}))

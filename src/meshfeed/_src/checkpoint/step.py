@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -105,9 +106,7 @@ def read_step(directory: epath.PathLike, step: int) -> StepParts:
     return StepParts(step, folder, manifest, document)
 
 
-def _check_identities(
-    step: int, folder: epath.Path, identity: dict[str, JsonValue], document: dict[str, JsonValue] | None
-) -> None:
+def _check_identities(step: int, folder: epath.Path, identity: JsonValue, document: JsonValue) -> None:
     if identity.get("step") != step:
         raise CheckpointError(
             f"{folder}: the arrays were saved as step {identity.get('step')}; the folder was renamed or copied by hand."
@@ -237,24 +236,19 @@ def _problems(check: Callable[[], object]) -> tuple[str, ...]:
 
 
 def _verify_step(directory: epath.Path, step: int) -> Finding:
-    problems: list[str] = []
-    try:
-        problems += _check_copy(read_step(directory, step))
-    except CheckpointError as error:
-        problems.append(str(error))
-    return _verify_arrays(directory / str(step) / ARRAYS, step, problems)
+    problems = _problems(lambda: _check_copy(read_step(directory, step)))
+    return _verify_arrays(directory / str(step) / ARRAYS, step, list(problems))
 
 
-def _check_copy(parts: StepParts) -> list[str]:
+def _check_copy(parts: StepParts) -> None:
     """Compares the iterator's plain copy with its state: the copy, which plain Orbax reads, has no digest."""
     path = parts.directory / ITERATOR / PLAIN_FILE
     if parts.document is None or not path.exists():
-        return []
-    try:
-        same = json.loads(path.read_text()) == parts.document["state"]
-    except ValueError:
-        same = False
-    return [] if same else [f"{path}: is not a copy of the iterator's state"]
+        return
+    with contextlib.suppress(ValueError):
+        if json.loads(path.read_text()) == parts.document["state"]:
+            return
+    raise CheckpointError(f"{path}: is not a copy of the iterator's state")
 
 
 def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> Finding:

@@ -9,7 +9,6 @@ import ast
 import collections
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -27,7 +26,7 @@ from meshfeed._src.base.types import JsonValue
 from meshfeed._src.checkpoint.boxes import Box, Grid, Shape, box_shape, box_size, clip, intersect, joint_cell, slices
 from meshfeed._src.checkpoint.dtypes import BYTES, CARRIERS, NOTHING, VALUE, check_fits, from_carrier
 from meshfeed._src.checkpoint.leaves import Entry, SavedLeaf, dtype_of, keys_of, saved_leaf
-from meshfeed._src.checkpoint.manifest import RESTORE_EARLIER, DamagedCheckpointError, digest, read_manifest
+from meshfeed._src.checkpoint.manifest import RESTORE_EARLIER, DamagedCheckpointError, digest, read_json, read_manifest
 
 _TREE_METADATA = "_METADATA"
 _TEXTS = "_strings.json"
@@ -116,6 +115,7 @@ class StoredArrays:
         self._stores: dict[str, ts.TensorStore] = {}
         self._opening: dict[str, ts.Future[ts.TensorStore]] = {}
         self._leaves: dict[str, StoredLeaf] = {}
+        self._texts: dict[str, str] = {}
 
     @property
     def _entries(self) -> Mapping[str, Entry]:
@@ -127,7 +127,7 @@ class StoredArrays:
         path = self.directory / _TREE_METADATA
         if not path.exists():
             raise CheckpointError(f"{path}: no such file, so this is not an item of arrays that Orbax wrote.")
-        return _read_json(path)
+        return read_json(path)
 
     @functools.cached_property
     def _plain_types(self) -> dict[str, str]:
@@ -142,13 +142,9 @@ class StoredArrays:
     def _plain_impls(self) -> dict[str, str]:
         """Parameter name → implementation of PRNG keys, as recorded by plain Orbax."""
         path = self.directory / _KEY_METADATA
-        entries = [entry["array_metadata"] for entry in _read_json(path)["array_metadatas"]] if path.exists() else []
+        entries = [entry["array_metadata"] for entry in read_json(path)["array_metadatas"]] if path.exists() else []
         extras = {entry["param_name"]: entry.get("ext_metadata") or {} for entry in entries}
         return {name: extra["random_key_impl"] for name, extra in extras.items() if "random_key_impl" in extra}
-
-    @functools.cached_property
-    def _texts(self) -> dict[str, str]:
-        return _read_json(self.directory / _TEXTS)
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
@@ -159,8 +155,8 @@ class StoredArrays:
 
     def array_names(self) -> list[str]:
         """Returns the parameters whose values are stored as arrays."""
-        stored = {name: "value" if "value" in entry else entry.get("stored") for name, entry in self._entries.items()}
-        return [name for name, kind in self.kinds.items() if kind != "str" and stored.get(name) not in (VALUE, NOTHING)]
+        without = {name for name, entry in self._entries.items() if "value" in entry or entry.get("stored") == NOTHING}
+        return [name for name, kind in self.kinds.items() if kind != "str" and name not in without]
 
     def has_digests(self, name: str) -> bool:
         """Returns whether a parameter can be verified; parameters saved by plain Orbax cannot."""
@@ -168,8 +164,11 @@ class StoredArrays:
 
     def names_without_chunk(self) -> list[str]:
         """Returns the parameters for which the manifest lacks the shape of the stored chunks."""
-        arrays = {name: entry for name, entry in self._entries.items() if "dtype" in entry and "chunk" not in entry}
-        return [name for name, entry in arrays.items() if entry.get("stored") != NOTHING]
+        return [
+            name
+            for name, entry in self._entries.items()
+            if "dtype" in entry and "chunk" not in entry and entry.get("stored") != NOTHING
+        ]
 
     def saved(self, name: str) -> SavedLeaf:
         """Describes the leaf of the tree that was saved under a parameter name."""
@@ -177,6 +176,7 @@ class StoredArrays:
             return saved_leaf(name, self._entries[name])
         kind = self.kinds.get(name, "jax")
         if kind == "str":
+            self._texts = self._texts or read_json(self.directory / _TEXTS)
             return SavedLeaf(name, kind, (), np.dtype(str), VALUE, value=self._texts[name])
         leaf = self.leaf(name)
         shape = leaf.shape if leaf.impl is None else keys_of(leaf.shape, leaf.impl)
@@ -312,13 +312,6 @@ class StoredArrays:
                         path=str(self.directory),
                     )
         return from_carrier(values, leaf.dtype) if leaf.carried else values
-
-
-def _read_json(path: epath.Path) -> dict[str, JsonValue]:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path}: not JSON ({error}). {RESTORE_EARLIER}") from None
 
 
 class Target(NamedTuple):
