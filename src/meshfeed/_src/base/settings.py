@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import numbers
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -20,21 +21,31 @@ Balance: TypeAlias = "Literal['attention', 'tokens'] | Callable[[np.ndarray], fl
 """The cost by which rows of a global batch are balanced; a function takes one row's segment lengths, int64[segments]."""
 
 
+def _refused(setting: str, value: object, what: str) -> SettingsError:
+    return SettingsError(f"{setting}={value!r}; it takes {what}.", setting=setting)
+
+
+def _wrong(setting: str, value: object, what: str) -> SettingsError:
+    """Like :func:`_refused`, with the type of the value, which may be what is wrong."""
+    return SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+
+
 def _integer(setting: str, value: object, minimum: int, what: str) -> int:
     """Returns ``value`` as an int; raises SettingsError for bool, float and values below ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
-        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+        raise _wrong(setting, value, what)
     return int(value)
 
 
 def _number(setting: str, value: object, minimum: float, what: str, *, strict: bool = False) -> float:
     number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     if not math.isfinite(number) or number < minimum or (strict and number == minimum):
-        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+        raise _wrong(setting, value, what)
     return number
 
 
 @public("meshfeed")
+@dataclasses.dataclass(frozen=True, repr=False)
 class BatchSchedule:
     """A global batch size that changes at given steps (batch ramp-up).
 
@@ -45,20 +56,23 @@ class BatchSchedule:
       SettingsError: the stages are empty, do not start at 0 or do not increase, or a size is below 1.
     """
 
-    def __init__(self, stages: Sequence[tuple[int, int]]) -> None:
+    stages: Sequence[tuple[int, int]]
+
+    def __post_init__(self) -> None:
         what = "a list of (first_step, global_batch_size), with steps increasing from 0 and sizes of at least 1"
+        refused = SettingsError(f"BatchSchedule({self.stages!r}); it takes {what}.", setting="global_batch_size")
         try:
-            pairs = [(first, size) for first, size in stages]
+            pairs = [(first, size) for first, size in self.stages]
         except (TypeError, ValueError):
-            raise SettingsError(f"BatchSchedule({stages!r}); it takes {what}.", setting="global_batch_size") from None
-        checked = [
+            raise refused from None
+        stages = tuple(
             (_integer("global_batch_size", first, 0, what), _integer("global_batch_size", size, 1, what))
             for first, size in pairs
-        ]
-        firsts = [first for first, _ in checked]
-        if not checked or firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
-            raise SettingsError(f"BatchSchedule({pairs!r}); it takes {what}.", setting="global_batch_size")
-        self.stages: tuple[tuple[int, int], ...] = tuple(checked)
+        )
+        firsts = [first for first, _ in stages]
+        if firsts[:1] != [0] or any(b <= a for a, b in itertools.pairwise(firsts)):
+            raise refused
+        object.__setattr__(self, "stages", stages)  # the dataclass is frozen
 
     def size_at(self, step: int) -> int:
         """Global batch size of ``step``."""
@@ -68,12 +82,6 @@ class BatchSchedule:
     def sizes(self) -> tuple[int, ...]:
         """The distinct sizes, in order of first use."""
         return tuple(dict.fromkeys(size for _, size in self.stages))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BatchSchedule) and self.stages == other.stages
-
-    def __hash__(self) -> int:
-        return hash(self.stages)
 
     def __repr__(self) -> str:
         return f"BatchSchedule({list(self.stages)!r})"
@@ -149,11 +157,8 @@ class SkipBad:
     max_fraction: float = 1e-4
 
     def __post_init__(self) -> None:
-        value = _number("bad_records.max_fraction", self.max_fraction, 0, "a fraction in (0, 1]", strict=True)
-        if value > 1:
-            raise SettingsError(
-                f"bad_records.max_fraction={self.max_fraction!r}; it takes a fraction in (0, 1].", setting="bad_records"
-            )
+        if _number("bad_records.max_fraction", self.max_fraction, 0, "a fraction in (0, 1]", strict=True) > 1:
+            raise _refused("bad_records.max_fraction", self.max_fraction, "a fraction in (0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +188,9 @@ def _optional_integer(setting: str, value: object, what: str = "an int of at lea
     return None if value is None else _integer(setting, value, 1, what)
 
 
-def _flag(setting: str, value: object) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes True or False.", setting=setting)
-    return bool(value)
-
-
-def _instance(setting: str, value: object, kind: type[T], what: str) -> T:
+def _instance(setting: str, value: T, kind: type | types.UnionType, what: str) -> T:
     if not isinstance(value, kind):
-        raise SettingsError(f"{setting}={value!r} ({type(value).__name__}); it takes {what}.", setting=setting)
+        raise _wrong(setting, value, what)
     return value
 
 
@@ -207,113 +206,86 @@ def _shuffle(value: object) -> bool | int | str:
         return bool(value)
     if isinstance(value, str) and value == "shards":
         return value
-    what = "False, True, 'shards', or a number of records per block of at least 1"
-    return _integer("shuffle", value, 1, what)
+    return _integer("shuffle", value, 1, "False, True, 'shards', or a number of records per block of at least 1")
 
 
 def _seed(value: object) -> int:
     what = "an int from 0 to 2**64 - 1"
-    seed = _integer("seed", value, 0, what)
-    if seed >= 2**64:
-        raise SettingsError(f"seed={seed}; it takes {what}.", setting="seed")
+    if (seed := _integer("seed", value, 0, what)) >= 2**64:
+        raise _refused("seed", seed, what)
     return seed
 
 
 def _end(value: object) -> Literal["drop", "pad"]:
-    for choice in ("drop", "pad"):
-        if isinstance(value, str) and value == choice:
-            return choice
-    raise SettingsError(f"end={value!r}; it takes 'drop' or 'pad'.", setting="end")
+    if isinstance(value, str) and (value == "drop" or value == "pad"):
+        return value
+    raise _refused("end", value, "'drop' or 'pad'")
 
 
 def _mask_key(value: object, end: str) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        raise SettingsError(f"mask_key={value!r}; it takes the name of the leaf to add, or None.", setting="mask_key")
-    if end != "pad":
-        raise SettingsError(
-            f"mask_key={value!r} with end={end!r}; a mask needs end='pad' (with end='drop' every row is real).",
-            setting="mask_key",
-        )
+    if value is not None and (not isinstance(value, str) or not value):
+        raise _refused("mask_key", value, "the name of the leaf to add, or None")
+    if value is not None and end != "pad":
+        text = f"mask_key={value!r} with end={end!r}; a mask needs end='pad' (with end='drop' every row is real)."
+        raise SettingsError(text, setting="mask_key")
     return value
 
 
 def _balance(value: object) -> Balance | None:
     if not callable(value) and value not in (None, "attention", "tokens"):
-        raise SettingsError(
-            f"balance={value!r}; it takes None, 'attention', 'tokens', or a function of the segment lengths of one row.",
-            setting="balance",
-        )
+        what = "None, 'attention', 'tokens', or a function of the segment lengths of one row"
+        raise _refused("balance", value, what)
     return cast("Balance | None", value)
 
 
 def _name(value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value or "/" in value):
-        raise SettingsError(f"name={value!r}; it takes a string without '/', or None.", setting="name")
+        raise _refused("name", value, "a string without '/', or None")
     return value
 
 
 def _load(value: object) -> Literal["sharded", "once"] | tuple[int, ...]:
-    for choice in ("sharded", "once"):
-        if isinstance(value, str) and value == choice:
-            return choice
+    if isinstance(value, str) and (value == "sharded" or value == "once"):
+        return value
     what = "'sharded', 'once', or a list of distinct process indices that read for all"
+    refused = _refused("load", value, what)
     if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset) or not value:
-        raise SettingsError(f"load={value!r}; it takes {what}.", setting="load")
-    hosts = [_integer("load", host, 0, what) for host in value]
-    if len(set(hosts)) != len(hosts):
-        raise SettingsError(f"load={value!r}; it takes {what}.", setting="load")
+        raise refused
+    hosts = {_integer("load", host, 0, what) for host in value}
+    if len(hosts) != len(value):
+        raise refused
     return tuple(sorted(hosts))
 
 
-def check_settings(
-    *,
-    global_batch_size: object,
-    shuffle: object,
-    seed: object,
-    num_epochs: object,
-    end: object,
-    mask_key: object,
-    balance: object = None,
-    num_lanes: object,
-    load: object,
-    prefetch: object,
-    num_workers: object,
-    num_threads: object,
-    retry: object,
-    bad_records: object,
-    check_replicas: object,
-    timeout_seconds: object,
-    name: object,
-) -> FeedSettings:
-    """Validates all keywords of a feed.
+def check_settings(*, balance: object = None, **given: Any) -> FeedSettings:
+    """Validates all keywords of a feed except source and sharding; the same names.
 
     Raises:
       SettingsError: a keyword has an invalid value. Names the first such keyword and the valid values.
     """
-    checked_end = _end(end)
+    end, workers, bad_records = _end(given["end"]), given["num_workers"], given["bad_records"]
+    no_retries, seconds = "meshfeed.Retry(attempts=1) disables retries", "a finite number of seconds above 0"
     none_or_skip = "None (raise) or a meshfeed.SkipBad"
     return FeedSettings(
-        schedule=_schedule(global_batch_size),
-        shuffle=_shuffle(shuffle),
-        seed=_seed(seed),
-        num_epochs=_optional_integer("num_epochs", num_epochs, "an int of at least 1, or None to repeat forever"),
-        end=checked_end,
-        mask_key=_mask_key(mask_key, checked_end),
-        balance=_balance(balance),
-        num_lanes=_optional_integer("num_lanes", num_lanes),
-        load=_load(load),
-        prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
-        num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),  # pyright: ignore[reportArgumentType] # checked there
-        num_threads=_optional_integer("num_threads", num_threads),
-        retry=_instance("retry", retry, Retry, "a meshfeed.Retry; meshfeed.Retry(attempts=1) disables retries"),
-        bad_records=None if bad_records is None else _instance("bad_records", bad_records, SkipBad, none_or_skip),
-        check_replicas=_flag("check_replicas", check_replicas),
-        timeout_seconds=_number(
-            "timeout_seconds", timeout_seconds, 0, "a finite number of seconds above 0", strict=True
+        schedule=_schedule(given["global_batch_size"]),
+        shuffle=_shuffle(given["shuffle"]),
+        seed=_seed(given["seed"]),
+        num_epochs=_optional_integer(
+            "num_epochs", given["num_epochs"], "an int of at least 1, or None to repeat forever"
         ),
-        name=_name(name),
+        end=end,
+        mask_key=_mask_key(given["mask_key"], end),
+        balance=_balance(balance),
+        num_lanes=_optional_integer("num_lanes", given["num_lanes"]),
+        load=_load(given["load"]),
+        prefetch=_integer("prefetch", given["prefetch"], 0, "a number of global batches of at least 0"),
+        num_workers=workers if isinstance(workers, Workers) else Workers(workers),
+        num_threads=_optional_integer("num_threads", given["num_threads"]),
+        retry=_instance("retry", given["retry"], Retry, f"a meshfeed.Retry; {no_retries}"),
+        bad_records=None if bad_records is None else _instance("bad_records", bad_records, SkipBad, none_or_skip),
+        check_replicas=bool(_instance("check_replicas", given["check_replicas"], bool | np.bool_, "True or False")),
+        timeout_seconds=_number("timeout_seconds", given["timeout_seconds"], 0, seconds, strict=True),
+        name=_name(given["name"]),
     )
 
 
