@@ -176,8 +176,10 @@ class ChildProcess:
         """Describes how a child that has hung up ended, such as ``exited with code 1``."""
         if not self.wait(_EXIT_SECONDS):
             return "closed its connection"
-        code = self._process.returncode
-        return f"exited with code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal_name(-code)})"
+        if (code := self._process.returncode) >= 0:
+            return f"exited with code {code}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"was killed by signal {-code} ({known.get(-code, 'unknown')})"
 
     def log(self, start: int = 0) -> str:
         """Returns the child's output, from byte ``start`` of its log."""
@@ -197,11 +199,8 @@ class ChildProcess:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the child; with ``own_group``, to its child processes too."""
-        if not self._own_group:
-            self._process.send_signal(number)
-            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            os.killpg(self.pid, number) if self._own_group else self._process.send_signal(number)
 
     def hang_up(self) -> None:
         """Closes the connection, which ends the child within 0.5 s, even if it is busy."""
@@ -232,13 +231,6 @@ def close_children(children: Mapping[str, ChildProcess]) -> None:
     for name, child in children.items():
         if not child.close(deadline):
             _log.warning("%s (process %d) is in a read that cannot be killed; not waiting for it", name, child.pid)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
 
 
 # ---------------------------------------------------------------------- the child's side
@@ -333,7 +325,10 @@ def _serve(parent: Parent) -> bool:
     try:
         if not _answer(parent, READY, lambda: made.append(pickle.loads(make_task)())):
             return False
-        _freeze(gc_every)
+        if gc_every:  # excludes existing objects, and disables the collector during requests
+            gc.collect()
+            gc.freeze()
+            gc.disable()
         num_done = 1
         while (frame := parent.receive()) is not None and frame.kind != STOP:
             _answer(parent, RESULT, made[0], frame.value)
@@ -364,23 +359,13 @@ def _answer(parent: Parent, kind: int, function: Callable[..., object], *args: o
 def _describe(error: BaseException) -> ErrorDescription:
     text = "".join(traceback.format_exception(error))
     pickled = None
-    try:
+    with contextlib.suppress(Exception):  # for example, an exception whose __init__ does not accept its args
         import cloudpickle  # pickles classes of the user's script by value
 
-        pickled = cloudpickle.dumps(error.with_traceback(None))
-        if type(pickle.loads(pickled)).__qualname__ != type(error).__qualname__:
-            pickled = None
-    except Exception:  # for example, an exception whose __init__ does not accept its args
-        pickled = None
+        data = cloudpickle.dumps(error.with_traceback(None))
+        if type(pickle.loads(data)).__qualname__ == type(error).__qualname__:
+            pickled = data
     return {"type": type(error).__name__, "message": str(error), "traceback": text, "pickled": pickled}
-
-
-def _freeze(gc_every: int) -> None:
-    """Excludes existing objects from garbage collection, and disables the collector during requests."""
-    if gc_every:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
 
 
 def _leads_group() -> bool:

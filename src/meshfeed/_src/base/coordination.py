@@ -24,6 +24,8 @@ from meshfeed._src.base.jax_internals import KeyValueStore, key_value_store
 _BRIEFLY_SECONDS = 2.0
 _log = logging.getLogger("meshfeed.process")
 
+place_in_job = jax_internals.place_in_job
+
 
 def process_index() -> int:
     """Index of this process in the job."""
@@ -33,14 +35,6 @@ def process_index() -> int:
 def process_count() -> int:
     """Number of processes in the job."""
     return jax.process_count()
-
-
-def place_in_job() -> tuple[int, int] | None:
-    """Returns the index of this process and the number of processes; None without ``jax.distributed``.
-
-    Unlike :func:`process_index`, does not initialize the backend, which waits for all other processes.
-    """
-    return jax_internals.place_in_job()
 
 
 def is_distributed() -> bool:

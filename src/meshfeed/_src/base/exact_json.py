@@ -46,8 +46,7 @@ def encode_value(value: object) -> JsonValue:
     Raises:
       TypeError: part of the value has no exact JSON form.
     """
-    encode = _ENCODERS.get(type(value))
-    if encode is not None:
+    if (encode := _ENCODERS.get(type(value))) is not None:
         return encode(value)
     if isinstance(value, np.generic):
         return _encode_scalar(value)
@@ -75,7 +74,7 @@ def _refused(value: object) -> TypeError:
     text = repr(value)  # shortened below, because the value may be large
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     kind = type(value)
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
     return TypeError(f"a {name} has no exact JSON form: {text}")
 
 
@@ -83,20 +82,8 @@ def _other(kind: str, *arguments: object) -> dict[str, Any]:
     return {OTHER: [kind, *arguments]}
 
 
-def _same(value: object) -> Any:
-    return value
-
-
-def _encode_int(value: int) -> JsonValue:
-    return value if value.bit_length() <= _DECIMAL_BITS else _other("int", hex(value))
-
-
 def _encode_float(value: float) -> JsonValue:  # JSON has no NaN and no infinity; the bytes keep the payload of a NaN
     return value if math.isfinite(value) else _other("float", struct.pack(">d", value).hex())
-
-
-def _encode_complex(value: complex) -> JsonValue:
-    return _other("complex", _encode_float(value.real), _encode_float(value.imag))
 
 
 def _encode_dict(value: dict[Any, Any]) -> JsonValue:
@@ -149,12 +136,10 @@ def _decode_other(inner: Any) -> Any:
 
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
-    type(None): _same,
-    bool: _same,
-    str: _same,
-    int: _encode_int,
+    **dict.fromkeys((type(None), bool, str), lambda value: value),
+    int: lambda value: value if value.bit_length() <= _DECIMAL_BITS else _other("int", hex(value)),
     float: _encode_float,
-    complex: _encode_complex,
+    complex: lambda value: _other("complex", _encode_float(value.real), _encode_float(value.imag)),
     bytes: lambda value: {_BYTES: value.hex()},
     bytearray: lambda value: _other("bytearray", value.hex()),
     list: lambda value: [encode_value(item) for item in value],

@@ -67,10 +67,7 @@ class Failure:
 
     def to_json(self) -> JsonValue:
         """Returns a JSON object without the fields that have their default."""
-        fields = {"kind": self.kind, "message": self.message, "host": self.host, "step": self.step}
-        return {
-            name: value for name, value in {**fields, "details": dict(self.details)}.items() if value not in (None, {})
-        }
+        return {name: value for name, value in vars(self).items() if value not in (None, {})}
 
     @classmethod
     def from_json(cls, value: JsonValue) -> Failure:

@@ -90,7 +90,10 @@ def coordination_client() -> Any | None:
 
 
 def place_in_job() -> tuple[int, int] | None:
-    """See :func:`meshfeed._src.base.coordination.place_in_job`."""
+    """Returns the index of this process and the number of processes; None without ``jax.distributed``.
+
+    Unlike ``jax.process_index``, does not initialize the backend, which waits for all other processes.
+    """
     state = _global_state()
     index, number = getattr(state, "process_id", None), getattr(state, "num_processes", None)
     return None if index is None or number is None or coordination_client() is None else (index, number)
@@ -98,8 +101,7 @@ def place_in_job() -> tuple[int, int] | None:
 
 def key_value_store() -> KeyValueStore | None:
     """Returns the job's key-value store, or None without ``jax.distributed``."""
-    client = coordination_client()
-    if client is None:
+    if (client := coordination_client()) is None:
         return None
     _disown_in_children()
     return KeyValueStore(client)

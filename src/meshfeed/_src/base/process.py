@@ -104,19 +104,17 @@ def forgotten_processes() -> str | None:
     """Returns a message about processes missing from the JAX job, with the fix; None if there are none."""
     if coordination.process_count() > 1 or coordination.is_distributed():
         return None
-    shown = other_processes(os.environ, on_tpu=jax.default_backend() == "tpu")
-    if shown is None:
+    if (shown := other_processes(os.environ, on_tpu=jax.default_backend() == "tpu")) is None:
         return None
     return (
-        f"{shown} shows that this job has several processes, but JAX sees only this one. Call "
-        f"jax.distributed.initialize() before anything else. If the processes are meant to be independent jobs, set the "
-        f"environment variable {INDEPENDENT}=1."
+        f"{shown} shows that this job has several processes, but JAX sees only this one. Call jax.distributed.initialize() "
+        f"before anything else. If the processes are meant to be independent jobs, set the environment variable "
+        f"{INDEPENDENT}=1."
     )
 
 
 @functools.cache
 def warn_if_forgotten() -> None:
     """Logs a warning, once per process, if this process reads all of the data although the job has others."""
-    text = forgotten_processes()
-    if text is not None:
+    if (text := forgotten_processes()) is not None:
         _log.warning("each process reads all of the data: %s", text)

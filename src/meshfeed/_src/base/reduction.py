@@ -105,15 +105,17 @@ class Reduction:
         """Deletes this host's value."""
         self._store.delete(self._value_key(self._host))
 
+    def _stored(self, key: str) -> JsonValue | None:
+        text = self._store.try_get(key)
+        return None if text is None else json.loads(text)
+
     def value_of_reducer(self) -> JsonValue | None:
         """Returns the reducer's value, or None if it has published none."""
-        text = self._store.try_get(self._value_key(self.reducer))
-        return None if text is None else json.loads(text)
+        return self._stored(self._value_key(self.reducer))
 
     def announced(self) -> dict[str, JsonValue] | None:
         """Returns the announcement, or None if there is none yet."""
-        text = self._store.try_get(f"{self._prefix}/out")
-        return None if text is None else json.loads(text)
+        return self._stored(f"{self._prefix}/out")
 
     def wait(self, deadline: float, tick: Callable[[float], None] | None = None) -> dict[str, JsonValue] | None:
         """Waits for the announcement, in slices; returns None if it does not come in time.
@@ -163,8 +165,7 @@ class Reduction:
         """
         if self._collected:
             return Stragglers.of(self._participants - self._collected.keys())
-        text = self._store.try_get(f"{self._prefix}/late")
-        hosts, count = ([self.reducer], 1) if text is None else json.loads(text)
+        hosts, count = self._stored(f"{self._prefix}/late") or ([self.reducer], 1)
         late = tuple(host for host in hosts if self._store.try_get(self._value_key(host)) is None)
         return Stragglers(late, count - len(hosts) + len(late))
 

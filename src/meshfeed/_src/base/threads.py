@@ -66,10 +66,6 @@ class WakeUp:
         self._waiting = False
 
 
-def _nothing() -> None:
-    pass
-
-
 def _claim(unclaimed: list[None]) -> bool:
     """Returns True to the first caller only. ``list.pop`` is atomic and takes no lock that an interrupt could leave held."""
     try:
@@ -119,7 +115,7 @@ class Background:
 
     def _run(self) -> None:
         if _claim(self._unclaimed):
-            function, self._function = self._function, _nothing  # the thread must not keep its owner alive
+            function, self._function = self._function, lambda: None  # the thread must not keep its owner alive
             try:
                 function()
             finally:
@@ -156,7 +152,6 @@ class Call(Generic[R]):
     def __init__(self, function: Callable[[], R]) -> None:
         self._function: Callable[[], R] | None = function
         self._unclaimed = [None]  # popped by the thread that runs or cancels the call
-        self._cancelled = False
         self._value: Any = None
         self._error: BaseException | None = None
         self._traceback: Any = None
@@ -182,17 +177,12 @@ class Call(Generic[R]):
     def cancel(self) -> None:
         """Cancels a call that has not started; its :meth:`result` then raises MeshfeedError."""
         if _claim(self._unclaimed):
-            self._cancelled = True
             self._error = MeshfeedError("the feed was closed")
             self._finish()
 
     def done(self) -> bool:
         """Whether :meth:`result` returns without waiting."""
         return self._done
-
-    def cancelled(self) -> bool:
-        """Whether the call was cancelled before it started."""
-        return self._cancelled
 
     def _finish(self) -> None:
         self._function = None
@@ -315,17 +305,16 @@ class Threads:
         deadline = time.monotonic() + _CLOSE_SECONDS  # one deadline for all threads
         self._closed = True
         if cancel_futures:
-            _cancel(self._tasks)
+            with contextlib.suppress(queue.Empty):
+                while (call := self._tasks.get_nowait()) is not None:
+                    call.cancel()
         _end(self._tasks, len(self._threads))
         if not wait:
             return
         hung = [thread for thread in self._threads if not thread.join(max(0.0, deadline - time.monotonic()))]
         if hung:
-            _log.warning(
-                "%d %s threads are still reading the source after close; they end when that read returns",
-                len(hung),
-                self._name,
-            )
+            text = "%d %s threads are still reading the source after close; they end when that read returns"
+            _log.warning(text, len(hung), self._name)
 
     def close(self) -> None:
         """Cancels work that has not started and ends the threads; a hanging thread ends when its call returns."""
@@ -351,16 +340,6 @@ def close_within(thing: object, seconds: float | None = None) -> None:
         _log.warning("close() of a %s has not returned after %.0f s; not waiting for it", type(thing).__name__, seconds)
         return
     call.result()
-
-
-def _cancel(tasks: _Tasks) -> None:
-    while True:
-        try:
-            call = tasks.get_nowait()
-        except queue.Empty:
-            return
-        if call is not None:
-            call.cancel()
 
 
 def _end(tasks: _Tasks, num_threads: int) -> None:

@@ -65,17 +65,14 @@ def suggests_keywords(function: F) -> F:
     def call(*args: object, **kwargs: object) -> Any:
         unknown = [name for name in kwargs if name not in takes]
         if unknown:
-            raise TypeError(_unknown_keyword(function.__qualname__.removesuffix(".__init__"), unknown[0], takes))
+            words = set(unknown[0].split("_"))
+            near = difflib.get_close_matches(unknown[0], takes, n=1) or [n for n in takes if words & set(n.split("_"))]
+            remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
+            name = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{name}() got an unexpected keyword argument {unknown[0]!r}; {remedy}")
         return function(*args, **kwargs)
 
     return cast("F", call)
-
-
-def _unknown_keyword(function: str, name: str, takes: list[str]) -> str:
-    words = set(name.split("_"))
-    near = difflib.get_close_matches(name, takes, n=1) or [known for known in takes if words & set(known.split("_"))]
-    remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
-    return f"{function}() got an unexpected keyword argument {name!r}; {remedy}"
 
 
 def _trim(error: BaseException) -> None:
