@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -30,12 +31,7 @@ class Bar(NamedTuple):
 
 
 def line_chart(
-    title: str,
-    series: Sequence[Series],
-    seconds: float,
-    *,
-    y_text: Callable[[float], str],
-    least_top: float = 0.0,
+    title: str, series: Sequence[Series], seconds: float, *, y_text: Callable[[float], str], least_top: float = 0.0
 ) -> Drawing:
     """Draws up to four lines from zero.
 
@@ -70,8 +66,7 @@ def line_chart(
                 (left + x / max(len(line.values) - 1, 1) * (_WIDTH - left), bottom - y / ticks[-1] * (bottom - top))
                 for x, y in part
             ]
-            if len(points) == 1:
-                points.append((points[0][0] + 2, points[0][1]))
+            points += [(points[0][0] + 2, points[0][1])] if len(points) == 1 else []
             drawing.shapes.append(Line(points, color, 2))
     return drawing
 
@@ -85,13 +80,8 @@ def _time_ticks(seconds: float) -> list[tuple[float, str]]:
 
 def _parts(values: Sequence[float]) -> list[list[tuple[int, float]]]:
     """Runs of known values with their index."""
-    parts: list[list[tuple[int, float]]] = [[]]
-    for index, value in enumerate(values):
-        if math.isnan(value):
-            parts.append([])
-        else:
-            parts[-1].append((index, value))
-    return [part for part in parts if part]
+    groups = itertools.groupby(enumerate(values), key=lambda pair: math.isnan(pair[1]))
+    return [list(part) for unknown, part in groups if not unknown]
 
 
 def bar_chart(title: str, bars: Sequence[Bar], *, text: Callable[[float], str]) -> Drawing:

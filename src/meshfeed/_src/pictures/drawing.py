@@ -11,9 +11,12 @@ import dataclasses
 import html
 import pathlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshfeed._src.base.errors import SettingsError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = {  # name → light, dark
     "paper": ("#ffffff", "#15191f"),
@@ -103,7 +106,7 @@ class Drawing:
     def to_svg(self) -> str:
         """Returns an SVG document with a background of its own, in the reader's light or dark setting."""
         width, height = self.size()
-        used = sorted({color for shape in self.shapes for color in _colors(shape)} | {"paper"})
+        used = sorted({_color(shape) for shape in self.shapes} | {"paper"})
         dark = "".join(f".mf-{name}{{{_paint(name, 1)}}}" for name in used if COLORS[name][0] != COLORS[name][1])
         light = "".join(f".mf-{name}{{{_paint(name, 0)}}}" for name in used)
         lines = [
@@ -125,13 +128,17 @@ class Drawing:
           SettingsError: matplotlib is not installed.
         """
         try:
-            import matplotlib  # noqa: F401
+            from matplotlib.figure import Figure
         except ImportError:
-            raise SettingsError(
-                "a PNG needs matplotlib: run pip install '.[pictures]' in a checkout, or write an SVG.",
-                setting="png",
-            ) from None
-        _paint_png(self, path)
+            text = "a PNG needs matplotlib: run pip install '.[pictures]' in a checkout, or write an SVG."
+            raise SettingsError(text, setting="png") from None
+        width, height = self.size()
+        figure = Figure(figsize=(width / 100, height / 100), facecolor=COLORS["paper"][0])
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(-_MARGIN, width - _MARGIN), ylim=(height - _MARGIN, -_MARGIN))
+        axes.set_axis_off()
+        for shape in self.shapes:
+            _paint_shape(axes, shape)
+        figure.savefig(path, dpi=200)
 
 
 def page(title: str, body: str, style: str = "") -> str:
@@ -166,8 +173,8 @@ def _paint(color: str, theme: int) -> str:
     return f"fill:{value};stroke:{value}"
 
 
-def _colors(shape: Box | Line | Text) -> tuple[str, ...]:
-    return (shape.fill,) if isinstance(shape, Box) else (shape.color,)
+def _color(shape: Box | Line | Text) -> str:
+    return shape.fill if isinstance(shape, Box) else shape.color
 
 
 def _corners(shape: Box | Line | Text) -> list[tuple[float, float]]:
@@ -208,36 +215,21 @@ def _svg_shape(shape: Box | Line | Text) -> str:
     return f'<path d="{paths}" fill="none" style="fill:none" stroke-width="{shape.width:g}" class="mf-{shape.color}"/>'
 
 
-def _paint_png(drawing: Drawing, path: pathlib.Path) -> None:
-    from matplotlib.figure import Figure
+def _paint_shape(axes: Axes, shape: Box | Line | Text) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import FancyBboxPatch
 
-    width, height = drawing.size()
-    figure = Figure(figsize=(width / 100, height / 100), facecolor=COLORS["paper"][0])
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-_MARGIN, width - _MARGIN), ylim=(height - _MARGIN, -_MARGIN))
-    axes.set_axis_off()
-    for shape in drawing.shapes:
-        if isinstance(shape, Box):
-            style = f"round,pad=0,rounding_size={min(shape.radius, shape.width / 2, shape.height / 2)}"
-            fill = COLORS[shape.fill][0]
-            axes.add_patch(
-                FancyBboxPatch(
-                    (shape.x, shape.y), shape.width, shape.height, boxstyle=style, facecolor=fill, edgecolor="none"
-                )
-            )
-        elif isinstance(shape, Text):
-            axes.text(
-                shape.x,
-                shape.y,
-                shape.text.replace("$", r"\$"),
-                color=COLORS[shape.color][0],
-                fontsize=shape.size * _POINTS * 0.94,  # DejaVu is wider than a browser's font
-                ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
-                weight="bold" if shape.bold else "normal",
-            )
-        else:
-            for line in (shape.points, *_arrowhead(shape)):
-                xs, ys = zip(*line, strict=True)
-                axes.add_line(Line2D(xs, ys, color=COLORS[shape.color][0], linewidth=shape.width * _POINTS))
-    figure.savefig(path, dpi=200)
+    color = COLORS[_color(shape)][0]
+    if isinstance(shape, Box):
+        style = f"round,pad=0,rounding_size={min(shape.radius, shape.width / 2, shape.height / 2)}"
+        corner = (shape.x, shape.y)
+        axes.add_patch(FancyBboxPatch(corner, shape.width, shape.height, boxstyle=style, facecolor=color, lw=0))
+    elif isinstance(shape, Text):
+        text, weight = shape.text.replace("$", r"\$"), "bold" if shape.bold else "normal"
+        size = shape.size * _POINTS * 0.94  # DejaVu is wider than a browser's font
+        side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+        axes.text(shape.x, shape.y, text, color=color, fontsize=size, ha=side, weight=weight)
+    else:
+        for line in (shape.points, *_arrowhead(shape)):
+            xs, ys = zip(*line, strict=True)
+            axes.add_line(Line2D(xs, ys, color=color, linewidth=shape.width * _POINTS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -46,13 +47,13 @@ class MeshPlan:
 
     def to_json(self) -> dict[str, JsonValue]:
         """Returns ``{"hosts": [{"host": 0, "rows": [[start, stop], …]}, …]}``, with columns if they are shown."""
-        entries: list[dict[str, JsonValue]] = [
-            {"host": host, "rows": rows} for host, rows in enumerate(self.table.row_ranges())
-        ]
-        if len(self.global_shape) > 1:
-            for entry, slices in zip(entries, self.table.columns.tolist(), strict=True):
-                entry["columns"] = slices
-        return {"hosts": entries}
+        columns = self.table.columns.tolist() if len(self.global_shape) > 1 else []
+        return {
+            "hosts": [
+                {"host": host, "rows": rows, **({"columns": columns[host]} if columns else {})}
+                for host, rows in enumerate(self.table.row_ranges())
+            ]
+        }
 
     def lines(self, *, show_all: bool = True) -> list[str]:
         """Returns a table of hosts and rows as lines of text, without the middle unless ``show_all``, and a summary."""
@@ -69,13 +70,12 @@ class MeshPlan:
                 which += f"  ×  columns {slices}"
             return f"{host:>8}  {counts[host]:>10,}  {which}"
 
-        if show_all or table.num_hosts <= _SHOWN_HOSTS:
-            lines += [line(host) for host in range(table.num_hosts)]
-        else:
-            lines += [line(host) for host in range(half)]
+        shown = list(range(table.num_hosts))
+        if not show_all and table.num_hosts > _SHOWN_HOSTS:
+            lines += map(line, shown[:half])
             lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts; --all or --json shows them")
-            lines += [line(host) for host in range(table.num_hosts - half, table.num_hosts)]
-        return [*lines, "", *self._summary()]
+            shown = shown[-half:]
+        return [*lines, *map(line, shown), "", *self._summary()]
 
     def _summary(self) -> list[str]:
         counts = self.table.num_rows()
@@ -92,11 +92,11 @@ class MeshPlan:
         return "\n".join(self.lines(show_all=False))
 
     def _repr_html_(self) -> str:
-        return _draw(self).to_html()
+        return _MeshDrawing(self).drawing.to_html()
 
     def to_svg(self) -> str:
         """Returns the drawing as an SVG document."""
-        return _draw(self).to_svg()
+        return _MeshDrawing(self).drawing.to_svg()
 
     def to_html(self) -> str:
         """Returns the drawing and the table as one HTML page that needs no network."""
@@ -117,7 +117,7 @@ class MeshPlan:
         elif path.suffix == ".html":
             path.write_text(self.to_html(), encoding="utf-8")
         elif path.suffix == ".png":
-            _draw(self).save_png(path)
+            _MeshDrawing(self).drawing.save_png(path)
         else:
             raise SettingsError(f"path={str(path)!r} must end in .svg, .html or .png.", setting="path")
 
@@ -218,141 +218,110 @@ def _folded(count: int, shown: int) -> list[int | None]:
     return [*range(shown - 3), None, count - 2, count - 1]
 
 
-def _span(number: int, size: int) -> str:
-    return f"{number * size:,}" if size == 1 else f"{number * size:,}–{(number + 1) * size - 1:,}"
+def _mesh_text(plan: MeshPlan) -> str:
+    return " × ".join(f"{axis} {size:,}" for axis, size in plan.mesh_axes.items())
 
 
 def _title(plan: MeshPlan) -> str:
-    mesh = " × ".join(f"{axis} {size:,}" for axis, size in plan.mesh_axes.items())
     hosts = len(np.unique(plan.table.process))
-    return f"{plan.global_shape[0]:,} rows on mesh {mesh}, {hosts:,} host{'s' if hosts > 1 else ''}"
+    return f"{plan.global_shape[0]:,} rows on mesh {_mesh_text(plan)}, {hosts:,} host{'s' if hosts > 1 else ''}"
 
 
-def _draw(plan: MeshPlan) -> Drawing:
-    grid = _grid(plan)
-    bands, columns = _folded(grid.positions.shape[0], 12), _folded(grid.positions.shape[1], 8)
-    tops = _offsets(bands, _TOP, _CELL_HEIGHT + _GAP)
-    names = [grid.band_names[band] for band in bands if band is not None] if grid.band_names else []
-    start = max((text_width(name, 11) + 10 for name in names), default=0.0) + _BATCH_WIDTH + _ARROW
-    lefts = _offsets(columns, start, _CELL_WIDTH + _GAP)
-    drawing = Drawing(_title(plan))
-    _draw_headings(drawing, plan, grid, columns, lefts, start)
-    for band, top in zip(bands, tops, strict=True):
-        if band is None:
-            _draw_gap(drawing, grid, start, top, len(bands) - 1)
-            continue
-        _draw_batch_rows(drawing, plan, grid, band, top, start - _ARROW - _BATCH_WIDTH)
-        for column, left in zip(columns, lefts, strict=True):
-            if column is None:
-                drawing.shapes.append(Text(left + 9, top + _CELL_HEIGHT / 2 + 4, "…", "muted", 15, "middle"))
+class _MeshDrawing:
+    """Draws a plan: the rows of the global batch on the left, the devices of the mesh beside them."""
+
+    def __init__(self, plan: MeshPlan) -> None:
+        self._plan, self._grid = plan, _grid(plan)
+        self.drawing = Drawing(_title(plan))
+        bands, columns = (_folded(*pair) for pair in zip(self._grid.positions.shape, (12, 8), strict=True))
+        names = [self._grid.band_names[band] for band in bands if band is not None] if self._grid.band_names else []
+        self._batch = max((text_width(name, 11) + 10 for name in names), default=0.0)  # left edge of the batch
+        self._start = self._batch + _BATCH_WIDTH + _ARROW  # and of the devices
+        self._columns = list(zip(columns, _offsets(columns, self._start, _CELL_WIDTH + _GAP), strict=True))
+        tops = _offsets(bands, _TOP, _CELL_HEIGHT + _GAP)
+        self._headings()
+        for band, top in zip(bands, tops, strict=True):
+            if band is None:
+                more = self._grid.positions.shape[0] - len(bands) + 1
+                what = "hosts" if self._grid.rows_in_cells else "blocks of rows"
+                self._text(self._start, top + 13, f"⋮  {more:,} more {what}", "muted", 12)
             else:
-                _draw_cell(drawing, plan, grid, band, column, left, top)
-    bottom = tops[-1] + _CELL_HEIGHT + 30
-    _draw_state(drawing, plan, bottom)
-    return drawing
+                self._band(band, top)
+        self._state(tops[-1] + _CELL_HEIGHT + 30)
+
+    def _text(self, x: float, y: float, text: str, *style: Any, **more: Any) -> None:
+        self.drawing.shapes.append(Text(x, y, text, *style, **more))
+
+    def _headings(self) -> None:
+        plan, grid = self._plan, self._grid
+        self._text(self._batch, 12, "Global batch", bold=True, size=14)
+        self._text(self._batch, 29, f"{plan.global_shape[0]:,} rows", "muted", 12)
+        self._text(self._start, 12, "Devices of the mesh", bold=True, size=14)
+        self._text(self._start, 29, _mesh_text(plan), "muted", 12)
+        for column, left in self._columns:
+            if column is None:
+                continue
+            lines = [grid.column_names[column]] if grid.column_names else []
+            if plan.table.blocks.shape[1] > 1 and plan.table.blocks[:, 1:].any():
+                lines.append(_column_text(plan, int(grid.positions[0, column])))
+            for number, line in enumerate(reversed(lines)):
+                self._text(left + _CELL_WIDTH / 2, _TOP - 6 - 14 * number, line, "muted", 11, "middle")
+
+    def _band(self, band: int, top: float) -> None:
+        blocks = self._plan.table.blocks[self._grid.positions[band], 0]
+        left, right, middle = self._batch, self._batch + _BATCH_WIDTH, top + _CELL_HEIGHT / 2
+        if self._grid.band_names:
+            self._text(left - 10, middle + 4, self._grid.band_names[band], "muted", 11, "end")
+        text = _row_text(self._plan, int(blocks.min()), int(blocks.max()))
+        size = min(12.0, 12 * 100 / text_width(text, 12))
+        self.drawing.shapes.append(Box(left, top, _BATCH_WIDTH, _CELL_HEIGHT, "panel"))
+        self._text(left + _BATCH_WIDTH / 2, middle + 4, text, size=size, anchor="middle")
+        self.drawing.shapes.append(Line([(right + 6, middle), (right + _ARROW - 6, middle)], "muted", arrow=True))
+        for column, cell_left in self._columns:
+            if column is None:
+                self._text(cell_left + 9, middle + 4, "…", "muted", 15, "middle")
+            else:
+                self._cell(int(self._grid.positions[band, column]), cell_left, top)
+
+    def _cell(self, position: int, left: float, top: float) -> None:
+        plan = self._plan
+        host, block = int(plan.table.process[position]), int(plan.table.blocks[position, 0])
+        fill, ink = host_color(host)
+        rows, device = _row_text(plan, block, block), f"device {plan.device_ids[position]:,}"
+        columns = f", {_column_text(plan, position)}" if plan.table.blocks.shape[1] > 1 else ""
+        middle, title = left + _CELL_WIDTH / 2, f"{device} of host {host:,}: {rows}{columns}"
+        self.drawing.shapes.append(Box(left, top, _CELL_WIDTH, _CELL_HEIGHT, fill, title=title))
+        self._text(middle, top + 18, f"host {host:,}", ink, 12, "middle", bold=True)
+        text, width = rows if self._grid.rows_in_cells else device, _CELL_WIDTH - 6
+        if text_width(text, 11) > width:  # without its first word, or smaller
+            text = text.partition(" ")[2]
+        self._text(middle, top + 33, text, ink, min(11, 11 * width / text_width(text, 11)), "middle")
+
+    def _state(self, top: float) -> None:
+        """Below the mesh: what a checkpoint holds of all this."""
+        self._text(0, top, "State", bold=True, size=14)
+        self.drawing.shapes.append(Box(0, top + 10, 168, 30, "panel"))
+        self._text(84, top + 29, f"position = step × {self._plan.global_shape[0]:,}", size=12, anchor="middle")
+        self.drawing.shapes.append(Line([(178, top + 25), (208, top + 25)], "muted", arrow=True))
+        self._text(216, top + 22, "in every checkpoint, equal on all hosts;", "muted", 12)
+        self._text(216, top + 37, "resumes on any number of hosts", "muted", 12)
 
 
 def _offsets(entries: Sequence[int | None], start: float, pitch: float) -> list[float]:
-    offsets: list[float] = []
-    for entry in entries:
-        offsets.append(start)
-        start += 24 if entry is None else pitch
-    return offsets
-
-
-def _draw_headings(
-    drawing: Drawing,
-    plan: MeshPlan,
-    grid: _Grid,
-    columns: Sequence[int | None],
-    lefts: Sequence[float],
-    start: float,
-) -> None:
-    batch = start - _ARROW - _BATCH_WIDTH
-    mesh = " × ".join(f"{axis} {size:,}" for axis, size in plan.mesh_axes.items())
-    drawing.shapes += [
-        Text(batch, 12, "Global batch", bold=True, size=14),
-        Text(batch, 29, f"{plan.global_shape[0]:,} rows", "muted", 12),
-        Text(start, 12, "Devices of the mesh", bold=True, size=14),
-        Text(start, 29, mesh, "muted", 12),
-    ]
-    for column, left in zip(columns, lefts, strict=True):
-        if column is None:
-            continue
-        lines = [grid.column_names[column]] if grid.column_names else []
-        if plan.table.blocks.shape[1] > 1 and plan.table.blocks[:, 1:].any():
-            lines.append(_column_text(plan, int(grid.positions[0, column])))
-        for number, line in enumerate(reversed(lines)):
-            y = _TOP - 6 - 14 * number
-            drawing.shapes.append(Text(left + _CELL_WIDTH / 2, y, line, "muted", 11, "middle"))
+    steps = (24 if entry is None else pitch for entry in entries[:-1])
+    return list(itertools.accumulate(steps, initial=start))
 
 
 def _column_text(plan: MeshPlan, position: int) -> str:
-    spans = [
-        _span(int(block), size)
-        for block, size in zip(plan.table.blocks[position, 1:], plan.table.block_shape[1:], strict=True)
-    ]
-    return "col " + " × ".join(spans)
+    pairs = zip(plan.table.blocks[position, 1:].tolist(), plan.table.block_shape[1:], strict=True)
+    return "col " + " × ".join(_span(block * size, size) for block, size in pairs)
 
 
 def _row_text(plan: MeshPlan, first: int, last: int) -> str:
     size = plan.table.block_shape[0]
-    start, stop = first * size, (last + 1) * size
-    return f"row {start:,}" if stop - start == 1 else f"rows {start:,}–{stop - 1:,}"
+    count = (last + 1 - first) * size
+    return f"row{'s' * (count > 1)} {_span(first * size, count)}"
 
 
-def _fitted(x: float, y: float, text: str, color: str, size: float, width: float) -> Text:
-    """A centered text in a box: without its first word, or smaller, if it would not fit."""
-    if text_width(text, size) > width:
-        text = text.partition(" ")[2]
-    return Text(x, y, text, color, min(size, size * width / text_width(text, size)), "middle")
-
-
-def _draw_batch_rows(drawing: Drawing, plan: MeshPlan, grid: _Grid, band: int, top: float, left: float) -> None:
-    blocks = plan.table.blocks[grid.positions[band], 0]
-    middle = top + _CELL_HEIGHT / 2
-    if grid.band_names:
-        drawing.shapes.append(Text(left - 10, middle + 4, grid.band_names[band], "muted", 11, "end"))
-    text = _row_text(plan, int(blocks.min()), int(blocks.max()))
-    right = left + _BATCH_WIDTH
-    drawing.shapes += [
-        Box(left, top, _BATCH_WIDTH, _CELL_HEIGHT, "panel"),
-        Text(
-            left + _BATCH_WIDTH / 2, middle + 4, text, size=min(12.0, 12 * 100 / text_width(text, 12)), anchor="middle"
-        ),
-        Line([(right + 6, middle), (right + _ARROW - 6, middle)], "muted", arrow=True),
-    ]
-
-
-def _draw_cell(drawing: Drawing, plan: MeshPlan, grid: _Grid, band: int, column: int, left: float, top: float) -> None:
-    position = int(grid.positions[band, column])
-    host, block = int(plan.table.process[position]), int(plan.table.blocks[position, 0])
-    fill, ink = host_color(host)
-    rows, device = _row_text(plan, block, block), f"device {plan.device_ids[position]:,}"
-    second = rows if grid.rows_in_cells else device
-    columns = f", {_column_text(plan, position)}" if plan.table.blocks.shape[1] > 1 else ""
-    middle = left + _CELL_WIDTH / 2
-    drawing.shapes += [
-        Box(left, top, _CELL_WIDTH, _CELL_HEIGHT, fill, title=f"{device} of host {host:,}: {rows}{columns}"),
-        Text(middle, top + 18, f"host {host:,}", ink, 12, "middle", bold=True),
-        _fitted(middle, top + 33, second, ink, 11, _CELL_WIDTH - 6),
-    ]
-
-
-def _draw_gap(drawing: Drawing, grid: _Grid, start: float, top: float, shown: int) -> None:
-    more = grid.positions.shape[0] - shown
-    what = "hosts" if grid.rows_in_cells else "blocks of rows"
-    drawing.shapes.append(Text(start, top + 13, f"⋮  {more:,} more {what}", "muted", 12))
-
-
-def _draw_state(drawing: Drawing, plan: MeshPlan, top: float) -> None:
-    """Below the mesh: what a checkpoint holds of all this."""
-    size = plan.global_shape[0]
-    drawing.shapes += [
-        Text(0, top, "State", bold=True, size=14),
-        Box(0, top + 10, 168, 30, "panel"),
-        Text(84, top + 29, f"position = step × {size:,}", size=12, anchor="middle"),
-        Line([(178, top + 25), (208, top + 25)], "muted", arrow=True),
-        Text(216, top + 22, "in every checkpoint, equal on all hosts;", "muted", 12),
-        Text(216, top + 37, "resumes on any number of hosts", "muted", 12),
-    ]
+def _span(start: int, count: int) -> str:
+    return f"{start:,}" if count == 1 else f"{start:,}–{start + count - 1:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import html
 import itertools
@@ -11,20 +12,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from meshfeed._src.base.stats import FeedStats, Sample, rates, total_stats
+from meshfeed._src.base.stats import Sample, rates, total_stats
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.pictures.chart import MAX_LINES, Bar, Series, bar_chart, line_chart
 from meshfeed._src.pictures.drawing import Drawing, page
 
 _POINTS = 96
 _SHOWN_HOSTS = 32
-_STAGES = {
-    "read": "read",
-    "decode": "decode",
-    "transfer": "transfer",
-    "peer_wait": "wait for hosts",
-    "wait": "wait in next",
-}
+_STAGES = {stage: stage for stage in ("read", "decode", "transfer")}
+_STAGES |= {"peer_wait": "wait for hosts", "wait": "wait in next"}
 _STALLED = 0.02
 
 
@@ -59,24 +55,26 @@ def _feed_figures(feed: str, logs: Sequence[HostLog]) -> dict[str, JsonValue]:
     longest = max(host["peer_wait_seconds"] for host in hosts)
     for host in hosts:
         host["lag_seconds"] = longest - host["peer_wait_seconds"]
-    return {
-        "feed": feed,
-        "start": start,
-        "seconds": end - start,
-        "hosts": hosts,
-        "over_time": _over_time(logs, start, end),
-    }
+    over_time = _over_time(logs, start, end)
+    return {"feed": feed, "start": start, "seconds": end - start, "hosts": hosts, "over_time": over_time}
 
 
 def _host_figures(host: int, runs: Sequence[HostLog]) -> dict[str, JsonValue]:
     stats = total_stats([run.samples[-1].stats for run in runs])
-    cache: dict[str, float] = {}
-    for name, value in (pair for run in runs for pair in run.samples[-1].cache.items()):
-        cache[name] = cache.get(name, 0) + value
-    figures = {field.name: getattr(stats, field.name) for field in dataclasses.fields(FeedStats)}
+    cache: collections.Counter[str] = collections.Counter()
+    for run in runs:
+        cache.update(run.samples[-1].cache)  # pyright: ignore[reportArgumentType] # figures may be floats
+    figures = dataclasses.asdict(stats)
     del figures["feed_id"]
     last = runs[-1].samples[-1]
-    return {"host": host, "runs": len(runs), "step": last.step, "position": last.position, **figures, "cache": cache}
+    return {
+        "host": host,
+        "runs": len(runs),
+        "step": last.step,
+        "position": last.position,
+        **figures,
+        "cache": dict(cache),
+    }
 
 
 def _over_time(logs: Sequence[HostLog], start: float, end: float) -> dict[str, JsonValue]:
@@ -186,22 +184,19 @@ def _verdict(feed: dict[str, JsonValue]) -> str:
 
 def _charts(feed: dict[str, JsonValue]) -> list[Drawing]:
     course, hosts = feed["over_time"], feed["hosts"]
+    stages = [_stage_bar(hosts, stage) for stage in _STAGES]
     charts = [
-        _course_chart("Time that the loop waited for data", feed, "stall_fraction", lambda value: f"{value:.0%}", 0.1),
+        _course_chart("Time that the loop waited for data", feed, "stall_fraction", "{:.0%}".format, 0.1),
         _course_chart("Batches per second", feed, "batches_per_second", _number),
-        bar_chart(
-            "Time per batch by stage, mean of hosts",
-            [Bar(label, _mean_per_batch(hosts, name), _range(hosts, name)) for name, label in _STAGES.items()],
-            text=_duration,
-        ),
+        bar_chart("Time per batch by stage, mean of hosts", stages, text=_duration),
     ]
     if len(hosts) > 1:
         late = sorted(hosts, key=lambda host: -host["lag_seconds"])[:6]
         bars = [Bar(f"host {host['host']}", host["lag_seconds"]) for host in late]
         charts.append(bar_chart("Lag behind the fastest host, in total", bars, text=_duration))
     if "cache_hit_fraction" in course:
-        charts.append(_course_chart("Shard cache hits", feed, "cache_hit_fraction", lambda value: f"{value:.0%}", 1.0))
-    return [chart for chart in charts if chart is not None]
+        charts.append(_course_chart("Shard cache hits", feed, "cache_hit_fraction", "{:.0%}".format, 1.0))
+    return charts
 
 
 def _course_chart(
@@ -231,13 +226,10 @@ def _per_batch(host: dict[str, JsonValue], stage: str) -> float:
     return seconds / max(host["batches"], 1)
 
 
-def _mean_per_batch(hosts: Sequence[dict[str, JsonValue]], stage: str) -> float:
-    return sum(_per_batch(host, stage) for host in hosts) / len(hosts)
-
-
-def _range(hosts: Sequence[dict[str, JsonValue]], stage: str) -> str:
+def _stage_bar(hosts: Sequence[dict[str, JsonValue]], stage: str) -> Bar:
     each = [_per_batch(host, stage) for host in hosts]
-    return f"{_duration(min(each))} to {_duration(max(each))}" if len(hosts) > 1 else ""
+    note = f"{_duration(min(each))} to {_duration(max(each))}" if len(hosts) > 1 else ""
+    return Bar(_STAGES[stage], sum(each) / len(hosts), note)
 
 
 def _host_table(feed: dict[str, JsonValue]) -> str:
