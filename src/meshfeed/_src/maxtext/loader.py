@@ -23,6 +23,7 @@ from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._src.maxtext.local import HostLoaders
+from meshfeed._src.remote.client import zeros
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.streams.local_batches import LocalBatchCursor
@@ -118,7 +119,9 @@ class MultiHostDataLoadIterator:
             hide_own_frames(error)
             raise
         if self.generate_padding_batch:
-            self._like = jax.tree.map(_spec_of, self._held)
+            self._like = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self._held
+            )
         batch, self._held = self._held, None
         return batch
 
@@ -127,12 +130,8 @@ class MultiHostDataLoadIterator:
         try:
             self._before_held = feed._cursor
             self._held = feed.__next__()  # not next(feed): a KeyboardInterrupt after that C call would lose the batch
-        except StopIteration:
-            if not self.generate_padding_batch:
-                raise
-            self._ended = True
-        except SourceError as error:
-            if str(error) != EMPTY_BATCHES:
+        except (StopIteration, SourceError) as error:
+            if isinstance(error, SourceError) and str(error) != EMPTY_BATCHES:
                 raise
             if not self.generate_padding_batch:
                 raise StopIteration from None
@@ -178,19 +177,20 @@ class MultiHostDataLoadIterator:
         if not self.out_of_data:
             cursor, entry = self._delivered()
             return self._local.recent.get(entry["iterator"]["batches"]) if cursor.step and entry else None
-        if self._like is None:  # nothing was delivered before the end
-            return None
-        return jax.tree.map(lambda leaf: np.zeros(self._local_shape_of(leaf.shape), leaf.dtype), self._like)
 
-    def _local_shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (shape[0] // self.global_mesh.size * self._local_devices, *shape[1:])
+        def local_zeros(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
+            rows = leaf.shape[0] // self.global_mesh.size * self._local_devices
+            return np.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+
+        # Nothing was delivered before the end if there is no spec.
+        return None if self._like is None else jax.tree.map(local_zeros, self._like)
 
     # ------------------------------------------------------------------ padding
 
     def _padding(self) -> PyTree:
         if self._like is None:
             self._like = self._shape_of_padding()
-        return jax.tree.map(_zeros, self._like)
+        return jax.tree.map(zeros, self._like)  # new arrays per call: a step may donate them
 
     def _shape_of_padding(self) -> PyTree:
         """Returns the global spec of a padding batch, taken from some host's first batch."""
@@ -398,13 +398,3 @@ class LocalIteratorView:
         if name.startswith("_"):  # _local is looked up here until __init__ sets it: copy and pickle would recurse
             raise AttributeError(name)
         return getattr(self._local.iterators[0], name)
-
-
-def _spec_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
-    whole = np.broadcast_to(np.zeros((), spec.dtype), spec.shape)  # a new array per call: a step may donate it
-    assert spec.sharding is not None
-    return jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: np.ascontiguousarray(whole[index]))

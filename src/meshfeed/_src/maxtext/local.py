@@ -255,8 +255,7 @@ def _next_of(iterator: Iterator[PyTree]) -> PyTree:
 
 def _not_ready(error: Exception) -> bool:
     errors = getattr(sys.modules.get("tensorflow"), "errors", None)
-    kind = getattr(errors, "FailedPreconditionError", None)
-    return isinstance(kind, type) and isinstance(error, kind)
+    return isinstance(error, getattr(errors, "FailedPreconditionError", ()))
 
 
 def _join(*leaves: np.ndarray) -> np.ndarray[Any, Any]:
@@ -276,15 +275,15 @@ def _parts(dataloader: object, factor: object) -> tuple[int, bool]:
     """Returns the number of batches to concatenate, and whether ``dataloader`` is a list read round-robin."""
     setting = "expansion_loading_factor_for_grain"
     what = "a whole number, 1/n with a list of n loaders, or -1 for neither"
-    if isinstance(factor, bool) or not isinstance(factor, int | float | np.number):
+    if (
+        isinstance(factor, bool)
+        or not isinstance(factor, int | float | np.number)
+        or (factor > 1 and factor != int(factor))
+    ):
         raise SettingsError(f"{setting}={factor!r}; it takes {what}.", setting=setting)
     if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "as_numpy_iterator"):
-        raise SettingsError(
-            f"Type error: dataloader should be either tf.data.Dataset or Iterable, not {type(dataloader).__name__}.",
-            setting="dataloader",
-        )
-    if factor > 1 and factor != int(factor):
-        raise SettingsError(f"{setting}={factor!r}; it takes {what}.", setting=setting)
+        text = f"Type error: dataloader should be either tf.data.Dataset or Iterable, not {type(dataloader).__name__}."
+        raise SettingsError(text, setting="dataloader")
     if not 0 < factor < 1 or not _is_list_of_loaders(dataloader):
         return max(1, int(factor)), False
     turns, given = round(1 / factor), len(dataloader)
@@ -298,13 +297,11 @@ def _parts(dataloader: object, factor: object) -> tuple[int, bool]:
 
 
 def _is_list_of_loaders(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, list | tuple) and bool(value) and all(_is_loader(item) for item in value)
+    def is_loader(item: object) -> bool:
+        is_batch = isinstance(item, Mapping | np.ndarray | jax.Array | str | bytes)
+        return not is_batch and (isinstance(item, Iterable) or hasattr(item, "as_numpy_iterator"))
 
-
-def _is_loader(item: object) -> bool:
-    if isinstance(item, Mapping | np.ndarray | jax.Array | str | bytes):
-        return False
-    return isinstance(item, Iterable) or hasattr(item, "as_numpy_iterator")
+    return isinstance(value, list | tuple) and bool(value) and all(map(is_loader, value))
 
 
 def _is_one_shot(loader: object) -> bool:

@@ -52,8 +52,7 @@ class RemoteIterator:
         checkpoint_path: epath.PathLike,
         elastic: bool = False,
     ) -> None:
-        self.get_ds_fn = get_ds_fn
-        self.preprocessing_fn = preprocessing_fn
+        self.get_ds_fn, self.preprocessing_fn = get_ds_fn, preprocessing_fn
         self.global_shape = global_shape
         self.checkpoint_path = checkpoint_path
         self.elastic = elastic
@@ -172,7 +171,6 @@ class RemoteIteratorWrapper:
       cpu_mesh: the mesh of these devices.
       tpu_sharding, cpu_sharding: shardings of dimension 0 over all axes.
       dummy_array: float32 ``[devices]`` over ``cpu_mesh``.
-      local_iterator: calls the methods of the RemoteIterator on its hosts.
 
     Raises:
       SettingsError: a function cannot be pickled.
@@ -202,7 +200,11 @@ class RemoteIteratorWrapper:
         self.cpu_sharding = NamedSharding(self.cpu_mesh, PartitionSpec(self.cpu_mesh.axis_names))
         zeros = np.zeros(self.cpu_mesh.size, np.float32)
         self.dummy_array = jax.make_array_from_callback(zeros.shape, self.cpu_sharding, lambda index: zeros[index])
-        self.local_iterator = _RemoteMethods(self._client)
+
+    @property
+    def local_iterator(self) -> RemoteIteratorWrapper:
+        """Itself: it has the methods of the RemoteIterator, which it calls on all hosts."""
+        return self
 
     def __iter__(self) -> RemoteIteratorWrapper:
         return self
@@ -214,37 +216,10 @@ class RemoteIteratorWrapper:
           StopIteration: the end of the data.
           Exception: any error that the loader raised on a host, with its message.
         """
-        return self._client.to_accelerators(self.local_iterator.get_next(self.dummy_array))
-
-    def reset(self) -> None:
-        """Restarts from the beginning."""
-        self.local_iterator.reset()
-
-    def save_state(self, step: Step) -> None:
-        """Writes, on each host, the state of its loader after the last delivered batch."""
-        self.local_iterator.save_state(step)
-
-    def restore_state(self, step: Step) -> None:
-        """Resumes each host from its file of that step.
-
-        Raises:
-          FileNotFoundError: a host has no such file; the iterator of that host is unchanged.
-        """
-        self.local_iterator.restore_state(step)
-
-    def close(self) -> None:
-        """Stops threads on the hosts."""
-        self._client.close()
-
-
-class _RemoteMethods:
-    """Calls the methods of RemoteIterator on all hosts."""
-
-    def __init__(self, client: RemoteClient) -> None:
-        self._client = client
+        return self._client.to_accelerators(self.get_next())
 
     def get_next(self, dummy_array: jax.Array | None = None) -> PyTree:
-        """Returns the next batch over the CPU mesh."""
+        """Returns the next global batch over ``cpu_mesh``."""
         del dummy_array
         return self._client.take()
 
@@ -254,14 +229,22 @@ class _RemoteMethods:
         self._client.call("reset")
 
     def save_state(self, step: Step) -> Step:
-        """Writes the state file of each host."""
+        """Writes, on each host, the state of its loader after the last delivered batch."""
         self._client.call("save_state", int(np.asarray(step)))
         return step
 
     def restore_state(self, step: Step) -> Step:
-        """Resumes each host from its state file."""
+        """Resumes each host from its file of that step.
+
+        Raises:
+          FileNotFoundError: a host has no such file; the iterator of that host is unchanged.
+        """
         self._client.call("restore_state", int(np.asarray(step)))
         return step
+
+    def close(self) -> None:
+        """Stops threads on the hosts."""
+        self._client.close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,11 +134,6 @@ def address(answer: bytes, process_index: int) -> bytes:
     return _HOST.pack(process_index) + answer
 
 
-def addressed_length(length: int) -> int:
-    """Size in bytes of an answer of ``length`` bytes with its prefix."""
-    return _HOST.size + length
-
-
 def take_address(row: np.ndarray[Any, Any]) -> tuple[int, bytes]:
     """Splits a row into the process index and the answer, which may be followed by padding."""
     data = row.tobytes()
@@ -235,7 +230,7 @@ class Endpoint:
         if request.shape[1] == 1:
             return _header(self, request, flag), ()
         if batch is None:  # the compiled call must return the same structure at the end and after an error too
-            batch = jax.tree.map(lambda leaf: _zeros(leaf, size), self._spec)
+            batch = jax.tree.map(lambda leaf: zeros(leaf, size), self._spec)
         return _header(self, request, flag), batch
 
     def stage(self, request: jax.Array) -> jax.Array:
@@ -256,19 +251,19 @@ class Endpoint:
 
 
 def _header(endpoint: Endpoint, request: jax.Array, flag: int) -> jax.Array:
-    target = endpoint._target
-    step, position, size = 0, 0, 0
-    if target is not None:
-        try:
-            step, position, size = target.numbers()
-        except Exception as error:
-            if flag != ERROR:
-                flag, endpoint._answer = ERROR, encode_error(error)
-    header = Header(flag, len(endpoint._answer), step, position, size, coordination.process_index())
+    numbers: tuple[int, int, int] = (0, 0, 0)
+    try:
+        if endpoint._target is not None:
+            numbers = endpoint._target.numbers()
+    except Exception as error:
+        if flag != ERROR:
+            flag, endpoint._answer = ERROR, encode_error(error)
+    header = Header(flag, len(endpoint._answer), *numbers, coordination.process_index())
     return to_rows(header.to_row(), request.sharding, request.shape[0])
 
 
-def _zeros(spec: jax.ShapeDtypeStruct, size: int) -> jax.Array:
+def zeros(spec: jax.ShapeDtypeStruct, size: int = 0) -> jax.Array:
+    """Returns a new global array of zeros, with ``size`` rows if given."""
     shape = (size or spec.shape[0], *spec.shape[1:])
     whole = np.broadcast_to(np.zeros((), spec.dtype), shape)
     assert spec.sharding is not None
@@ -361,7 +356,7 @@ class RemoteClient:
 
     def _fetch(self, headers: dict[int, Header], flag: int = OK) -> dict[int, Any]:
         """Returns the answers of hosts whose header has ``flag``; the buffer has room for the longest of all hosts."""
-        length = padded_length(addressed_length(max(header.length for header in headers.values())))
+        length = padded_length(_HOST.size + max(header.length for header in headers.values()))
         buffer = to_rows(padded(b"", length), self._near, self._num_near)
         # Key by the address in the answer, not by device.process_index: a single controller may see the same process
         # index on all devices.

@@ -104,8 +104,8 @@ class FeedTarget:
             "len": feed.__len__,
             "element_spec": self._element_spec,
             "record_ids": lambda step: feed.record_ids(step).tolist(),
-            "read": lambda record_ids: jax.tree.map(lambda leaf: leaf.copy(), feed.read(record_ids)),
-            "replay": self._replay,
+            "read": lambda record_ids: jax.tree.map(np.copy, feed.read(record_ids)),
+            "replay": lambda step, state: jax.tree.map(np.copy, feed.replay(step, state=state)),
             "config": feed.config,
             "stats": lambda: dataclasses.asdict(feed.stats()),
             "report": lambda: report_figures([feed._figures()]),
@@ -114,8 +114,7 @@ class FeedTarget:
     def next(self) -> PyTree:
         """Returns the next batch of the feed."""
         batch = next(self._feed)
-        if self._varies:
-            self._update_size()
+        self._update_size()
         return batch
 
     def numbers(self) -> tuple[int, int, int]:
@@ -132,20 +131,16 @@ class FeedTarget:
         return spec
 
     def _update_size(self) -> None:
-        self._size = jax.tree.leaves(self._feed.element_spec)[0].shape[0]
+        if self._varies:
+            self._size = jax.tree.leaves(self._feed.element_spec)[0].shape[0]
 
     def _set_state(self, text: str) -> None:
         self._feed.set_state(json.loads(text))
-        if self._varies:
-            self._update_size()
+        self._update_size()
 
     def _reset(self) -> None:
         self._feed.reset()
-        if self._varies:
-            self._update_size()
-
-    def _replay(self, step: int, state: Mapping[str, Any] | None) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf.copy(), self._feed.replay(step, state=state))
+        self._update_size()
 
     def _element_spec(self) -> dict[str, Any]:
         """Returns structure, shapes, dtypes and PartitionSpec entries as JSON, without device references."""

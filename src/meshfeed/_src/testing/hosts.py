@@ -71,13 +71,15 @@ class HostTask:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if self.recoverability:
             jax.config.update("jax_enable_recoverability", True)
-        options: dict[str, object] = {}
-        if self.heartbeat_timeout_seconds is not None:
-            options["heartbeat_timeout_seconds"] = int(self.heartbeat_timeout_seconds)
+        seconds = 100 if self.heartbeat_timeout_seconds is None else int(self.heartbeat_timeout_seconds)
         address = f"127.0.0.1:{self.port}"
-        if self.host == 0:
-            options["coordinator_bind_address"] = address  # not on public network interfaces
-        jax.distributed.initialize(address, self.num_hosts, self.host, **options)  # pyright: ignore[reportArgumentType] # keywords of several types
+        jax.distributed.initialize(
+            address,
+            self.num_hosts,
+            self.host,
+            heartbeat_timeout_seconds=seconds,
+            coordinator_bind_address=address if self.host == 0 else None,  # not on public network interfaces
+        )
         jax.devices()  # exchanges topologies collectively; an error here is better than one in the first test
 
     def __call__(self, payload: bytes) -> bytes:
@@ -110,9 +112,8 @@ def _portable(value: PyTree) -> PyTree:
     import numpy as np
 
     def leaf(x: object) -> object:
-        if isinstance(x, jax.Array) and (x.is_fully_addressable or x.is_fully_replicated):
-            return np.asarray(x)
-        return x
+        whole = isinstance(x, jax.Array) and (x.is_fully_addressable or x.is_fully_replicated)
+        return np.asarray(x) if whole else x
 
     return jax.tree_util.tree_map(leaf, value)
 
@@ -159,10 +160,12 @@ class HostRunError(MeshfeedError):
         failed = [result for result in results if result.error is not None]
         parts = [f"{len(failed)} of {len(results)} hosts failed"]
         for result in failed:
-            parts.append(f"--- host {result.host}: {type(result.error).__name__}: {result.error}")
-            parts.append(result.traceback.rstrip())
+            parts += [
+                f"--- host {result.host}: {type(result.error).__name__}: {result.error}",
+                result.traceback.rstrip(),
+            ]
             parts.append(f"--- host {result.host}, end of its log:\n{result.log[-_LOG_TAIL_BYTES:].rstrip()}")
-        super().__init__("\n".join(part for part in parts if part))
+        super().__init__("\n".join(filter(None, parts)))
 
 
 class Host:
@@ -217,13 +220,11 @@ class Host:
         elif frame.kind == child_process.RESULT:
             self.finish(pickle.loads(frame.value))
         elif frame.kind == child_process.ERROR:
-            self.finish(error=_rebuild(frame.value), traceback=frame.value["traceback"])
-
-
-def _rebuild(description: ErrorDescription) -> BaseException:
-    if description["pickled"] is not None:
-        return pickle.loads(description["pickled"])
-    return RuntimeError(f"{description['type']}: {description['message']}")
+            error: ErrorDescription = frame.value
+            pickled, text = error["pickled"], f"{error['type']}: {error['message']}"
+            self.finish(
+                error=RuntimeError(text) if pickled is None else pickle.loads(pickled), traceback=error["traceback"]
+            )
 
 
 def free_port() -> int:
@@ -315,8 +316,7 @@ class HostPool:
         self.devices_per_host = devices_per_host
         self.timeout_seconds = timeout_seconds
         self._env = dict(env or {})
-        self._recoverability = recoverability
-        self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
+        self._options = recoverability, heartbeat_timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds
         self._hosts: list[Host] = []
         self._dirty = False
@@ -491,7 +491,7 @@ class HostPool:
         env = {**cpu_environment(self.devices_per_host), "PYTHONUNBUFFERED": "1", **self._env}
         port = free_port()
         for index in range(self.num_hosts):
-            task = HostTask(index, self.num_hosts, port, self._recoverability, self._heartbeat_timeout_seconds)
+            task = HostTask(index, self.num_hosts, port, *self._options)
             self._hosts.append(Host(task, directory / f"{attempt}-{index}.log", env))
         self._await_ready()
         if all(host.ready and host.result is None for host in self._hosts):

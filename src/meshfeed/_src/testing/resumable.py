@@ -227,16 +227,13 @@ class _Run:
         return f"The row is row {number} of batch {step} of the uninterrupted run."
 
 
-def _is_feed_state(state: object) -> bool:
-    return isinstance(state, dict) and "meshfeed" in state
-
-
 def _save(feed: ResumableBatches) -> str:
     """Returns the state as JSON text, the form stored in a checkpoint."""
     state = feed.get_state()
     try:
         # The state of a feed is JSON. Other iterators may have tuples and bytes in their state, which a feed encodes.
-        return json.dumps(state if _is_feed_state(state) else {"other": encode_value(state)})
+        is_feed_state = isinstance(state, dict) and "meshfeed" in state
+        return json.dumps(state if is_feed_state else {"other": encode_value(state)})
     except TypeError as error:
         raise AssertionError(
             f"get_state() of {type(feed).__name__} returned a value that cannot be represented as JSON: {error}"
@@ -245,7 +242,7 @@ def _save(feed: ResumableBatches) -> str:
 
 def _restore(feed: ResumableBatches, text: str) -> None:
     state = json.loads(text)
-    feed.set_state(state if _is_feed_state(state) else decode_value(state["other"]))
+    feed.set_state(state if "meshfeed" in state else decode_value(state["other"]))
 
 
 def _digest(batch: PyTree) -> _Batch:
@@ -256,17 +253,13 @@ def _digest(batch: PyTree) -> _Batch:
 def _blocks(leaf: object) -> list[_Block]:
     if not isinstance(leaf, jax.Array):
         return [_block(leaf, 0, "the host")]
-    shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
     blocks = []
-    for shard in shards:
+    for shard in sorted(leaf.addressable_shards, key=lambda shard: shard.device.id):
         first = (shard.index[0].start or 0) if shard.index else 0
-        where = f"{shard.device} {list(leaf.shape)}[{_slices(shard.index)}]"
+        ends = (["" if end is None else end for end in (part.start, part.stop)] for part in shard.index)
+        where = f"{shard.device} {list(leaf.shape)}[{', '.join(f'{start}:{stop}' for start, stop in ends)}]"
         blocks.append(_block(np.asarray(shard.data), first, where))
     return blocks
-
-
-def _slices(index: tuple[slice, ...]) -> str:
-    return ", ".join(f"{'' if s.start is None else s.start}:{'' if s.stop is None else s.stop}" for s in index)
 
 
 def _block(value: object, first_row: int, where: str) -> _Block:
@@ -275,9 +268,7 @@ def _block(value: object, first_row: int, where: str) -> _Block:
         return _Block(first_row, where, type(value).__name__, (), (xxhash.xxh3_64_intdigest(data),))
     array = np.asarray(value)
     rows = array if array.ndim else array[None]
-    if array.dtype.hasobject:  # the buffer contains pointers, which differ between runs
-        digests = [xxhash.xxh3_64_intdigest(repr(row).encode()) for row in rows]
-    else:
-        digests = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(row).tobytes()) for row in rows]
+    # A buffer of objects contains pointers, which differ between runs.
+    parts = (repr(row).encode() if array.dtype.hasobject else np.ascontiguousarray(row).tobytes() for row in rows)
     kind = str(array.dtype) if isinstance(value, np.ndarray) else f"{type(value).__name__} {array.dtype}"
-    return _Block(first_row, where, kind, array.shape, tuple(digests))
+    return _Block(first_row, where, kind, array.shape, tuple(map(xxhash.xxh3_64_intdigest, parts)))
