@@ -22,7 +22,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from meshfeed import MeshfeedError, SettingsError, SourceError
 from meshfeed._src.base.child import ChildProcess, Parent
@@ -87,11 +87,8 @@ class Job:
         self.topology = topology
         self.directory = directory
         directory.mkdir(parents=True)
-        env = {
-            **cpu_environment(topology.devices),
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "TF_CPP_MIN_LOG_LEVEL": "1",
-        }
+        env = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "TF_CPP_MIN_LOG_LEVEL": "1"}
+        env |= cpu_environment(topology.devices)
         address = f"127.0.0.1:{free_port()}"
         self._children: list[ChildProcess] = []
         self._read_to = 0
@@ -101,10 +98,8 @@ class Job:
                 command += ["--model-axis", str(topology.model_axis), "--log", str(self.log_path(host))]
                 if topology.hosts > 1:
                     command += ["--coordinator", address, "--num-hosts", str(topology.hosts), "--host", str(host)]
-                run = f"{__name__}:run_script"
-                self._children.append(
-                    ChildProcess(run, *command, env=env, log_path=self.output_path(host), own_group=True)
-                )
+                run, log = f"{__name__}:run_script", self.output_path(host)
+                self._children.append(ChildProcess(run, *command, env=env, log_path=log, own_group=True))
         except BaseException:
             self.close()
             raise
@@ -144,15 +139,13 @@ class Job:
         codes = [child.returncode for child in self._children]
         for host, code in enumerate(codes):
             if code:
-                raise MeshfeedError(
-                    f"{self.topology}: host {host} {self._children[host].how_it_ended()}. {self.output_path(host)} ends:\n"
-                    + "\n".join(self.output(host)[-_LOG_TAIL_LINES:])
-                )
+                what = f"host {host} {self._children[host].how_it_ended()}. {self.output_path(host)} ends"
+                raise MeshfeedError(f"{self.topology}: {what}:\n{self.log_tail(host)}")
         return None in codes
 
-    def output(self, host: int) -> list[str]:
-        """Returns the lines that a host printed."""
-        return self._children[host].log().splitlines()
+    def log_tail(self, host: int) -> str:
+        """Returns the last lines that a host printed."""
+        return "\n".join(self._children[host].log().splitlines()[-_LOG_TAIL_LINES:])
 
     def kill(self) -> None:
         """Sends SIGKILL to all processes: no handler runs, no buffer is flushed, no other host is notified."""
@@ -185,8 +178,7 @@ def run_script(parent: Parent) -> None:
 _LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Text cut into records of one length.
 
     Attributes:
@@ -198,17 +190,10 @@ class Corpus:
     """
 
     pattern: str
-    paths: tuple[pathlib.Path, ...]
+    paths: Sequence[pathlib.Path]
     num_records: int
     record_bytes: int
     num_sources: int
-
-
-def _sources() -> Iterator[pathlib.Path]:
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not _LEFT_OUT.intersection(path.relative_to(root).parts):
-            yield path
 
 
 def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int, num_files: int = 4) -> Corpus:
@@ -225,16 +210,16 @@ def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    text, num_sources = bytearray(), 0
-    for path in _sources():
-        if len(text) >= num_records * record_bytes:
-            break
-        text += path.read_bytes()
-        num_sources += 1
-    if len(text) < num_records * record_bytes:
+    text, num_sources, needed = bytearray(), 0, num_records * record_bytes
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if len(text) < needed and not _LEFT_OUT.intersection(path.relative_to(root).parts):
+            text += path.read_bytes()
+            num_sources += 1
+    if len(text) < needed:
         raise SourceError(
-            f"the standard library in {sysconfig.get_path('stdlib')} has {len(text):,} bytes of Python text; the demo needs "
-            f"{num_records * record_bytes:,}. Some systems omit modules: use a complete Python (PYTHON=...)."
+            f"the standard library in {root} has {len(text):,} bytes of Python text; the demo needs {needed:,}. Some systems "
+            "omit modules: use a complete Python (PYTHON=...)."
         )
     directory.mkdir(parents=True, exist_ok=True)
     bounds = [num_records * number // num_files for number in range(num_files + 1)]
@@ -245,7 +230,7 @@ def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int
         for record in range(first, stop):
             writer.write(bytes(text[record * record_bytes : (record + 1) * record_bytes]))
         writer.close()
-    return Corpus(str(directory / "*.array_record"), tuple(paths), num_records, record_bytes, num_sources)
+    return Corpus(str(directory / "*.array_record"), paths, num_records, record_bytes, num_sources)
 
 
 def read_records(corpus: Corpus) -> list[bytes]:
@@ -406,11 +391,9 @@ class Demo:
         with Job(leg.topology, self._directory / name, [*arguments, *leg.arguments]) as job:
             killed_after = self._watch(job, leg, checkpoints)
             if killed_after is not None:
-                pids = ", ".join(map(str, job.pids))
-                self._console.print(
-                    f"  [red]SIGKILL[/] to {'all ' * (len(job.pids) > 1)}{len(job.pids)} process{'es' * (len(job.pids) > 1)} "
-                    f"({pids}) after step {killed_after}"
-                )
+                pids, several = ", ".join(map(str, job.pids)), len(job.pids) > 1
+                which = f"{'all ' * several}{len(job.pids)} process{'es' * several}"
+                self._console.print(f"  [red]SIGKILL[/] to {which} ({pids}) after step {killed_after}")
         return read_job([job.log_path(host) for host in range(leg.topology.hosts)])
 
     def _watch(self, job: Job, leg: Leg, checkpoints: pathlib.Path) -> int | None:
@@ -430,26 +413,23 @@ class Demo:
                         progress.update(task, completed=restored, note="compiling")
                         continue
                     step = line["step"]
-                    progress.update(task, completed=step, note=_note(line))
+                    speed = f"{line['records_per_second']:>6,} records/s  stall {line['stall_fraction']:.1%}"
+                    progress.update(task, completed=step, note=f"loss {line['loss']:.3f}  {speed}")
                 # Kill only after a new checkpoint, or the next job would have nothing to resume from.
                 if kill_at is not None and step >= kill_at and _newest_step(checkpoints) > (restored or 0):
                     job.kill()
                     return step
+                if not running and kill_at is None:
+                    return None
                 if not running:
-                    return self._ended(job, kill_at, step)
-                if time.monotonic() - last_news > _SILENCE_SECONDS:
                     raise MeshfeedError(
-                        f"{job.topology}: no step for {_SILENCE_SECONDS:.0f} s after step {step}. Host 0's log ends:\n"
-                        + "\n".join(job.output(0)[-12:])
+                        f"{job.topology}: the job ended at step {step} before it could be killed, because no checkpoint "
+                        "was complete. Use more --steps."
                     )
+                if time.monotonic() - last_news > _SILENCE_SECONDS:
+                    silence = f"no step for {_SILENCE_SECONDS:.0f} s after step {step}"
+                    raise MeshfeedError(f"{job.topology}: {silence}. Host 0's log ends:\n{job.log_tail(0)}")
                 time.sleep(_POLL_SECONDS)
-
-    def _ended(self, job: Job, kill_at: int | None, step: int) -> None:
-        if kill_at is not None:
-            raise MeshfeedError(
-                f"{job.topology}: the job ended at step {step} before it could be killed, because no checkpoint was "
-                "complete. Use more --steps."
-            )
 
     # ------------------------------------------------------------------ the proof
 
@@ -482,10 +462,6 @@ def _columns(*rows: tuple[str, str]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _note(line: dict[str, Any]) -> str:
-    return f"loss {line['loss']:.3f}  {line['records_per_second']:>6,} records/s  stall {line['stall_fraction']:.1%}"
 
 
 def _newest_step(checkpoints: pathlib.Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -86,18 +87,14 @@ def effective(jobs: Sequence[JobLog]) -> dict[int, Step]:
 
 def ids_digest(steps: Mapping[int, Step]) -> str:
     """Returns the SHA-256 digest of the record ids of all steps, in order."""
-    digest = hashlib.sha256()
-    for step in steps.values():
-        digest.update(np.asarray(step.record_ids, "<i8").tobytes())
-    return digest.hexdigest()
+    ids = [record_id for step in steps.values() for record_id in step.record_ids]
+    return hashlib.sha256(np.asarray(ids, "<i8").tobytes()).hexdigest()
 
 
 def batches_digest(steps: Mapping[int, Step]) -> str:
     """Returns the SHA-256 digest of all global batches: of the row digests, in row order, step by step."""
-    digest = hashlib.sha256()
-    for step in steps.values():
-        digest.update("".join(step.content[1]).encode())
-    return digest.hexdigest()
+    rows = [digest for step in steps.values() for digest in step.content[1]]
+    return hashlib.sha256("".join(rows).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,46 +127,35 @@ def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], n
     whether = {True: "identical to the uninterrupted run", False: "different from the uninterrupted run"}
     same_ids = ids_digest(steps) == ids_digest(wanted)
     same_batches = batches_digest(steps) == batches_digest(wanted)
+    complete = list(steps) == numbers and len(whole) == num_steps and list(wanted) == numbers
+    of_corpus = ": each record of the corpus once" if once == len(records) else f", of {len(records):,} in the corpus"
+    first_wrong = f"; the first that was not is step {differing[0]}" if differing else ""
+    reproduced = f"{again - len(differing):,} of the {again:,} steps lost to the kills were reproduced exactly"
+    agree = "all hosts agree on the ids and on every row that several of them hold"
     return [
-        Check(
-            "steps",
-            list(steps) == numbers and len(whole) == num_steps and list(wanted) == numbers,
-            f"{len(whole):,} of {num_steps:,} are complete",
-        ),
+        Check("steps", complete, f"{len(whole):,} of {num_steps:,} are complete"),
         Check("record ids", same_ids, whether[same_ids]),
         Check("batches", same_batches, whether[same_batches]),
         Check("files", right == rows, f"{right:,} of {rows:,} rows equal the record with their id"),
         Check(
             "epoch",
             once == len(epoch),
-            f"{once:,} distinct records among the first {len(epoch):,} delivered"
-            + (": each record of the corpus once" if once == len(records) else f", of {len(records):,} in the corpus"),
+            f"{once:,} distinct records among the first {len(epoch):,} delivered{of_corpus}",
         ),
-        Check(
-            "replayed",
-            not differing,
-            f"{again - len(differing):,} of the {again:,} steps lost to the kills were reproduced exactly"
-            + (f"; the first that was not is step {differing[0]}" if differing else ""),
-        ),
-        Check(
-            "hosts",
-            not problems,
-            problems[0] if problems else "all hosts agree on the ids and on every row that several of them hold",
-        ),
+        Check("replayed", not differing, f"{reproduced}{first_wrong}"),
+        Check("hosts", not problems, problems[0] if problems else agree),
     ]
 
 
 def _replayed(jobs: Sequence[JobLog]) -> tuple[int, list[int]]:
     """Counts the steps that the next job replayed, and lists those whose content differs."""
-    again, differing = 0, []
-    for number, job in enumerate(jobs):
-        for later in jobs[number + 1 : number + 2]:
-            for index, step in job.steps.items():
-                if index > later.restored and step.whole and index in later.steps and later.steps[index].whole:
-                    again += 1
-                    if step.content != later.steps[index].content:
-                        differing.append(index)
-    return again, differing
+    pairs = [
+        (index, step, later.steps[index])
+        for job, later in itertools.pairwise(jobs)
+        for index, step in job.steps.items()
+        if index > later.restored and step.whole and index in later.steps and later.steps[index].whole
+    ]
+    return len(pairs), [index for index, step, again in pairs if step.content != again.content]
 
 
 def _rows_like_the_files(steps: Mapping[int, Step], records: Sequence[bytes]) -> tuple[int, int]:
