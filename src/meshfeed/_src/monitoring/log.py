@@ -18,6 +18,7 @@ from meshfeed._src.monitoring.sampling import Exporter, Sampler, check_feed, che
 from meshfeed._src.pictures.report import HostLog
 
 _RUN = re.compile(r'"run": "(\w*)"')
+_GIVE = "Give the files or the folder that"
 _STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name != "feed_id")
 
 
@@ -60,22 +61,17 @@ def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.
 
 
 def _to_json(sample: Sample, feed: str, host: int) -> dict[str, JsonValue]:
-    stats = {name: getattr(sample.stats, name) for name in _STATS}
-    return {
+    line: dict[str, JsonValue] = {
         "time": round(sample.time, 3),
         "feed": feed,
         "host": host,
         "run": sample.stats.feed_id,
-        "step": sample.step,
-        "position": sample.position,
-        **{name: round(value, 6) if isinstance(value, float) else value for name, value in stats.items()},
-        "cache": dict(sample.cache),
     }
-
-
-def _from_json(line: dict[str, JsonValue]) -> Sample:
-    stats = FeedStats(feed_id=line["run"], **{name: line[name] for name in _STATS if name in line})
-    return Sample(line["time"], line["step"], line["position"], stats, line["cache"])
+    line |= {"step": sample.step, "position": sample.position}
+    for name in _STATS:
+        value = getattr(sample.stats, name)
+        line[name] = round(value, 6) if isinstance(value, float) else value
+    return {**line, "cache": dict(sample.cache)}
 
 
 def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
@@ -93,9 +89,8 @@ def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
     """
     logs = [log for path in _files(paths) for log in _logs_of(path)]
     if not logs:
-        raise SourceError(
-            f"no figures in {', '.join(map(str, paths))}. Give the folder that meshfeed.monitoring.log wrote."
-        )
+        what = f"no figures in {', '.join(map(str, paths))}"
+        raise SourceError(f"{what}. Give the folder that meshfeed.monitoring.log wrote.")
     return sorted(logs, key=lambda log: (log.feed, log.host, log.samples[0].time))
 
 
@@ -105,25 +100,23 @@ def _logs_of(path: pathlib.Path) -> list[HostLog]:
         lines.pop()  # a killed process may leave half a line
     logs: list[HostLog] = []
     for _, group in itertools.groupby(lines, key=lambda line: _RUN.findall(line[1])):
-        parsed = [_parsed(path, number, text) for number, text in _thinned(list(group))]
+        run = list(group)
+        # About 1,000 of them, with the first and the last: totals stay exact, and a day's log is read in a moment.
+        chosen = run[: -1 : -(-len(run) // 1000)] + run[-1:]
+        parsed = [_parsed(path, number, text) for number, text in chosen]
         logs.append(HostLog(parsed[0][0], parsed[0][1], [sample for _, _, sample in parsed]))
     return logs
-
-
-def _thinned(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """At most about 1,000 lines, with the first and the last: totals stay exact, and a day's log is read in a moment."""
-    stride = -(-len(lines) // 1000)
-    return lines[:-1:stride] + lines[-1:]
 
 
 def _parsed(path: pathlib.Path, number: int, text: str) -> tuple[str, int, Sample]:
     try:
         line = json.loads(text)
-        return line["feed"], line["host"], _from_json(line)
+        stats = FeedStats(feed_id=line["run"], **{name: line[name] for name in _STATS if name in line})
+        return line["feed"], line["host"], Sample(line["time"], line["step"], line["position"], stats, line["cache"])
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(
             f"line {number} of {path} is not a line of meshfeed.monitoring.log ({type(error).__name__}: {error}). "
-            "Give the files or the folder that it wrote."
+            f"{_GIVE} it wrote."
         ) from error
 
 
@@ -131,8 +124,6 @@ def _files(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
     files: list[pathlib.Path] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
-            raise SourceError(
-                f"{path} does not exist. Give the files or the folder that meshfeed.monitoring.log wrote."
-            )
+            raise SourceError(f"{path} does not exist. {_GIVE} meshfeed.monitoring.log wrote.")
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     return files

@@ -29,6 +29,7 @@ _COUNTERS = {
     "retries": "Retried reads.",
     "skipped_records": "Bad records replaced in delivered batches.",
 }
+_GAUGES = {"step": "Batches delivered since the start of the stream.", "position": "Records, likewise."}
 _CACHE_COUNTERS = {
     "hits": "Opens of a file that was in a shard cache.",
     "misses": "Opens that had to wait for a file.",
@@ -65,9 +66,8 @@ def prometheus(
     try:
         import prometheus_client
     except ImportError:
-        raise SettingsError(
-            "prometheus needs prometheus_client: run pip install '.[prometheus]' in a checkout.", setting="feeds"
-        ) from None
+        text = "prometheus needs prometheus_client: run pip install '.[prometheus]' in a checkout."
+        raise SettingsError(text, setting="feeds") from None
     if not feeds or (registry is None and port is None):
         raise SettingsError("prometheus takes at least one feed, and a port or a registry.", setting="feeds")
     served = prometheus_client.CollectorRegistry() if registry is None else registry
@@ -116,21 +116,14 @@ class _Collector:
 
         feeds = [feed for reference in self._feeds if (feed := reference()) is not None]
         samples: dict[str, Sample] = {feed.name: take_sample(feed) for feed in feeds}
-        for name, text in _COUNTERS.items():
-            counter = CounterMetricFamily(f"meshfeed_{name}", text, labels=("feed", "host"))
+        for name, text in (_COUNTERS | _GAUGES).items():
+            family = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+            metric = family(f"meshfeed_{name}", text, labels=("feed", "host"))
             for feed, sample in samples.items():
-                counter.add_metric((feed, self._host), getattr(sample.stats, name))
-            yield counter
-        for name, text in {
-            "step": "Batches delivered since the start of the stream.",
-            "position": "Records, likewise.",
-        }.items():
-            gauge = GaugeMetricFamily(f"meshfeed_{name}", text, labels=("feed", "host"))
-            for feed, sample in samples.items():
-                gauge.add_metric((feed, self._host), getattr(sample, name))
-            yield gauge
+                metric.add_metric((feed, self._host), getattr(sample if name in _GAUGES else sample.stats, name))
+            yield metric
         totals = CACHES.totals()
         for name, text in _CACHE_COUNTERS.items():
-            counter = CounterMetricFamily(f"meshfeed_cache_{name}", text, labels=("host",))
-            counter.add_metric((self._host,), totals.get(name, 0))
-            yield counter
+            metric = CounterMetricFamily(f"meshfeed_cache_{name}", text, labels=("host",))
+            metric.add_metric((self._host,), totals.get(name, 0))
+            yield metric

@@ -34,9 +34,8 @@ def tensorboard(feed: object, directory: str | os.PathLike[str], *, seconds: flo
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
-        raise SettingsError(
-            "tensorboard needs tensorboardX: run pip install '.[tensorboard]' in a checkout.", setting="feed"
-        ) from None
+        text = "tensorboard needs tensorboardX: run pip install '.[tensorboard]' in a checkout."
+        raise SettingsError(text, setting="feed") from None
     feed, seconds = check_feed(feed), check_seconds(seconds)
     name = feed.name
     writer = SummaryWriter(str(pathlib.Path(directory) / f"host-{coordination.process_index():05d}"))

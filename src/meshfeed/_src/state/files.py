@@ -108,11 +108,7 @@ def write_json(path: epath.Path, value: JsonValue) -> None:
 
 
 def write_state(
-    directory: Directory,
-    state: JsonObject,
-    *,
-    identity: JsonObject | None = None,
-    process: int | None = None,
+    directory: Directory, state: JsonObject, *, identity: JsonObject | None = None, process: int | None = None
 ) -> None:
     """Writes this host's part of a feed's state, if it has one (:func:`must_write`).
 
@@ -124,27 +120,26 @@ def write_state(
     """
     process = process_index() if process is None else process
     if must_write(state, process):
-        document = make_document(state, identity, process)
-        write_json(epath.Path(directory) / file_name(state, process), document)
+        write_json(epath.Path(directory) / file_name(state, process), make_document(state, identity, process))
 
 
 def _read_document(path: epath.Path) -> dict[str, JsonValue]:
     remedy = "The file is damaged or was changed by hand; restore an earlier step."
+
+    def damaged(problem: str) -> DamagedStateError:
+        return DamagedStateError(f"{path}: {problem}. {remedy}", path=str(path))
+
     try:
         document = json.loads(path.read_text())
     except ValueError as error:
-        raise DamagedStateError(
-            f"{path}: not JSON ({error}), expected a state of a feed. {remedy}", path=str(path)
-        ) from None
+        raise damaged(f"not JSON ({error}), expected a state of a feed") from None
     if not isinstance(document, dict) or "meshfeed_iterator" not in document:
-        raise DamagedStateError(f"{path}: not the state of a feed. {remedy}", path=str(path))
+        raise damaged("not the state of a feed")
     document = cast("dict[str, JsonValue]", document)
     bare = {key: value for key, value in document.items() if key != "digest"}
     # Before the version check: a flipped bit in the version must not ask for an upgrade.
     if digest_of(bare) != document.get("digest"):
-        raise DamagedStateError(
-            f"{path}: digest is {digest_of(bare)}, expected {document.get('digest')}. {remedy}", path=str(path)
-        )
+        raise damaged(f"digest is {digest_of(bare)}, expected {document.get('digest')}")
     if document["meshfeed_iterator"] > _VERSION:
         raise CheckpointError(
             f"{path}: has format {document['meshfeed_iterator']}, but this version of meshfeed reads up to {_VERSION}. "

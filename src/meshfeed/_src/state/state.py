@@ -88,10 +88,9 @@ _OPTIONAL: dict[str, type] = {
 _REMEDIES = {
     "source": "Pass the source that the state was saved with, or start a new stream without the state.",
     "order": "This version of meshfeed orders records differently; continue with the version that saved the state.",
-    "shuffle": "Pass the saved value, or start a new stream without the state.",
-    "seed": "Pass the saved value, or start a new stream without the state.",
-    "num_epochs": "Pass the saved value, or start a new stream without the state.",
-    "end": "Pass the saved value, or start a new stream without the state.",
+    **dict.fromkeys(
+        ("shuffle", "seed", "num_epochs", "end"), "Pass the saved value, or start a new stream without the state."
+    ),
     "num_lanes": "Pass the saved number, or num_lanes=None to take it from the state.",
     "kind": "The state belongs to a different kind of source; pass that source, or start a new stream.",
 }
@@ -147,18 +146,8 @@ class FeedState:
 
     def to_json(self) -> dict[str, JsonValue]:
         """Returns the state as a new JSON value."""
-        value: dict[str, JsonValue] = {
-            "meshfeed": 1,
-            "kind": self.kind,
-            "position": self.position,
-            "segments": self.segments,
-            "fingerprint": self.fingerprint,
-        }
-        for name in ("step", "num_lanes", "lanes", "hosts", "skipped", "num_skipped", "num_unlisted"):
-            if getattr(self, name) is not None:
-                value[name] = getattr(self, name)
-        text = json.dumps(value)
-        return {**json.loads(text), "meshfeed": _needed_version(text)}
+        text = json.dumps({name: value for name, value in vars(self).items() if value is not None})
+        return {"meshfeed": _needed_version(text), **json.loads(text)}
 
 
 def _needed_version(text: str) -> int:
@@ -208,14 +197,15 @@ def _parse_object(state: JsonValue) -> dict[str, JsonValue]:
 
 def _pop_version(fields: dict[str, JsonValue]) -> int:
     version = fields.pop("meshfeed", None)
+    remedy = ""
     if not isinstance(version, int) or isinstance(version, bool):
-        raise StateMismatchError("meshfeed", version, VERSION, f"This is not the state of a feed. {_DAMAGED}")
-    if version > VERSION:
-        raise StateMismatchError(
-            "meshfeed", version, VERSION, "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
-        )
-    if version < 1:
-        raise StateMismatchError("meshfeed", version, VERSION, f"There is no such version. {_DAMAGED}")
+        remedy = f"This is not the state of a feed. {_DAMAGED}"
+    elif version > VERSION:
+        remedy = "A newer version of meshfeed wrote this state; upgrade meshfeed to read it."
+    elif version < 1:
+        remedy = f"There is no such version. {_DAMAGED}"
+    if remedy:
+        raise StateMismatchError("meshfeed", version, VERSION, remedy)
     return version
 
 
@@ -235,11 +225,12 @@ def _check_fields(fields: Mapping[str, JsonValue]) -> None:
 
 def _is_ledger(entries: JsonValue) -> bool:
     def is_entry(entry: JsonValue) -> bool:
-        match entry:
-            case [int(), int(), str(), int()]:
-                return True
-            case _:
-                return False
+        return isinstance(entry, list) and [type(item) for item in cast("list[JsonValue]", entry)] == [
+            int,
+            int,
+            str,
+            int,
+        ]
 
     return isinstance(entries, list) and all(map(is_entry, cast("list[JsonValue]", entries)))
 
@@ -316,11 +307,10 @@ def _join_entries(part: str, left: JsonValue, right: JsonValue) -> JsonValue:
     if part == "lanes":
         # Hosts that open the same lane may have taken the source's state at different records before the same position.
         # The entry with the smaller skip resumes faster.
-        fields = ("records", "epoch", "taken", "ended")
         if not isinstance(left, dict) or not isinstance(right, dict):
             return None
         entries = [cast("dict[str, JsonValue]", left), cast("dict[str, JsonValue]", right)]
-        alike = all(entries[0].get(name) == entries[1].get(name) for name in fields)
+        alike = all(entries[0].get(name) == entries[1].get(name) for name in ("records", "epoch", "taken", "ended"))
         return min(entries, key=lambda entry: entry.get("skip", 0)) if alike else None
     if part == "num_unlisted":
         return max(left, right)
@@ -352,7 +342,7 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
         raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")
     first = parsed[0]
     remedy = "Merge states that the hosts took after the same step of one feed."
-    joined: dict[str, dict[str, JsonValue]] = {"lanes": {}, "hosts": {}, "skipped": {}, "num_unlisted": {}}
+    joined: dict[str, dict[str, JsonValue]] = {part: {} for part in _ENTRIES}
     for state in parsed:
         for name in ("kind", "position", "step", "segments", "num_lanes", "num_skipped", "fingerprint"):
             if getattr(state, name) != getattr(first, name):
