@@ -3,13 +3,15 @@
 A store of our own, in its own process, sends 1.3 times the bytes that the loop consumes. The loop sleeps a fixed time per
 step. The share of the run spent waiting leaves out the first batch. The second table counts downloads with a cache of 30 %:
 the file whose next use is farthest makes room, or the one opened longest ago; real, and as ``meshfeed plan --cache``
-computes them. ``--mosaic PYTHON`` adds an epoch of Mosaic Streaming on the same store and files, run by that interpreter.
+computes them. The third table counts downloads of two processes that share a folder. ``--mosaic PYTHON`` adds an epoch of
+Mosaic Streaming on the same store and files, run by that interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import tempfile
@@ -24,6 +26,7 @@ from benchmarks._store import bytes_sent, serve
 with_cpu_devices(1)
 
 VALUES = 1024  # int32 per record
+_SHARED_STEPS = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, default=1.3, help="bandwidth over consumption")
     parser.add_argument("--latency", type=float, default=0.02, help="seconds per request")
     parser.add_argument("--lanes", type=int, default=4, help="of the order along shards")
-    parser.add_argument("--only", default="stalls,evictions,mosaic")
+    parser.add_argument("--only", default="stalls,evictions,sharing,mosaic")
     parser.add_argument("--mosaic-cache", type=float, nargs="+", default=[1.05], help="shares of the set")
     parser.add_argument("--mosaic", metavar="PYTHON", help="an interpreter that has mosaicml-streaming")
 
@@ -249,6 +252,46 @@ def mosaic(url: str, total: int, options: argparse.Namespace) -> Table:
     return Table("A cold epoch", rows, "Both start with an empty cache; imports are left out.", bars="epoch s")
 
 
+def sharing(url: str, total: int, options: argparse.Namespace) -> Table:
+    """Downloads of one process, and of two that share a folder or have one of half the size each."""
+    cases = [
+        ("one process", 0.3, [(0, 0)]),
+        ("two, the same order, one folder", 0.3, [(0, 0), (0, 0)]),
+        ("two, different orders, one folder", 0.3, [(0, 0), (1, 0)]),
+        ("two, different orders, half a folder each", 0.15, [(0, 0), (1, 1)]),
+    ]
+    rows = []
+    for name, share, readers in cases:
+        bytes_sent(url)
+        with tempfile.TemporaryDirectory() as root:
+            processes = [
+                multiprocessing.get_context("spawn").Process(
+                    target=_consume, args=(url, f"{root}/{folder}", int(share * total), seed, options)
+                )
+                for seed, folder in readers
+            ]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+        rows.append({"processes": name, "sent / set": bytes_sent(url) / total})
+    return Table(
+        "Downloads of processes that share a folder, in uniform order",
+        rows,
+        f"{_SHARED_STEPS} steps of 8 records per process, {options.shards} shards, a cache of 30 % of the set in all.",
+        bars="sent / set",
+        ours="one folder",
+    )
+
+
+def _consume(url: str, folder: str, max_bytes: int, seed: int, options: argparse.Namespace) -> None:
+    import meshfeed
+
+    cache = meshfeed.ShardCache(folder, max_bytes=max_bytes)
+    with make_feed(url, cache, options, shuffle=True, seed=seed, global_batch_size=8) as feed:
+        train(feed, 0.05, _SHARED_STEPS)
+
+
 def measure(options: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as root:
         folder = os.path.join(root, "data")
@@ -261,6 +304,9 @@ def measure(options: argparse.Namespace) -> Any:
                 yield stalls(url, total, options)
             if "mosaic" in options.only and options.mosaic:
                 yield mosaic(url, total, options)
+        if "sharing" in options.only:
+            with serve(root, bandwidth=200e6, latency=options.latency) as server:
+                yield sharing(f"{server}/data", total, options)
         if "evictions" in options.only:
             yield evictions(folder, total, options)
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import gzip
 import hashlib
+import math
 import os
 import pathlib
 import pickle
@@ -26,7 +28,7 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import fill_bar, shard_cache
 from meshfeed._src.sources.files.download import Download
-from meshfeed._src.sources.files.shard_cache import ShardCache
+from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -48,7 +50,9 @@ def read(cache: ShardCache, url: str) -> bytes:
 
 
 def files_in(cache: ShardCache) -> list[str]:
-    return sorted(path.name.partition("-")[2] for path in cache.directory.iterdir() if path.suffix not in (".lock",))
+    return sorted(
+        path.name.partition("-")[2] for path in cache.directory.iterdir() if path.suffix not in (".lock", ".plan")
+    )
 
 
 def test_a_file_is_fetched_once_for_all_who_share_the_folder(store: Store, tmp_path) -> None:
@@ -192,7 +196,7 @@ def test_threads_fetch_a_file_once_and_keep_within_the_limit(store: Store, tmp_p
 
 FETCHER = """
     import sys
-    from meshfeed._src.sources.files.shard_cache import ShardCache
+    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
     with ShardCache({directory!r}, max_bytes=6_000_000).open({url!r}) as path:
         print(path.stat().st_size, flush=True)
 """
@@ -602,6 +606,50 @@ def test_a_full_disk_and_a_read_only_folder(store: Store, tmp_path, monkeypatch)
     cache.identify(url)
     with pytest.raises(OSError, match=r"the folder /sys cannot be written any more .*another directory=$"):
         read(cache, url)
+
+
+class _Plan:
+    """Needs one file after so many batches."""
+
+    def __init__(self, url: str, batches: float) -> None:
+        self.url, self.batches = url, batches
+
+    def next_use(self, file: RemoteFile) -> float:
+        return self.batches if file.url == self.url else math.inf
+
+
+def test_what_another_process_needs_is_evicted_last(store: Store, tmp_path) -> None:
+    urls = [store.put(f"f{i}", os.urandom(1000)) for i in range(5)]
+    ours, theirs = (ShardCache(tmp_path, max_bytes=2500, retry=QUICK) for _ in range(2))
+    plan = _Plan(urls[0], 3)
+    file = RemoteFile(ours, urls[0], None, 1000)
+    file.follow(plan.next_use)
+    assert file.fetch(3)
+    for i in (1, 2):
+        read(theirs, urls[i])
+        assert files_in(theirs) == ["f0", f"f{i}"]  # f0 was opened before the other, and has to stay
+    far = _Plan(urls[3], 2)
+    ahead = RemoteFile(theirs, urls[3], None, 1000)
+    ahead.follow(far.next_use)
+    read(theirs, urls[3])
+    assert not RemoteFile(theirs, urls[4], None, 1000).fetch(2)  # both copies are needed within 2 × 2 batches
+    assert files_in(theirs) == ["f0", "f3"]
+
+    [old] = [path for path in tmp_path.glob("*.plan") if b"-f0" in path.read_bytes()]
+    os.utime(old, (1, 1))  # of a loop that has stopped
+    theirs._shared_plans._others.clear()
+    read(theirs, urls[4])
+    assert files_in(theirs) == ["f3", "f4"]
+    theirs._publish_plan()
+    plan.batches = 1
+    ours._publish_plan()
+    assert len(list(tmp_path.glob("*.plan"))) == 2
+    (tmp_path / f"meshfeed_{'0' * 32}.plan").write_text('{"f4": 0}')  # of a process that was killed
+    del ours, file
+    gc.collect()
+    read(theirs, urls[0])
+    assert files_in(theirs) == ["f0", "f3"]
+    assert len(list(tmp_path.glob("*.plan"))) == 1
 
 
 def test_discard_while_others_evict_and_open(store: Store, tmp_path) -> None:

@@ -8,6 +8,7 @@ process dies, and by atomic renames. It may contain other files: only the follow
 * ``meshfeed_<key>.lock``: held by the process that fetches the file.
 * ``meshfeed_<key>.<bytes>.<random>.part``: a download in progress, locked by its owner. The final size is part of the
   name: concurrent fetches by several processes then stay within the limit together.
+* ``meshfeed_<random>.plan``: when a process needs which copies next, locked by it.
 * ``meshfeed_room.lock``: held while the folder is scanned and files are renamed or removed.
 
 Holders remove their lock files; see :mod:`meshfeed._src.sources.files.shard_cache`. Complete files of earlier versions,
@@ -27,6 +28,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import math
 import os
@@ -38,7 +40,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -185,6 +187,9 @@ _DIGEST_ATTRIBUTE = "user.meshfeed.xxh3_64"
 _WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
 _PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
 _LOCK = re.compile(_PREFIX + r"[0-9a-f]{32}\.lock")
+_PLAN = re.compile(_PREFIX + r"[0-9a-f]{32}\.plan")
+_PLAN_SECONDS, _OLD_PLAN_SECONDS = 0.2, 60.0  # between plans; a plan that is older is that of a stopped loop
+_PLANNED_FILES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +210,63 @@ class _Entry:
         if self.compression is None:
             return self.num_bytes
         return self.num_bytes + (self.copy_bytes or _INFLATION * self.num_bytes)
+
+
+class _SharedPlans:
+    """When the processes that share a folder need its copies; each writes a file, and replaces it as it goes on. Thread-safe.
+
+    Args:
+      directory: the folder.
+    """
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._own: list[tuple[pathlib.Path, int]] = []  # the file and its handle
+        self._written = -math.inf
+        self._others: dict[
+            str, tuple[float, Mapping[str, float]]
+        ] = {}  # name of a plan → when it was written, and the plan
+        weakref.finalize(self, _unlock_all, self._own)
+
+    def is_due(self) -> bool:
+        """Whether the last plan was written a while ago."""
+        return time.monotonic() > self._written + _PLAN_SECONDS
+
+    def publish(self, uses: Mapping[str, float]) -> None:
+        """Writes when this process needs copies, in batches from now."""
+        path = self._directory / f"{_PREFIX}{secrets.token_hex(16)}.plan"
+        nearest = dict(sorted(uses.items(), key=lambda item: item[1])[:_PLANNED_FILES])
+        with self._lock, contextlib.suppress(OSError):  # on a full or removed disk, others do not know the plan
+            self._written = time.monotonic()
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            last, self._own[:] = list(self._own), [(path, handle)]
+            _flock(handle, fcntl.LOCK_EX)
+            os.write(handle, json.dumps(nearest).encode())
+            _unlock_all(last)
+
+    def read(self, paths: Sequence[pathlib.Path]) -> dict[str, float]:
+        """Returns the next use of copies in other processes, given their plans. Needs the room lock."""
+        own = [path for path, _ in self._own]
+        plans = {path.name: self._others.get(path.name) or _read_plan(path) for path in paths if path not in own}
+        self._others = {name: plan for name, plan in plans.items() if plan is not None}
+        found: dict[str, float] = {}
+        for written, uses in self._others.values():
+            if time.time() < written + _OLD_PLAN_SECONDS:
+                found |= {copy: min(use, found.get(copy, math.inf)) for copy, use in uses.items()}
+        return found
+
+
+def _read_plan(path: pathlib.Path) -> tuple[float, Mapping[str, float]] | None:
+    try:
+        return path.stat().st_mtime, json.loads(path.read_bytes())
+    except (OSError, ValueError):  # replaced by a newer one, or half written beside the last one
+        return None
+
+
+def _unlock_all(locks: list[tuple[pathlib.Path, int]]) -> None:
+    while locks:
+        unlock(*locks.pop())
 
 
 class _NoRoom(Exception):
@@ -272,6 +334,8 @@ class RemoteFile:
             return False
         with contextlib.suppress(OSError):
             os.utime(entry.path)
+        if self.cache._shared_plans.is_due():
+            self.cache._publish_plan()
         return True
 
     def fetch(self, next_use: float) -> bool:
@@ -302,8 +366,8 @@ class ShardCache:
 
     Args:
       directory: a folder on a local disk; created if needed.
-      max_bytes: maximum total size of the copies in bytes, or None for no limit. The copies that a feed needs last are
-        removed first; among those that it does not need, the least recently opened. Open files keep their disk space
+      max_bytes: maximum total size of the copies in bytes, or None for no limit. The copies that the feeds of all processes
+        need last are removed first; among those that none needs, the least recently opened. Open files keep their disk space
         until closed.
       ahead_bytes: a feed fetches the files that its next batches need before it reads them, up to this many bytes; 0 to
         fetch a file only when a batch needs it. Default: half of ``max_bytes``, or 4 GiB.
@@ -377,6 +441,7 @@ class ShardCache:
         """Resets what belongs to this process."""
         self._plans: list[weakref.WeakMethod[Callable[[Any], float]]] = []
         self._files: dict[str, RemoteFile] = {}  # by the name of the copy
+        self._shared_plans = _SharedPlans(self.directory)
         self._known: dict[str, bool] = {}  # name of a copy → whether its bytes are those that were fetched
         self._fill = FillBar()
         self._stats = CacheStats()
@@ -385,7 +450,17 @@ class ShardCache:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_plans", "_files", "_known", "_fill", "_stats", "_stats_lock", "_room_lock", "_downloads"):
+        for name in (
+            "_plans",
+            "_files",
+            "_shared_plans",
+            "_known",
+            "_fill",
+            "_stats",
+            "_stats_lock",
+            "_room_lock",
+            "_downloads",
+        ):
             del state[name]
         return state
 
@@ -409,10 +484,15 @@ class ShardCache:
         if not any(plan() == next_use for plan in self._plans):
             self._plans.append(weakref.WeakMethod(next_use))  # type: ignore[arg-type]
 
-    def _next_use(self, path: pathlib.Path) -> float:
+    def _next_use(self, name: str) -> float:
         """Returns when a copy is needed next, in batches of the feed of this process that needs it first."""
-        file, plans = self._files.get(path.name), [plan() for plan in self._plans]
+        file, plans = self._files.get(name), [plan() for plan in self._plans]
         return min((plan(file) for plan in plans if plan is not None), default=math.inf) if file else math.inf
+
+    def _publish_plan(self) -> None:
+        uses = {name: self._next_use(name) for name in list(self._files)} if self._plans else {}
+        if uses:
+            self._shared_plans.publish({name: use for name, use in uses.items() if use < math.inf})
 
     @contextlib.contextmanager
     def open(self, url: str, *, compression: str | None = None, num_bytes: int | None = None) -> Iterator[pathlib.Path]:
@@ -617,7 +697,7 @@ class ShardCache:
         """
 
         def priority() -> float:
-            return -1.0 if next_use is None else self._next_use(entry.path)
+            return -1.0 if next_use is None else self._next_use(entry.path.name)
 
         self._fill.begin(entry.num_bytes)
         try:
@@ -657,6 +737,7 @@ class ShardCache:
                 raise OSError(error.errno, self._describe_full(entry)) from error
             _write_digest(part)
             with self._room():  # a concurrent scan of the folder could miss both names
+                self._publish_plan()  # or another process takes the new copy for one that is not needed
                 os.replace(part, entry.path)
             self._known[entry.path.name] = True
 
@@ -704,14 +785,19 @@ class ShardCache:
     def _make_room(self, num_bytes: int, next_use: float) -> int:
         """Evicts files until ``num_bytes`` more fit; returns the number of bytes still missing, if positive.
 
-        Evicts the file whose next use is farthest, as long as it is later than ``next_use``.
+        Evicts the file whose next use is farthest in all processes, as long as it is later than ``next_use``.
         """
         held = self._held()
         if self.max_bytes is None:
             return 0
         excess = sum(size for _, size, _ in held) + num_bytes - self.max_bytes
+        others = (
+            self._shared_plans.read([path for _, _, path in held if _PLAN.fullmatch(path.name)]) if excess > 0 else {}
+        )
         whole = [
-            (-self._next_use(path), opened, size, path) for opened, size, path in held if _WHOLE.fullmatch(path.name)
+            (-min(self._next_use(path.name), others.get(path.name, math.inf)), opened, size, path)
+            for opened, size, path in held
+            if _WHOLE.fullmatch(path.name)
         ]
         for later, _, size, path in sorted(whole) if excess > 0 else ():
             if excess <= 0 or -later <= next_use:
@@ -723,16 +809,19 @@ class ShardCache:
         return excess
 
     def _held(self) -> list[tuple[float, int, pathlib.Path]]:
-        """Lists (last opened, bytes, path) of files and parts, and removes those of dead processes. Needs the room lock."""
+        """Lists (last opened, bytes, path) of files, parts and plans, and removes those of dead processes.
+
+        Needs the room lock.
+        """
         held = []
         for path in self.directory.iterdir():
             if not path.name.startswith(_PREFIX) or path.is_symlink() or not path.is_file():
                 continue
             part = _PART.fullmatch(path.name)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile by another process
-                if part or _LOCK.fullmatch(path.name):
-                    if not remove_unlocked(path) and part:
-                        held.append((0.0, int(part[1]), path))
+                if part or _LOCK.fullmatch(path.name) or _PLAN.fullmatch(path.name):
+                    if not remove_unlocked(path) and not _LOCK.fullmatch(path.name):
+                        held.append((0.0, int(part[1]) if part else 0, path))
                 elif _WHOLE.fullmatch(path.name):
                     status = path.stat()
                     held.append((status.st_mtime, status.st_size, path))
