@@ -66,9 +66,7 @@ class Stream:
                 "numbers, strings, and lists and string-keyed dicts of them.",
                 setting="fingerprint",
             ) from None
-        self._open = open
-        self._fingerprint = fingerprint
-        self._takes_epoch = _takes_keyword(open, "epoch")
+        self._open, self._fingerprint, self._takes_epoch = open, fingerprint, _takes_keyword(open, "epoch")
         self._given: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -81,9 +79,8 @@ class Stream:
           SourceError: the user's function returned an object that is not iterable, or an iterator that it had already
             returned.
         """
-        more = {"epoch": epoch} if self._takes_epoch else {}
         try:
-            records = self._open(lane_index, num_lanes, **more)
+            records = self._open(lane_index, num_lanes, **({"epoch": epoch} if self._takes_epoch else {}))
         except Exception as error:
             error.add_note(f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}")
             raise

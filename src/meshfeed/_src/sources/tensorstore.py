@@ -15,6 +15,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, public
+from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.checks import as_run, check_ids, is_count
 from meshfeed._src.sources.files.formats import reader_hint
@@ -81,12 +82,10 @@ class Array:
         else:
             low, high, step = part[0].indices(self._window) if part else (0, self._window, 1)
             starts = (ids * self._window).tolist()
-            rest = part[1:]
             # One virtual array of all windows: windows in the same chunk decode it only once.
-            layers = [store[(slice(start + low, start + high, step), *rest)].translate_to[0] for start in starts]
+            layers = [store[(slice(start + low, start + high, step), *part[1:])].translate_to[0] for start in starts]
             source = ts.stack(layers)
-        target = ts.array(output)
-        return target.write(source.translate_to[0]).result
+        return ts.array(output).write(source.translate_to[0]).result
 
 
 def inspect_array(spec: object, leaf: str, window: int | None, *, fill_missing: bool, cache_bytes: int) -> Array:
@@ -101,14 +100,11 @@ def inspect_array(spec: object, leaf: str, window: int | None, *, fill_missing: 
     try:
         store = _open(given, cache_bytes)
         # Open again with the detected driver, and with missing chunks as errors unless the user asked otherwise.
-        resolved = {**_without_context(store.spec(minimal_spec=True).to_json())}
-        strict = not fill_missing and resolved["driver"] in _STRICT_DRIVERS
-        if isinstance(given, Mapping) and "fill_missing_data_reads" in given:
-            resolved["fill_missing_data_reads"] = given["fill_missing_data_reads"]
-        elif strict:
+        resolved = _without_context(store.spec(minimal_spec=True).to_json())
+        if not fill_missing and resolved["driver"] in _STRICT_DRIVERS:
             resolved["fill_missing_data_reads"] = False
-        if isinstance(given, Mapping) and "context" in given:
-            resolved["context"] = given["context"]
+        if isinstance(given, Mapping):
+            resolved |= {key: given[key] for key in ("fill_missing_data_reads", "context") if key in given}
         store = _open(resolved, cache_bytes)
     except Exception as error:
         if _code(error) in _UNREACHABLE:
@@ -131,23 +127,19 @@ def inspect_array(spec: object, leaf: str, window: int | None, *, fill_missing: 
 
 def read_error(error: Exception, array: Array, leaf: str, record_id: int | None) -> Exception:
     """Converts the error of a failed read to an OSError (can be retried) or a CorruptDataError."""
-    record = "" if record_id is None else f"record {record_id} of "
+    what = f"{'' if record_id is None else f'record {record_id} of '}{array.where} ({leaf})"
     if not isinstance(error, ValueError):
         return error
     if _code(error) in _UNREACHABLE:
-        return OSError(f"{record}{array.where} ({leaf}) cannot be read: {_message(error)}")
+        return OSError(f"{what} cannot be read: {_message(error)}")
+    remedy = "The file was cut short or changed: restore it from where it came."
     if _code(error) == "NOT_FOUND":
         remedy = (
             "A chunk of fill values only is not stored unless asked for; if that is what it is, pass fill_missing=True. "
             "Otherwise a file was lost: restore it."
         )
-    else:
-        remedy = "The file was cut short or changed: restore it from where it came."
-    return CorruptDataError(
-        f"{record}{array.where} ({leaf}) is damaged: {_message(error)}. {remedy}",
-        path=array.where,
-        record_id=record_id,
-    )
+    text = f"{what} is damaged: {_message(error)}. {remedy}"
+    return CorruptDataError(text, path=array.where, record_id=record_id)
 
 
 @functools.lru_cache
@@ -393,14 +385,12 @@ class _Leaf:
         output = memory.empty((ids.size, *shape), self.dtype)
         if not output.size:
             return output, []
-        which = np.searchsorted(self._ends, ids, side="right")
         reads = []
-        for index in np.unique(which).tolist():
-            rows = np.flatnonzero(which == index)
-            array = self.arrays[index]
+        for index, rows in group_by(np.searchsorted(self._ends, ids, side="right")):
+            array, run = self.arrays[index], as_run(rows)
             own = ids[rows] - (self._ends[index] - array.num_records)
-            if int(rows[-1]) - int(rows[0]) == rows.size - 1:  # adjacent in the batch: no scatter needed
-                reads.append(array.start(own, part, output[rows[0] : rows[-1] + 1]))
+            if run is not None:  # adjacent in the batch: no scatter needed
+                reads.append(array.start(own, part, output[run]))
             else:
                 reads.append(_scattered(array, own, part, output, rows))
         return output, reads

@@ -18,6 +18,7 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record
+from meshfeed._src.reading.host_batch import num_rows
 
 
 def shuffle_windows(lane: object, window_records: int, key: tuple[int, ...]) -> WindowShuffle:
@@ -43,12 +44,9 @@ class WindowShuffle:
     _stacked = False
 
     def __init__(self, lane: Any, window_records: int, key: tuple[int, ...]) -> None:
-        self._lane = lane
-        self._window_records = window_records
-        self._key = key
+        self._lane, self._window_records, self._key = lane, window_records, key
         self._stateful = find(lane, hooks.Resumable) is not None
-        self._window = 0  # number of the window being delivered
-        self._done = 0  # records delivered from it
+        self._window = self._done = 0  # number of the window being delivered, and records delivered from it
         self._start: JsonValue = lane.get_state() if self._stateful else None
         self._records: Any = None  # list of records, or pytree of arrays [n, ...]
         self._order: np.ndarray = np.empty(0, np.int64)
@@ -58,8 +56,7 @@ class WindowShuffle:
         return self
 
     def __next__(self) -> Record:
-        row = self._take(1)[0]
-        return self._records[row]
+        return self._records[self._take(1)[0]]
 
     def get_state(self) -> JsonValue:
         """State after the last record returned."""
@@ -92,8 +89,7 @@ class WindowShuffle:
                 for _ in range(count):
                     next(self._lane)
                     dropping.add()
-        self._start = state["start"]
-        self._window, self._done = state["window"], state["done"]
+        self._start, self._window, self._done = state["start"], state["window"], state["done"]
         self._records, self._order, self._error = None, np.empty(0, np.int64), None
 
     def close(self) -> None:
@@ -137,11 +133,10 @@ class WindowShuffle:
         parts, size = [], 0
         while size < self._window_records:
             try:
-                part = self._read_part(self._window_records - size)
+                parts.append(self._read_part(self._window_records - size))
             except StopIteration:
                 break
-            parts.append(part)
-            size += len(jax.tree.leaves(part)[0]) if self._stacked else 1
+            size += num_rows(parts[-1]) if self._stacked else 1
         if not self._stacked or not parts:
             return parts, size
         return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), size

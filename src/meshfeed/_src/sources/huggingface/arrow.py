@@ -17,6 +17,7 @@ import pyarrow as pa
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import PyTree
+from meshfeed._src.order.mixture import group_by
 from meshfeed._src.sources.checks import as_run
 
 MAP = "meshfeed.sources.Map or map() of the dataset"
@@ -229,8 +230,7 @@ class ColumnRows:
     """
 
     def __init__(self, name: str, chunks: list[pa.Array], arrow_type: pa.DataType, all_columns: Sequence[str]) -> None:
-        self._name = name
-        self._chunks = chunks
+        self._name, self._chunks = name, chunks
         _check_column(name, arrow_type, tuple(all_columns))
         self._starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
         self._readers: dict[int, _ChunkRows] = {}
@@ -253,17 +253,11 @@ class ColumnRows:
         if len(self._chunks) == 1:
             return self._reader(0).read(row_ids, ids)
         which = np.searchsorted(self._starts, row_ids, side="right") - 1
-        first = int(which[0])
-        if (which == first).all():
-            return self._reader(first).read(row_ids - self._starts[first], ids)
-        order = np.argsort(which, kind="stable")
-        edges = np.flatnonzero(np.diff(which[order])) + 1
-        parts = []
-        for out_rows in np.split(order, edges):
-            chunk_index = int(which[out_rows[0]])
-            part = self._reader(chunk_index).read(row_ids[out_rows] - self._starts[chunk_index], ids[out_rows])
-            parts.append((out_rows, part))
-        return _merge(parts, len(row_ids), self._name, ids)
+        parts = [
+            (rows, self._reader(chunk).read(row_ids[rows] - self._starts[chunk], ids[rows]))
+            for chunk, rows in group_by(which)
+        ]
+        return parts[0][1] if len(parts) == 1 else _merge(parts, len(row_ids), self._name, ids)
 
     def read_range(self, start: int, stop: int) -> PyTree:
         """Rows ``[start, stop)``; see :meth:`read`."""

@@ -228,9 +228,7 @@ class TFData:
                 "tf.data.Dataset of records, such as lambda lane_index, num_lanes: dataset.shard(num_lanes, "
                 "lane_index)."
             )
-        self._open = open
-        self._fingerprint = fingerprint
-        self._checked = False
+        self._open, self._fingerprint, self._checked = open, fingerprint, False
 
     def __repr__(self) -> str:
         return f"TFData({getattr(self._open, '__qualname__', type(self._open).__name__)})"
