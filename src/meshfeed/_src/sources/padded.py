@@ -104,7 +104,13 @@ class Pad:
         stack, padded, mask = RecordStack(len(records)), {}, memory.empty((len(records), length), np.bool_)
         for row, record in enumerate(records):
             leaves = self._leaves(record)
-            count = self._checked_count(len(leaves[self.keys[0]]), length)
+            count = len(leaves[self.keys[0]])
+            if count > length and not self._truncates:
+                raise SourceError(
+                    f"a record has {count:,} entries in the leaf {self.keys[0]!r}, and {self._what} is {length:,}. Pass a "
+                    f"larger {self._what}, or long='truncate'."
+                )
+            count = min(count, length)
             for name in self.keys:
                 out = padded.get(name)
                 if out is None:
@@ -113,19 +119,10 @@ class Pad:
                     raise _differs(name, leaves[name], out)
                 out[row, :count] = leaves[name][:count]
             mask[row, :count], mask[row, count:] = True, False
-            others = self._others(record)
-            if others:
-                stack.add(others)
+            if isinstance(record, Mapping) and len(record) > len(self.keys):
+                stack.add({key: leaf for key, leaf in record.items() if key not in self.keys})
         batch = {**(stack.take()[0] if stack.count else {}), **padded}
         return batch if self._mask_key is None else {**batch, self._mask_key: mask}
-
-    def _checked_count(self, count: int, length: int) -> int:
-        if count > length and not self._truncates:
-            raise SourceError(
-                f"a record has {count:,} entries in the leaf {self.keys[0]!r}, and {self._what} is {length:,}. Pass a larger "
-                f"{self._what}, or long='truncate'."
-            )
-        return min(count, length)
 
     def _filled(self, name: str, shape: tuple[int, int], leaf: np.ndarray) -> np.ndarray:
         value = self._pad_value if name == self.keys[0] else 0
@@ -138,11 +135,6 @@ class Pad:
         out = memory.empty((*shape, *leaf.shape[1:]), leaf.dtype)
         out[...] = filling[0]
         return out
-
-    def _others(self, record: Record) -> dict[str, PyTree]:
-        return (
-            {key: leaf for key, leaf in record.items() if key not in self.keys} if isinstance(record, Mapping) else {}
-        )
 
     def _leaves(self, record: Record) -> dict[str, np.ndarray]:
         """The leaves to pad, of one length."""

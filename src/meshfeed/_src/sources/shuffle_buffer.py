@@ -9,6 +9,7 @@ from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
@@ -37,11 +38,11 @@ class ShuffleBuffer:
 
     @hides_own_frames
     def __init__(self, source: Any, size: int) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+        if not is_count(size, 2):
             raise SettingsError(
                 f"size={size!r}; ShuffleBuffer takes a number of records of at least 2.", setting="size"
             )
-        self._source, self._size = as_source(source), size
+        self._source, self._size = as_source(source), int(size)
         if isinstance(self._source, HostBatches):
             raise SourceError("ShuffleBuffer got batches of this host. Expected a stream of records.")
         if not hooks.is_stream(self._source):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import grain
@@ -64,7 +64,7 @@ def copy_tree(node: N, replace: Replace, copies: dict[int, Node] | None = None) 
 def _swap(value: object, copy_node: Callable[[Node], Node], foreign: bool) -> object:
     if isinstance(value, NODES):
         return copy_node(value)
-    if isinstance(value, dict) and _holds_nodes(value.values()):
+    if isinstance(value, dict) and _holds_nodes(value):
         return {key: _swap(item, copy_node, foreign) for key, item in value.items()}
     if isinstance(value, list | tuple) and _holds_nodes(value):
         items = [_swap(item, copy_node, foreign) for item in value]
@@ -73,13 +73,9 @@ def _swap(value: object, copy_node: Callable[[Node], Node], foreign: bool) -> ob
     return copy.copy(value) if foreign and isinstance(value, list | dict | set) else value
 
 
-def _holds_nodes(items: Iterable[object]) -> bool:
-    return any(
-        isinstance(item, NODES)
-        or (isinstance(item, dict) and _holds_nodes(item.values()))
-        or (isinstance(item, list | tuple) and _holds_nodes(item))
-        for item in items
-    )
+def _holds_nodes(value: object) -> bool:
+    items = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(items, NODES) or (isinstance(items, list | tuple) and any(map(_holds_nodes, items)))
 
 
 def batched_sources(node: Node) -> Node | None:

@@ -50,10 +50,7 @@ class LaneCut:
     """The lane to build, and what was found while building it.
 
     Attributes:
-      lane_index: 0 … num_lanes - 1.
-      num_lanes: number of lanes.
-      seed: the feed's seed.
-      epoch: the feed's epoch.
+      lane_index, num_lanes, seed, epoch: as for ``open``.
       shuffle_files: whether the order of the pieces of each list of files depends on seed and epoch.
       units: how each list of files was split, in the order of the tree.
       costs: descriptions of what is read more than once.

@@ -346,17 +346,10 @@ class HuggingFaceStream:
     def open(
         self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
     ) -> TableLane | ExampleLane | StreamLane | WindowShuffle:
-        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning.
+        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning: dicts of numpy values.
 
-        Args:
-          lane_index: 0 … num_lanes - 1.
-          num_lanes: number of lanes.
-          epoch: the feed's epoch; with ``shuffle_buffer``, each epoch has a different order.
-          seed: the feed's seed.
-
-        Returns:
-          An iterator of dicts of numpy values. It has ``get_state`` and ``set_state`` unless a node's state is not
-          exact.
+        With ``shuffle_buffer``, ``seed`` and ``epoch`` determine their order. The lane has ``get_state`` and
+        ``set_state`` unless a node's state is not exact.
         """
         cut = LaneCut(lane_index, num_lanes, seed, epoch, self._shuffle_buffer > 0, counts=self._counts)
         tree = cut_tree(self._tree, cut, self._columns)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import public
+from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.formats import reader_hint
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def HuggingFace(  # named like a class, but returns one of several
         )
     if columns is not None and not list(columns):
         raise SettingsError("columns is empty; expected at least one name, or None for all.", setting="columns")
-    if isinstance(shuffle_buffer, bool) or not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
+    if not is_count(shuffle_buffer, 0):
         raise SettingsError(
             f"shuffle_buffer is {shuffle_buffer!r}; expected a number of records, 0 for none.", setting="shuffle_buffer"
         )
@@ -70,7 +71,7 @@ def HuggingFace(  # named like a class, but returns one of several
     if isinstance(dataset, datasets.IterableDataset):
         from meshfeed._src.sources.huggingface.lanes import HuggingFaceStream
 
-        return HuggingFaceStream(dataset, columns, shuffle_buffer)
+        return HuggingFaceStream(dataset, columns, int(shuffle_buffer))
     raise SourceError(
         f"HuggingFace got a {type(dataset).__name__}. Expected a datasets.Dataset or datasets.IterableDataset, such as "
         f"load_dataset(name, split='train').{reader_hint(dataset)}"
@@ -84,13 +85,9 @@ def _open_table(dataset: Any, columns: Sequence[str] | None) -> HuggingFaceTable
         raise SourceError(f"the dataset has 0 records (columns {dataset.column_names}). Expected at least one.")
     if dataset.format["type"] == "custom":
         return HuggingFaceRows(dataset, columns)
-    stored = list(dataset.column_names)
+    stored, form = list(dataset.column_names), dataset.format
     if columns is None:
-        chosen = dataset.format["columns"]
-        names = stored if dataset.format["output_all_columns"] else [name for name in stored if name in chosen]
-    else:
-        missing = [name for name in columns if name not in stored]
-        if missing:
-            raise SettingsError(f"unknown columns {missing}; the dataset has {stored}.", setting="columns")
-        names = list(columns)
-    return HuggingFaceTable(dataset, names)
+        columns = [name for name in stored if form["output_all_columns"] or name in form["columns"]]
+    if missing := [name for name in columns if name not in stored]:
+        raise SettingsError(f"unknown columns {missing}; the dataset has {stored}.", setting="columns")
+    return HuggingFaceTable(dataset, columns)

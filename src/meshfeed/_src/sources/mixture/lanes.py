@@ -100,9 +100,7 @@ class ComponentLane:
     Args:
       mixture: the mixture.
       number: the component's index in it.
-      lane_index: 0 … num_lanes - 1.
-      num_lanes: number of lanes.
-      seed: the feed's seed.
+      lane_index, num_lanes, seed: as for ``open``.
     """
 
     def __init__(self, mixture: StreamMixture, number: int, lane_index: int, num_lanes: int, seed: int) -> None:

@@ -166,9 +166,7 @@ class TFDSLane:
     Args:
       split: the split.
       cut: the pieces of its files that the lane reads.
-      lane_index: index of the lane, for errors.
-      epoch: the feed's epoch, for ``rng=``.
-      seed: the feed's seed, for ``rng=``.
+      lane_index, epoch, seed: as for ``open``.
     """
 
     def __init__(self, split: TFDSShards, cut: FileCut, lane_index: int, epoch: int, seed: int) -> None:
