@@ -18,6 +18,8 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.memory import Memory
 
 _TAKES = """\
 - random access: a list or another Sequence of records, anything with __len__ and __getitem__ (torch datasets, TFDS data
@@ -68,8 +70,6 @@ def as_source(obj: Any) -> Any:
     if isinstance(obj, set | frozenset):
         raise _refused(obj, "A set has no order, so no two hosts would agree on it. Pass sorted(…).")
     if _is_arrays(obj):
-        from meshfeed._src.sources.memory import Memory
-
         return Memory(obj)
     if isinstance(obj, Mapping):
         raise _refused(obj, "A mapping is taken as a dict of equally long numpy arrays; convert its values to arrays.")
@@ -77,8 +77,6 @@ def as_source(obj: Any) -> Any:
     if hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not _is_a(obj, "torch", "IterableDataset"):
         return obj
     if hasattr(obj, "__iter__") or hasattr(obj, "__next__"):
-        from meshfeed._src.sources.host_batches import HostBatches
-
         return HostBatches(obj)
     raise _refused(obj)
 
@@ -118,8 +116,6 @@ def _by_library(obj: Any) -> Any:
         or _is_a(obj, "torch", "DataLoader")
         or _is_a(obj, "tensorflow", "DatasetV2")
     ):
-        from meshfeed._src.sources.host_batches import HostBatches
-
         return HostBatches(obj)
     for package, remedy in _TABLES.items():
         if _is_a(obj, package, "DataFrame", "LazyFrame", "Table", "RecordBatch"):

@@ -56,7 +56,8 @@ class WindowShuffle:
         return self
 
     def __next__(self) -> Record:
-        return self._records[self._take(1)[0]]
+        row = self._take(1)[0]  # which may replace the records
+        return self._records[row]
 
     def get_state(self) -> JsonValue:
         """State after the last record returned."""

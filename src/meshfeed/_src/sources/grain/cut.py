@@ -61,11 +61,6 @@ class Place:
     salt: tuple[int, ...]
 
     @property
-    def slice(self) -> slice:
-        """The slice of a sequence that belongs to this part."""
-        return slice(self.lane_index, None, self.num_lanes)
-
-    @property
     def open_parts(self) -> int:
         """The most files or datasets that a lane has open at a time."""
         return max(1, _OPEN_PARTS // self.all_lanes)
@@ -138,7 +133,7 @@ def _elements(records: Records, place: Place) -> Records:
     """The part's elements of a MapDataset."""
     if place.epoch:
         records = internals.EpochMapDataset(records, place.epoch)
-    return records if place.num_lanes == 1 else records.slice(place.slice)
+    return records if place.num_lanes == 1 else records.slice(slice(place.lane_index, None, place.num_lanes))
 
 
 def _cut_read(node: Node, place: Place, _copy: Copy) -> Node:
@@ -276,7 +271,8 @@ def _cut_foreign(node: Node, place: Place) -> Node:
     if place.num_lanes == 1:
         return new
     before = _contents(new)
-    new.set_slice(place.slice, False)  # sequential_slice=False: strided elements, not a contiguous range
+    # sequential_slice=False: strided elements, not a contiguous range.
+    new.set_slice(slice(place.lane_index, None, place.num_lanes), False)
     if _contents(new) == before:
         raise _refusal(node, "its set_slice changed no attribute, so every lane would read all of it", place.num_lanes)
     return new

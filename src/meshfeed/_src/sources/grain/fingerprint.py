@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.types import JsonValue
+from meshfeed._src.base.types import JsonValue, RandomAccessSource
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.grain import internals
-from meshfeed._src.sources.grain.internals import Node, RandomAccess, Records, is_named, private
+from meshfeed._src.sources.grain.internals import Node, Records, is_named, private
 from meshfeed._src.sources.grain.tree import walk, without_prefetch
 from meshfeed._src.state.state import digest_of
 
@@ -141,7 +141,7 @@ def _spread(count: int) -> list[int]:
     return [count * probe // _PROBES for probe in range(_PROBES)] if count > _PROBES else list(range(count))
 
 
-def _digest_records(source: RandomAccess, indices: Sequence[int]) -> str:
+def _digest_records(source: RandomAccessSource, indices: Sequence[int]) -> str:
     digest = xxhash.xxh3_64()
     for index in indices:
         try:

@@ -12,12 +12,13 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias
 
 import grain
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.threads import Threads
+from meshfeed._src.base.types import RandomAccessSource
 
 Records: TypeAlias = grain.MapDataset[Any]
 Pipeline: TypeAlias = grain.IterDataset[Any]
@@ -91,16 +92,8 @@ Split it yourself instead, with one pipeline per lane:
     source = meshfeed.sources.Stream(open)"""
 
 
-class RandomAccess(Protocol):
-    """A data source: what ``grain.MapDataset.source`` takes."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
-class ReadsMany(RandomAccess, Protocol):
-    """A data source that also reads several records at once."""
+class ReadsMany(RandomAccessSource, Protocol):
+    """A data source, as ``grain.MapDataset.source`` takes, that also reads several records at once."""
 
     def __getitems__(self, indices: Sequence[int], /) -> Sequence[Any]: ...
 
@@ -108,11 +101,6 @@ class ReadsMany(RandomAccess, Protocol):
 def is_named(node: object, names: Sequence[str]) -> bool:
     """Whether the node is an instance of a class with one of these names, or of a subclass."""
     return any(base.__name__ in names for base in type(node).__mro__)
-
-
-def is_pipeline(node: Node) -> TypeGuard[Pipeline]:
-    """Whether the node is an IterDataset."""
-    return isinstance(node, grain.IterDataset)
 
 
 def is_foreign(node: object, *known: str) -> bool:
@@ -123,7 +111,7 @@ def is_foreign(node: object, *known: str) -> bool:
 def is_unknown(node: Node) -> bool:
     """Whether the node's class is one of Grain's that is not listed here."""
     kind = type(node)
-    known = _PIPELINES if is_pipeline(node) else _RECORDS
+    known = _PIPELINES if isinstance(node, grain.IterDataset) else _RECORDS
     return kind.__module__.partition(".")[0] == "grain" and not any(base.__name__ in known for base in kind.__mro__)
 
 
@@ -133,7 +121,7 @@ def check_known(node: Node) -> None:
     Raises:
       SourceError: the class is one of Grain's that is not listed here, or lacks a private attribute.
     """
-    if is_pipeline(node) and is_unknown(node):
+    if isinstance(node, grain.IterDataset) and is_unknown(node):
         raise SourceError(
             f"Grain {grain.__version__} has a {type(node).__name__}, and this version of meshfeed does not support "
             f"splitting it into lanes. Upgrade meshfeed, or install an older version of Grain. {HOW_TO_OPEN}"
@@ -229,7 +217,7 @@ class BatchedSource:
       reader: reads the same records in its place.
     """
 
-    def __init__(self, source: RandomAccess, reader: ReadsMany) -> None:
+    def __init__(self, source: RandomAccessSource, reader: ReadsMany) -> None:
         self.source = source
         self._records = reader
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 from datasets import Dataset, DownloadConfig, Features
@@ -42,35 +42,14 @@ class FeatureCast:
         return table if table.schema == self._schema else table_cast(table, self._schema)
 
 
-class Files(Protocol):
-    """The files (or other parts) that a dataset reads in sequence.
+Files: TypeAlias = "_ParquetFiles | _ArrowFiles | _DatasetShards | _Generated"
+"""The files (or other parts) that a dataset reads in sequence.
 
-    Attributes:
-      count: number of files.
-      paths: their paths or URLs; None if they are not files.
-      is_table: True if they are read as Arrow tables, False if as examples.
-    """
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def paths(self) -> Sequence[str] | None: ...
-
-    @property
-    def is_table(self) -> bool: ...
-
-    def group_rows(self, file_index: int) -> Sequence[int] | None:
-        """Rows of each row group, or None if they cannot be counted without reading the file."""
-        ...
-
-    def is_empty(self, file_index: int) -> bool:
-        """Whether the file is known to have no rows."""
-        ...
-
-    def read(self, file_index: int, first_row: int) -> Iterator[Any]:
-        """Tables (or examples) starting at row ``first_row``. Table boundaries depend only on the file."""
-        ...
+``count`` is their number, ``paths`` are their paths or URLs, or None if they are not files, and ``is_table`` is whether
+they are read as Arrow tables. ``group_rows`` returns the rows of each row group of a file, or None if they cannot be
+counted without reading it; ``is_empty`` whether it is known to have no rows; and ``read`` its tables (or examples) from a
+row on. Table boundaries depend only on the file.
+"""
 
 
 def open_files(node: Node, columns: Sequence[str] | None) -> Files:

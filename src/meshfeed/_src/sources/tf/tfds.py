@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -23,25 +23,10 @@ from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
+    from tensorflow_datasets.core.utils.shard_utils import FileInstruction
 
 Builder: TypeAlias = "tfds.core.DatasetBuilder"
 Decode: TypeAlias = "Callable[..., Record] | tfds.decode.PartialDecoding | Mapping[str, object] | None"
-
-
-class Instruction(Protocol):
-    """The rows of one file of a split, as tfds describes them."""
-
-    @property
-    def filename(self) -> str | os.PathLike[str]: ...
-
-    @property
-    def skip(self) -> int: ...
-
-    @property
-    def take(self) -> int: ...
-
-    @property
-    def examples_in_shard(self) -> int: ...
 
 
 def record_decoder(builder: Builder, decode: Decode) -> Callable[..., Record]:
@@ -67,11 +52,11 @@ class _Split:
     Args:
       builder: builder of the dataset.
       split: name of the split, or a slice of one.
-      instructions: the files of the split, with the rows of each (tfds FileInstruction).
+      instructions: the files of the split, with the rows of each.
       decode: see :func:`record_decoder`.
     """
 
-    def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
+    def __init__(self, builder: Builder, split: str, instructions: Sequence[FileInstruction], decode: Decode) -> None:
         self._identity = {"kind": "tfds", "dataset": builder.info.full_name, "split": split}
         self.decoder = record_decoder(builder, decode)
         self.paths = [str(instruction.filename) for instruction in instructions]
@@ -91,7 +76,7 @@ class TFDSRecords(_Split):
 
     decode_batch = None
 
-    def __init__(self, builder: Builder, split: str, instructions: Sequence[Instruction], decode: Decode) -> None:
+    def __init__(self, builder: Builder, split: str, instructions: Sequence[FileInstruction], decode: Decode) -> None:
         super().__init__(builder, split, instructions, decode)
         self.decode = self.decoder
         self._records = ArrayRecord(self.paths)
