@@ -120,10 +120,8 @@ class ComponentLane:
 
     @functools.cached_property
     def _order(self) -> LaneOrder:
-        length, seed = (
-            self._parts.length(self.name, self._source),
-            derive_key(self._seed, _COMPONENT_SEED, self._number),
-        )
+        length = self._parts.length(self.name, self._source)
+        seed = derive_key(self._seed, _COMPONENT_SEED, self._number)
         order = EpochOrder(length, shuffle=self._shuffle, seed=seed, num_epochs=None)
         return LaneOrder(order, self._lane_index, self._num_lanes)
 

@@ -36,19 +36,6 @@ def steps_of(dataset: Dataset) -> list[Dataset]:
     return _steps(dataset)
 
 
-def find_randomness(step: Dataset) -> str | None:
-    """Describes randomness of a step that the pipeline does not determine; None if there is none.
-
-    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, and a
-    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number.
-
-    Args:
-      step: one of :func:`steps_of`; the steps before it are not examined.
-    """
-    probe()
-    return _find_randomness(step)
-
-
 def reshuffles(step: Dataset) -> bool:
     """Whether a step is a ``shuffle`` that gives each of its iterators a different order."""
     return isinstance(step, probe()) and _private(step, "_reshuffle_each_iteration") is not False
@@ -80,7 +67,7 @@ def probe() -> type:
     interleaved = drawing.interleave(draw_dataset, num_parallel_calls=2)
     expected = [(interleaved, True), (drawing, True), (shuffled, False), (numbers, False)]
     steps = _steps(interleaved)
-    if [(step, _find_randomness(step) is not None) for step in steps] != expected:
+    if [(step, find_randomness(step) is not None) for step in steps] != expected:
         raise _unknown("the steps of a pipeline as expected")
     for step in (shuffled, tf.data.Dataset.random(seed=1)):
         seeds = [int(_private(step, name)) for name in _SEEDS]
@@ -118,7 +105,15 @@ def _steps(dataset: Dataset) -> list[Dataset]:
     return steps
 
 
-def _find_randomness(step: Dataset) -> str | None:
+def find_randomness(step: Dataset) -> str | None:
+    """Describes randomness of a step that the pipeline does not determine; None if there is none.
+
+    That is a random op without a seed, including inside the function of a ``map`` or ``interleave``, and a
+    ``tf.random`` op in a function that runs in parallel, where thread timing decides which record gets which number.
+
+    Args:
+      step: one of :func:`steps_of`; the steps before it are not examined.
+    """
     name = _words(type(step).__name__)
     seeds = [getattr(step, seed, None) for seed in _SEEDS]  # only on steps that draw
     if all(seed is not None and int(seed) == 0 for seed in seeds):
