@@ -91,20 +91,20 @@ class ReadIterator(grain.DatasetIterator):
     def _load(self) -> None:
         start = self._next_index
         stop = min(start + self._block_size, self._length)
+        block: Sequence[Any] = ()
         if start >= self._singly_until:
             ahead, self._ahead = self._ahead, None
             try:
-                read = ahead is not None and ahead[0] == start
-                self._block = ahead[1].result() if ahead is not None and read else self._read(start, stop)
+                block = ahead[1].result() if ahead is not None and ahead[0] == start else self._read(start, stop)
             except Exception:
                 # Some element is unreadable. Read one by one: deliver those before it, then raise its own error.
                 self._singly_until = stop
         if start < self._singly_until:
-            self._block = [self._records[start]]
-        elif self._read_ahead and self._waits and stop < self._length:
+            block = [self._records[start]]
+        self._block, self._block_start = block, start
+        if start >= self._singly_until and self._read_ahead and self._waits and stop < self._length:
             self._threads = self._threads or _shared_threads()
             self._ahead = stop, self._threads.submit(self._read, stop, min(stop + self._block_size, self._length))
-        self._block_start = start
 
     def _read(self, start: int, stop: int) -> Sequence[Any]:
         began, worked = time.monotonic(), time.thread_time()
