@@ -38,11 +38,10 @@ class _Lane:
     Args:
       cut: what the lane reads.
       columns: the columns of a record; None for all.
-      features: the dataset's features; None if unknown.
     """
 
-    def __init__(self, cut: LaneCut, columns: Sequence[str] | None, features: Features | None) -> None:
-        self._lane_index, self._columns, self._features = cut.lane_index, columns, features
+    def __init__(self, cut: LaneCut, columns: Sequence[str] | None) -> None:
+        self._lane_index, self._columns = cut.lane_index, columns
         self._about = {"epoch": cut.epoch, "cut": cut.units}
         self._error: BaseException | None = None
 
@@ -86,7 +85,7 @@ class TableLane(_Lane):
     fresh_arrays = True  # views of tables read from files, copies of other tables
 
     def __init__(self, tree: Node, cut: LaneCut, columns: Sequence[str] | None, features: Features | None) -> None:
-        super().__init__(cut, columns, features)
+        super().__init__(cut, columns)
         self._tree = tree
         self._foreign = any(_makes_tables(node) for node in walk(tree))
         self._cast = FeatureCast(features)
@@ -225,7 +224,7 @@ class ExampleLane(_Lane):
     """A lane whose ``dataset`` runs Python functions on rows (``map``, ``filter``), or decodes images and audio."""
 
     def __init__(self, dataset: IterableDataset, cut: LaneCut, columns: Sequence[str] | None) -> None:
-        super().__init__(cut, columns, dataset.features)
+        super().__init__(cut, columns)
         self._dataset = dataset  # only this lane iterates it
         self._dtypes = _dtypes_of(dataset.features)
         self._examples: Iterator[dict[str, Any]] = iter(dataset)
