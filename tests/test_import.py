@@ -79,5 +79,13 @@ def test_a_feed_from_memory_loads_nothing_heavy_either() -> None:
     assert not _heavy(_import("", FEED)["modules"])
 
 
+def test_the_command_line_starts_without_jax() -> None:
+    """Help, completion and errors of usage come at once."""
+    code = "import sys, meshfeed._src.cli.main; print([name for name in ('jax', 'pyarrow') if name in sys.modules])"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert ended.stdout == "[]\n", ended.stderr
+
+
 def test_the_check_sees_a_heavy_library() -> None:
     assert "click" in _heavy(_import("click")["modules"])

@@ -172,6 +172,9 @@ def test_the_command_writes_a_page_or_json(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(main.main, ["report", str(tmp_path / "logs"), "--output", str(output)])
     assert (result.exit_code, result.output) == (0, f"wrote {output}: 2 feeds, 2 hosts\n")
     assert {"train", "eval"} <= set(Page(output.read_text()).words)
+    (one,) = (tmp_path / "logs").glob("train*")
+    result = CliRunner().invoke(main.main, ["report", str(one), "--output", str(output)])
+    assert result.output.endswith("1 feed, 1 host\n")
     figures = json.loads(CliRunner().invoke(main.main, ["report", str(tmp_path / "logs"), "--json"]).output)
     assert [(feed["feed"], feed["hosts"][0]["batches"]) for feed in figures["feeds"]] == [("eval", 8), ("train", 8)]
     refused = CliRunner().invoke(main.main, ["report", str(tmp_path / "nowhere")])

@@ -82,6 +82,12 @@ def test_files_with_the_header_of_llm_c(magic: int, version: int, dtype: str, wa
     write_llm_c(tmp_path / "fineweb.bin", tokens, magic=magic, version=version)
     check(Tokens(tmp_path / "fineweb.bin", 64, next_token=False), windows(tokens, 64, 64, next_token=False))
     assert len(Tokens(tmp_path / "fineweb.bin", 64, dtype=dtype)) == len(windows(tokens, 64, 64))
+    write_llm_c(tmp_path / "newer.bin", tokens, magic=magic, version=9)
+    for passed in (None, dtype):  # with dtype=, the header would be read as tokens
+        with pytest.raises(
+            meshfeed.SourceError, match=rf"newer\.bin has llm\.c's header with version 9. .* {version}\."
+        ):
+            Tokens(tmp_path / "newer.bin", 64, dtype=passed)
 
 
 def some_documents(dtype: str = "int32") -> list[list[np.ndarray]]:

@@ -19,7 +19,7 @@ from meshfeed._src.cli import convert as cli_convert
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import manifest as cli_manifest
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli.text import at_least, json_option
+from meshfeed._src.cli.text import at_least, counted, json_option
 
 _EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
 
@@ -161,7 +161,7 @@ def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
     else:
         output.write_text(report_page(figures), encoding="utf-8")
         hosts = sum(len(feed["hosts"]) for feed in figures["feeds"])
-        click.echo(f"wrote {output}: {len(figures['feeds'])} feeds, {hosts} hosts")
+        click.echo(f"wrote {output}: {counted(len(figures['feeds']), 'feed')}, {counted(hosts, 'host')}")
 
 
 cli_plan.plan.epilog = _example(

@@ -159,6 +159,7 @@ def page(title: str, body: str, style: str = "") -> str:
         "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
         "th,td{padding:4px 14px 4px 0;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}"
         "th{font-weight:600}th:first-child,td:first-child{text-align:left}svg{display:block}"
+        "@media (max-width:600px){pre,table{font-size:12px}}"
         f"{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 

@@ -264,7 +264,15 @@ def _inspect_llm_c(stored: StoredFile, head: bytes) -> TokenFile | None:
         return None
     magic, version, num_tokens = np.frombuffer(head, "<i4", 3).tolist()
     dtype = LLM_C_DTYPES.get((magic, version))
-    return None if dtype is None else _checked_size(TokenFile(stored, np.dtype(dtype), LLM_C_BYTES, num_tokens))
+    if dtype is not None:
+        return _checked_size(TokenFile(stored, np.dtype(dtype), LLM_C_BYTES, num_tokens))
+    for known_magic, known_version in LLM_C_DTYPES:
+        if magic == known_magic:
+            raise SourceError(
+                f"Tokens: {stored.path} has llm.c's header with version {version}. Expected version {known_version}. "
+                "Write the file again with that version, or without a header."
+            )
+    return None
 
 
 def _checked_size(file: TokenFile) -> TokenFile:
