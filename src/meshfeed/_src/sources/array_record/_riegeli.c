@@ -305,13 +305,18 @@ typedef struct {
   int64_t count;
   int64_t width;    /* bytes of every record, or 0 if they differ */
   int64_t *offsets; /* int64[count + 1]: starts of the chunks, and the end of the last one */
-  int64_t *sizes;   /* int64[count]: sizes of the records in bytes */
+  int64_t *sizes;   /* int64[count]: sizes of the records in bytes; NULL if they have one width */
 } index_object;
+
+/* Without a table if there is a width: in a batch of small records, each look-up is a cache miss. */
+static int64_t size_of(const index_object *index, int64_t row) {
+  return index->width ? index->width : index->sizes[row];
+}
 
 /* Bytes of record `row`'s chunk in the file. A compressed chunk extends to the next one; otherwise its length is known:
  * the header, 0 for no compression, the byte count of the list of sizes, that list of one varint, and the record. */
 static int64_t span_of_row(const index_object *index, int64_t row) {
-  int64_t offset = index->offsets[row], size = index->sizes[row];
+  int64_t offset = index->offsets[row], size = size_of(index, row);
   if (index->compressed) return index->offsets[row + 1] - offset;
   return span_of(offset, CHUNK_HEADER_BYTES + 2 + varint_bytes(size) + size);
 }
@@ -426,7 +431,7 @@ static bool read_group(batch *b, int64_t i, bool only_cached, int64_t *end) {
     return true;
   }
   for (int64_t k = i; k < *end; k++) {
-    int64_t row = b->rows[k], size = index->sizes[row], at = index->offsets[row] - offset, data_size = -1;
+    int64_t row = b->rows[k], size = size_of(index, row), at = index->offsets[row] - offset, data_size = -1;
     if (!b->width || size == b->width)
       data_size = check_chunk(w->memory + at, index->offsets[row], span_of_row(index, row));
     uint8_t *target = b->targets ? b->targets[k] : b->out + b->places[k];
@@ -557,6 +562,10 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return NULL;
   }
   index->width = common_width(index);
+  if (index->width) {
+    free(index->sizes);
+    index->sizes = NULL;
+  }
   return (PyObject *)index;
 }
 
@@ -567,7 +576,8 @@ static PyObject *index_width(PyObject *self, void *closure) {
 
 static PyObject *index_nbytes(PyObject *self, void *closure) {
   (void)closure;
-  return PyLong_FromLongLong(8 * (2 * ((index_object *)self)->count + 1));
+  const index_object *index = (index_object *)self;
+  return PyLong_FromLongLong(8 * ((index->sizes ? 2 : 1) * index->count + 1));
 }
 
 static PyGetSetDef index_properties[] = {
@@ -590,7 +600,7 @@ static PyObject *index_sizes(PyObject *self, PyObject *args) {
   const int64_t *wanted = rows.buf;
   int64_t *sizes = out.buf, done = 0;
   for (; done < count && done < room && wanted[done] >= 0 && wanted[done] < index->count; done++)
-    sizes[done] = index->sizes[wanted[done]];
+    sizes[done] = size_of(index, wanted[done]);
   PyBuffer_Release(&rows);
   PyBuffer_Release(&out);
   if (done == count) Py_RETURN_NONE;
@@ -634,8 +644,8 @@ static bool check_batch(batch *b, int64_t num_files, int64_t num_bytes) {
       set_bad(b, i);
       return true;
     }
-    int64_t size = b->width ? b->width : index->sizes[b->rows[i]];
     if (!b->places) continue;
+    int64_t size = b->width ? b->width : size_of(index, b->rows[i]);
     if (b->places[i] < 0 || size > num_bytes || b->places[i] > num_bytes - size) {
       PyErr_SetString(PyExc_ValueError, "out has no room for a record at its place");
       return false;
@@ -668,7 +678,7 @@ static PyObject *make_records(batch *b) {
   b->targets = malloc(sizeof(uint8_t *) * (size_t)(b->count + 1));
   if (!b->targets) PyErr_NoMemory();
   for (int64_t i = 0; records && b->targets && i < b->count; i++) {
-    PyObject *record = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)b->indexes[file_at(b, i)]->sizes[b->rows[i]]);
+    PyObject *record = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size_of(b->indexes[file_at(b, i)], b->rows[i]));
     if (!record) break;
     b->targets[i] = (uint8_t *)PyBytes_AsString(record);
     PyList_SetItem(records, (Py_ssize_t)i, record);

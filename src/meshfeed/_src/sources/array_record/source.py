@@ -228,7 +228,8 @@ class ArrayRecord:
         files = [self._shards.files[number] for number in numbers]
         if self._is_direct:
             return open_remote(files, file_index, rows, self._pool)
-        fetch_together(files, self._cache, self._pool, lambda file: open_ahead(file, self._cache, self._pool))
+        if self._cache is not None:
+            fetch_together(files, self._cache, self._pool, lambda file: open_ahead(file, self._cache, self._pool))
         return self._pool.all_checked(files) or [readers_of(file, self._cache, self._pool) for file in files]
 
     def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
