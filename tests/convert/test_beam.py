@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 
 import formats
 import pyarrow as pa
@@ -29,11 +33,44 @@ def test_the_same_bytes(runner: str, options: list[str], tmp_path: pathlib.Path)
     assert beam == here
 
 
+@pytest.fixture(scope="module")
+def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Beam's portable job server in a process of its own: pipelines reach it as protos, as they reach Flink and Prism."""
+    port_file = tmp_path_factory.mktemp("server") / "port"
+    module = "apache_beam.runners.portability.local_job_service_main"
+    server = subprocess.Popen([sys.executable, "-m", module, "--port_file", str(port_file)])
+    while not (port_file.exists() and port_file.read_text()):
+        assert server.poll() is None
+        time.sleep(0.05)
+    yield f"localhost:{port_file.read_text()}"
+    server.terminate()
+    server.wait()
+
+
+def test_workers_of_a_job_server_write_the_same_bytes(job_server: str, tmp_path: pathlib.Path) -> None:
+    """The workers are processes that the server's side starts; they share nothing with this one but the disk."""
+    from meshfeed._src.convert.beam import RunInBeam
+
+    worker = f"{sys.executable} -m apache_beam.runners.worker.sdk_worker_main"
+    options = [f"--job_endpoint={job_server}", "--environment_type=beam:env:harness_subprocess_python:v1"]
+    engine = RunInBeam("PortableRunner", [*options, f"--environment_config={worker}"])
+    data = formats.jsonl(tmp_path)
+    convert(data, str(tmp_path / "here"), Settings(shards=5), run_here)
+    convert(data, str(tmp_path / "beam"), Settings(shards=5), engine)
+    here, beam = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("here", "beam"))
+    assert beam == here
+
+    pq.write_table(pa.table({"x": [[1, None]]}), tmp_path / "a.parquet")
+    with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: the list in column 'x' holds a null"):
+        convert([str(tmp_path / "a.parquet")], str(tmp_path / "out"), Settings(), engine)
+    assert not (tmp_path / "out").exists()
+
+
 def test_errors_are_those_of_the_task(tmp_path: pathlib.Path) -> None:
     from meshfeed._src.convert.beam import RunInBeam
 
     pq.write_table(pa.table({"x": [[1, None]]}), tmp_path / "a.parquet")
-    with pytest.raises(meshfeed.SourceError, match=r"^record 0: the list in column 'x' holds a null"):
+    with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: the list in column 'x' holds a null"):
         convert([str(tmp_path / "a.parquet")], str(tmp_path / "out"), Settings(), RunInBeam("DirectRunner"))
     assert not (tmp_path / "out").exists()
     with pytest.raises(meshfeed.SettingsError, match="--runner NoSuch: "):

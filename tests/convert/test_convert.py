@@ -127,8 +127,9 @@ def test_tfrecords_are_copied_and_checked(tmp_path: pathlib.Path) -> None:
         with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
             for record in wanted:
                 writer.write(record)
-    run(tmp_path / "x.tfrecord-*", tmp_path / "out", shards=4)
+    result = run(tmp_path / "x.tfrecord-*", tmp_path / "out", shards=4)
     assert records_of(tmp_path / "out") == wanted * 2
+    assert result.features == {"a": {"kind": "int64", "list": True}}
 
     stored = bytearray((tmp_path / "x.tfrecord-00001-of-00002").read_bytes())
     stored[14] ^= 1
@@ -284,12 +285,13 @@ def test_tokens(tmp_path: pathlib.Path) -> None:
     settings: dict[str, Any] = {"encoding": "tokens", "tokenizer": str(tmp_path / "tokenizer.json"), "shards": 3}
     result = run(tmp_path / "a.parquet", tmp_path / "out", eod="<eod>", **settings)
     assert (result.num_records, result.num_tokens) == (20, 5 * 11)
+    assert result.features == {"text": {"kind": "uint16", "list": True}}
     run(tmp_path / "a.parquet", tmp_path / "two", workers=2, eod="<eod>", **settings)
     assert content_of(tmp_path / "out") == content_of(tmp_path / "two")
     documents = Tokens.documents(str(tmp_path / "out" / "*.bin"), eod=0)
     found = [documents[i]["tokens"].tolist() for i in range(len(documents))]
     assert found == [[2, 3, 4, 0], [0], [4, 4, 0], [3, 1, 0]] * 5
-    with pytest.raises(meshfeed.SettingsError, match=r"no token '<end>'. Its special tokens are"):
+    with pytest.raises(meshfeed.SettingsError, match=r"no token '<end>'. Give a token of its vocabulary or a number"):
         run(tmp_path / "a.parquet", tmp_path / "three", eod="<end>", **settings)
 
 
@@ -300,7 +302,7 @@ def test_bytes_of_one_column(tmp_path: pathlib.Path) -> None:
     for settings, message in [
         ({}, r'Several columns hold text or bytes.*one of \["a", "b"\]'),
         ({"column": "c"}, r"--column c is not a column of text or bytes"),
-        ({"column": "b"}, "record 1 has no value in the column 'b'"),
+        ({"column": "b"}, "/a.parquet, record 1: the record has no value in the column 'b'"),
     ]:
         with pytest.raises(meshfeed.MeshfeedError, match=message):
             run(tmp_path / "a.parquet", tmp_path / "other", encoding="bytes", **settings)

@@ -135,7 +135,7 @@ def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_conversion_imports_neither_jax_nor_pandas(tmp_path: pathlib.Path) -> None:
-    """Each takes longer to import than the rest of the command."""
+    """Each takes longer to import than the rest of the command. The last line of the report opens the files."""
     data = [*formats.parquet(tmp_path), *formats.jsonl(tmp_path)]
     script = """
 import sys
@@ -144,8 +144,14 @@ for number, path in enumerate(sys.argv[2:]):
     main(["convert", path, "--to", f"{sys.argv[1]}/{number}", "--workers", "1"], standalone_mode=False)
 print({name.partition(".")[0] for name in sys.modules} & {"jax", "pandas"})
 """
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path), *data], check=True, capture_output=True)
-    assert ended.stdout.endswith(b"set()\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), *data], check=True, capture_output=True, text=True
+    )
+    assert ended.stdout.endswith("set()\n")
+    sources = [line.partition("Read it with: ")[2] for line in ended.stdout.splitlines() if "Read it with: " in line]
+    assert [len(eval(source, {"meshfeed": meshfeed})) for source in sources] == [formats.COUNT, 30, formats.COUNT - 30]
+    assert eval(sources[1], {"meshfeed": meshfeed})[0]["label"].tolist() == [-3]
+    assert "  label: int64\n  text: bytes\n  tokens: int64 list\n  weight: float\n" in ended.stdout
 
 
 def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathlib.Path) -> None:

@@ -111,3 +111,18 @@ def test_types_that_differ_between_blocks_name_the_line(tmp_path: pathlib.Path) 
         meshfeed.CorruptDataError, match=r"a\.jsonl:2501: .*, in the line '{\"n\": \[2500\], \"pad\": \"ppp"
     ):
         convert([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), Settings(), run_here)
+
+
+def test_a_value_that_cannot_be_written_is_named_by_its_line(tmp_path: pathlib.Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_bytes(b"a\n" * 5)
+    (tmp_path / "b.csv").write_bytes(b"text\n" + b'"a\na"\n' * COUNT + b"\xe9\n")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a\n" * COUNT * 10 + b"\xe9\n"))
+    settings = Settings(encoding="tokens", tokenizer=str(tmp_path / "tokenizer.json"), shards=2)
+    for data, place in ((["a.txt", "b.txt.gz"], f"b.txt.gz:{COUNT * 10 + 1}"), (["b.csv"], f"b.csv:{2 * COUNT + 2}")):
+        with pytest.raises(meshfeed.SourceError) as caught:
+            convert([str(tmp_path / name) for name in data], str(tmp_path / f"out-{data[0]}"), settings, run_here)
+        assert str(caught.value).startswith(f"{tmp_path}/{place}: ")
+        assert "UTF" in str(caught.value)

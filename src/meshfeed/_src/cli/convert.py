@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.cli.text import counted
+from meshfeed._src.cli.text import counted, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,7 +98,11 @@ def convert(
         raise SystemExit(_INTERRUPTED) from None
     except OSError as error:
         raise MeshfeedError(f"{error}. After correcting this, run the same command again to continue.") from error
-    click.echo(json.dumps(dataclasses.asdict(result)) if as_json else _summary(result, time.monotonic() - start))
+    click.echo(
+        json.dumps(dataclasses.asdict(result))
+        if as_json
+        else _summary(result, chosen.encoding, time.monotonic() - start)
+    )
 
 
 def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -> Engine:
@@ -111,22 +115,30 @@ def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -
     return RunInWorkers(workers or len(os.sched_getaffinity(0)))
 
 
-def _summary(result: Converted, seconds: float) -> str:
+def _summary(result: Converted, encoding: str, seconds: float) -> str:
+    records, files = counted(result.num_records, "record"), counted(len(result.files), "file")
+    source = f"Read it with: {_source(result, encoding)}"
     if result.was_complete:
-        return (
-            f"{result.directory} is complete: {result.num_records:,} records in {counted(len(result.files), 'file')}."
-        )
-    tokens = "" if result.num_tokens is None else f", {result.num_tokens:,} tokens"
+        return f"{result.directory} is complete: {records} in {files}.\n{source}"
+    tokens = "" if result.num_tokens is None else f", {counted(result.num_tokens, 'token')}"
     rate = result.num_records / max(seconds, 1e-3)
     lines = [
-        f"{result.num_records:,} records{tokens} of {counted(result.num_inputs, f'{result.format} input')} in "
+        f"{records}{tokens} of {counted(result.num_inputs, f'{result.format} input')} in "
         f"{seconds:.1f} s ({rate:,.0f} records/s)",
-        f"{result.directory}: {counted(len(result.files), 'file')}, {result.num_bytes / 1e6:,.1f} MB, and manifest.json",
+        f"{result.directory}: {files}, {size_text(result.num_bytes)}, and manifest.json",
     ]
     lines += [
         f"  {name}: {feature['kind']}{' list' if feature['list'] else ''}" for name, feature in result.features.items()
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, source])
+
+
+def _source(result: Converted, encoding: str) -> str:
+    """Returns the expression that opens the output files."""
+    if encoding == "tokens":
+        return f'meshfeed.sources.Tokens("{result.directory}/*.bin", sequence_length=2048)'
+    decode = ", decode=meshfeed.sources.DecodeExample()" if encoding == "example" else ""
+    return f'meshfeed.sources.ArrayRecord("{result.directory}/*.array_record"{decode})'
 
 
 @contextlib.contextmanager

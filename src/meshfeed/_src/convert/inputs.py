@@ -101,6 +101,10 @@ class Input(abc.ABC):
           CorruptDataError: stored bytes are damaged; names the file.
         """
 
+    def place(self, path: str, scan: Scan, record: int) -> str:
+        """Returns where a record is, for messages."""
+        return f"{path}, record {record:,}"
+
     def join(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
         """Returns the types that hold the values of both.
 

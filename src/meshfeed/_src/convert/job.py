@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 FOLDER = ".convert"
 _SHARD_BYTES = 256 << 20  # of input per output file, by default
 _BATCH_BYTES = 1 << 20
+_RECORD = re.compile(r"record (\d+)(: | )")
 
 Phase: TypeAlias = Literal["scan", "write"]
 
@@ -199,7 +201,7 @@ class Conversion:
             if scan.schema is not None:
                 schema = scan.schema if schema is None else self.input.unify(schema, scan.schema, path)
         if schema is None or not ends[-1]:
-            raise SourceError(f"{_list(self.paths)}: there are no records. Expected at least one.")
+            raise SourceError(f"{_list(self.paths)}: there are no records. Expected at least one. Check the input.")
         shards = self.settings.shards or max(1, min(ends[-1], -(-self.description["bytes"] // _SHARD_BYTES)))
         if shards > ends[-1]:
             raise SettingsError(
@@ -250,7 +252,8 @@ class Conversion:
                 file = self._open(str(part))
                 with self._progress(shard) as count:
                     for first, batch in self._batches(low, high):
-                        file.write(batch, first)
+                        with self._placing():
+                            file.write(batch, first)
                         count[shard] = first + batch.num_rows - low
                 file.close()
                 sync(part)
@@ -259,6 +262,23 @@ class Conversion:
             if self.plan.all_types:
                 raise SourceError(f"{error}. Expected values of one type per column. Correct the file.") from error
             (self.folder / "all-types").touch()
+
+    @contextlib.contextmanager
+    def _placing(self) -> Iterator[None]:
+        """Puts the file, and the record or line in it, before errors that begin with the number of a record."""
+        try:
+            yield
+        except SourceError as error:
+            found = _RECORD.match(str(error))
+            if found is None:
+                raise
+            record, ends = int(found[1]), self.plan.ends.tolist()
+            number = bisect.bisect_right(ends, record)
+            copy = self._local(number)
+            place = self.input.place(copy, self.load_scan(number), record - (ends[number - 1] if number else 0))
+            what = str(error)[found.end() :] if found[2] == ": " else f"the record {str(error)[found.end() :]}"
+            error.args = (f"{place.replace(copy, self.paths[number], 1)}: {what}",)
+            raise
 
     @property
     def types_changed(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
-from meshfeed._src.convert import columns as convert_columns
+from meshfeed._src.convert.features import describe_features
 from meshfeed._src.convert.formats import open_format, recognize
 from meshfeed._src.convert.inputs import Input
 from meshfeed._src.convert.job import FOLDER, Conversion, Phase, discard_plan, remove_unfinished, sync, write_json
@@ -48,7 +48,7 @@ class Converted:
       num_tokens: number of tokens written, with the encoding "tokens"; else None.
       num_bytes: size of the output files in bytes.
       files: names of the output files.
-      features: name → kind of each feature, with the encoding "example"; else empty.
+      features: name → kind of what a record holds: its features; with "bytes", the column; with "tokens", the dtype.
       was_complete: whether nothing was left to do.
     """
 
@@ -183,7 +183,8 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     converted = _converted_from(path)
     if converted == _identity(description):
         return _result(directory, description, was_complete=True)
-    what = "the result of another conversion" if converted else f"{len(list(path.iterdir())):,} other files"
+    count = len(list(path.iterdir()))
+    what = "the result of another conversion" if converted else f"{count:,} other file{'' if count == 1 else 's'}"
     raise SettingsError(
         f"the folder {directory} holds {what}. Name a new folder, or remove what it holds.", setting="to"
     )
@@ -273,9 +274,7 @@ def _run(
 def _complete(job: Conversion) -> Converted:
     """Writes the manifest and removes the job's folder."""
     description, settings = job.description, job.settings
-    features = {}
-    if settings.encoding == "example" and not job.input.examples:
-        features = convert_columns.feature_kinds(job.plan.schema)
+    features = describe_features(job)
     classes = [(job.load_scan(number).more or {}).get("classes") for number in range(len(job.paths))]
     converted = {"from": _identity(description), "records": int(job.plan.bounds[-1]), "features": features}
     converted |= {"classes": classes[0]} if classes[0] else {}

@@ -68,17 +68,23 @@ class LineInput(Input, abc.ABC):
 
     def read(self, path: str, scan: Scan, start: int, stop: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """See :class:`Input`."""
-        first, offset = max(mark for mark in scan.marks if mark[0] <= start)
         with open(path, "rb") as file:
             header = self.read_header(file, path)
-            file.seek(offset)
-            for block in self._blocks(file, offset):
+            for first, block in self._blocks_from(file, scan, start):
                 low, high = max(start - first, 0), min(stop - first, len(block.starts))
                 if low < high:
                     yield from self._parse(path, block, header, schema).slice(low, high - low).to_batches()
-                first += len(block.starts)
-                if first >= stop:
+                if first + len(block.starts) >= stop:
                     return
+
+    def place(self, path: str, scan: Scan, record: int) -> str:
+        """See :class:`Input`."""
+        with open(path, "rb") as file:
+            self.read_header(file, path)
+            for first, block in self._blocks_from(file, scan, record):
+                if record - first < len(block.starts):
+                    return f"{path}:{_line_of(path, block, int(block.starts[record - first]))}"
+        return path
 
     def _parse(self, path: str, block: LineBlock, header: Sequence[str], schema: pa.Schema) -> pa.Table:
         def parse(content: bytes, count: int) -> pa.Table:
@@ -111,6 +117,14 @@ class LineInput(Input, abc.ABC):
             block = LineBlock(offset, *self.split(content, file))
             yield block
             offset += len(block.content)
+
+    def _blocks_from(self, file: BinaryIO, scan: Scan, record: int) -> Iterator[tuple[int, LineBlock]]:
+        """Yields blocks with the number of their first record, from the last mark before ``record``."""
+        first, offset = max(mark for mark in scan.marks if mark[0] <= record)
+        file.seek(offset)
+        for block in self._blocks(file, offset):
+            yield first, block
+            first += len(block.starts)
 
     def read_header(self, file: BinaryIO, path: str) -> Sequence[str]:
         """Reads what is before the first record."""
@@ -164,7 +178,7 @@ def _checked(path: str, block: LineBlock, parse: Callable[[bytes, int], _R]) -> 
     except errors as error:
         record = bisect.bisect_left(range(len(stops) - 1), True, key=is_refused)
         start = int(block.starts[record])
-        line = 1 + _count_lines(path, block.offset) + block.content.count(b"\n", 0, start)
+        line = _line_of(path, block, start)
         shown = block.content[start : stops[record]].split(b"\n", 1)[0]
         text = shown[:_SHOWN_BYTES].decode("utf-8", "backslashreplace")
         more = "…" if len(shown) > _SHOWN_BYTES else ""
@@ -172,9 +186,12 @@ def _checked(path: str, block: LineBlock, parse: Callable[[bytes, int], _R]) -> 
         raise _BadLine(f"{path}:{line}: {reason}, in the line '{text}{more}'.") from error
 
 
-def _count_lines(path: str, stop: int) -> int:
+def _line_of(path: str, block: LineBlock, start: int) -> int:
+    """Returns the number of the line, from 1, that begins ``start`` bytes after the start of a block."""
+    stop = block.offset
     with open(path, "rb") as file:
-        return sum(file.read(min(_BLOCK_BYTES, stop - low)).count(b"\n") for low in range(0, stop, _BLOCK_BYTES))
+        before = sum(file.read(min(_BLOCK_BYTES, stop - low)).count(b"\n") for low in range(0, stop, _BLOCK_BYTES))
+    return 1 + before + block.content.count(b"\n", 0, start)
 
 
 def _with_rows(table: pa.Table, count: int) -> pa.Table:

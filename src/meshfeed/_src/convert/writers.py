@@ -209,10 +209,8 @@ def eod_id(tokenizer: tokenizers.Tokenizer, eod: str) -> int:
         found = int(eod)
     if found is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
-        raise SettingsError(
-            f"the tokenizer has no token {eod!r}. Its special tokens are {special}; give one of them or a number to --eod.",
-            setting="eod",
-        )
+        known = f"Its special tokens are {special}; give one of them" if special else "Give a token of its vocabulary"
+        raise SettingsError(f"the tokenizer has no token {eod!r}. {known} or a number to --eod.", setting="eod")
     return found
 
 

@@ -149,8 +149,9 @@ class ParquetFile:
                 yield kept.start, batch.slice(kept.start - first, len(kept))
 
     def _corrupt(self, error: object) -> CorruptDataError:
+        reason = " ".join(str(error).split()).rstrip(".")  # Arrow's messages may have several lines
         return CorruptDataError(
-            f"{self.path} is no intact Parquet file ({str(error).rstrip('.')}). Expected what the writer wrote."
+            f"{self.path} is no intact Parquet file ({reason}). Expected what the writer wrote."
             f"{reader_hint(self.path, unless='Parquet') or ' Write or copy it again.'}",
             path=self.path,
         )
