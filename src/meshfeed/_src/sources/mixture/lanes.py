@@ -34,7 +34,7 @@ from meshfeed._src.order.mixture import (
 )
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
 from meshfeed._src.reading.records import SourceReader, wants_rng
-from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts
+from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts, caching
 
 _LANE_LAYOUT, _COMPONENT_SEED = 103, 104  # purposes of derived keys; differ from those in order/mixture.py
 
@@ -157,8 +157,8 @@ class ComponentLane:
 
     def coming(self, num_epochs: int | None) -> ComingFiles | None:
         """The files to come, or None if the component reads none through a cache."""
-        files = None if self._is_stream else hooks.find(self._source, hooks.CachesFiles)
-        if files is None or files.cached_files(np.empty(0, np.int64)) is None:
+        files = None if self._is_stream else caching(self._source)
+        if files is None:
             return None
         last = None if num_epochs is None else num_epochs * self.repeat
         return ComingFiles(files, self._order, self.epoch, self._taken, last)

@@ -21,6 +21,9 @@ Part = tuple[str, np.ndarray[Any, Any], PyTree]
 """Component name, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
 
 
+NO_IDS = np.empty(0, np.int64)
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """Which part of each component is used, and how often.
@@ -90,6 +93,12 @@ def _wrong_take(part: object, source: Any) -> str:
     if (isinstance(part, float) and 0 < part <= 1 and int(part * number)) or (is_count(part) and part <= number):
         return ""
     return f"it takes a number of records from 1 to {number}, or a float above 0 and up to 1.0 that is at least one record."
+
+
+def caching(source: object) -> hooks.CachesFiles | None:
+    """The source if it reads files through a cache, otherwise None."""
+    files = hooks.find(source, hooks.CachesFiles)
+    return None if files is None or files.cached_files(NO_IDS) is None else files
 
 
 class Joiner:

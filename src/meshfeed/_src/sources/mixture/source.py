@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -30,8 +30,10 @@ from meshfeed._src.reading.records import SourceReader, file_of, wants_rng
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.mixture.lanes import StreamMixture
-from meshfeed._src.sources.mixture.parts import Joiner, Parts
+from meshfeed._src.sources.mixture.parts import NO_IDS, Joiner, Parts, caching
 from meshfeed._src.sources.recognize import as_source
+
+T = TypeVar("T")
 
 
 @public("meshfeed.sources")
@@ -140,7 +142,7 @@ def _flatten(
                 f"component {name!r} is a mixture, to which take= and repeat= do not apply. Give them to that mixture.",
                 setting="take" if name in parts.take else "repeat",
             )
-        inner = {f"{name}/{key}": component for key, component in source.components.items()}
+        inner = _within(name, source.components)
         if clash := sorted(inner.keys() & sources.keys()):
             raise SourceError(f"the component {clash[0]!r} is named twice: also as a part of {name!r}. Rename one.")
         sources = {
@@ -149,11 +151,13 @@ def _flatten(
             for key, component in (inner if outer == name else {outer: sources[outer]}).items()
         }
         stages = nest_stages(stages, name, source.stages)
-        parts = Parts(
-            parts.take | {f"{name}/{key}": value for key, value in source.parts.take.items()},
-            parts.repeat | {f"{name}/{key}": value for key, value in source.parts.repeat.items()},
-        )
+        own = source.parts
+        parts = Parts(parts.take | _within(name, own.take), parts.repeat | _within(name, own.repeat))
     return sources, stages, parts
+
+
+def _within(outer: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {f"{outer}/{name}": value for name, value in named.items()}
 
 
 def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
@@ -175,9 +179,6 @@ def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, Re
         members[number].append(source)
     groups = tuple(first.concatenate(rest) if rest else first for first, *rest in members)
     return groups, np.array(group_of, np.int64), np.array(first_id, np.int64)
-
-
-_NO_IDS = np.empty(0, np.int64)
 
 
 def _no_rows(shapes: PyTree) -> PyTree:
@@ -205,9 +206,7 @@ class RandomMixture:
         self.wants_rng = any(map(wants_rng, self._sources))
         self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
         if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
-            Joiner().join(
-                [(name, _NO_IDS, _no_rows(source.element_shapes())) for name, source in components.items()], 0
-            )
+            Joiner().join([(name, NO_IDS, _no_rows(source.element_shapes())) for name, source in components.items()], 0)
         self._joiner = Joiner()
         self._lengths = np.array([parts.length(name, source) for name, source in components.items()], np.int64)
         groups, self._group_of, self._first_id = _concatenate(self._sources)
@@ -348,8 +347,8 @@ class RandomMixture:
     @functools.cached_property
     def _cached(self) -> dict[int, hooks.CachesFiles]:
         """The components that read files through a cache."""
-        found = ((number, hooks.find(source, hooks.CachesFiles)) for number, source in enumerate(self._sources))
-        return {n: source for n, source in found if source is not None and source.cached_files(_NO_IDS) is not None}
+        found = {number: caching(source) for number, source in enumerate(self._sources)}
+        return {number: source for number, source in found.items() if source is not None}
 
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
