@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.host_batch import is_ragged
 from meshfeed._src.reading.identity import probe_ids
-from meshfeed._src.sources.checks import as_run, check_ids
+from meshfeed._src.sources.checks import as_run, check_ids, checked_id
 from meshfeed._src.sources.files.formats import reader_hint
 
 
@@ -70,7 +69,8 @@ class Memory:
         Raises:
           IndexError: ``record_id`` is not in [0, len).
         """
-        return self.__getitems__([operator.index(record_id)])[0]
+        row = checked_id(record_id, self._length)
+        return self._treedef.unflatten([array[row] for array in self._arrays])
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[PyTree]:
         """Several records, in the order of ``record_ids``."""

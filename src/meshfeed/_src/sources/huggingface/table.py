@@ -15,6 +15,7 @@ from datasets.table import MemoryMappedTable
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
+from meshfeed._src.order.mixture import group_by
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.huggingface.arrow import (
     ColumnRows,
@@ -102,7 +103,7 @@ class HuggingFaceTable(_Records):
         self._mapped = _is_mapped(dataset.data)
         self._readers: dict[str, ColumnRows] | None = None  # made late: functions may turn text into arrays
         chunks, self._direct = row_indices(dataset)
-        self._rows = None if chunks is None else ColumnRows("indices", chunks, pa.uint64(), ())
+        self._rows = None if chunks is None else _RowMap(chunks)
         self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
 
     def check_records(self) -> None:
@@ -168,7 +169,7 @@ class HuggingFaceTable(_Records):
             rows = np.arange(len(ids))
         else:
             readers = self._readers
-            rows = ids if self._rows is None else np.asarray(self._rows.read(ids), np.int64)
+            rows = ids if self._rows is None else self._rows.read(ids)
         batch: dict[str, PyTree] = dict.fromkeys(self._columns)  # keeps the order of the columns
         for name, reader in readers.items():
             part = reader.read(rows, ids)
@@ -188,6 +189,20 @@ class HuggingFaceTable(_Records):
             "columns": {name: repr(self._dataset.features[name]) for name in self._columns},
             "content": content_digest(self._dataset, self._columns),
         }
+
+
+class _RowMap:
+    """Record id → row of the table, for datasets after ``shuffle``, ``sort`` or ``select``."""
+
+    def __init__(self, chunks: Sequence[pa.Array]) -> None:
+        self._parts = [chunk.to_numpy(zero_copy_only=True) for chunk in chunks]  # views of a memory map
+        self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        rows = np.empty(len(ids), np.int64)
+        for index, here in group_by(np.searchsorted(self._starts, ids, side="right") - 1):
+            rows[here] = self._parts[index][ids[here] - self._starts[index]]
+        return rows
 
 
 def _is_mapped(table: object) -> bool:
