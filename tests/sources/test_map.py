@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
+from meshfeed import SourceError
 from meshfeed.sources import Map, Memory, Mixture, ShuffleBuffer, Stream
 from meshfeed.testing import check_resumable
 
@@ -247,6 +248,30 @@ def test_errors_of_the_function_are_raised_as_they_are() -> None:
     with pytest.raises(meshfeed.SourceError, match="first dimension must be the"):
         with feed_of(Map(memory(), lambda records: {"x": np.zeros(3)}, batched=True)) as feed:
             next(feed)
+
+
+def test_a_stop_iteration_of_the_function_or_decoder_does_not_end_a_stream() -> None:
+    def stop_at_five(record: Any) -> Any:
+        if int(record["x"]) == 5:
+            raise StopIteration
+        return record
+
+    class Decoding(Stream):
+        decode = staticmethod(stop_at_five)
+
+    def open_lane(lane_index: int, num_lanes: int) -> Iterator[dict[str, Any]]:
+        return iter([{"x": np.int64(i)} for i in range(lane_index, NUM, num_lanes)])
+
+    def stop_in_all(records: list[Any]) -> Any:
+        return {"x": np.stack([stop_at_five(record)["x"] for record in records])}
+
+    for source in (
+        Map(Stream(open_lane), stop_at_five),
+        Map(Stream(open_lane), stop_in_all, batched=True),
+        Map(Decoding(open_lane), double),
+    ):
+        with pytest.raises(SourceError, match=r"raised StopIteration.* does not end the data"):
+            values(feed_of(source, num_lanes=2))
 
 
 def test_wrong_settings() -> None:

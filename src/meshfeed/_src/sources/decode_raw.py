@@ -83,7 +83,7 @@ class DecodeRaw:
         rows = memory.empty((len(records), *self.shape), self.dtype)
         if len(records):
             # One pack_into call is twice as fast as one assignment per record.
-            packer(self.num_bytes, len(records)).pack_into(rows.reshape(-1).view(np.uint8).data, 0, *records)
+            _packer(self.num_bytes, len(records)).pack_into(rows.reshape(-1).view(np.uint8).data, 0, *records)
         return rows if self.key is None else {self.key: rows}
 
     def from_rows(self, rows: np.ndarray) -> Any:
@@ -125,6 +125,6 @@ def refuse_as_decode(decode: object, source: str) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def packer(num_bytes: int, count: int) -> struct.Struct:
+def _packer(num_bytes: int, count: int) -> struct.Struct:
     """A struct of ``count`` fields of ``num_bytes`` bytes each, which copies all records in one call."""
     return struct.Struct(f"{num_bytes}s" * count)

@@ -86,7 +86,10 @@ class _Mapped:
     def _apply(self, records: Sequence[Record], rngs: Rngs | None) -> PyTree:
         """The function's result for a list of records, stacked, in memory that only the caller can write."""
         extra = {"rng": list(rngs)} if rngs is not None else {}
-        returned = self._function(list(records), **extra)
+        try:
+            returned = self._function(list(records), **extra)
+        except StopIteration as error:
+            raise _stopped("the function of Map", f"in a batch of {len(records)} records") from error
         if isinstance(returned, list) and (not returned or isinstance(returned[0], Mapping)):
             raise SourceError(
                 f"the function of Map(batched=True) returned a list of {len(returned)} records. Expected one pytree of "
@@ -159,7 +162,7 @@ class MappedRecords(_Mapped):
         try:
             mapped = self._function(record) if rng is None else self._function(record, rng=rng)
         except StopIteration as error:
-            raise SourceError(f"the function of Map raised StopIteration at record {record_id}.") from error
+            raise _stopped("the function of Map", f"at record {record_id}") from error
         except SourceError:
             raise
         except Exception as error:
@@ -240,7 +243,11 @@ class MappedLane:
         while True:
             record, rng = self._next()
             function = self._mapped._function
-            mapped = function(record) if rng is None else function(record, rng=rng)
+            try:
+                mapped = function(record) if rng is None else function(record, rng=rng)
+            except StopIteration as error:
+                where = f"at record {self._read - 1} of lane {self._place[1]}"
+                raise _stopped("the function of Map", where) from error
             if mapped is not None:
                 return mapped
 
@@ -250,7 +257,10 @@ class MappedLane:
         seed, lane_index, epoch = self._place
         if self._decode is not None:
             extra = {"rng": philox(derive_key(seed, lane_index), epoch, self._read)} if self._decode_rng else {}
-            record = self._decode(record, **extra)
+            try:
+                record = self._decode(record, **extra)
+            except StopIteration as error:
+                raise _stopped("decode", f"at record {self._read} of lane {lane_index}") from error
         rng = philox(self._key, epoch, self._read) if self._mapped._passes_rng else None
         self._read += 1
         return record, rng
@@ -310,6 +320,12 @@ class StackedMappedLane(MappedLane):
             if rng is not None:
                 rngs.append(rng)
         return self._mapped._apply(records, rngs if self._mapped._passes_rng else None)
+
+
+def _stopped(what: str, where: str) -> SourceError:
+    return SourceError(
+        f"{what} raised StopIteration {where}, which does not end the data. Raise ValueError for a bad record."
+    )
 
 
 def _own_rng(rng: np.random.Generator) -> np.random.Generator:
