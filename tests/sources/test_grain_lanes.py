@@ -9,6 +9,7 @@ import struct
 import numpy as np
 import pytest
 
+from meshfeed._src.base.errors import SourceError
 from meshfeed._src.sources.grain.source import Grain
 from meshfeed._src.sources.stream import StreamLane
 from meshfeed.testing import check_resumable
@@ -343,6 +344,18 @@ def test_a_pipeline_without_exact_state_is_read_and_dropped():
     assert not hasattr(lane, "get_state")
     assert not isinstance(lane, StreamLane)
     assert list(lane) == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_iteration_of_a_function_by_index_does_not_end_a_lane():
+    def stop_at_five(value):
+        if value == 5:
+            raise StopIteration
+        return value
+
+    lane = Grain(grain.MapDataset.range(20).map(stop_at_five).to_iter_dataset()).open(0, 1)
+    assert [next(lane) for _ in range(5)] == list(range(5))
+    with pytest.raises(SourceError, match=r"element 5 of the lane raised StopIteration, which does not end the data"):
+        next(lane)
 
 
 def test_parquet_rows_look_as_grain_gives_them(tmp_path):

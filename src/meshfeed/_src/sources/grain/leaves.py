@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeAlias
 import grain
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError
+from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.base.threads import Call, Threads
 from meshfeed._src.sources.files.parquet import ParquetFile
 from meshfeed._src.sources.grain import internals
@@ -100,7 +100,13 @@ class ReadIterator(grain.DatasetIterator):
                 # Some element is unreadable. Read one by one: deliver those before it, then raise its own error.
                 self._singly_until = stop
         if start < self._singly_until:
-            block = [self._records[start]]
+            try:
+                block = [self._records[start]]
+            except StopIteration as error:
+                raise SourceError(
+                    f"element {start} of the lane raised StopIteration, which does not end the data. Raise ValueError for a "
+                    "bad record."
+                ) from error
         self._block, self._block_start = block, start
         if start >= self._singly_until and self._read_ahead and self._waits and stop < self._length:
             self._threads = self._threads or _shared_threads()
