@@ -9,7 +9,7 @@ import jax
 
 from meshfeed import ShardCache
 from meshfeed._src.reading.identity import source_identity
-from meshfeed._src.sources.files import shared_lookup
+from meshfeed._src.sources.files import lookup
 from meshfeed.sources import ArrayRecord
 
 
@@ -37,7 +37,7 @@ def look(
     found["missing"] = outcome(missing, folder)
     found["corrupt"] = outcome(corrupt, folder)
     found["again"] = outcome(good, folder)
-    shared_lookup._MIN_WAIT_SECONDS = shared_lookup._MAX_WAIT_SECONDS = 0.2
+    lookup._MIN_WAIT_SECONDS = lookup._MAX_WAIT_SECONDS = 0.2
     # Only some hosts create these: the others do not make them wait for ever, with and without the lowest.
     found["some"] = outcome(good[:5], folder) if host < 3 else None
     found["not the lowest"] = outcome(good[1:], folder) if host > 5 else None

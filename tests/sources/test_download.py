@@ -141,7 +141,7 @@ def test_s3_goes_on_after_a_cut(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
 
 
 def test_all_connections_serve_the_file_that_is_needed_next(tmp_path: pathlib.Path) -> None:
-    downloads = Downloads(QUICK, 1.0, lambda _: None)
+    downloads = Downloads(QUICK, 1.0)
     uses = {"near": 1.0, "far": 7.0}
     with (tmp_path / "part").open("wb") as file:
         near, far = (

@@ -26,7 +26,7 @@ from http_store import BLOCK, Store
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.sources.files import fill_bar, shard_cache
+from meshfeed._src.sources.files import download, shard_cache
 from meshfeed._src.sources.files.download import Download
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
@@ -699,21 +699,21 @@ def test_a_copy_that_the_disk_damaged_is_fetched_again(store: Store, tmp_path, m
 
 def test_the_first_fill_shows_a_bar_on_a_terminal_only(store: Store, tmp_path, monkeypatch) -> None:
     pytest.importorskip("rich")
-    monkeypatch.setattr(fill_bar, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(download, "_IDLE_SECONDS", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     cache = ShardCache(tmp_path / "a")
     assert read(cache, store.put("x", bytes(1000))) == bytes(1000)
-    bar = cache._fill._progress
+    bar = cache._downloads._bar._progress
     assert bar is None or (bar.tasks[0].completed, bar.tasks[0].total) == (1000, 1000)
     deadline = time.monotonic() + 60
-    while cache._fill._progress is not None and time.monotonic() < deadline:
+    while cache._downloads._bar._progress is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     read(cache, store.put("y", bytes(1000)))
-    assert cache._fill._progress is None  # the first fill has ended
+    assert cache._downloads._bar._progress is None  # the first fill has ended
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     other = ShardCache(tmp_path / "b")
-    other._fill.begin(10)
-    assert other._fill._progress is None
+    other._downloads._bar.begin(10)
+    assert other._downloads._bar._progress is None
 
 
 def test_an_unpacked_part_is_not_taken_for_that_of_a_dead_process(

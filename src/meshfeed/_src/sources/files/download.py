@@ -8,8 +8,10 @@ is the bottleneck.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import sys
 import threading
 import time
 import urllib.parse
@@ -18,11 +20,12 @@ from typing import Any, Protocol, cast
 
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.threads import WakeUp
+from meshfeed._src.base.threads import Background, WakeUp
 from meshfeed._src.sources.files.paths import open_file_system, remote_errors
 
 _FIRST_BLOCK_BYTES = 4 << 20
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 18, 16 << 20
+_IDLE_SECONDS = 2.0  # without a download, after which the progress bar ends
 _BLOCK_SECONDS = 0.5  # blocks adapt to take this long: long beside the latency, short beside the deadline
 
 
@@ -101,11 +104,11 @@ class Downloads:
     Args:
       retry: retry policy of each block.
       read_timeout_seconds: a request that has not been answered for this long is sent again.
-      arrived: called with the number of bytes of each block.
     """
 
-    def __init__(self, retry: Retry, read_timeout_seconds: float, arrived: Callable[[int], object]) -> None:
-        self._retry, self._timeout, self._arrived = retry, read_timeout_seconds, arrived
+    def __init__(self, retry: Retry, read_timeout_seconds: float) -> None:
+        self._retry, self._timeout = retry, read_timeout_seconds
+        self._bar = FillBar()
         self._lock = threading.Lock()
         self._active: list[Download] = []
         self._block_bytes = _FIRST_BLOCK_BYTES
@@ -120,6 +123,7 @@ class Downloads:
         """
         with self._lock:
             self._active.append(download)
+        self._bar.begin(download.num_bytes)
         try:
             while not download.done:
                 block = self._take(download)
@@ -128,6 +132,7 @@ class Downloads:
                 else:
                     self._fetch(*block)
         finally:
+            self._bar.end()
             with self._lock:
                 self._active.remove(download)
                 unused = not download.in_flight
@@ -167,7 +172,7 @@ class Downloads:
                 self._leave(download, (start, stop), whole=whole, fetched=fetched)
             download.wake.ring()
         if fetched:
-            self._arrived(download.num_bytes if whole else stop - start)
+            self._bar.arrived(download.num_bytes if whole else stop - start)
 
     def _leave(self, download: Download, block: tuple[int, int], *, whole: bool, fetched: bool) -> None:
         if whole:
@@ -227,3 +232,70 @@ class Downloads:
 def _server(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+class FillBar:
+    """Shows the downloads of a process, until none has been under way for two seconds.
+
+    Only on a terminal (standard error), and if rich is installed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = self._ends = 0
+        self._total = 0
+        self._progress: Any = None
+        self._ended = not sys.stderr.isatty()
+
+    def begin(self, num_bytes: int) -> None:
+        """Adds a download."""
+        with self._lock:
+            self._active += 1
+            self._total += num_bytes
+            if not self._ended:
+                self._show()
+
+    def arrived(self, num_bytes: int) -> None:
+        """Adds bytes that have arrived."""
+        progress = self._progress
+        if progress is not None:
+            progress.advance(progress.task_ids[0], num_bytes)
+
+    def end(self) -> None:
+        """Ends a download, whether it succeeded or not."""
+        with self._lock:
+            self._active -= 1
+            self._ends += 1
+            if self._active or self._progress is None:
+                return
+            Background(functools.partial(self._stop_later, self._ends), "meshfeed-fill-bar").start()
+
+    def _show(self) -> None:
+        if self._progress is None:
+            self._progress = _start_progress()
+            self._ended = self._progress is None
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], total=self._total)
+
+    def _stop_later(self, ends: int) -> None:
+        time.sleep(_IDLE_SECONDS)
+        with self._lock:
+            progress = self._progress
+            if self._active or ends != self._ends or progress is None:
+                return
+            self._progress, self._ended = None, True
+        progress.stop()
+
+
+def _start_progress() -> Any:
+    """Returns a started ``rich.progress.Progress`` with one task, or None without rich."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    except ImportError:
+        return None
+    columns = (TextColumn("filling the shard cache"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task("", total=0)
+    progress.start()
+    return progress

@@ -52,7 +52,6 @@ from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
-from meshfeed._src.sources.files.fill_bar import FillBar
 from meshfeed._src.sources.files.paths import changed, describe_change, file_info, stored_md5, version_of
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
@@ -443,10 +442,9 @@ class ShardCache:
         self._files: dict[str, RemoteFile] = {}  # by the name of the copy
         self._shared_plans = _SharedPlans(self.directory)
         self._known: dict[str, bool] = {}  # name of a copy → whether its bytes are those that were fetched
-        self._fill = FillBar()
         self._stats = CacheStats()
         self._stats_lock, self._room_lock = threading.Lock(), threading.Lock()
-        self._downloads = Downloads(self._retry, self._read_timeout_seconds, self._fill.arrived)
+        self._downloads = Downloads(self._retry, self._read_timeout_seconds)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -455,7 +453,6 @@ class ShardCache:
             "_files",
             "_shared_plans",
             "_known",
-            "_fill",
             "_stats",
             "_stats_lock",
             "_room_lock",
@@ -699,15 +696,12 @@ class ShardCache:
         def priority() -> float:
             return -1.0 if next_use is None else self._next_use(entry.path.name)
 
-        self._fill.begin(entry.num_bytes)
         try:
             self._downloads.run(Download(entry.url, entry.num_bytes, handle, priority))
         except OSError:
             with contextlib.suppress(OSError):  # a file that changed may be why
                 self._check_version(entry, Retry(attempts=1))
             raise
-        finally:
-            self._fill.end()
         self._check_version(entry, self._retry)
 
     def _check_version(self, entry: _Entry, retry: Retry) -> None:
