@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 import xxhash
 
-from meshfeed._src.base.errors import MeshfeedError, SourceError
+from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.sources.files import paths as file_paths
@@ -125,13 +125,9 @@ def identify(url: str, cache: ShardCache | None, *, source: str) -> tuple[Remote
     if cache is not None:
         num_bytes, key = cache.identify(url)
         return RemoteBytes(url, num_bytes, "", source), key
-    info = call_with_retry(lambda: file_paths.file_info(url, source), _RETRY, doing=f"looking up {url}")
-    if info.get("size") is None:
-        raise SourceError(
-            f"{source}: the server of {url!r} does not tell the file's size. Copy the file to a local disk."
-        )
+    num_bytes, info = file_paths.look_up(url, source, _RETRY)
     version = file_paths.version_of(info)
-    return RemoteBytes(url, int(info["size"]), version, source), version
+    return RemoteBytes(url, num_bytes, version, source), version
 
 
 def read_ranges(ranges: Sequence[ByteRange]) -> list[bytes]:
@@ -289,7 +285,7 @@ async def _gather(files: Any, paths: Sequence[str], ranges: Sequence[ByteRange])
             return error, noted[-1]
 
     if ranges[0].file.url.startswith(("s3://", "s3a://")):
-        await _note_headers_of_s3(files, paths)
+        await _prepare_s3(files, paths)
     tasks = [asyncio.create_task(get(path, one)) for path, one in zip(paths, ranges, strict=True)]
     try:
         done, _ = await asyncio.wait(tasks, timeout=seconds)
@@ -306,7 +302,9 @@ def _late(one: ByteRange, why: str) -> TimeoutError:
     return TimeoutError(f"{one.file.source}: {one.file.url}: bytes {one.start:,} to {one.stop:,} did not arrive: {why}")
 
 
-async def _note_headers_of_s3(files: Any, paths: Sequence[str]) -> None:
+async def _prepare_s3(files: Any, paths: Sequence[str]) -> None:
+    """Notes the headers of answers, and leaves retries to :func:`_read_wave`: a dead store would be tried 25 times."""
+    files.retries = 1
     await files.set_session()
     for bucket in {path.partition("/")[0] for path in paths}:
         client = await files.get_s3(bucket)

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias, TypeVar
 import xxhash
 
 from meshfeed._src.base.errors import MeshfeedError, SourceError
+from meshfeed._src.base.retry import call_with_retry
+from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue
 
@@ -25,6 +27,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters: "C:/" is a drive
 _MAGIC = re.compile(r"[*?\[]")
+_RETRY = Retry()
 _MESSAGE_CHARACTERS = 300  # of clients, some of which quote the bytes that they got
 _MAX_THREADS = 32  # latency-bound requests, not computation
 _PACKAGES = {  # protocol → packages that provide it, including fsspec
@@ -136,8 +139,12 @@ def _expand_url(name: str, source: str) -> list[str]:
     file_system, path = open_file_system(name, source)
     if not _MAGIC.search(path):
         return [name]  # without a request: whoever looks at the file finds out whether it is there
-    with remote_errors(name, source):
-        files = sorted(str(match) for match in file_system.glob(path))
+
+    def list_files() -> list[str]:
+        with remote_errors(name, source):
+            return sorted(str(match) for match in file_system.glob(path))
+
+    files = call_with_retry(list_files, _RETRY, doing=f"listing {name}")
     if not files:
         raise SourceError(f"{source}: no file matches {name!r}. Check the pattern and the bucket.")
     return [file_system.unstrip_protocol(match) for match in files]
@@ -150,10 +157,7 @@ def check_url(url: str, *, source: str) -> None:
       SourceError: if it does not exist, is not readable, or is a folder.
       OSError: if the store does not answer.
     """
-    file_system, path = open_file_system(url, source)
-    with remote_errors(url, source):
-        is_folder = file_system.info(path).get("type") == "directory"  # raises FileNotFoundError if missing
-    if is_folder:
+    if file_info(url, source).get("type") == "directory":
         raise SourceError(
             f"{source} got the folder {url!r}. Expected files. Name them with a glob such as {url.rstrip('/')}/*."
         )
@@ -201,6 +205,22 @@ def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
         if fresh:
             file_system.invalidate_cache(inner)
         return file_system.info(inner)
+
+
+def look_up(url: str, source: str, retry: Retry = _RETRY) -> tuple[int, dict[str, Any]]:
+    """Returns the size of a remote file in bytes, and what the store reports about it; with retries.
+
+    Raises:
+      SourceError: if the file does not exist, is not readable, or the server does not report its size.
+      OSError: if the store does not answer.
+    """
+    info = call_with_retry(lambda: file_info(url, source), retry, doing=f"looking up {url}")
+    if info.get("size") is None:
+        raise SourceError(
+            f"{source}: the server of {url!r} does not report the file's size, so no read can be checked. Copy the file to a "
+            "local disk."
+        )
+    return int(info["size"]), info
 
 
 def version_of(info: Mapping[str, object]) -> str:
@@ -291,8 +311,12 @@ def read_file(path: str, *, source: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     file_system, inner = open_file_system(path, source)
-    with remote_errors(path, source):
-        return file_system.cat_file(inner)
+
+    def read() -> bytes:
+        with remote_errors(path, source):
+            return file_system.cat_file(inner)
+
+    return call_with_retry(read, _RETRY, doing=f"reading {path}")
 
 
 def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
@@ -302,20 +326,7 @@ def file_sizes(paths: Sequence[str], *, source: str) -> list[int]:
       OSError: if the size of a file cannot be read.
       SourceError: if a URL does not exist, or the server does not report its size.
     """
-    return in_threads(lambda path: _file_size(path, source), paths)
-
-
-def _file_size(path: str, source: str) -> int:
-    if not is_url(path):
-        return os.stat(path).st_size
-    file_system, inner = open_file_system(path, source)
-    with remote_errors(path, source):
-        size = file_system.info(inner).get("size")
-    if size is None:
-        raise SourceError(
-            f"{source}: the server of {path!r} does not tell the file's size. Copy the file to a local disk."
-        )
-    return int(size)
+    return in_threads(lambda path: look_up(path, source)[0] if is_url(path) else os.stat(path).st_size, paths)
 
 
 def identify_files(paths: Sequence[str], sizes: Sequence[int]) -> JsonValue:

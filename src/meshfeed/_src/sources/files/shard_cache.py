@@ -52,7 +52,7 @@ from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
-from meshfeed._src.sources.files.paths import changed, describe_change, file_info, stored_md5, version_of
+from meshfeed._src.sources.files.paths import changed, describe_change, file_info, look_up, stored_md5, version_of
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
 _LOCK_MAX_POLL_SECONDS = 0.05
@@ -591,20 +591,15 @@ class ShardCache:
         """Returns the path and checksum of a file's copy; looks up the size and version once, and keeps them."""
         entry = self._entries.get((url, compression))
         if entry is None:
-            info = call_with_retry(lambda: file_info(url, "ShardCache"), self._retry, doing=f"looking up {url}")
-            size = info.get("size")
-            if size is None:
-                raise SourceError(
-                    f"ShardCache: the server of {url!r} does not tell the file's size, so no copy can be checked."
-                )
+            size, info = look_up(url, "ShardCache", self._retry)
             version = version_of(info)
             name = url.rstrip("/").rsplit("/", 1)[-1]
             key = xxhash.xxh3_128_hexdigest(f"{url}\n{size}\n{version}{compression or ''}".encode())
             checksum = self._checksums.get(url) or self._checksums.get(name) or stored_md5(info)
             path = self.directory / f"{_PREFIX}{key}-{name[-100:]}"
             lock = self.directory / f"{_PREFIX}{key}.lock"
-            copy_bytes = int(size) if compression is None else copy_bytes or None
-            entry = _Entry(url, int(size), path, lock, checksum, key, version, compression, copy_bytes)
+            copy_bytes = size if compression is None else copy_bytes or None
+            entry = _Entry(url, size, path, lock, checksum, key, version, compression, copy_bytes)
             if not path.exists():
                 # Adopt a copy of an earlier version, which used no prefix; usually there is none.
                 with contextlib.suppress(OSError):
