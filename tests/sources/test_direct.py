@@ -171,6 +171,11 @@ def test_requests_are_joined_bounded_and_retried_one_by_one(store: Store, monkey
     assert read([3 << 20, 0, 100, 50, 40_000], 60) == 2
     assert read([0, 0], 0) == 0
     assert read(list(range(0, 10 << 20, 1 << 20)), 1 << 20) == 2  # joined up to 8 MB
+    fsspec.filesystem("memory").pipe_file("/other", content[:100])
+    files = [direct.RemoteBytes("memory://other", 100, "", "test"), direct.RemoteBytes(url, len(content), "", "test")]
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "_RETRY", Retry(attempts=1))
+        assert direct.read_ranges([direct.ByteRange(file, 5, 9) for file in files]) == [content[5:9]] * 2
     monkeypatch.setattr(direct, "_IN_FLIGHT_BYTES", 100)
     assert read([0, 1 << 20, 2 << 20], 60) == 3
     monkeypatch.undo()

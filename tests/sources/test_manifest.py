@@ -301,6 +301,7 @@ def test_files_of_a_server_and_lengths_of_a_feature(tmp_path: pathlib.Path) -> N
     ):
         with pytest.raises(SourceError, match=message):
             make_manifest(url, output, lengths=key)
+    assert ArrayRecord(output).stored_lengths("x").tolist() == [2, 2, 2]  # type: ignore[union-attr]  # not lost by the errors
 
 
 def test_manifests_of_others_and_several_folders(tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tempfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -86,9 +87,12 @@ def make_manifest(
     output = output or _default_output(names)
     files = file_paths.in_threads(lambda name: _finished(*inspect(name), digests), names, workers)
     made = _made(output, files)
-    write_manifest(output, source, files, made=made)
+    wanted = {}
     if lengths is not None or eod is not None:
-        write_manifest(output, source, files, lengths=_lengths(output, source, lengths, dtype, eod), made=made)
+        with tempfile.TemporaryDirectory() as folder:  # or an error would leave a manifest without the lengths it had
+            write_manifest(f"{folder}/{NAME}", source, files)
+            wanted = _lengths(f"{folder}/{NAME}", source, lengths, dtype, eod)
+    write_manifest(output, source, files, lengths=wanted, made=made)
     return read_manifest(output)
 
 

@@ -187,11 +187,15 @@ def _read_joined(ranges: Sequence[ByteRange]) -> list[bytes]:
         wave, num_bytes = [], 0
         for one in ranges[len(found) :]:
             num_bytes += one.stop - one.start
-            if wave and num_bytes > _IN_FLIGHT_BYTES:
+            if wave and (num_bytes > _IN_FLIGHT_BYTES or _protocol(one) != _protocol(wave[0])):
                 break
             wave.append(one)
         found += _read_wave(wave)
     return found
+
+
+def _protocol(one: ByteRange) -> str:
+    return one.file.url.partition("://")[0]
 
 
 def _read_wave(ranges: Sequence[ByteRange]) -> list[bytes]:

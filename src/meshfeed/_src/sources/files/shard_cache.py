@@ -11,10 +11,7 @@ process dies, and by atomic renames. It may contain other files: only the follow
 * ``meshfeed_<random>.plan``: when a process needs which copies next, locked by it.
 * ``meshfeed_room.lock``: held while the folder is scanned and files are renamed or removed.
 
-Holders remove their lock files; see :mod:`meshfeed._src.sources.files.shard_cache`. Complete files of earlier versions,
-which had no prefix, are renamed on first use.
-
-Locks between processes of one host with ``flock``; the kernel releases them when the holder dies.
+Complete files of earlier versions, which had no prefix, are renamed on first use.
 
 The holder of a lock removes the lock file. A process that opened the file before its removal and locks it afterwards has
 locked an unlinked file, while a third process may create and lock a new one. A lock is therefore valid only if the path
