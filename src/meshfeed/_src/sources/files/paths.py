@@ -265,11 +265,12 @@ def remote_errors(url: str, source: str) -> Iterator[None]:
             ) from error
         kind = TimeoutError if isinstance(error, TimeoutError) else OSError
         what = str(error)[:_MESSAGE_CHARACTERS] or "no answer in time"
-        raise _with_pause(kind(f"{source}: {url}: {type(error).__name__}: {what}"), error) from error
+        raise _with_details(kind(f"{source}: {url}: {type(error).__name__}: {what}"), error) from error
 
 
-def _with_pause(mapped: OSError, error: Exception) -> OSError:
-    """Adds the pause that a server requested (``Retry-After``), in seconds, for the next attempt."""
+def _with_details(mapped: OSError, error: Exception) -> OSError:
+    """Adds the error number, and the pause that a server requested (``Retry-After``), in seconds, for the next attempt."""
+    mapped.errno = error.errno if isinstance(error, OSError) else None
     headers: object = getattr(error, "headers", None)
     pause = headers.get("Retry-After", "") if isinstance(headers, Mapping) else ""
     if pause.isdecimal():  # a date is left to the backoff
