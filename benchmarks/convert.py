@@ -29,6 +29,7 @@ from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.settings import Settings
 from meshfeed.sources import ArrayRecord, DecodeExample
 
+ENCODINGS = {"example": "as Examples", "bytes": "one column"}
 _OPTIONS = {"zstd": "group_size:1", "none": "group_size:1,uncompressed"}
 
 
@@ -116,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=int, default=20_000)
     parser.add_argument("--bytes", type=int, default=600, help="of text per record, about")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=list(ENCODINGS))
 
 
 def measure(options: argparse.Namespace) -> Iterator[Table]:
@@ -125,13 +127,12 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
         folder = pathlib.Path(name)
         inputs = write_inputs(folder, rows(options.records, options.bytes))
         for (kind, path), encoding, compression in itertools.product(
-            inputs.items(), ("example", "bytes"), ("zstd", "none")
+            inputs.items(), options.encodings, ("zstd", "none")
         ):
             found = take_turns(
                 ways(path, folder / "out", options.records, encoding, compression), rounds=options.rounds, seconds=0.1
             )
-            what = {"example": "as Examples", "bytes": "one column"}[encoding]
-            title = f"convert {kind}, {what}, {compression}: {options.records:,} records, one core"
+            title = f"convert {kind}, {ENCODINGS[encoding]}, {compression}: {options.records:,} records, one core"
             yield rates(title, "thousand records", found, ours="meshfeed convert", scale=1000)
 
 

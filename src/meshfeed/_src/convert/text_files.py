@@ -233,9 +233,9 @@ class TextLines(LineInput):
         """See :class:`LineInput`."""
         import pyarrow as pa
 
-        content = content.replace(b"\r\n", b"\n").removesuffix(b"\r")
+        content = content.replace(b"\r\n", b"\n")
         starts = line_starts(content)
-        text = content.replace(b"\n", b"")
+        text = content.removesuffix(b"\r").replace(b"\n", b"")
         offsets = np.append(starts - np.arange(len(starts)), len(text))
         return pa.Table.from_arrays([spans(offsets, text)], ["text"])
 
