@@ -10,7 +10,8 @@ from checkpoint_feeds import CountingFeed
 from checkpoint_trees import make_mesh, place
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import commands as checkpoint_commands
+from meshfeed._src.checkpoint import foreign
+from meshfeed._src.checkpoint import step as checkpoint_step
 from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore
 
 
@@ -26,9 +27,9 @@ def folder(tmp_path):
 
 
 def test_inspect(folder):
-    found = checkpoint_commands.inspect(folder)
+    found = checkpoint_step.inspect(folder)
     assert [(row["step"], row["position"], row["intact"]) for row in found["steps"]] == [(1, 4, True), (2, 8, True)]
-    (row,) = checkpoint_commands.inspect(folder / "2")["steps"]
+    (row,) = checkpoint_step.inspect(folder / "2")["steps"]
     leaves = {leaf["name"]: leaf for leaf in row["leaves"]}
     assert leaves["w"]["shape"] == [256, 128]
     assert leaves["w"]["bytes"] == 256 * 128 * 4
@@ -36,32 +37,32 @@ def test_inspect(folder):
     assert row["iterator"]["position"] == 8
     json.dumps(found)
     with pytest.raises(CheckpointError, match="its steps are: 1, 2"):
-        checkpoint_commands.inspect(folder, 5)
+        checkpoint_step.inspect(folder, 5)
 
 
 def test_verify_reads_every_byte(folder):
-    found = checkpoint_commands.verify(folder)
+    found = checkpoint_step.verify_as_json(folder)
     assert found["intact"]
     assert found["steps"][0]["bytes_read"] == 256 * 128 * 4 + 9 * 8
     data = max((folder / "2/arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(bytes(damaged))
-    found = checkpoint_commands.verify(folder)
+    found = checkpoint_step.verify_as_json(folder)
     assert [row["intact"] for row in found["steps"]] == [True, False]
     assert "'w'" in found["steps"][1]["problems"][0]
     sharding = folder / "1/arrays/_sharding"
     sharding.write_text(sharding.read_text().replace("data", "dota", 1))
-    assert "_sharding" in checkpoint_commands.verify(folder, 1)["steps"][0]["problems"][0]
+    assert "_sharding" in checkpoint_step.verify_as_json(folder, 1)["steps"][0]["problems"][0]
 
 
 def test_diff(folder):
-    found = checkpoint_commands.diff(folder / "1", folder / "2")
+    found = checkpoint_step.diff(folder / "1", folder / "2")
     assert found["state"] == {"position": [4, 8]}
     assert sorted(found["leaves"]) == ["lr", "w"]
-    assert checkpoint_commands.diff(folder / "1", folder / "1")["same"]
+    assert checkpoint_step.diff(folder / "1", folder / "1")["same"]
     with pytest.raises(CheckpointError, match="does not exist"):
-        checkpoint_commands.diff(folder / "1", folder / "7")
+        checkpoint_step.diff(folder / "1", folder / "7")
 
 
 def test_import_position(tmp_path):
@@ -70,7 +71,7 @@ def test_import_position(tmp_path):
     (tmp_path / "iter").mkdir()
     for host in range(2):
         (tmp_path / f"iter/process_{host}-of-2.json").write_text('{"next_index": 6}')
-    checkpoint_commands.import_position(
+    foreign.import_position(
         tmp_path / "iter", tmp_path / "template.json", tmp_path / "out", global_batch_size=4, step=3
     )
     IteratorHandler().restore(tmp_path / "out", IteratorRestore(feed))

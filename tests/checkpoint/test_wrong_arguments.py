@@ -14,7 +14,7 @@ from checkpoint_trees import abstract, assert_same, make_mesh, place
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshfeed._src.base.errors import CheckpointError, SettingsError
-from meshfeed._src.checkpoint import commands as checkpoint_commands
+from meshfeed._src.checkpoint import step as checkpoint_step
 from meshfeed.checkpoint import Checkpointer, IteratorHandler, IteratorRestore, IteratorSave, restore_once
 
 
@@ -297,9 +297,9 @@ def test_a_folder_that_cannot_be_made_is_named():
 def test_a_url_from_which_nothing_is_read_is_named(state):
     for call in (
         restore_once,
-        lambda url, _: checkpoint_commands.verify(url),
-        lambda url, _: checkpoint_commands.inspect(url),
-        checkpoint_commands.diff,
+        lambda url, _: checkpoint_step.verify_as_json(url),
+        lambda url, _: checkpoint_step.inspect(url),
+        checkpoint_step.diff,
     ):
         with pytest.raises(CheckpointError, match=r"memory://run/1.* folders, gs:// and s3://, not from memory://"):
             call("memory://run/1", state)

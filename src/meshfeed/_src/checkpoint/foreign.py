@@ -23,10 +23,11 @@ from collections.abc import Mapping
 
 from etils import epath
 
-from meshfeed._src.base.errors import CheckpointError
+from meshfeed._src.base.errors import CheckpointError, StateMismatchError
 from meshfeed._src.base.exact_json import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.checkpoint.arguments import HasState
+from meshfeed._src.state import files as state_files
 from meshfeed._src.state.state import parse_state, seal
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
@@ -104,29 +105,27 @@ def convert_state(
     size = _batch_size(feed)
     run = _OldRun(directory, states, count, step, template, size)
     if step is None and count is not None:
-        raise CheckpointError(
-            f"{directory}: the files hold an index but not whether it counts records or batches. Pass the number "
-            "of batches delivered (step=, on the command line --step)."
+        raise run.refused(
+            "the files hold an index but not whether it counts records or batches. Pass the number of batches delivered "
+            "(step=, on the command line --step)."
         )
     if template["kind"] == "random_access":
         position = run.position(unshuffled)
         return _stamped({**template, "position": position, "segments": [[0, 0, size]] if position else []})
     if count is None or step is None:
-        raise CheckpointError(
-            f"{directory}: an elastic state counts records of a MapDataset; pass that MapDataset itself as the source."
-        )
+        raise run.refused("an elastic state counts records of a MapDataset; pass that MapDataset itself as the source.")
     if template["fingerprint"].get("num_epochs", 1) != 1:
-        raise CheckpointError(
-            f"{directory}: the feed reads its stream num_epochs={template['fingerprint']['num_epochs']} times, but the "
-            "files do not record each host's epoch. Repeat inside the stream, as before, and pass num_epochs=1."
+        raise run.refused(
+            f"the feed reads its stream num_epochs={template['fingerprint']['num_epochs']} times, but the files do not "
+            "record each host's epoch. Repeat inside the stream, as before, and pass num_epochs=1."
         )
     moved = {"position": step * size, "step": step, "segments": [[0, 0, size]] if step else []}
-    if template["kind"] == "lanes":
+    in_lanes = template["kind"] == "lanes"
+    if in_lanes:
         states = {host: run.only_worker(host, state) for host, state in states.items()}
     saved = {host: encode_value(_as_grain_gave_it(state)) for host, state in states.items()}
-    if template["kind"] == "lanes":
-        return _stamped({**template, **moved, "lanes": run.lanes(saved, step)})
-    return _stamped({**template, **moved, "hosts": run.hosts(saved, step)})
+    entries = {"lanes": run.lanes(saved, step)} if in_lanes else {"hosts": run.hosts(saved, step)}
+    return _stamped({**template, **moved, **entries})
 
 
 def _stamped(state: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -164,7 +163,7 @@ class _OldRun:
     template: Mapping[str, JsonValue]
     size: int
 
-    def _refused(self, problem: str) -> CheckpointError:
+    def refused(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.directory}: {problem}")
 
     def position(self, unshuffled: bool) -> int:
@@ -177,21 +176,21 @@ class _OldRun:
             assert step is not None
             position, counts_batches = self._counted_position(self.count, step)
         if step is not None and position != step * size:
-            raise self._refused(
+            raise self.refused(
                 f"the files are at record {position}, but {step} batches of {size} are {step * size}. Pass the "
                 "global_batch_size and step of that run; a pipeline that filters can only continue as lanes or host batches."
             )
         if position % size:
-            raise self._refused(f"position {position} is not a multiple of the batch size {size}.")
+            raise self.refused(f"position {position} is not a multiple of the batch size {size}.")
         fingerprint = self.template["fingerprint"]
         records, num_epochs = fingerprint["source"]["records"], fingerprint.get("num_epochs", 1)
         if counts_batches and (num_epochs != 1 or self._has_node("Repeat")):
-            raise self._refused(
+            raise self.refused(
                 "the old pipeline made batches before to_iter_dataset(), so each of its epochs may have "
                 "dropped a partial batch, which the feed would not. Continue it as host batches."
             )
         if num_epochs is not None and position > records * num_epochs:
-            raise self._refused(
+            raise self.refused(
                 f"position {position} is beyond the {records * num_epochs} records of the feed. Pass the data and the "
                 "number of epochs of that run."
             )
@@ -205,11 +204,11 @@ class _OldRun:
         """Raises if the feed's records cannot be in the order of the old run, in this epoch and in later ones."""
         fingerprint = self.template["fingerprint"]
         if "mixture" in fingerprint:
-            raise self._refused(
+            raise self.refused(
                 "the feed mixes its components in its own order. Pass the old MapDataset.mix as the source."
             )
         if fingerprint.get("shuffle"):
-            raise self._refused(
+            raise self.refused(
                 "the feed shuffles, so its first records differ from those consumed. Pass shuffle=False, and "
                 "shuffle inside the MapDataset as before."
             )
@@ -220,12 +219,12 @@ class _OldRun:
             "Put .repeat(n), or .repeat() to repeat forever, into the MapDataset, and pass num_epochs=1 to the feed."
         )
         if self._has_node("Shuffle"):
-            raise self._refused(
+            raise self.refused(
                 f"with num_epochs={num_epochs} every epoch of the feed has the order of the first, but Grain "
                 f"shuffles each epoch differently. {remedy}"
             )
         if not unshuffled:
-            raise self._refused(
+            raise self.refused(
                 f"with num_epochs={num_epochs} every epoch of the feed has the same order, but the files do not record "
                 f"whether the old run shuffled. If it did not, pass unshuffled=True (--unshuffled). If it did: {remedy}"
             )
@@ -238,20 +237,20 @@ class _OldRun:
     def _elastic_position(self) -> int:
         state = self.states[min(self.states)]
         if not isinstance(state, dict) or set(state) != {_ELASTIC}:
-            raise self._refused(f"process_0.json is not a state of Grain's ElasticIterator: {state!r:.200}")
+            raise self.refused(f"process_0.json is not a state of Grain's ElasticIterator: {state!r:.200}")
         return int(state[_ELASTIC])
 
     def _counted_position(self, count: int, step: int) -> tuple[int, bool]:
         """Returns the records consumed by hosts that each count their own, and whether they counted batches."""
         size = self.size
         if size % count:
-            raise self._refused(
+            raise self.refused(
                 f"{count} hosts wrote it, which cannot have read equal parts of a batch of {size}. Pass the "
                 "global_batch_size of that run."
             )
         taken = {host: self._elements_taken(host, state) for host, state in self.states.items()}
         if len(set(taken.values())) > 1:
-            raise self._refused(f"hosts are at different positions ({taken}), so no step ends there.")
+            raise self.refused(f"hosts are at different positions ({taken}), so no step ends there.")
         # With one row per host and batch, batches and records are the same count.
         elements, rows = next(iter(taken.values())), size // count
         counts_batches = elements == step and step > 0 and rows > 1
@@ -264,7 +263,7 @@ class _OldRun:
         state = self.only_worker(host, state)
         if isinstance(state, dict) and set(state) == {"next_index"}:
             return int(state["next_index"])
-        raise self._refused(
+        raise self.refused(
             f"host {host}'s state has more than a position ({_keys(state)}), as packing, filters and mixtures "
             "have, so its records are not the first ones of an order. Continue it as a stream with as many lanes as there "
             "were hosts, or as host batches."
@@ -278,7 +277,7 @@ class _OldRun:
         alone = state.get("iterators_in_use_indices") == [0] and state.get("next_index_in_datasets") == 1
         if len(workers) == 1 and alone and not state.get("future_states"):
             return workers[0]
-        raise self._refused(
+        raise self.refused(
             f"host {host} read with mp_prefetch of {len(workers)} workers (or interleaved as many datasets), "
             "which take turns by batch, so its records are not the first ones of an order. Continue it as host batches."
         )
@@ -288,12 +287,12 @@ class _OldRun:
         sampler = str(state.get("sampler"))
         as_batches = "Continue it as host batches, on the same number of hosts."
         if "shuffle=True" in sampler:
-            raise self._refused(
+            raise self.refused(
                 f"host {host}'s DataLoader shuffled in its sampler ({sampler}); that order is not a feed's. "
                 f"{as_batches}"
             )
         if self.count != 1 or re.search(r"shard_count=(?!1\b)", sampler):
-            raise self._refused(
+            raise self.refused(
                 f"host {host} is one of several with a DataLoader, whose sampler gives each host a part of its "
                 f"own ({sampler}), so their records are not the first ones of the source. {as_batches}"
             )
@@ -302,7 +301,7 @@ class _OldRun:
         num_workers = len(state[_LOADER])
         read = sum((last - worker) // num_workers + 1 for worker, last in last_seen.items())
         if read and max(last_seen.values()) + 1 != read:
-            raise self._refused(
+            raise self.refused(
                 f"the {num_workers} workers of the DataLoader are in the middle of a round ({state[_LOADER]}), "
                 f"so their records are not the first ones of the source. Use a step that is a multiple of {num_workers}, or "
                 "continue it as host batches."
@@ -312,7 +311,7 @@ class _OldRun:
     def lanes(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
         num_lanes = self.template["num_lanes"]
         if num_lanes != len(saved) or self.size % num_lanes:
-            raise self._refused(
+            raise self.refused(
                 f"{len(saved)} hosts wrote it, but the feed has {num_lanes} lanes for a batch of {self.size}. Pass "
                 f"num_lanes={len(saved)}, with a stream whose lane i is the pipeline of host i without its batch."
             )
@@ -323,7 +322,7 @@ class _OldRun:
     def hosts(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
         processes = self.template["fingerprint"]["processes"]
         if processes != len(saved):
-            raise self._refused(
+            raise self.refused(
                 f"{len(saved)} hosts wrote it, but the feed has {processes}; host batches are not elastic. "
                 "Continue on as many hosts, or pass the records as a source."
             )
@@ -357,3 +356,50 @@ def _as_tuples(slices: JsonValue) -> JsonValue:
     if isinstance(slices, dict):
         return {key: _as_tuples(item) for key, item in slices.items()}
     return tuple(slices) if isinstance(slices, list) else slices
+
+
+@dataclasses.dataclass
+class _Template:
+    """Stands in for a feed before its first batch when only its state and batch size are known."""
+
+    state: dict[str, JsonValue]
+    global_batch_size: int
+
+    def get_state(self) -> dict[str, JsonValue]:
+        return dict(self.state)
+
+    def config(self) -> dict[str, JsonValue]:
+        return {"global_batch_size": self.global_batch_size}
+
+
+def import_position(
+    directory: epath.PathLike,
+    template: epath.PathLike,
+    output: epath.PathLike,
+    *,
+    global_batch_size: int,
+    step: int | None = None,
+    unshuffled: bool = False,
+) -> dict[str, JsonValue]:
+    """Converts files that MaxText or Grain wrote to a state from which a feed can resume, and writes it to ``output``.
+
+    Returns:
+      The state.
+
+    Raises:
+      CheckpointError: the template is invalid, or the feed cannot resume exactly; the message gives the reason.
+    """
+    try:
+        state = parse_state(epath.Path(template).read_bytes()).to_json()
+    except (StateMismatchError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{template} is not a template: {error} A template is the state of a new feed over the same records in the same "
+            "order, before its first batch. Write one with json.dump(feed.get_state(), file)."
+        ) from None
+    feed = _Template(state, global_batch_size)
+    imported = convert_state(directory, feed, step=step, unshuffled=unshuffled)
+    folder = epath.Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    document = state_files.make_document(imported, None, 0)  # holds all hosts' state, also for streams
+    state_files.write_json(folder / state_files.STATE_FILE, document)
+    return imported

@@ -141,7 +141,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         _check_hosts(info.name, value)
         # Under Orbax's limit on host memory, copy early only what Orbax itself copies synchronously.
         limited = getattr(info.device_host_byte_limiter, "max_bytes", None) is not None
-        early = not limited or self._is_synchronous(info)
+        # Values that Orbax copies to the host later are not copied here: the caller must keep them alive until then.
+        early = not limited or self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
         entry = describe_array(value)
         if self.restore_options.metadata_key is not None:
             entry["metadata_key"] = self.restore_options.metadata_key
@@ -152,8 +153,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             cell = data.sharding.shard_shape(data.shape)
             entry |= {"cell": list(cell), "chunk": list(cell)}
             return _Laid(value, args, entry, ShardDigests(data, cell, replica_id=self._replica, early=early))
-        share, least = self._share and early, self._min_slice_bytes
-        laid = lay_out(value, dtype=args.dtype, share=share, min_slice_bytes=least)
+        laid = lay_out(value, dtype=args.dtype, share=self._share and early, min_slice_bytes=self._min_slice_bytes)
         dtype = np.dtype(args.dtype or value.dtype)  # lay_out has cast the values to it
         entry.pop("stored", None)
         entry |= {"dtype": dtype.name, **stored_as(dtype), "cell": list(laid.cell)}
@@ -163,13 +163,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             return _Laid(laid.array, args, entry)
         if asked is None:  # a slice is a chunk (or a few, if Orbax slices too): known without opening it
             entry["chunk"] = entry["cell"]
-        return _Laid(
-            laid.array, args, entry, ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
-        )
-
-    def _is_synchronous(self, info: ocp.type_handlers.ParamInfo) -> bool:
-        # Values that Orbax copies to the host later are not copied here: the caller must keep them alive until then.
-        return self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
+        digests = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
+        return _Laid(laid.array, args, entry, digests)
 
     async def deserialize(
         self,
@@ -203,10 +198,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         """Restores through Orbax, whose dispatcher makes the workers read."""
         infos = [stored.param_info(request.leaf.name) for request in requests]
         args = [
-            ocp.ArrayRestoreArgs(
-                sharding=request.sharding, global_shape=request.shape, dtype=request.dtype, strict=False
-            )
-            for request in requests
+            ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, dtype=one.dtype, strict=False)
+            for one in requests
         ]
         # On a separate thread, because the caller may already be inside an event loop.
         deserialize = super().deserialize

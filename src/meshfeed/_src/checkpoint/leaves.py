@@ -89,10 +89,8 @@ def saved_leaf(name: str, entry: Entry) -> SavedLeaf:
     if "value" in entry:
         value = _python_value(entry)
         return SavedLeaf(name, entry["kind"], (), np.dtype(type(value)), VALUE, value=value)
-    dtype, impl = dtype_of(entry), entry.get("impl")
-    return SavedLeaf(
-        name, entry["kind"], tuple(entry["shape"]), dtype, entry.get("stored"), impl, sharding=entry.get("sharding")
-    )
+    shape, encoding, impl = tuple(entry["shape"]), entry.get("stored"), entry.get("impl")
+    return SavedLeaf(name, entry["kind"], shape, dtype_of(entry), encoding, impl, sharding=entry.get("sharding"))
 
 
 def dtype_of(entry: Entry) -> np.dtype[np.generic]:
@@ -193,12 +191,12 @@ def _encode_local(leaf: jax.Array, where: str) -> tuple[Entry, NDArray[np.generi
 
 def _encode_numpy(leaf: NDArray[np.generic] | np.generic, where: str) -> tuple[Entry, NDArray[np.generic]]:
     kind = "numpy" if isinstance(leaf, np.ndarray) else "numpy_scalar"
+    array = np.array(leaf)
+    dtype = array.dtype
     if isinstance(leaf, np.ma.MaskedArray):
         raise CheckpointError(
             f"leaf {where}: a masked array cannot be saved. Save its data and its mask as two leaves."
         )
-    array = np.array(leaf)
-    dtype = array.dtype
     if dtype.hasobject:
         raise CheckpointError(f"leaf {where}: an array of Python objects cannot be saved. Convert it to numbers.")
     entry: Entry = {"kind": kind, "shape": list(array.shape), "dtype": _dtype_text(dtype)}

@@ -203,11 +203,8 @@ def _devices(mesh: Mesh, process: int | None) -> Iterable[tuple[Device, dict[str
 @functools.lru_cache(maxsize=256)
 def devices_of_a_process(sharding: Sharding | None) -> int:
     """Returns the largest number of devices that any process has in a sharding; 1 for None."""
-    return (
-        1
-        if sharding is None
-        else max(collections.Counter(device.process_index for device in sharding.device_set).values())
-    )
+    devices = [HOST] if sharding is None else sharding.device_set
+    return max(collections.Counter(device.process_index for device in devices).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,14 +261,13 @@ def read_cost(plan: LoadPlan, units: Grid, itemsize: int, give_up: float = math.
 
 def _moves(axes: Sequence[Axes], mesh: AnyMesh, dimension: int) -> Iterator[tuple[tuple[str, int], ...]]:
     """Yields the sets of axes that may be moved to ``dimension``: all axes of some of the others, fewest first."""
-    others = [
-        tuple((axis, other) for axis in names if mesh.shape[axis] > 1)
-        for other, names in enumerate(axes)
-        if other != dimension
-    ]
-    others = [other for other in others if other]
+    others: dict[int, list[tuple[str, int]]] = collections.defaultdict(list)
+    for other, names in enumerate(axes):
+        for axis in names:
+            if other != dimension and mesh.shape[axis] > 1:
+                others[other].append((axis, other))
     for count in range(len(others) + 1):
-        for chosen in itertools.combinations(others, count):
+        for chosen in itertools.combinations(others.values(), count):
             yield tuple(itertools.chain.from_iterable(chosen))
 
 
@@ -298,15 +294,10 @@ def best_plan(sharding: Sharding, shape: Shape, units: Grid, itemsize: int) -> t
         cost = read_cost(plan, units, itemsize, _HOPELESS_READS)
         uneven = max((count for _, count in cost.by_process), default=0) * hosts / max(1, cost.total)
         padded = 0.0 if plan.direct else plan.piece * len(sharding.device_set) / max(1, shape[plan.dimension])
-        score = (
-            max(cost.ratio, _NEARLY_ONCE),
-            max(uneven, _NEARLY_EVEN),
-            len(plan.moved),
-            len(plan.gather),
-            padded,
-        )
+        good = max(cost.ratio, _NEARLY_ONCE), max(uneven, _NEARLY_EVEN)
+        score = (*good, len(plan.moved), len(plan.gather), padded)
         best.append((score, plan, cost))
-        if not plan.moved and score[:2] == (_NEARLY_ONCE, _NEARLY_EVEN):
+        if not plan.moved and good == (_NEARLY_ONCE, _NEARLY_EVEN):
             break  # good enough, and with thousands of hosts each further candidate takes a second
     _, plan, cost = min(best, key=lambda entry: entry[0])
     return plan, cost

@@ -127,13 +127,11 @@ class Work:
         seen: set[int] = set()
         own: dict[Device, NDArray[np.generic]] = {}
         for device, buffer in self.buffers.items():
-            shared = id(buffer) in seen and device.platform == "cpu"
-            seen.add(id(buffer))
-            if shared:
+            own[device] = buffer
+            if id(buffer) in seen and device.platform == "cpu":
                 own[device] = memory.zeros(buffer.shape, buffer.dtype)
                 own[device][...] = buffer
-            else:
-                own[device] = buffer
+            seen.add(id(buffer))
         self.buffers = {}
         return own
 
@@ -250,9 +248,8 @@ def choose_replica_axes(requests: Sequence[LeafRequest], options: RestoreOptions
         )
     smallest, axis = min(sizes, default=(replica + 1, None))
     if replica >= smallest:
-        raise SettingsError(
-            f"primary_replica={replica}: mesh axis {axis!r} has size {smallest}", setting="primary_replica"
-        )
+        text = f"primary_replica={replica}: mesh axis {axis!r} has size {smallest}"
+        raise SettingsError(text, setting="primary_replica")
     return axes
 
 
@@ -461,23 +458,16 @@ class RestoreProgress:
         """Logs and records the totals."""
         seconds = max(time.perf_counter() - self._started, 1e-9)
         read, held = read_bytes / _GIB, held_bytes / _GIB
-        _log.info(
-            "restored %s: host %d read %.3f of %.3f GiB in %.2f s (%.3f GiB/s), holds %.3f GiB",
-            self._directory,
-            process_index(),
-            read,
-            self._total_bytes / _GIB,
-            seconds,
-            read / seconds,
-            held,
-        )
+        text = "restored %s: host %d read %.3f of %.3f GiB in %.2f s (%.3f GiB/s), holds %.3f GiB"
+        total, speed = self._total_bytes / _GIB, read / seconds
+        _log.info(text, self._directory, process_index(), read, total, seconds, speed, held)
         scheme, is_url, _ = os.fspath(self._directory).partition("://")
         storage = {"gs": "gcs", "s3": "s3"}.get(scheme, "local") if is_url else "local"
         labels = {"storage_type": storage, "custom_prefix": ""}
         worker = "/jax/orbax/read/worker"
         jax.monitoring.record_event_duration_secs(f"{worker}/total_duration_secs", seconds, **labels)
         jax.monitoring.record_scalar(f"{worker}/io/requested/gbytes", read, **labels)
-        jax.monitoring.record_scalar(f"{worker}/io/requested/throughput/gbytes_per_sec", read / seconds, **labels)
+        jax.monitoring.record_scalar(f"{worker}/io/requested/throughput/gbytes_per_sec", speed, **labels)
         jax.monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", seconds)
         if process_index() == 0:
             jax.monitoring.record_scalar("/jax/checkpoint/read/gbytes", held)

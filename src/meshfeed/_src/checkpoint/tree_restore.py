@@ -240,8 +240,8 @@ def _host_values(
         return _known(np.zeros(shape, dtype))
     leaf = stored.leaf(saved.name)
     if saved.encoding == BYTES:
-        raw = Planned(LeafRequest(leaf, leaf.shape, leaf.dtype, None), lambda values: values)
-        return raw.then(lambda data: data.view(saved.dtype).reshape(saved.shape).astype(dtype, copy=False))
+        request = LeafRequest(leaf, leaf.shape, leaf.dtype, None)
+        return Planned(request, lambda data: data.view(saved.dtype).reshape(saved.shape).astype(dtype, copy=False))
     return Planned(LeafRequest(leaf, leaf.shape, dtype, None, wrap), lambda values: values)
 
 
@@ -278,7 +278,8 @@ def plan_array(
         )
     _check_dtype(saved, dtype, any_cast)
     impl = _impl_of(dtype) if is_key_dtype(dtype) else saved.impl if dtype is None else None
-    data_shape = _data_shape(saved, shape, impl)
+    wanted = None if shape is None else tuple(shape)
+    data_shape = saved.data_shape if wanted is None else key_shape(wanted, impl) if impl else wanted
     local = process_count() > 1 and sharding is not None and sharding.is_fully_addressable
     _check_shape(stored, saved, data_shape, strict or local)
     final_shape = data_shape if impl is None else keys_of(data_shape, impl)
@@ -300,13 +301,6 @@ def plan_array(
     if impl is not None:
         planned = planned.then(functools.partial(_wrap_keys, impl=impl, sharding=readable))
     return planned.then(functools.partial(_placed, placement=placement))
-
-
-def _data_shape(saved: SavedLeaf, shape: Shape | None, impl: str | None) -> Shape:
-    """Shape of the stored data that holds an array of ``shape``; PRNG keys have an additional dimension."""
-    if shape is None:
-        return saved.data_shape
-    return key_shape(tuple(shape), impl) if impl else tuple(shape)
 
 
 def cut_to_rank(sharding: Sharding, rank: int) -> Sharding:

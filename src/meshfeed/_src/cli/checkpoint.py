@@ -23,9 +23,9 @@ def inspect(directory: str, step: int | None, as_json: bool) -> None:
 
     DIRECTORY is the folder passed to Checkpointer, or one of its steps. Reads no array values.
     """
-    from meshfeed._src.checkpoint import commands as checkpoint_commands
+    from meshfeed._src.checkpoint import step as checkpoint_step
 
-    found = checkpoint_commands.inspect(directory, step)
+    found = checkpoint_step.inspect(directory, step)
     click.echo(json.dumps(found) if as_json else "\n".join(_inspect_lines(found)))
 
 
@@ -59,9 +59,9 @@ def _leaf_line(leaf: dict[str, Any]) -> str:
 @json_option()
 def verify(directory: str, step: int | None, as_json: bool) -> None:
     """Read and check every stored byte of a checkpoint. The exit status is 1 if anything is damaged."""
-    from meshfeed._src.checkpoint import commands as checkpoint_commands
+    from meshfeed._src.checkpoint import step as checkpoint_step
 
-    found = checkpoint_commands.verify(directory, step)
+    found = checkpoint_step.verify_as_json(directory, step)
     if as_json:
         click.echo(json.dumps(found))
     else:
@@ -85,9 +85,9 @@ def diff(first: str, second: str, as_json: bool) -> None:
     FIRST and SECOND are step or iterator folders, or JSON files with a state. Leaves are compared by their digests,
     without reading values.
     """
-    from meshfeed._src.checkpoint import commands as checkpoint_commands
+    from meshfeed._src.checkpoint import step as checkpoint_step
 
-    found = checkpoint_commands.diff(first, second)
+    found = checkpoint_step.diff(first, second)
     if as_json:
         click.echo(json.dumps(found))
     elif found["same"]:
@@ -126,13 +126,7 @@ def _leaf_difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> 
 @click.option("--unshuffled", is_flag=True, help="The old run did not shuffle; needed if num_epochs is not 1.")
 @json_option()
 def import_position(
-    directory: str,
-    template: str,
-    output: str,
-    global_batch_size: int,
-    step: int | None,
-    unshuffled: bool,
-    as_json: bool,
+    directory: str, template: str, output: str, global_batch_size: int, as_json: bool, **settings: Any
 ) -> None:
     """Convert an iterator position saved by MaxText or Grain to the state of a feed.
 
@@ -147,11 +141,9 @@ def import_position(
 
     Fails if the feed cannot resume exactly from the position.
     """
-    from meshfeed._src.checkpoint import commands as checkpoint_commands
+    from meshfeed._src.checkpoint import foreign
 
-    state = checkpoint_commands.import_position(
-        directory, template, output, global_batch_size=global_batch_size, step=step, unshuffled=unshuffled
-    )
+    state = foreign.import_position(directory, template, output, global_batch_size=global_batch_size, **settings)
     steps = state["position"] // global_batch_size
     if as_json:
         found = {"path": f"{output}/state.json", "step": steps, "position": state["position"], "kind": state["kind"]}
