@@ -186,11 +186,7 @@ def tree_to_json(tree: PyTree) -> dict[str, Any]:
 
 
 def tree_from_json(value: Any) -> PyTree:
-    """Returns a pytree of ``jax.ShapeDtypeStruct`` from the result of :func:`tree_to_json`.
-
-    Raises:
-      SourceError: the structure is not supported.
-    """
+    """Inverts :func:`tree_to_json`: returns ``jax.ShapeDtypeStruct`` leaves; SourceError if it describes none."""
     if "unsupported" in value:
         raise SourceError(value["unsupported"])
     specs = [jax.ShapeDtypeStruct(tuple(shape), np.dtype(name)) for shape, name in value["leaves"]]

@@ -24,12 +24,7 @@ _OWN_PAGES = 4 << 20  # bytes; the size from which numpy requests huge pages too
 
 
 def empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
-    """Returns an uninitialized C-contiguous array whose address is a multiple of 64.
-
-    Args:
-      shape: sizes of the dimensions.
-      dtype: any dtype without Python objects, including those of ``ml_dtypes``.
-    """
+    """Returns an uninitialized C-contiguous array whose address is a multiple of 64."""
     dtype = np.dtype(dtype)
     return _placed(AlignedMemory(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8), shape, dtype)
 

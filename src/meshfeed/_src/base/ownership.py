@@ -18,15 +18,10 @@ from meshfeed._src.base.types import PyTree
 
 
 def own_batch(batch: PyTree, maker: object, method: str) -> PyTree:
-    """Returns ``batch`` with every leaf in memory that only the caller can write.
+    """Returns ``batch``, the result of ``maker.method()``, with every leaf in memory that only the caller can write.
 
     Classes of meshfeed whose methods return new memory on each call set ``fresh_arrays = True``, which skips the copy.
     A subclass that overrides the method must repeat the attribute to skip it too.
-
-    Args:
-      batch: the return value of ``maker.method()``.
-      maker: the object that made the batch.
-      method: name of its method.
     """
     return batch if returns_fresh(maker, method) else own_leaves(batch)
 

@@ -37,14 +37,7 @@ class Owner:
         return os.getpid() == self._pid
 
     def check(self, what: str) -> None:
-        """Raises an error in a forked child.
-
-        Args:
-          what: name of the object, for the message.
-
-        Raises:
-          MeshfeedError: this is a forked child.
-        """
+        """Raises a MeshfeedError about ``what`` in a forked child."""
         if not self.is_here:
             raise MeshfeedError(
                 f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
@@ -79,12 +72,7 @@ _log = logging.getLogger("meshfeed.feed")
 
 
 def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | None:
-    """Returns a variable and value that imply more than one process, such as ``"OMPI_COMM_WORLD_SIZE=4"``, or None.
-
-    Args:
-      environment: environment variables of this process.
-      on_tpu: whether JAX runs on a TPU; otherwise the list of the pod's hosts is irrelevant.
-    """
+    """Returns a variable and value that imply more than one process, such as ``"OMPI_COMM_WORLD_SIZE=4"``, or None."""
     if environment.get(INDEPENDENT, "0") not in ("", "0"):
         return None
     found = [name for name in _COUNTS if _number(environment.get(name)) > 1]

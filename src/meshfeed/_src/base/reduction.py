@@ -71,12 +71,6 @@ class Reduction:
     """One host's side of one reduction.
 
     Announcements are JSON objects: ``{"result": …}``, or ``{"stalled": …}`` from a reducer whose timeout expired.
-
-    Args:
-      store: the key-value store.
-      prefix: key prefix, unique to this reduction.
-      participants: process indices, equal on all hosts.
-      host: this process.
     """
 
     def __init__(self, store: KeyValueStore, prefix: str, participants: Sequence[int], host: int) -> None:
@@ -373,11 +367,7 @@ class Patience:
         self.resuming: dict[int, str] = {}
 
     def renew(self, late: Sequence[int]) -> bool:
-        """Extends the deadline if there was progress since the last call; returns whether there was.
-
-        Args:
-          late: the stragglers; only the first 8 are checked.
-        """
+        """Extends the deadline if there was progress since the last call; returns whether there was."""
         before = self.resuming
         found = {host: self._store.try_get(_resuming_key(host)) for host in late[:_NAMED_HOSTS]}
         self.resuming = {host: text for host, text in found.items() if text is not None}
@@ -398,10 +388,6 @@ class ProgressReport:
     """Publishes this host's progress in dropping records on resume, for the :class:`Patience` of other hosts.
 
     Publishes nothing if no records are dropped.
-
-    Args:
-      store: the key-value store; None if no other host waits.
-      timeout_seconds: timeout of the hosts that wait.
     """
 
     def __init__(self, store: KeyValueStore | None, timeout_seconds: float) -> None:

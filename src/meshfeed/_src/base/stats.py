@@ -310,13 +310,7 @@ PROGRESS = Progress()
 
 
 class Dropping:
-    """Reports the progress of a ``with`` block in which records are read and dropped.
-
-    Args:
-      what: the object being resumed, such as ``lane 3``.
-      total: number of records to drop.
-      unit: the unit of ``total``, in the plural.
-    """
+    """Reports the progress of a ``with`` block that resumes ``what``, such as ``lane 3``, by dropping records."""
 
     def __init__(self, what: str, total: int, unit: str = "records") -> None:
         self._what, self._total, self._unit = what, total, unit

@@ -51,12 +51,7 @@ class WakeUp:
             self._rings.put(None)
 
     def wait(self, until: Callable[[], object], seconds: float = 60.0) -> None:
-        """Waits for :meth:`ring`, unless ``until()`` is true already. May return early; check the condition again.
-
-        Args:
-          until: the condition to wait for.
-          seconds: maximum wait, capped at 0.5 s.
-        """
+        """Waits for :meth:`ring`, unless ``until()`` is true already. May return early; check the condition again."""
         self._waiting = True
         if not until():  # checked after setting the flag: a thread that changes the condition from now on rings
             try:
@@ -76,12 +71,7 @@ def _claim(unclaimed: list[None]) -> bool:
 
 
 class Background:
-    """A daemon thread that runs a function once.
-
-    Args:
-      function: the function to run.
-      name: name of the thread.
-    """
+    """A daemon thread that runs a function once."""
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self._function, self._name = function, name
@@ -125,9 +115,6 @@ class Background:
     def join(self, seconds: float) -> bool:
         """Waits for the function to return, unless called from its own thread. An unstarted thread can no longer start.
 
-        Args:
-          seconds: maximum wait.
-
         Returns:
           True if the function has returned, will never run, or called this itself.
         """
@@ -143,11 +130,7 @@ class Background:
 
 
 class Call(Generic[R]):
-    """A function call that one thread runs and another waits for.
-
-    Args:
-      function: the function to call.
-    """
+    """A function call that one thread runs and another waits for."""
 
     def __init__(self, function: Callable[[], R]) -> None:
         self._function: Callable[[], R] | None = function
@@ -202,9 +185,6 @@ class Call(Generic[R]):
 
         Args:
           tick: called about twice per second with the seconds waited so far; may raise.
-
-        Raises:
-          Any exception of the call.
         """
         self.wait(tick)
         if self._error is not None:
@@ -213,12 +193,7 @@ class Call(Generic[R]):
 
 
 class SingleCall(Generic[R]):
-    """A function call on its own thread, run once even if waits for it are interrupted and repeated.
-
-    Args:
-      function: the function to call.
-      name: name of the thread.
-    """
+    """A function call on its own thread, run once even if waits for it are interrupted and repeated."""
 
     def __init__(self, function: Callable[[], R], name: str) -> None:
         self._call: Call[R] = Call(function)
@@ -252,10 +227,6 @@ class Threads:
     """A thread pool whose threads start as work arrives and end when the pool is garbage-collected.
 
     ``submit`` and ``shutdown`` can replace those of ``concurrent.futures.Executor``.
-
-    Args:
-      num_threads: maximum number of threads, at least 1.
-      name: name of the threads.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -269,11 +240,7 @@ class Threads:
         weakref.finalize(self, _end, self._tasks, num_threads).atexit = False
 
     def submit(self, function: Callable[..., R], /, *args: object, **kwargs: object) -> Call[R]:
-        """Calls ``function(*args, **kwargs)`` on one of the threads.
-
-        Raises:
-          RuntimeError: after :meth:`shutdown` or :meth:`close`.
-        """
+        """Calls ``function(*args, **kwargs)`` on one of the threads; RuntimeError once the pool is closed."""
         if self._closed:
             raise RuntimeError(f"the thread pool {self._name!r} is closed and accepts no new work")
         for thread in self._unstarted[-1:]:
@@ -285,11 +252,7 @@ class Threads:
         return call
 
     def map(self, function: Callable[[T], R], values: Iterable[T]) -> list[R]:
-        """Calls ``function`` on each value; returns the results in the order of ``values``.
-
-        Raises:
-          The exception of the first failed call in that order, after all calls have ended.
-        """
+        """Returns ``function`` of each value, in order; the first exception is raised once all calls have ended."""
         calls = [self.submit(function, value) for value in values]
         for call in calls:
             call.wait()
@@ -325,9 +288,6 @@ def close_within(thing: object, seconds: float | None = None) -> None:
     """Calls ``thing.close()``, if defined, and waits at most ``seconds`` for it (default: 5).
 
     Iterators of other libraries join their threads in ``close``, and those may hang in a read.
-
-    Raises:
-      Any exception of ``close``, if it returned in time.
     """
     close = getattr(thing, "close", None)
     if not callable(close):

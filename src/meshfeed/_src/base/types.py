@@ -15,11 +15,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def public(module: str) -> Callable[[T], T]:
-    """Returns a decorator that sets ``__module__``: reprs, tracebacks and pickles then show ``meshfeed.PeerError``.
-
-    Args:
-      module: the public module that exports the class or function, such as ``"meshfeed"``.
-    """
+    """Returns a decorator that sets ``__module__``: reprs, tracebacks and pickles then show ``meshfeed.PeerError``."""
 
     def rename(value: T) -> T:
         value.__module__ = module

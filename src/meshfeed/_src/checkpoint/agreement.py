@@ -37,9 +37,6 @@ class Agreement:
     Args:
       doing: the operation, for error messages.
       timeout_seconds: how long to wait for the slowest host.
-
-    Raises:
-      MeshfeedError: there are several processes but no key-value store.
     """
 
     def __init__(self, doing: str, timeout_seconds: float) -> None:

@@ -41,11 +41,7 @@ def short(value: object) -> str:
 
 
 def as_step(step: object, order: str) -> int:
-    """Returns a step number as an int; also accepts numpy integers and 0-d integer arrays.
-
-    Raises:
-      SettingsError: it is not an integer, or it is negative.
-    """
+    """Returns a step number as an int; also accepts numpy integers and 0-d integer arrays, of at least 0."""
     try:  # a bool is an int, but as a step it is a mistake
         number = -1 if isinstance(step, bool) else operator.index(step)  # pyright: ignore[reportArgumentType]
     except TypeError:
@@ -62,19 +58,8 @@ class HasState(Protocol):
         ...
 
 
-class ResumableFeed(HasState, Protocol):
-    """The part of a feed that restoring needs."""
-
-    def set_state(self, state: dict[str, JsonValue], /) -> object:
-        """Sets the state in place, or raises and leaves the feed unchanged."""
-
-
 def check_feed(feed: object, methods: tuple[str, ...], order: str) -> None:
-    """Rejects an object without the methods of a feed. None means no feed and is accepted.
-
-    Raises:
-      SettingsError: ``feed`` lacks one of ``methods``.
-    """
+    """Rejects an object without the methods of a feed. None means no feed and is accepted."""
     lacks = [name for name in methods if feed is not None and not callable(getattr(feed, name, None))]
     if lacks:
         raise SettingsError(
@@ -85,11 +70,7 @@ def check_feed(feed: object, methods: tuple[str, ...], order: str) -> None:
 
 
 def check_train_state(train_state: PyTree, order: str) -> None:
-    """Rejects a feed passed in place of the train state.
-
-    Raises:
-      SettingsError: it is a feed.
-    """
+    """Rejects a feed passed in place of the train state."""
     # A registered pytree may have a get_state method of its own; only an opaque leaf is taken for a feed.
     if callable(getattr(train_state, "get_state", None)) and jax.tree_util.all_leaves([train_state]):
         raise SettingsError(
@@ -98,11 +79,7 @@ def check_train_state(train_state: PyTree, order: str) -> None:
 
 
 def check_settings(counts: Mapping[str, object], flags: Mapping[str, object], timeout_seconds: object) -> None:
-    """Checks the arguments of ``Checkpointer`` that its components do not check.
-
-    Raises:
-      SettingsError: a value is invalid.
-    """
+    """Checks the arguments of ``Checkpointer`` that its components do not check."""
     for name, value in counts.items():
         require(is_number(value) and value >= 1, name, value, "a positive int")
     for name, value in flags.items():
@@ -114,11 +91,7 @@ def check_settings(counts: Mapping[str, object], flags: Mapping[str, object], ti
 
 @contextlib.contextmanager
 def naming(setting: str, keywords: object) -> Iterator[None]:
-    """Adds the setting's name to the error if Orbax rejects its keywords inside this context.
-
-    Raises:
-      SettingsError: in place of Orbax's TypeError; or ``keywords`` is neither None nor a dict.
-    """
+    """Turns the TypeError with which Orbax rejects its keywords into a SettingsError that names the setting."""
     require(keywords is None or isinstance(keywords, Mapping), setting, keywords, "a dict of keywords, or None")
     try:
         yield
@@ -197,11 +170,7 @@ class RestoreOptions:
 
 
 def options_of(orbax: dict[str, object], **ours: object) -> RestoreOptions:
-    """Builds options from our keywords and from Orbax's names for them, which are removed from ``orbax``.
-
-    Raises:
-      SettingsError: a value is invalid, or a setting is given under both names with different values.
-    """
+    """Builds options from our keywords and from Orbax's names for them, which are removed from ``orbax``."""
     defaults = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
     for theirs, name in _ORBAX_NAMES.items():
         if (value := orbax.pop(theirs, None)) is None:
@@ -257,11 +226,7 @@ def as_directory(directory: epath.PathLike) -> epath.Path:
 
 @contextlib.contextmanager
 def opening(directory: epath.Path) -> Iterator[None]:
-    """Wraps errors of Orbax or the object store's library with the folder that could not be created or listed.
-
-    Raises:
-      CheckpointError: in place of their errors.
-    """
+    """Turns errors of Orbax and of the store's library into a CheckpointError that names the folder."""
     try:
         yield
     except MeshfeedError:

@@ -16,6 +16,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.process import Owner, forgotten_processes
 from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import JsonValue, PyTree, public
@@ -24,7 +25,6 @@ from meshfeed._src.checkpoint.arguments import (
     RESTORE_ORDER,
     SAVE_ORDER,
     HasState,
-    ResumableFeed,
     as_directory,
     as_step,
     check_feed,
@@ -58,13 +58,7 @@ def _feed_marker(feed: HasState | None) -> JsonValue:
 
 
 class SkippedStep:
-    """A training state and a feed at one step. Nothing is copied, so :meth:`problem` checks for later changes.
-
-    Args:
-      step: the caller's step number.
-      train_state: pytree; its leaves are kept by reference, its containers may change.
-      feed: the feed, or None.
-    """
+    """A training state and a feed at one step. Nothing is copied, so :meth:`problem` checks for later changes."""
 
     def __init__(self, step: int, train_state: PyTree, feed: HasState | None) -> None:
         self.step = step
@@ -264,7 +258,7 @@ class Checkpointer:
 
     @hides_own_frames
     def restore(
-        self, abstract_or_concrete_state: PyTree, feed: ResumableFeed | None = None, step: int | None = None
+        self, abstract_or_concrete_state: PyTree, feed: Resumable | None = None, step: int | None = None
     ) -> tuple[int, PyTree]:
         """Restores the newest intact step, or the requested one, on any number of hosts and devices.
 
@@ -335,7 +329,7 @@ class Checkpointer:
         _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
         return f"step {step}: {reason}"
 
-    def _restore_step(self, step: int, wanted: PyTree, feed: ResumableFeed | None, agreement: Agreement) -> PyTree:
+    def _restore_step(self, step: int, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)
         # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
         position = None if feed is None else agreement.attempt(lambda: _position(folder, step))
@@ -491,7 +485,7 @@ def _position(folder: epath.Path, step: int) -> dict[str, JsonValue]:
     return state_files.read_state(folder / ITERATOR)
 
 
-def _continue(feed: ResumableFeed, state: dict[str, JsonValue], agreement: Agreement, step: int) -> None:
+def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement, step: int) -> None:
     """Sets the feed's state on all hosts or on none."""
     before = feed.get_state()
     try:

@@ -137,11 +137,7 @@ def _loses(stored: type, wanted: type) -> bool:
 
 
 def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
-    """Rejects a cast that loses more than precision.
-
-    Raises:
-      CheckpointError: floats as integers, numbers as bools, complex as real, or non-numeric types.
-    """
+    """Rejects floats as integers, numbers as bools, complex as real, and non-numeric types, with a CheckpointError."""
     stored, wanted = np.dtype(stored), np.dtype(wanted)
     before, after = python_type_of(stored), python_type_of(wanted)
     longer_text = before is after is object and np.can_cast(stored, wanted, "safe")
@@ -156,11 +152,7 @@ def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
 
 
 def check_python(where: str, stored: type, wanted: type) -> None:
-    """Rejects reading a Python value as a different type if that could change the value.
-
-    Raises:
-      CheckpointError: text as a number, a float as an int, and the like.
-    """
+    """Rejects text as a number, a float as an int, and the like, with a CheckpointError."""
     if stored is not wanted and _loses(stored, wanted):
         raise CheckpointError(
             f"{where} is stored as {stored.__name__}, but {wanted.__name__} was requested. Request {stored.__name__}, and "
@@ -177,11 +169,7 @@ def may_overflow(stored: DTypeLike, wanted: DTypeLike) -> bool:
 
 
 def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> None:
-    """Rejects integers that would wrap around.
-
-    Raises:
-      CheckpointError: a value does not fit in ``wanted``; the message gives the value and the range.
-    """
+    """Rejects integers that would wrap around, with a CheckpointError that gives the value and the range."""
     if not values.size:
         return
     limits = jnp.iinfo(wanted)

@@ -38,15 +38,7 @@ _SLICES = "remainder_slices"
 
 
 def read_foreign_files(directory: epath.PathLike) -> tuple[dict[int, JsonValue], int | None]:
-    """Reads the states that the hosts wrote, by host, and the number of hosts (None for an elastic state).
-
-    Args:
-      directory: a folder of such files, such as ``<step>/iter``.
-
-    Raises:
-      CheckpointError: there are no such files, they disagree on the number of hosts, some are missing, or one is not
-        valid JSON.
-    """
+    """Reads the states that the hosts wrote, by host, and the number of hosts (None for an elastic state)."""
     directory = epath.Path(directory)
     states: dict[int, JsonValue] = {}
     counts: set[int | None] = set()

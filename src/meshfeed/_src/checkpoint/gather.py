@@ -205,14 +205,7 @@ def _host_mesh(devices: tuple[Device, ...]) -> Mesh:
 
 
 def send_rows(row: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Sends this process's row of bytes and returns all rows, in process order. Rows must have equal length.
-
-    Args:
-      row: uint8[length], the same length on every process.
-
-    Returns:
-      uint8[processes, length].
-    """
+    """Sends this process's row, uint8[length], and returns uint8[processes, length]; rows must have equal length."""
     # One device per process is enough: rows go to hosts, not to devices.
     first: dict[int, Device] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):

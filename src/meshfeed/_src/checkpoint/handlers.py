@@ -256,11 +256,7 @@ def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArg
 
 
 def check_metadata_key(key: str | None) -> None:
-    """Rejects ``metadata_key`` for formats in which Orbax would write its metadata files and then fail to find them.
-
-    Raises:
-      SettingsError: a key is given.
-    """
+    """Rejects ``metadata_key`` for formats in which Orbax would write its metadata files and then fail to find them."""
     if key is not None:
         raise SettingsError(
             f"metadata_key={key!r}: Orbax supports it only for zarr files without OCDBT. Set use_ocdbt=False (and not "

@@ -12,8 +12,9 @@ from etils import epath
 from orbax.checkpoint import future as orbax_future
 
 from meshfeed._src.base.coordination import process_index
+from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.arguments import HasState, ResumableFeed, check_feed, created
+from meshfeed._src.checkpoint.arguments import HasState, check_feed, created
 from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER
 from meshfeed._src.state import files as state_files
 
@@ -59,7 +60,7 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
 
     def restore(
         self, directory: epath.PathLike, args: IteratorRestore | None = None
-    ) -> ResumableFeed | dict[str, JsonValue]:
+    ) -> Resumable | dict[str, JsonValue]:
         """Reads the state of all hosts, sets it on ``args.feed`` and returns the feed; without one, returns the state.
 
         Raises:
@@ -110,10 +111,10 @@ class IteratorRestore(ocp.args.CheckpointArgs):
       feed: any object with ``set_state(dict)``. None returns the state itself.
     """
 
-    feed: ResumableFeed | None = None
+    feed: Resumable | None = None
 
 
-class FeedIterator(ResumableFeed, Iterator[PyTree], Protocol):
+class FeedIterator(Resumable, Iterator[PyTree], Protocol):
     """A feed that delivers batches."""
 
 

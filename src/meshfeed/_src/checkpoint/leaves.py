@@ -270,11 +270,7 @@ def kind_of(leaf: Leaf) -> str | None:
 
 
 def encode_host_leaf(leaf: Leaf, where: str) -> tuple[Entry, Leaf]:
-    """Returns the manifest entry of a leaf that is not a global ``jax.Array``, and what Orbax stores for it.
-
-    Raises:
-      CheckpointError: the leaf cannot be stored.
-    """
+    """Returns the manifest entry of a leaf that is not a global ``jax.Array``, and what Orbax stores for it."""
     kind = KINDS.get(kind_of(leaf) or "")
     # A subclass of a Python type, such as an enum, would be restored as the plain type.
     if kind is None or kind.encode is None or (kind.encode is _encode_value and type(leaf) not in kind.types):

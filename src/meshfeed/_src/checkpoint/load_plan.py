@@ -147,11 +147,7 @@ class LoadPlan:
         return tuple(rows if d == self.dimension else size for d, size in enumerate(self.shard_shape))
 
     def boxes(self, process: int | None = None) -> dict[Device, Box | None]:
-        """Returns device → the box that its process reads for it, or None for devices that only receive.
-
-        Args:
-          process: only this process's devices; None means all devices.
-        """
+        """Returns device, of one process or of all → the box to read for it; None for devices that only receive."""
         if self.sharding is None:
             return {HOST: tuple((0, size) for size in self.shape)}
         if self.direct:

@@ -89,11 +89,7 @@ def write_part(item: epath.PathLike, part: str, digests: Mapping[str, Mapping[in
 
 
 def read_json(path: epath.Path) -> JsonValue:
-    """Reads a JSON file of a checkpoint.
-
-    Raises:
-      DamagedCheckpointError: it is not JSON.
-    """
+    """Returns the content of a JSON file; raises DamagedCheckpointError if it is not JSON."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:

@@ -229,11 +229,7 @@ def _gather(group: Sequence[Work]) -> dict[int, Restored]:
 
 
 def choose_replica_axes(requests: Sequence[LeafRequest], options: RestoreOptions) -> dict[AnyMesh, str | None]:
-    """Returns the axis of replicas of each mesh: the one named, or the one that requires the fewest bytes to be read.
-
-    Raises:
-      SettingsError: no mesh has the ``replica_axis``, or ``primary_replica`` is out of range for it.
-    """
+    """Returns the axis of replicas of each mesh: the one named, or the one with the fewest bytes to read."""
     by_mesh: dict[AnyMesh, list[LeafRequest]] = collections.defaultdict(list)
     for request in requests:
         if isinstance(request.sharding, NamedSharding):
@@ -293,11 +289,7 @@ class Plans:
 
 
 def plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> Plans:
-    """Plans all leaves; the same on every process.
-
-    Raises:
-      SettingsError: see :func:`choose_replica_axes`.
-    """
+    """Plans all leaves; the same on every process."""
     plans = Plans()
     several = process_count() > 1 and options.restore != "every_host"
     axes = choose_replica_axes(requests, options) if options.restore == "single_replica" else {}

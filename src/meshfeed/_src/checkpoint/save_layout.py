@@ -74,11 +74,7 @@ def _is_worth(shard_bytes: int, replicas: int, hosts: int, min_slice_bytes: int 
 def choose_cut(shape: Shape, itemsize: int, sharding: Sharding, min_slice_bytes: int | None) -> ReplicaCut | None:
     """Returns the finest cut of an array among its replicas, along the first dimension that they divide.
 
-    Args:
-      shape: shape of the global array.
-      itemsize: bytes per stored value.
-      sharding: sharding of the array; only NamedShardings are cut.
-      min_slice_bytes: smallest slice to make. None means 64 KiB, or less if that shares the work between hosts.
+    Only NamedShardings are cut. ``min_slice_bytes=None`` means 64 KiB, or less if that shares the work between hosts.
     """
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or math.prod(shape) == 0:
         return None

@@ -291,12 +291,7 @@ class StoredArrays:
         return lambda: (written.result(), room)[1]
 
     def finish_read(self, leaf: StoredLeaf, box: Box, wait: PendingRead, verify: bool) -> NDArray[np.generic]:
-        """Waits for a read of whole cells, checks it, and returns the values in the leaf's dtype.
-
-        Raises:
-          DamagedCheckpointError: the values differ from those written; the message names the parameter and the box.
-          CheckpointError: storage cannot be read.
-        """
+        """Waits for a read of whole cells, checks it, and returns the values in the leaf's dtype."""
         where = f"{self.directory}: parameter {leaf.name!r}, values {[list(side) for side in box]}"
         try:
             values = np.asarray(wait()).reshape(box_shape(box))
@@ -405,11 +400,7 @@ class UnitReader:
         self.bytes_read = 0
 
     def read(self, wanted: Iterable[Wanted]) -> None:
-        """Reads units in order and calls each one's ``take`` in the same order.
-
-        Raises:
-          CheckpointError, DamagedCheckpointError: see :meth:`StoredArrays.finish_read`; or integers that do not fit.
-        """
+        """Reads units in order and calls each one's ``take`` in the same order."""
         wanted = list(wanted)
         self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in wanted))
         pending: collections.deque[_Reading] = collections.deque()

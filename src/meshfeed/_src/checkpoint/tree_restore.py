@@ -96,11 +96,7 @@ class TreePlan(NamedTuple):
 
 
 def restore_planned(make_plan: Callable[[], TreePlan], options: RestoreOptions, agreement: Agreement) -> PyTree:
-    """Restores a tree according to ``make_plan()``. Every process of the job must call it with the same leaves.
-
-    Raises:
-      CheckpointError: ``make_plan`` raised it on some host, or a host could not read; the same on every host.
-    """
+    """Restores a tree according to ``make_plan()``. Every process of the job must call it with the same leaves."""
     with without_ambient_mesh():  # leaves may be on devices outside the caller's jax.set_mesh
         plan = agreement.attempt(make_plan)
         requests = [leaf.request for leaf in plan.leaves if leaf.request is not None]
@@ -167,11 +163,7 @@ def _leaves(names: Sequence[str]) -> str:
 
 
 def plan_leaf(stored: StoredArrays, name: str, leaf: Leaf, strict: bool) -> Planned:
-    """Plans the restore of one leaf of an abstract tree; ``...`` omits the leaf.
-
-    Raises:
-      CheckpointError: ``leaf`` does not describe a leaf, or the stored leaf cannot be converted to it.
-    """
+    """Plans the restore of one leaf of an abstract tree; ``...`` omits the leaf."""
     if leaf is ...:
         return _known(...)
     kind, saved_kind = kind_of(leaf), stored.kinds[name]
@@ -217,11 +209,7 @@ def _plan_python(stored: StoredArrays, saved: SavedLeaf, leaf: Leaf) -> Planned:
 
 
 def plan_numpy(stored: StoredArrays, saved: SavedLeaf, shape: Shape | None, dtype: DTypeLike | None) -> Planned:
-    """Plans the restore of a numpy array on every process.
-
-    Raises:
-      CheckpointError: the shape differs from the stored one, or the dtype is not cast.
-    """
+    """Plans the restore of a numpy array on every process."""
     _check_shape(stored, saved, shape, strict=True)
     _check_dtype(saved, dtype)
     return _host_values(stored, saved, saved.data_shape, np.dtype(dtype or saved.dtype))

@@ -97,8 +97,6 @@ def _picture(suffix: str, what: str) -> Callable[[F], F]:
 @_picture("html", "an HTML page")
 @_picture("png", "a PNG file (needs matplotlib)")
 def plan(
-    hosts: int,
-    devices_per_host: int,
     mesh: dict[str, int],
     spec: list[Any],
     global_batch_size: int,
@@ -106,12 +104,7 @@ def plan(
     as_json: bool,
     show_all: bool,
     cache: int | None,
-    shards: int | None,
-    shard_bytes: int | None,
-    shard_records: int | None,
-    shuffle: bool | int | str,
-    num_lanes: int | None,
-    **pictures: pathlib.Path | None,
+    **options: Any,
 ) -> None:
     """Show which rows of the global batch each host reads.
 
@@ -122,6 +115,8 @@ def plan(
     """
     from meshfeed._src.pictures.plan import make_plan
 
+    shards = [options.pop(name) for name in ("shards", "shard_bytes", "shard_records", "shuffle", "num_lanes")]
+    pictures: dict[str, pathlib.Path | None] = {name: options.pop(name) for name in ("svg", "html", "png")}
     dimensions = 1 + len(shape or ())
     if any(entry is not None for entry in spec[dimensions:]):
         raise SettingsError(
@@ -133,13 +128,13 @@ def plan(
         if path is not None and path.suffix != f".{suffix}":
             raise SettingsError(f"--{suffix} {path} must end in .{suffix}.", setting=suffix)
     global_shape = [global_batch_size, *(shape or ())]
-    made = make_plan(mesh, spec[:dimensions], global_shape, hosts=hosts, devices_per_host=devices_per_host)
+    made = make_plan(mesh, spec[:dimensions], global_shape, **options)
     if cache is not None:
-        if shards is None or shard_bytes is None or shard_records is None:
+        if None in shards[:3]:
             raise SettingsError("--cache needs --shards, --shard-bytes and --shard-records.", setting="cache")
-        dataset = plan_cache.ShardSet(shards, shard_bytes, shard_records, shuffle, num_lanes)
+        dataset = plan_cache.ShardSet(*shards)
         found = plan_cache.downloads_of_hosts(dataset, made.table.row_ranges(), global_batch_size, cache)
-        as_text = "\n".join(plan_cache.lines(found, shards * shard_bytes))
+        as_text = "\n".join(plan_cache.lines(found, dataset.num_shards * dataset.shard_bytes))
         click.echo(json.dumps({"hosts": plan_cache.to_json(found)}) if as_json else as_text)
         return
     wanted = [path for path in pictures.values() if path is not None]

@@ -22,12 +22,7 @@ _SHOWN_BYTES = 48
 
 
 def load_state(path: str) -> feed_state.FeedState:
-    """Loads the state in a JSON file, in a folder of state files, or in the newest step of a checkpoint folder.
-
-    Raises:
-      CheckpointError: if there is no state.
-      StateMismatchError: if the state is damaged or from a newer version.
-    """
+    """Loads the state in a JSON file, in a folder of state files, or in the newest step of a checkpoint folder."""
     root = state_files.readable_path(path)
     if root.is_file():
         try:
@@ -144,11 +139,7 @@ def lines(found: dict[str, Any], records: list[dict[str, Any]] | None) -> list[s
 
 
 def describe_records(state: feed_state.FeedState, paths: list[str], record_ids: RecordIds) -> list[dict[str, Any]]:
-    """Returns the file, size and first bytes of records, read from the ArrayRecord files of the state.
-
-    Raises:
-      StateMismatchError: if the files are not those with which the state was saved.
-    """
+    """Returns the file, size and first bytes of records, read from the ArrayRecord files of the state."""
     from meshfeed.sources import ArrayRecord
 
     source = ArrayRecord(paths)

@@ -75,13 +75,7 @@ def example_script() -> pathlib.Path:
 
 
 class Job:
-    """The processes of one job; a context manager that kills them on exit.
-
-    Args:
-      topology: hosts and devices.
-      directory: new folder for the logs.
-      arguments: arguments of the training script, the same on all hosts.
-    """
+    """The processes of one job; a context manager that kills them on exit."""
 
     def __init__(self, topology: Topology, directory: pathlib.Path, arguments: Sequence[str]) -> None:
         self.topology = topology
@@ -131,11 +125,7 @@ class Job:
             yield json.loads(line)
 
     def running(self) -> bool:
-        """Whether any process is still running.
-
-        Raises:
-          MeshfeedError: a process exited with an error; quotes the end of its log.
-        """
+        """Whether any process is still running; raises MeshfeedError with the end of its log if one has failed."""
         codes = [child.returncode for child in self._children]
         for host, code in enumerate(codes):
             if code:
@@ -197,17 +187,7 @@ class Corpus(NamedTuple):
 
 
 def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int, num_files: int = 4) -> Corpus:
-    """Writes the text of the standard library, in order of file name, as records.
-
-    Args:
-      directory: output folder; created if needed.
-      num_records: number of records in all files.
-      record_bytes: bytes per record.
-      num_files: number of files; consecutive records are divided among them as evenly as possible.
-
-    Raises:
-      SourceError: the standard library has too little text.
-    """
+    """Writes the text of the standard library, in order of file name, as records, which the files share evenly."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     text, num_sources, needed = bytearray(), 0, num_records * record_bytes
@@ -337,13 +317,7 @@ def broken(plan: Plan, how: str) -> Plan:
 
 
 class Demo:
-    """Runs a plan and displays the progress and the result.
-
-    Args:
-      plan: the plan to run.
-      directory: folder for the corpus, checkpoints and logs; must be empty or not exist.
-      console: a ``rich.console.Console``.
-    """
+    """Runs a plan and displays the progress and the result."""
 
     def __init__(self, plan: Plan, directory: pathlib.Path, console: Console) -> None:
         self._plan = plan
@@ -352,11 +326,7 @@ class Demo:
         self._jobs = 0
 
     def run(self) -> bool:
-        """Runs all jobs; returns whether all checks pass.
-
-        Raises:
-          MeshfeedError: a host failed, or no step completed for 300 s.
-        """
+        """Runs all jobs; returns whether all checks pass."""
         start = time.monotonic()
         plan, show = self._plan, self._console.print
         shorter = "" if plan.legs == QUICK.legs else "; --quick is shorter"
@@ -485,20 +455,9 @@ def _progress(console: Console) -> Progress:
 
 
 def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, quick: bool = False) -> bool:
-    """Runs the demo on the terminal.
+    """Runs the demo on the terminal; returns whether all checks pass.
 
-    Args:
-      num_steps: number of training steps; None for the plan's number.
-      directory: folder for all output; None for a temporary folder, removed if all checks pass.
-      how: fault to inject, a key of :data:`meshfeed._src.demo.demo.BREAKS`, or None.
-      quick: whether to run :data:`meshfeed._src.demo.demo.QUICK`.
-
-    Returns:
-      Whether all checks pass.
-
-    Raises:
-      SettingsError: the folder is not empty.
-      MeshfeedError: a library is missing or a host failed.
+    ``how`` is a fault to inject, a key of :data:`BREAKS`. Output without a ``directory`` is removed if all checks pass.
     """
     missing = [name for name in ("rich", "optax") if importlib.util.find_spec(name) is None]
     if missing:

@@ -107,14 +107,7 @@ class Check:
 
 
 def prove(reference: JobLog, jobs: Sequence[JobLog], records: Sequence[bytes], num_steps: int) -> list[Check]:
-    """Compares the killed and resumed run with the uninterrupted one, and with the files.
-
-    Args:
-      reference: the uninterrupted run.
-      jobs: the jobs of the other run, in order.
-      records: the corpus by record id, read without meshfeed.
-      num_steps: number of steps that both runs must have.
-    """
+    """Compares the killed and resumed run with the uninterrupted one, and with the files, read without meshfeed."""
     steps, wanted = effective(jobs), effective([reference])
     problems = [problem for job in [reference, *jobs] for problem in job.problems]
     numbers = list(range(1, num_steps + 1))

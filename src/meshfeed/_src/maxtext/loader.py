@@ -351,10 +351,6 @@ class LocalIteratorView:
 
     Other attributes are forwarded to the loader's iterator. ``__class__`` is the class of the loader's iterator, because
     checkpoint code tests ``isinstance(..., grain.DatasetIterator)``.
-
-    Args:
-      owner: the iterator over global batches.
-      local: its loader.
     """
 
     def __init__(self, owner: MultiHostDataLoadIterator, local: HostLoaders) -> None:

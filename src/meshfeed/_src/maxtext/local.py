@@ -117,12 +117,7 @@ class HostLoaders:
 
 
 class LoaderIterator:
-    """One iterator over all loaders of a host, read by one thread at a time.
-
-    Args:
-      loaders: the host's loaders.
-      iterators: an iterator of each.
-    """
+    """One iterator over all loaders of a host, read by one thread at a time."""
 
     rows_may_vary = True
     ends_may_differ = True

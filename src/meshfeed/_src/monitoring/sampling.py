@@ -75,13 +75,9 @@ class Exporter:
 
 
 class Sampler:
-    """Writes a sample of a feed every ``seconds`` seconds, and a last one at the end.
+    """Writes a sample of a feed every ``seconds`` seconds, and a last one at the end; does not keep the feed alive.
 
-    Args:
-      feed: the feed; it is not kept alive.
-      seconds: time between two samples.
-      write: called on one thread at a time; an OSError is logged, and the next sample is written again.
-      end: called after the last sample.
+    An OSError of ``write`` is logged, and the next sample is written again.
     """
 
     def __init__(

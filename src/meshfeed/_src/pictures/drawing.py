@@ -122,11 +122,7 @@ class Drawing:
         return "\n".join(lines) + "\n"
 
     def save_png(self, path: pathlib.Path) -> None:
-        """Writes a PNG in light colors at twice the size; needs matplotlib.
-
-        Raises:
-          SettingsError: matplotlib is not installed.
-        """
+        """Writes a PNG in light colors at twice the size; needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:

@@ -154,11 +154,7 @@ def decode_answer(data: bytes) -> PyTree:
 
 
 def make_payload(value: object, *, setting: str, what: str) -> bytes:
-    """Pickles ``value`` for a different interpreter.
-
-    Raises:
-      SettingsError: it cannot be pickled and unpickled.
-    """
+    """Pickles ``value`` for a different interpreter; SettingsError if it cannot be pickled and unpickled."""
     try:
         # Unpickle as well: some objects pickle but do not unpickle.
         payload = cloudpickle.dumps(value)
@@ -189,11 +185,7 @@ class EndpointTarget(Protocol):
 
 
 class Endpoint:
-    """The colocated object; see the module docstring.
-
-    Args:
-      payload: a pickled function that maps a CPU mesh to an EndpointTarget.
-    """
+    """The colocated object; see the module docstring. ``payload``: a pickled function from a CPU mesh to the target."""
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload  # unpickle in begin(): an exception raised here would be lost
@@ -271,11 +263,7 @@ def zeros(spec: jax.ShapeDtypeStruct, size: int = 0) -> jax.Array:
 
 
 def colocated_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh of the CPU devices colocated with the devices of ``mesh``.
-
-    Raises:
-      SettingsError: there are not enough CPU devices.
-    """
+    """Returns the mesh of the CPU devices beside those of ``mesh``; SettingsError if there are not enough of them."""
     from jax.experimental import colocated_python
 
     try:
@@ -341,12 +329,7 @@ class RemoteClient:
     # ------------------------------------------------------------------ calls
 
     def call(self, name: str, *args: JsonValue) -> list[Any]:
-        """Returns the answers of the hosts that this process controls, in order of process index.
-
-        Raises:
-          MeshfeedError: this process is a forked child.
-          Exception: any error that the call raised on a host.
-        """
+        """Returns the answers of the hosts that this process controls, in order of process index."""
         self._owner.check("this remote feed")
         data = encode_call(name, args)
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
@@ -365,13 +348,7 @@ class RemoteClient:
         return {host: decode_answer(answers[host][: header.length]) for host, header in wanted.items()}
 
     def _check(self, array: jax.Array) -> dict[int, Header]:
-        """Returns headers by host.
-
-        Raises:
-          StopIteration: the stream has ended on every host.
-          MeshfeedError: the stream has ended on some hosts only.
-          Exception: any error that a host raised.
-        """
+        """Returns headers by host; raises a host's error, StopIteration if all ended, MeshfeedError if only some."""
         headers = {header.host: header for header in map(Header.from_row, rows_of(array))}
         flags = {header.flag for header in headers.values()}
         if ERROR in flags:
@@ -400,12 +377,7 @@ class RemoteClient:
         self._spec_known = all(self.call("knows_spec"))
 
     def take(self) -> PyTree:
-        """Returns the next batch as global arrays over the CPU mesh.
-
-        Raises:
-          StopIteration: the end of the stream.
-          Exception: any error that a host raised.
-        """
+        """Returns the next batch as global arrays over the CPU mesh."""
         self._owner.check("this remote feed")
         # The shape of the request encodes the batch size, because a colocated call is compiled once per argument shape.
         ordinal = 0

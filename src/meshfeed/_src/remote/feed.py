@@ -70,11 +70,7 @@ class FeedRecipe:
 
 
 def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
-    """Returns a pickled :class:`FeedRecipe`.
-
-    Raises:
-      SettingsError: ``make_source`` is not callable or cannot be pickled.
-    """
+    """Returns a pickled :class:`FeedRecipe`."""
     what = "a function without arguments that can be imported on those hosts, or pickled with all that it refers to"
     if not callable(make_source):
         raise SettingsError(f"make_source={make_source!r}; it takes {what}.", setting="make_source")
@@ -85,11 +81,7 @@ def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str
 
 
 class FeedTarget:
-    """Implements :class:`meshfeed._src.remote.client.EndpointTarget`.
-
-    Args:
-      feed: a feed over CPU devices.
-    """
+    """Implements :class:`meshfeed._src.remote.client.EndpointTarget`."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

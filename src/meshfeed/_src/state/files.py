@@ -209,15 +209,7 @@ def merge_files(directory: Directory) -> None:
 
 
 async def save(feed: Resumable, directory: Directory | PathAwaitingCreation) -> Awaitable[None]:
-    """Implements Orbax v1 ``StatefulCheckpointable.save`` for a feed.
-
-    Args:
-      feed: an object with ``get_state() -> dict``.
-      directory: an Orbax ``PathAwaitingCreation``, or an existing path.
-
-    Returns:
-      An awaitable that writes the state. The state is taken before this returns.
-    """
+    """Orbax v1's ``StatefulCheckpointable.save``: takes the state now, and returns an awaitable that writes it."""
     state = feed.get_state()
 
     async def write() -> None:
@@ -228,15 +220,7 @@ async def save(feed: Resumable, directory: Directory | PathAwaitingCreation) -> 
 
 
 async def load(feed: Resumable, directory: Directory) -> Awaitable[None]:
-    """Implements Orbax v1 ``StatefulCheckpointable.load`` for a feed.
-
-    Args:
-      feed: an object with ``set_state(dict)``.
-      directory: a directory written by :func:`save` on any number of hosts.
-
-    Returns:
-      An awaitable that reads the files of all hosts and sets the feed's state.
-    """
+    """Orbax v1's ``StatefulCheckpointable.load``: returns an awaitable that reads all hosts' files into the feed."""
 
     async def read() -> None:
         feed.set_state(read_state(directory))

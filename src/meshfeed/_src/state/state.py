@@ -35,16 +35,7 @@ _SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<after>
 
 
 def about_files(saved: Mapping[str, JsonValue], current: Mapping[str, JsonValue], names: Sequence[str]) -> str:
-    """Describes a change in the number of files, and missing files, as sentences with a trailing space.
-
-    Args:
-      saved: flat fingerprint of the saved source.
-      current: flat fingerprint of the current source.
-      names: files of the current source.
-
-    Returns:
-      The sentences, or ``""`` if the number of files is unchanged or unknown.
-    """
+    """Describes a change in the number of files, and missing files, as sentences with a trailing space, or nothing."""
     counts = [
         f"The saved source had {saved[name]} files, the current one has {count}. "
         for name, count in current.items()
@@ -109,11 +100,7 @@ def seal(entry: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def unseal(entry: JsonValue, field: str) -> dict[str, JsonValue]:
-    """Verifies the digest of an entry and returns the entry without it.
-
-    Raises:
-      StateMismatchError: the digest is missing or does not match.
-    """
+    """Returns the entry without its digest; raises StateMismatchError unless that is there and matches."""
     remedy = "The state was changed or damaged; use an earlier checkpoint."
     if not isinstance(entry, dict) or "digest" not in entry:
         raise StateMismatchError(field, entry, "an object with a digest", remedy)
@@ -264,11 +251,6 @@ def compare_fingerprints(
     file_names: Callable[[], Sequence[str]] | None = None,
 ) -> None:
     """Checks that a feed with fingerprint ``current`` can resume from a state with fingerprint ``saved``.
-
-    Args:
-      saved: fingerprint of the state.
-      current: fingerprint of the feed.
-      file_names: returns the files of the current source, to name missing files.
 
     Raises:
       StateMismatchError: the fingerprints differ; names the first field that differs.
