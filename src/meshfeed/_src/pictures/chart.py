@@ -49,10 +49,8 @@ def line_chart(
     top, bottom = 48.0, 48.0 + _HEIGHT
     for tick in ticks:
         y = bottom - tick / ticks[-1] * _HEIGHT
-        drawing.shapes += [
-            Line([(left, y), (_WIDTH, y)], "rule", 1),
-            Text(left - 8, y + 4, y_text(tick), "muted", 12, "end"),
-        ]
+        drawing.shapes.append(Line([(left, y), (_WIDTH, y)], "rule", 1))
+        drawing.shapes.append(Text(left - 8, y + 4, y_text(tick), "muted", 12, "end"))
     for x, label in _time_ticks(seconds):
         x = left + x * (_WIDTH - left)
         drawing.shapes.append(Text(x, bottom + 18, label, "muted", 12, "middle"))
@@ -97,10 +95,8 @@ def bar_chart(title: str, bars: Sequence[Bar], *, text: Callable[[float], str]) 
     drawing.shapes.append(Line([(left, bottom), (left + width, bottom)], "rule", 1))
     for tick in (0.0, ticks[-1] / 2, ticks[-1]):
         x = left + tick / ticks[-1] * width
-        drawing.shapes += [
-            Line([(x, bottom), (x, bottom + 5)], "rule", 1),
-            Text(x, bottom + 20, text(tick) if tick else "0", "muted", 12, "middle"),
-        ]
+        drawing.shapes.append(Line([(x, bottom), (x, bottom + 5)], "rule", 1))
+        drawing.shapes.append(Text(x, bottom + 20, text(tick) if tick else "0", "muted", 12, "middle"))
     for number, (bar, note) in enumerate(zip(bars, notes, strict=True)):
         y, length = 34 + 30 * number, max(bar.value / ticks[-1] * width, 1.0)
         drawing.shapes += [

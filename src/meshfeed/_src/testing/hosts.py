@@ -450,12 +450,9 @@ class HostPool:
             if not host.child.wait(max(0.1, deadline - time.monotonic())):
                 host.print_stacks()
                 time.sleep(0.5)
-                warnings.warn(
-                    f"host {host.index} did not end within {_EXIT_SECONDS:.0f} s of being stopped, and was killed; "
-                    f"its log ends:\n{host.log()[-_LOG_TAIL_BYTES:]}",
-                    ResourceWarning,
-                    stacklevel=3,
-                )
+                what = f"did not end within {_EXIT_SECONDS:.0f} s of being stopped, and was killed"
+                text = f"host {host.index} {what}; its log ends:\n{host.log()[-_LOG_TAIL_BYTES:]}"
+                warnings.warn(text, ResourceWarning, stacklevel=3)
 
     def __enter__(self) -> Self:
         return self
