@@ -9,6 +9,7 @@ therefore newly allocated each time, and only code that has dropped the array ma
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -52,7 +53,10 @@ class AlignedMemory(np.ndarray):
 
 
 def _placed(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    return np.ndarray(shape, dtype, raw, -address(raw) % ALIGNMENT)
+    start = ctypes.addressof(
+        ctypes.c_char.from_buffer(raw.data)
+    )  # much faster than `address`, for writable memory only
+    return np.ndarray(shape, dtype, raw, -start % ALIGNMENT)
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
