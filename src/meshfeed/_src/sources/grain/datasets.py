@@ -32,9 +32,6 @@ class GrainRecords:
       SourceError: the dataset is empty, or ends in a batch() whose last batch is short.
     """
 
-    decode = None
-    decode_batch = None
-
     def __init__(self, dataset: Records) -> None:
         self._given = dataset
         self._length = min(len(dataset), _ENDLESS)

@@ -91,8 +91,6 @@ class HuggingFaceTable(_Records):
       columns: names of the columns of a record.
     """
 
-    decode = None
-    decode_batch = None
     fresh_arrays = True  # or views of mapped files, which datasets does not rewrite
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:

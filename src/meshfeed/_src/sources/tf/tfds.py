@@ -74,8 +74,6 @@ class _Split:
 class TFDSRecords(_Split):
     """A split of a dataset prepared as ArrayRecord: record i is example i of the split; see :class:`_Split`."""
 
-    decode_batch = None
-
     def __init__(self, builder: Builder, split: str, instructions: Sequence[FileInstruction], decode: Decode) -> None:
         super().__init__(builder, split, instructions, decode)
         self.decode = self.decoder
