@@ -36,6 +36,7 @@ ALLOWED = {
     "_replace": "named tuples",
     "_per_second": "the end of a name",
     "_METADATA": "a file of Orbax's checkpoints",
+    "_cat_file": "fsspec, whose page on async use documents the coroutines of its file systems",
     "_CHECKPOINT_METADATA": "a file of Orbax's checkpoints",
     "_examples": "the end of a name",
     "_seconds": "the end of a name",
