@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import pickle
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import array_record_files
@@ -302,3 +305,14 @@ def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         s3.stop()
         fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_google_cloud_storage() -> None:
+    for library in ("gcp_storage_emulator", "gcsfs"):
+        pytest.importorskip(library)
+    environment = {**os.environ, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "NO_GCE_CHECK": "true"}
+    child = subprocess.run(
+        [sys.executable, str(pathlib.Path(__file__).parent / "gs_child.py")],
+        env=environment, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert "test: gs://bucket/x has changed since the source was made: 100 bytes (generation=" in child.stdout
