@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshfeed
+from meshfeed._src.convert import run as convert_run
 from meshfeed._src.convert.job import Phase
 from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.settings import Settings
@@ -43,6 +44,10 @@ class StopAfter:
 
 def content_of(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def files_of(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_a_run_that_ended_anywhere_continues(tmp_path: pathlib.Path) -> None:
@@ -164,3 +169,22 @@ def test_files_that_a_power_failure_left_empty_are_written_again(tmp_path: pathl
         (out / ".convert" / name).write_bytes(b"")
     convert(data, str(out), Settings(shards=3), StopAfter(3))
     assert content_of(out) == content_of(tmp_path / "whole")
+
+
+def test_a_run_that_was_killed_after_its_manifest_is_complete(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = formats.parquet(tmp_path), tmp_path / "out"
+
+    def remove_some(folder: pathlib.Path) -> None:
+        for name in ("scans", "entries", "plan.json"):
+            (folder / name).rename(tmp_path / name)
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_run, "_remove", remove_some)
+        with pytest.raises(Stopped):
+            convert(data, str(out), Settings(shards=3), run_here)
+    before = files_of(out)
+    assert convert(data, str(out), Settings(shards=3), StopAfter(0)).was_complete
+    assert content_of(out) == before

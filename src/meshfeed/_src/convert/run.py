@@ -178,11 +178,14 @@ def _finished(directory: str, description: dict[str, Any]) -> Converted | None:
     path = pathlib.Path(directory)
     if path.exists() and not path.is_dir():
         raise SettingsError(f"--to {directory} is a file. Name a new or empty folder.", setting="to")
-    if not path.exists() or (path / FOLDER).exists() or not any(path.iterdir()):
+    if not path.exists() or not any(path.iterdir()):
         return None
     converted = _converted_from(path)
     if converted == _identity(description):
+        _remove(path / FOLDER)  # there if the run was killed after it had written the manifest
         return _result(directory, description, was_complete=True)
+    if (path / FOLDER).exists():
+        return None
     count = len(list(path.iterdir()))
     what = "the result of another conversion" if converted else f"{count:,} other file{'' if count == 1 else 's'}"
     raise SettingsError(
@@ -227,12 +230,12 @@ def _prepare(directory: str, description: dict[str, Any]) -> Conversion:
     job = Conversion(directory)
     path = job.folder / "job.json"
     remove_unfinished(job.folder)
-    if path.exists():
-        _check_same(job.description, description, directory)
-        return job
     for name in ("scans", "inputs", "parts", "entries"):
         (job.folder / name).mkdir(exist_ok=True)
-    write_json(path, description)
+    if path.exists():
+        _check_same(job.description, description, directory)
+    else:
+        write_json(path, description)
     return job
 
 

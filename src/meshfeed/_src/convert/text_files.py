@@ -213,7 +213,7 @@ def without_blank(content: bytes, starts: np.ndarray, blank: bytes) -> np.ndarra
     """Returns ``starts`` without those of lines that hold nothing but the characters ``blank`` and a line break."""
     blank += b"\n"
     kept = np.ones(len(starts), bool)
-    for row in np.flatnonzero(np.isin(np.frombuffer(content, np.uint8)[starts], list(blank))).tolist():
+    for row in np.flatnonzero(np.frombuffer(content, np.uint8)[starts] <= ord(" ")).tolist():
         stop = starts[row + 1] if row + 1 < len(starts) else len(content)
         kept[row] = bool(content[starts[row] : stop].strip(blank))
     return starts[kept]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import functools
 import json
@@ -85,10 +86,8 @@ class ArrayRecordFile(OutputFile):
         if self._check_first and records:
             self._check_first = False
             _check_example(records[0], first_record)
-        write = self._writer.write
         with _disk_errors():
-            for record in records:
-                write(record)
+            collections.deque(map(self._writer.write, records), maxlen=0)  # a loop without steps of Python
         self.num_records += len(records)
 
     def close(self) -> None:
