@@ -125,6 +125,15 @@ def test_errors_of_meshfeed_are_one_line(error: Exception, status: int) -> None:
     assert result.output == f"Error: {error}\n"
 
 
+def test_a_library_that_is_not_installed_is_one_message(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
+    result = run(f"convert {tmp_path / 'x.jsonl'} --to {tmp_path / 'out'} --workers 1")
+    assert (result.exit_code, result.output[:7], "pip install '.[convert]'" in result.output) == (1, "Error: ", True)
+
+
 def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}; from meshfeed._src.cli.main import main; main()"
     ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)

@@ -31,6 +31,9 @@ class _Commands(click.Group):
         except MeshfeedError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(2 if isinstance(error, SettingsError | PlanError) else 1)
+        except ModuleNotFoundError as error:
+            extra = "convert" if ctx.invoked_subcommand == "convert" else "all"
+            raise click.ClickException(f"{error}. Run pip install '.[{extra}]' in a checkout.") from error
 
 
 def _example(arguments: str) -> str:
