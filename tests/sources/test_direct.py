@@ -299,9 +299,13 @@ def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
             files.put_file(str(path), f"direct/{path.name}")
         source = ArrayRecord("s3://direct/*.array_record")
         same(ArrayRecord(f"{tmp_path}/*.array_record"), source)
-        files.pipe_file("direct/1.array_record", bytes((tmp_path / "1.array_record").stat().st_size))
+        other = fsspec.filesystem(
+            "s3", skip_instance_cache=True
+        )  # another process, which the listing here does not see
+        other.pipe_file("direct/1.array_record", (tmp_path / "0.array_record").read_bytes())
         with pytest.raises(SourceError, match=r"s3://direct/1.array_record has changed since the source was made"):
             source[205]
+        assert ArrayRecord("s3://direct/*.array_record")[205] == source[5]
     finally:
         s3.stop()
         fsspec.filesystem("s3").clear_instance_cache()

@@ -100,6 +100,8 @@ class RemoteBytes:
     def _compare(self, num_bytes: int, version: str) -> None:
         if (num_bytes, version) != (self.num_bytes, self.version):
             change = file_paths.describe_change((self.num_bytes, self.version), (num_bytes, version))
+            file_system, inner = file_paths.open_file_system(self.url, self.source)
+            file_system.invalidate_cache(inner)  # or a new source would take the listing from before the change
             raise file_paths.changed(f"{self.source}: {self.url}", change, self._manifest)
 
 
