@@ -6,6 +6,7 @@ import abc
 import base64
 import dataclasses
 import os
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +65,13 @@ class Input(abc.ABC):
       name: name of the format.
       examples: whether records are Examples already, in the one column ``record``.
       types: all columns of all inputs; set before :meth:`read` is called.
+      scratch: folder for temporary files. Names there end in ``.part``, so that they are removed after a kill.
     """
 
     name: str
     examples = False
     types: pa.Schema
+    scratch: pathlib.Path
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         self.columns = columns

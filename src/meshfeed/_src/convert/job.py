@@ -106,7 +106,9 @@ class Conversion:
     @functools.cached_property
     def input(self) -> Input:
         """The format."""
-        return open_format(self.description["format"], self.settings.columns)
+        found = open_format(self.description["format"], self.settings.columns)
+        found.scratch = self.folder / "parts"
+        return found
 
     # ------------------------------------------------------------------ the first pass
 
@@ -409,7 +411,7 @@ def write_json(path: pathlib.Path, value: object) -> None:
 
 def remove_unfinished(folder: pathlib.Path) -> None:
     """Removes what tasks that were killed have left, and JSON files that a power failure has left empty."""
-    for path in folder.rglob("*.part"):
+    for path in list(folder.rglob("*.part")):
         _unlink(path)
     for path in folder.rglob("*.json"):
         if not path.stat().st_size:

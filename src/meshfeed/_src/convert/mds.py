@@ -37,7 +37,7 @@ class Mds(Input):
 
         shard = _mds_index(path)["shards"][0]
         encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        with _opened(path) as source:
+        with self._opened(path) as source:
             first, count = source[0], len(source)
         kinds = {name: _mds_type(name, encodings[name], first[name]) for name in self.columns or first if name in first}
         fields = [(name, kinds.get(name, pa.null())) for name in sorted(first)]
@@ -47,7 +47,7 @@ class Mds(Input):
         """See :class:`Input`."""
         import pyarrow as pa
 
-        with _opened(path, [name for name in schema.names if name in scan.more]) as source:
+        with self._opened(path, [name for name in schema.names if name in scan.more]) as source:
             for low in range(start, stop, _ROWS):
                 rows = source.__getitems__(range(low, min(low + _ROWS, stop)))
                 columns = [[_mds_value(row.get(name), scan.more.get(name)) for row in rows] for name in schema.names]
@@ -60,17 +60,18 @@ class Mds(Input):
                     ) from error
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-
-@contextlib.contextmanager
-def _opened(path: str, columns: Sequence[str] | None = None) -> Iterator[MDS]:
-    """Opens a data set; shards that are stored compressed are unpacked into a temporary folder."""
-    with contextlib.ExitStack() as stack:
-        cache = None
-        if any(shard.get("zip_data") for shard in _mds_index(path)["shards"]):
-            cache = ShardCache(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshfeed-convert-")))
-        source = MDS(path, columns, image_bytes=True, cache=cache)
-        stack.callback(source.close)
-        yield source
+    @contextlib.contextmanager
+    def _opened(self, path: str, columns: Sequence[str] | None = None) -> Iterator[MDS]:
+        """Opens a data set; shards that are stored compressed are unpacked into a temporary folder of the job."""
+        with contextlib.ExitStack() as stack:
+            cache = None
+            if any(shard.get("zip_data") for shard in _mds_index(path)["shards"]):
+                cache = ShardCache(
+                    stack.enter_context(tempfile.TemporaryDirectory(prefix="mds.", suffix=".part", dir=self.scratch))
+                )
+            source = MDS(path, columns, image_bytes=True, cache=cache)
+            stack.callback(source.close)
+            yield source
 
 
 def _mds_index(path: str) -> dict[str, Any]:
