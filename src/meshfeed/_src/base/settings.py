@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import numbers
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -188,7 +187,13 @@ def _optional_integer(setting: str, value: object, what: str = "an int of at lea
     return None if value is None else _integer(setting, value, 1, what)
 
 
-def _instance(setting: str, value: T, kind: type | types.UnionType, what: str) -> T:
+def _flag(setting: str, value: object) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise _wrong(setting, value, "True or False")
+    return bool(value)
+
+
+def _instance(setting: str, value: object, kind: type[T], what: str) -> T:
     if not isinstance(value, kind):
         raise _wrong(setting, value, what)
     return value
@@ -257,35 +262,52 @@ def _load(value: object) -> Literal["sharded", "once"] | tuple[int, ...]:
     return tuple(sorted(hosts))
 
 
-def check_settings(*, balance: object = None, **given: Any) -> FeedSettings:
+def check_settings(
+    *,
+    global_batch_size: object,
+    shuffle: object,
+    seed: object,
+    num_epochs: object,
+    end: object,
+    mask_key: object,
+    balance: object = None,
+    num_lanes: object,
+    load: object,
+    prefetch: object,
+    num_workers: object,
+    num_threads: object,
+    retry: object,
+    bad_records: object,
+    check_replicas: object,
+    timeout_seconds: object,
+    name: object,
+) -> FeedSettings:
     """Validates all keywords of a feed except source and sharding; the same names.
 
     Raises:
       SettingsError: a keyword has an invalid value. Names the first such keyword and the valid values.
     """
-    end, workers, bad_records = _end(given["end"]), given["num_workers"], given["bad_records"]
+    checked_end = _end(end)
     no_retries, seconds = "meshfeed.Retry(attempts=1) disables retries", "a finite number of seconds above 0"
     none_or_skip = "None (raise) or a meshfeed.SkipBad"
     return FeedSettings(
-        schedule=_schedule(given["global_batch_size"]),
-        shuffle=_shuffle(given["shuffle"]),
-        seed=_seed(given["seed"]),
-        num_epochs=_optional_integer(
-            "num_epochs", given["num_epochs"], "an int of at least 1, or None to repeat forever"
-        ),
-        end=end,
-        mask_key=_mask_key(given["mask_key"], end),
+        schedule=_schedule(global_batch_size),
+        shuffle=_shuffle(shuffle),
+        seed=_seed(seed),
+        num_epochs=_optional_integer("num_epochs", num_epochs, "an int of at least 1, or None to repeat forever"),
+        end=checked_end,
+        mask_key=_mask_key(mask_key, checked_end),
         balance=_balance(balance),
-        num_lanes=_optional_integer("num_lanes", given["num_lanes"]),
-        load=_load(given["load"]),
-        prefetch=_integer("prefetch", given["prefetch"], 0, "a number of global batches of at least 0"),
-        num_workers=workers if isinstance(workers, Workers) else Workers(workers),
-        num_threads=_optional_integer("num_threads", given["num_threads"]),
-        retry=_instance("retry", given["retry"], Retry, f"a meshfeed.Retry; {no_retries}"),
+        num_lanes=_optional_integer("num_lanes", num_lanes),
+        load=_load(load),
+        prefetch=_integer("prefetch", prefetch, 0, "a number of global batches of at least 0"),
+        num_workers=num_workers if isinstance(num_workers, Workers) else Workers(num_workers),  # pyright: ignore[reportArgumentType] # checked there
+        num_threads=_optional_integer("num_threads", num_threads),
+        retry=_instance("retry", retry, Retry, f"a meshfeed.Retry; {no_retries}"),
         bad_records=None if bad_records is None else _instance("bad_records", bad_records, SkipBad, none_or_skip),
-        check_replicas=bool(_instance("check_replicas", given["check_replicas"], bool | np.bool_, "True or False")),
-        timeout_seconds=_number("timeout_seconds", given["timeout_seconds"], 0, seconds, strict=True),
-        name=_name(given["name"]),
+        check_replicas=_flag("check_replicas", check_replicas),
+        timeout_seconds=_number("timeout_seconds", timeout_seconds, 0, seconds, strict=True),
+        name=_name(name),
     )
 
 
