@@ -182,6 +182,20 @@ def test_in_a_mixture_and_in_a_map() -> None:
     assert sorted(map(bytes, mapped[: len(a)])) == sorted(map(bytes, a.read_batch(range(len(a)))["tokens"][:, :-1]))
 
 
+def test_leaves_have_the_names_that_the_model_expects() -> None:
+    names = {"key": "inputs", "segment_ids": "inputs_segmentation", "positions": "inputs_position"}
+    documents = [np.arange(n) for n in LENGTHS["lognormal"]]
+    usual, named = Packed(documents, SIZE), Packed(documents, SIZE, **names)
+    with feed_of(usual) as feed, feed_of(named) as other:
+        for batch, renamed in zip(feed, other, strict=True):
+            assert set(renamed) == {*names.values(), *batch.keys() - {"tokens", "segment_ids", "positions"}}
+            for usual_name, setting in (("tokens", "key"), ("segment_ids", "segment_ids"), ("positions", "positions")):
+                np.testing.assert_array_equal(batch[usual_name], renamed[names[setting]])
+    assert "segment_ids" not in str(usual.fingerprint())  # as in states that were saved without these settings
+    assert named.fingerprint() != Packed(documents, SIZE, key="inputs").fingerprint()
+    Packed([{"tokens": np.arange(3), "positions": np.arange(3)}], 8, positions="place")
+
+
 def test_a_state_of_other_documents_or_settings_is_refused() -> None:
     usual = Packed(Documents(LENGTHS["lognormal"]), SIZE)
     with feed_of(usual) as feed:
@@ -217,7 +231,8 @@ def test_stats() -> None:
 def test_wrong_settings() -> None:
     documents = Documents([5, 6])
     for setting, value in {
-        "sequence_length": 0, "method": "best", "block": True, "pad_id": 2**31, "long": "keep", "key": "positions",
+        "sequence_length": 0, "method": "best", "block": True, "pad_id": 2**31, "long": "keep", "key": "",
+        "segment_ids": "tokens", "positions": "segment_ids",
     }.items():  # fmt: skip
         with pytest.raises(meshfeed.SettingsError, match=setting) as error:
             Packed(documents, **{"sequence_length": 8, setting: value})

@@ -29,7 +29,7 @@ _METHODS, _LONG = ("split", "fit"), ("split", "truncate", "drop")
 class Packed:
     """Packs documents into sequences of one length, as a random-access source.
 
-    A record is ``{key: int32[L], "segment_ids": int32[L], "positions": int32[L]}``: the tokens of one or more documents,
+    A record is ``{key: int32[L], segment_ids: int32[L], positions: int32[L]}``: the tokens of one or more documents,
     1, 2, … for the parts of documents in the sequence (0 on padding), and the index of each token in its part (0 on
     padding). Other leaves of the documents with one value per token, such as loss masks, travel with the tokens.
 
@@ -52,6 +52,8 @@ class Packed:
       pad_id: token on padding.
       long: what becomes of a document of more than L tokens: ``"split"`` cuts it, ``"truncate"`` keeps its first L
         tokens, ``"drop"`` leaves it out.
+      segment_ids: name of the leaf of segment ids, such as MaxText's ``"inputs_segmentation"``.
+      positions: name of the leaf of positions, such as MaxText's ``"inputs_position"``.
 
     Raises:
       SettingsError: a setting is out of range, or ``source`` has lengths that depend on random numbers; names the keyword.
@@ -73,6 +75,8 @@ class Packed:
         block: int = 65_536,
         pad_id: int = 0,
         long: str = "split",
+        segment_ids: str = "segment_ids",
+        positions: str = "positions",
     ) -> None:
         for name, value, taken in (("method", method, _METHODS), ("long", long, _LONG)):
             if value not in taken:
@@ -82,12 +86,15 @@ class Packed:
                 raise SettingsError(f"{name}={number!r}; it takes an int of at least 1.", setting=name)
         if not is_count(pad_id, -(1 << 31)) or pad_id >= 1 << 31:
             raise SettingsError(f"pad_id={pad_id!r}; it takes a token, an int32.", setting="pad_id")
-        if not isinstance(key, str) or key in ("", "segment_ids", "positions"):
-            raise SettingsError(f"key={key!r}; it takes the name of the leaf that holds the tokens.", setting="key")
+        names = {"key": key, "segment_ids": segment_ids, "positions": positions}
+        for index, (setting, name) in enumerate(names.items()):
+            if not isinstance(name, str) or not name or name in list(names.values())[:index]:
+                raise SettingsError(f"{setting}={name!r}; it takes the name of a leaf of its own.", setting=setting)
         self._source = documents_of(source, "Packed", _OF_STREAM, _OF_MIXTURE)
         self._key, self._pad_id, self._length = key, int(pad_id), int(sequence_length)
+        self._written = (segment_ids, positions)
         self._settings: dict[str, Any] = {"method": method, "block": int(block), "long": long}
-        lengths = lengths_of(self._source, lambda record: len(_leaves(record, key)[key]), key)
+        lengths = lengths_of(self._source, lambda record: len(self._leaves(record)[key]), key)
         self._packing = Packing(lengths, self._length, **self._settings)
         if not self._packing.num_sequences:
             raise SourceError(
@@ -162,6 +169,8 @@ class Packed:
     @functools.cached_property
     def _identity(self) -> JsonValue:
         of_packing = {"sequence_length": self._length, "key": self._key, "pad_id": self._pad_id, **self._settings}
+        if self._written != (usual := ("segment_ids", "positions")):  # else the identity is that of saved states
+            of_packing |= dict(zip(usual, self._written, strict=True))
         lengths = digest_of_lengths(self._packing.lengths)
         return {"source": source_identity(self._source), "lengths": lengths, "packing": of_packing}
 
@@ -194,13 +203,22 @@ class Packed:
         if slices is not None:
             return slices.read_slices(pieces.documents, pieces.starts, pieces.lengths)
         documents, which = np.unique(pieces.documents, return_inverse=True)
-        found = [_leaves(record, self._key) for record in read_items(self._source, documents)]
+        found = [self._leaves(record) for record in read_items(self._source, documents)]
         for document, leaves in zip(documents.tolist(), found, strict=True):
             self._check(document, leaves, found[0])
         bounds = list(
             zip(which.tolist(), pieces.starts.tolist(), (pieces.starts + pieces.lengths).tolist(), strict=True)
         )
         return {name: np.concatenate([found[i][name][low:high] for i, low, high in bounds]) for name in found[0]}
+
+    def _leaves(self, record: object) -> dict[str, np.ndarray]:
+        leaves = _leaves(record, self._key)
+        if reserved := sorted(leaves.keys() & set(self._written)):
+            raise SourceError(
+                f"documents have the leaf {reserved[0]!r}, which Packed writes itself. Rename that with Packed("
+                "segment_ids=…, positions=…), or the documents' with Map."
+            )
+        return leaves
 
     def _check(self, document: int, leaves: dict[str, np.ndarray], first: dict[str, np.ndarray]) -> None:
         wanted = int(self._packing.lengths[document])
@@ -254,7 +272,7 @@ class Packed:
                     out[row, :count] = values[start : start + count]
                     out[row, count:] = self._pad_id if name == self._key else 0
             leaves[name] = out
-        return {**leaves, "segment_ids": segment_ids, "positions": positions}
+        return leaves | dict(zip(self._written, (segment_ids, positions), strict=True))
 
 
 class ShuffledPacked(Packed):
@@ -295,8 +313,6 @@ def _leaves(record: object, key: str) -> dict[str, np.ndarray]:
             f"leaf {key!r} of a document is {tokens.dtype} of shape {tokens.shape}. Expected integers of shape [tokens]. "
             "Turn text into token ids with Map."
         )
-    if reserved := sorted({"segment_ids", "positions"} & leaves.keys()):
-        raise SourceError(f"documents have the leaf {reserved[0]!r}, which Packed writes itself. Rename it with Map.")
     return leaves
 
 
