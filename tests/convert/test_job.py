@@ -146,7 +146,7 @@ def test_a_conversion_imports_neither_jax_nor_pandas(tmp_path: pathlib.Path) -> 
 import sys
 from meshfeed._src.cli.main import main
 for number, path in enumerate(sys.argv[2:]):
-    main(["convert", path, "--to", f"{sys.argv[1]}/{number}", "--workers", "1"], standalone_mode=False)
+    main(["convert", path, "--to", f"{sys.argv[1]}/{number}", "--workers", str(2 - number % 2)], standalone_mode=False)
 print({name.partition(".")[0] for name in sys.modules} & {"jax", "pandas"})
 """
     ended = subprocess.run(

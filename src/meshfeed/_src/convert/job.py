@@ -355,7 +355,7 @@ class Conversion:
 
 
 class Task:
-    """Runs tasks of one phase, in a worker. Here, because ``workers.py`` imports JAX, which workers do not need."""
+    """Runs tasks of one phase, in a worker. Here, so that workers import no more than they need."""
 
     def __init__(self, directory: str, phase: Phase) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process per core

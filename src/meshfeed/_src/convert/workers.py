@@ -1,4 +1,4 @@
-"""Runs tasks in worker processes. ``run.py`` imports this when there are several, because it imports JAX."""
+"""Runs tasks in worker processes."""
 
 from __future__ import annotations
 

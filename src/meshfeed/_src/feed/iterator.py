@@ -20,8 +20,9 @@ from meshfeed._src.agreement import handshake
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
+from meshfeed._src.base.fork import Finalizer, Owner, finalize
 from meshfeed._src.base.hooks import Resumable, is_stream
-from meshfeed._src.base.process import Finalizer, Owner, finalize, warn_if_forgotten
+from meshfeed._src.base.launcher import warn_if_forgotten
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import (
     Balance,

@@ -15,7 +15,7 @@ from meshfeed._src.arrays.device_put import narrowed_dtype
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError, SourceError, StateMismatchError
 from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
-from meshfeed._src.base.process import Owner
+from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.reduction import reduce_json
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats

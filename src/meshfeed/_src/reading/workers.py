@@ -10,16 +10,18 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base.child import ChildProcess, ErrorDescription
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
-from meshfeed._src.base.process import finalize
+from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.settings import Workers
 from meshfeed._src.base.stats import CACHES, PROGRESS
 from meshfeed._src.base.types import ColumnSlices, RecordIds
-from meshfeed._src.reading.records import ReadRows, RecordReader
+
+if TYPE_CHECKING:
+    from meshfeed._src.reading.records import ReadRows, RecordReader
 
 GC_EVERY = 100
 Request = TypeVar("Request")

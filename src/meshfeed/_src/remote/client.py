@@ -28,7 +28,7 @@ from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import MeshfeedError, PeerError, SettingsError
 from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.failure import Failure
-from meshfeed._src.base.process import Owner, finalize
+from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.types import JsonValue, PyTree
 
 OK, END, ERROR = 0, 1, 2

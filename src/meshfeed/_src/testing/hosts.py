@@ -33,8 +33,8 @@ from typing import Any, Self
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base.child import ChildProcess, ErrorDescription
 from meshfeed._src.base.errors import MeshfeedError, SettingsError
+from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.frames import Frame
-from meshfeed._src.base.process import Owner, finalize
 from meshfeed._src.base.types import PyTree, public
 
 

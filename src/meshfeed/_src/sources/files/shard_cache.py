@@ -43,6 +43,7 @@ from typing import Any
 import xxhash
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import CACHES
@@ -223,7 +224,7 @@ class _SharedPlans:
         self._others: dict[
             str, tuple[float, Mapping[str, float]]
         ] = {}  # name of a plan → when it was written, and the plan
-        weakref.finalize(self, _unlock_all, self._own)
+        finalize(self, _unlock_all, self._own)
 
     def is_due(self) -> bool:
         """Whether the last plan was written a while ago."""

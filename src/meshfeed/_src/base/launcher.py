@@ -1,8 +1,4 @@
-"""Checks which process this is: a forked child, or one process of a job that ``jax.distributed`` has not joined.
-
-A fork copies every object but no threads, and shares sockets and child processes with the parent. A child that ran its
-parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources therefore
-records the process that created it (:class:`Owner`), and its copies in forked children release nothing.
+"""Detects processes of a job that ``jax.distributed`` has not joined.
 
 In a job of several processes without ``jax.distributed.initialize()``, each process acts as the whole job: it reads all
 of the data and writes to the same checkpoint folder. :func:`other_processes` detects this from the launcher's
@@ -15,49 +11,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
 
 import jax
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import MeshfeedError
-
-
-class Owner:
-    """The process that created an object."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the process that created the object; False in a forked child."""
-        return os.getpid() == self._pid
-
-    def check(self, what: str) -> None:
-        """Raises a MeshfeedError about ``what`` in a forked child."""
-        if not self.is_here:
-            raise MeshfeedError(
-                f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
-                "none of its threads and connections. Create a new one in the child, or start the child with "
-                'multiprocessing\'s "spawn" method.'
-            )
-
-    def call(self, function: Callable[..., Any], *args: object) -> None:
-        """Calls ``function`` unless this is a forked child."""
-        if self.is_here:
-            function(*args)
-
-
-Finalizer: TypeAlias = "weakref.finalize[..., Any]"
-
-
-def finalize(target: object, function: Callable[..., Any], *args: object) -> Finalizer:
-    """``weakref.finalize`` that does nothing in a forked child."""
-    return weakref.finalize(target, Owner().call, function, *args)
-
 
 INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
 _COUNTS = (
