@@ -3,6 +3,7 @@
 Two comparisons per input. ``as Examples``: the usual script, which reads with pyarrow or json, builds
 ``tf.train.Example`` with TensorFlow and writes with ArrayRecordWriter. ``one column``: the least work there is, which
 reads with pyarrow and passes the bytes of a column to ArrayRecordWriter; meshfeed does that with ``--encoding bytes``.
+Text files are read line by line instead.
 Ours includes the plan, the digest, fsync and the manifest. The records of both are compared before the clock starts.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pc
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -29,6 +31,7 @@ from meshfeed._src.convert.run import convert, run_here
 from meshfeed._src.convert.settings import Settings
 from meshfeed.sources import ArrayRecord, DecodeExample
 
+KINDS = ("parquet", "jsonl", "csv", "txt")
 ENCODINGS = {"example": "as Examples", "bytes": "one column"}
 _OPTIONS = {"zstd": "group_size:1", "none": "group_size:1,uncompressed"}
 
@@ -45,20 +48,27 @@ def rows(count: int, num_bytes: int) -> list[dict[str, Any]]:
 
 
 def write_inputs(folder: pathlib.Path, records: list[dict[str, Any]]) -> dict[str, pathlib.Path]:
-    paths = {"parquet": folder / "a.parquet", "jsonl": folder / "a.jsonl"}
-    pq.write_table(pa.Table.from_pylist(records), paths["parquet"], row_group_size=5000)
+    paths = {kind: folder / f"a.{kind}" for kind in KINDS}
+    table = pa.Table.from_pylist(records)
+    pq.write_table(table, paths["parquet"], row_group_size=5000)
     paths["jsonl"].write_text("".join(json.dumps(record) + "\n" for record in records))
+    pc.write_csv(table, paths["csv"])
+    paths["txt"].write_text("".join(record["text"] + "\n" for record in records))
     return paths
 
 
 def batches(path: pathlib.Path) -> Iterable[pa.RecordBatch]:
     if path.suffix == ".parquet":
         return pq.ParquetFile(path).iter_batches(1000, use_threads=False)
+    if path.suffix == ".csv":
+        return pc.read_csv(path, pc.ReadOptions(use_threads=False)).to_batches()
     return pj.read_json(path, pj.ReadOptions(use_threads=False)).to_batches()
 
 
 def records_of(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
+    if path.suffix == ".txt":
+        return ({"text": line.rstrip("\n")} for line in path.open())
+    if path.suffix in (".parquet", ".csv"):
         return itertools.chain.from_iterable(batch.to_pylist() for batch in batches(path))
     return map(json.loads, path.open())
 
@@ -66,11 +76,10 @@ def records_of(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 def example(record: dict[str, Any]) -> bytes:
     import tensorflow as tf
 
-    feature = {
-        "text": tf.train.Feature(bytes_list=tf.train.BytesList(value=[record["text"].encode()])),
-        "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[record["label"]])),
-        "weight": tf.train.Feature(float_list=tf.train.FloatList(value=[record["weight"]])),
-    }
+    feature = {"text": tf.train.Feature(bytes_list=tf.train.BytesList(value=[record["text"].encode()]))}
+    if "label" in record:
+        feature["label"] = tf.train.Feature(int64_list=tf.train.Int64List(value=[record["label"]]))
+        feature["weight"] = tf.train.Feature(float_list=tf.train.FloatList(value=[record["weight"]]))
     return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
 
 
@@ -79,6 +88,9 @@ def bare(path: pathlib.Path, out: pathlib.Path, encoding: str, compression: str)
     if encoding == "example":
         for record in records_of(path):
             writer.write(example(record))
+    elif path.suffix == ".txt":
+        for line in path.open("rb"):
+            writer.write(line.rstrip(b"\n"))
     else:
         for batch in batches(path):
             for value in batch.column("text").cast(pa.binary()).to_pylist():
@@ -117,6 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=int, default=20_000)
     parser.add_argument("--bytes", type=int, default=600, help="of text per record, about")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=list(ENCODINGS))
 
 
@@ -127,7 +140,7 @@ def measure(options: argparse.Namespace) -> Iterator[Table]:
         folder = pathlib.Path(name)
         inputs = write_inputs(folder, rows(options.records, options.bytes))
         for (kind, path), encoding, compression in itertools.product(
-            inputs.items(), options.encodings, ("zstd", "none")
+            ((kind, inputs[kind]) for kind in options.kinds), options.encodings, ("zstd", "none")
         ):
             found = take_turns(
                 ways(path, folder / "out", options.records, encoding, compression), rounds=options.rounds, seconds=0.1

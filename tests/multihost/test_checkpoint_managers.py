@@ -108,7 +108,14 @@ def replicator(directory: str):
 
 
 def peer_to_peer(directory: str):
-    """This one takes Grain's arguments only (``_check_data_iter`` in p2p/args.py, Orbax 0.12), hence the face."""
+    """This one takes Grain's arguments only (``_check_data_iter`` in p2p/args.py, Orbax 0.12), hence the face.
+
+    Its persistent manager makes folders in the background and Grain's handler does not wait for them, so a save may find no
+    folder to write to. That is between those two; here folders are made before.
+    """
+    import functools
+    from unittest import mock
+
     import grain.python as grain
     import orbax.checkpoint as ocp
     from orbax.checkpoint.experimental.emergency import p2p  # noqa: F401
@@ -124,7 +131,11 @@ def peer_to_peer(directory: str):
         local=options.LocalCheckpointOptions(save_interval_steps=1),
         persistent=options.PersistentCheckpointOptions(save_interval_steps=1),
     )
-    manager = checkpoint_manager.CheckpointManager(mesh, wanted, local, persistent, options=settings)
+    at_once = ocp.AsyncOptions(create_directories_asynchronously=False)
+    with_folders = functools.partial(ocp.CheckpointManagerOptions, async_options=at_once)
+    with mock.patch.object(ocp.checkpoint_manager, "CheckpointManagerOptions", with_folders):
+        manager = checkpoint_manager.CheckpointManager(mesh, wanted, local, persistent, options=settings)
+    assert not manager._persistent_manager._manager._options.async_options.create_directories_asynchronously
     data = grain.PyGrainCheckpointSave(as_grain_iterator(feed))
     manager.save(1, args=p2p_args.Composite(state=ocp.args.PyTreeSave(state), data_iter=data))
     next(feed)

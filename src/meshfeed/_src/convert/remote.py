@@ -71,7 +71,7 @@ def download(url: str, target: pathlib.Path) -> None:
       SourceError: it does not exist, or changes meanwhile; names it.
       OSError: it cannot be read after several attempts, or the disk is full.
     """
-    downloads = Downloads(Retry(), _TIMEOUT_SECONDS, lambda num_bytes: None)
+    downloads = Downloads(Retry(), _TIMEOUT_SECONDS)
     before = remote_files(url)
     for name, file in before.items():
         path = target / name if name else target
