@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -149,3 +150,14 @@ def test_v1_save_captures_before_it_returns(tmp_path):
 
     asyncio.run(run())
     assert state_files.read_state(tmp_path)["position"] == 4
+
+
+def test_a_save_waits_for_the_folder_that_another_host_makes(tmp_path):
+    folder = tmp_path / "late"
+    futures = asyncio.run(IteratorHandler().async_save(folder, IteratorSave(advanced(1))))
+    making = threading.Timer(0.3, folder.mkdir)
+    making.start()
+    for future in futures:
+        future.result(timeout=60)
+    making.join()
+    assert state_files.read_state(folder)["position"] == 4

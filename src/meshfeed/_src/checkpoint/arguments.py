@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import math
 import operator
 import os
 import re
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeGuard
@@ -17,6 +19,8 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
 from meshfeed._src.base.types import JsonValue, PyTree
+
+_CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
 
 SAVE_ORDER = "The order is save(step, train_state, feed)."
 RESTORE_ORDER = "The order is restore(train_state, feed, step)."
@@ -187,9 +191,18 @@ _WRITTEN = ("gs",)  # Orbax treats any other URL as a relative path when it firs
 
 
 async def created(folder: epath.PathLike) -> epath.Path:
-    """Waits until the folder of a save exists: some versions of Orbax pass a handle instead of a path."""
+    """Waits until the folder of a save exists: some versions of Orbax pass a handle instead of a path.
+
+    Orbax's primary host makes the folder in the background. Another host that saves before the primary has announced that
+    does not wait for it (``AwaitableSignalsContract``, Orbax 0.12), which happens with the managers that have no barrier at
+    the start of a save. Object stores have no folders to wait for.
+    """
     wait = getattr(folder, "await_creation", None)
-    return epath.Path(folder) if wait is None else await wait()
+    path = epath.Path(folder) if wait is None else await wait()
+    deadline = time.monotonic() + _CREATION_SECONDS
+    while "://" not in str(path) and not path.exists() and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+    return path
 
 
 def as_directory(directory: epath.PathLike) -> epath.Path:
