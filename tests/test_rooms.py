@@ -67,7 +67,6 @@ LAZY = {
     "meshfeed._src.cli.convert": "pyarrow, array_record",
     "meshfeed._src.cli.plan": "the plan of a mesh, which imports JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",
-    "meshfeed._src.convert.run": "worker processes, which import JAX",
     "meshfeed._src.sources.grain.source": "Grain",
     "meshfeed._src.sources.grain.tree": "array_record",
     "meshfeed._src.sources.host_batches": "Grain",

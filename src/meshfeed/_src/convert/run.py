@@ -21,6 +21,7 @@ from meshfeed._src.convert.inputs import Input
 from meshfeed._src.convert.job import FOLDER, Conversion, Phase, discard_plan, remove_unfinished, sync, write_json
 from meshfeed._src.convert.remote import remote_files
 from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.workers import run_in_workers
 from meshfeed._src.convert.writers import eod_id, load_tokenizer, manifest_details
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
@@ -339,6 +340,4 @@ class RunInWorkers:
         if num_workers <= 1:
             run_here(directory, phase, numbers)
             return
-        from meshfeed._src.convert.workers import run_in_workers
-
         run_in_workers(directory, phase, numbers, num_workers)

@@ -221,9 +221,8 @@ class _SharedPlans:
         self._lock = threading.Lock()
         self._own: list[tuple[pathlib.Path, int]] = []  # the file and its handle
         self._written = -math.inf
-        self._others: dict[
-            str, tuple[float, Mapping[str, float]]
-        ] = {}  # name of a plan → when it was written, and the plan
+        # Name of a plan → when it was written, and the plan.
+        self._others: dict[str, tuple[float, Mapping[str, float]]] = {}
         finalize(self, _unlock_all, self._own)
 
     def is_due(self) -> bool:
