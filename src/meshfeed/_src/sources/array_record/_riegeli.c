@@ -644,6 +644,7 @@ static bool check_batch(batch *b, int64_t num_files, int64_t num_bytes) {
       set_bad(b, i);
       return true;
     }
+    __builtin_prefetch(&index->offsets[b->rows[i]]); /* in random order, every look-up in a large index is a cache miss */
     if (!b->places) continue;
     int64_t size = b->width ? b->width : size_of(index, b->rows[i]);
     if (b->places[i] < 0 || size > num_bytes || b->places[i] > num_bytes - size) {
