@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
-    from meshfeed._src.sources.buckets import Buckets
-    from meshfeed._src.sources.decode_example import DecodeExample
-    from meshfeed._src.sources.decode_raw import DecodeRaw
+    from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
     from meshfeed._src.sources.grain.source import Grain
     from meshfeed._src.sources.host_batches import HostBatches
     from meshfeed._src.sources.huggingface.source import HuggingFace
     from meshfeed._src.sources.map import Map
-    from meshfeed._src.sources.mds.source import MDS
+    from meshfeed._src.sources.mds import MDS
     from meshfeed._src.sources.memory import Memory
     from meshfeed._src.sources.mixture.source import Mixture
     from meshfeed._src.sources.packed import Packed
-    from meshfeed._src.sources.padded import Padded
+    from meshfeed._src.sources.padded import Buckets, Padded
     from meshfeed._src.sources.parquet import Parquet
     from meshfeed._src.sources.recognize import as_source
     from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
@@ -27,17 +25,17 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.tf.tf_data import TFData
     from meshfeed._src.sources.tf.tfds import TFDS
     from meshfeed._src.sources.tokens.source import Tokens
-    from meshfeed._src.sources.webdataset.source import WebDataset
+    from meshfeed._src.sources.webdataset import WebDataset
 
 _HOME = {
     "ArrayRecord": "array_record.source",
-    "Buckets": "buckets",
-    "DecodeExample": "decode_example",
-    "DecodeRaw": "decode_raw",
+    "Buckets": "padded",
+    "DecodeExample": "decode",
+    "DecodeRaw": "decode",
     "Grain": "grain.source",
     "HostBatches": "host_batches",
     "HuggingFace": "huggingface.source",
-    "MDS": "mds.source",
+    "MDS": "mds",
     "Map": "map",
     "Memory": "memory",
     "Mixture": "mixture.source",
@@ -50,7 +48,7 @@ _HOME = {
     "TFData": "tf.tf_data",
     "TensorStore": "tensorstore",
     "Tokens": "tokens.source",
-    "WebDataset": "webdataset.source",
+    "WebDataset": "webdataset",
     "as_source": "recognize",
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshfeed
-from meshfeed._src.sources.decode_example import parse_example
+from meshfeed._src.sources.decode import parse_example
 from meshfeed.sources import DecodeExample
 
 # Example{features{feature{key: "a", value{int64_list{value: [1, 300]}}}}}, packed and one by one

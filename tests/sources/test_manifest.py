@@ -156,7 +156,7 @@ def make_tokens(folder: pathlib.Path) -> str:
     [
         (make_array_record, "array_record.source", "inspect", ArrayRecord),
         (make_parquet, "parquet", "inspect", Parquet),
-        (make_tars, "webdataset.source", "inspect", WebDataset),
+        (make_tars, "webdataset", "inspect", WebDataset),
         (make_tokens, "tokens.source", "inspect", lambda paths: Tokens(paths, 4)),
     ],
 )

@@ -17,7 +17,7 @@ from token_files import write_llm_c, write_megatron
 
 import meshfeed
 from meshfeed._src.sources.files import shards
-from meshfeed._src.sources.tokens import reads
+from meshfeed._src.sources.tokens import files
 from meshfeed.sources import Tokens
 
 RNG = np.random.default_rng(0)
@@ -27,8 +27,8 @@ EOD = 0
 @pytest.fixture(params=["extension", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(reads, "extension", None)
-    elif reads.extension is None:
+        monkeypatch.setattr(files, "extension", None)
+    elif files.extension is None:
         pytest.skip("the extension module is not built")
     return request.param
 
@@ -420,7 +420,7 @@ def test_remote_files_are_read_through_the_cache(tmp_path: pathlib.Path) -> None
 
 
 def test_arguments_that_do_not_fit_their_buffers() -> None:
-    if reads.extension is None:
+    if files.extension is None:
         pytest.skip("the extension module is not built")
     one = np.ones(1, np.int64)
     out = np.zeros(4, np.int32)
@@ -431,5 +431,5 @@ def test_arguments_that_do_not_fit_their_buffers() -> None:
         (one, (2**63 - 1) * one, one, one, "u", 2),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="do not fit"):
-            reads.extension.read(fds, offsets, lengths, places, out, kind, itemsize)
+            files.extension.read(fds, offsets, lengths, places, out, kind, itemsize)
     assert not out.any()

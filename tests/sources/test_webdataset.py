@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
-from meshfeed._src.sources.webdataset.index import split_name
+from meshfeed._src.sources.webdataset import split_name
 from meshfeed.sources import WebDataset
 
 TARS = FOLDER / "tar"
@@ -119,7 +119,7 @@ def test_an_index_is_made_again_if_the_archive_changes(folder: pathlib.Path) -> 
 
 
 def test_the_folder_cannot_be_written(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    import meshfeed._src.sources.webdataset.index as module
+    import meshfeed._src.sources.webdataset as module
 
     def refuse(part: Any, path: Any) -> None:
         if pathlib.Path(path).parent == folder:

@@ -22,7 +22,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.convert.buffers import binary, flags, integers, null_mask, numbers, to_bytes
-from meshfeed._src.sources.decode_example import BYTES, FLOAT, INT64
+from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 
 if TYPE_CHECKING:
     import pyarrow as pa

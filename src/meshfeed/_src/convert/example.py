@@ -1,6 +1,6 @@
 """Encodes Arrow columns as serialized ``tf.train.Example`` messages.
 
-Features are in order of name, so equal rows have equal bytes. ``sources/decode_example.py``
+Features are in order of name, so equal rows have equal bytes. ``sources/decode.py``
 describes the message and decodes it.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshfeed._src.convert.columns import Values, values_of
-from meshfeed._src.sources.decode_example import BYTES, FLOAT, INT64
+from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,7 +7,7 @@ from typing import Any
 from meshfeed._src.convert.columns import KIND_NAMES, feature_kinds
 from meshfeed._src.convert.job import Conversion
 from meshfeed._src.convert.writers import load_tokenizer, token_format
-from meshfeed._src.sources.decode_example import BYTES, FLOAT, INT64, parse_example
+from meshfeed._src.sources.decode import BYTES, FLOAT, INT64, parse_example
 
 _SAMPLE = 100
 

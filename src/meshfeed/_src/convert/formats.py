@@ -13,7 +13,7 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.convert.images import image_names, select_images
 from meshfeed._src.convert.inputs import Input
 from meshfeed._src.convert.remote import path_of, remote_files
-from meshfeed._src.sources.files.compression import compression_of
+from meshfeed._src.sources.files.formats import compression_of
 from meshfeed._src.sources.files.paths import absolute, expand_paths, is_url
 
 FORMATS = {  # name → module and class, imported when needed: some need JAX, which takes long in each worker

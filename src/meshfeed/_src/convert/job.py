@@ -38,7 +38,7 @@ from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choos
 from meshfeed._src.convert.remote import download, path_of
 from meshfeed._src.convert.settings import Settings
 from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, TokenWriter, check_column
-from meshfeed._src.sources.files.compression import compression_of, decompress
+from meshfeed._src.sources.files.formats import compression_of, decompress
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file
 from meshfeed._src.sources.files.paths import is_url
 

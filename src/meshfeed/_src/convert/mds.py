@@ -14,7 +14,7 @@ import numpy as np
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.convert.inputs import Input, Scan
 from meshfeed._src.sources.files.shard_cache import ShardCache
-from meshfeed._src.sources.mds.source import MDS
+from meshfeed._src.sources.mds import MDS
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,9 +10,8 @@ import numpy as np
 from meshfeed._src.convert.buffers import binary
 from meshfeed._src.convert.inputs import Input, Scan
 from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.webdataset.index import TarIndex
-from meshfeed._src.sources.webdataset.index import scan as scan_tar
-from meshfeed._src.sources.webdataset.source import read_samples
+from meshfeed._src.sources.webdataset import TarIndex, read_samples
+from meshfeed._src.sources.webdataset import scan as scan_tar
 
 if TYPE_CHECKING:
     import pyarrow as pa

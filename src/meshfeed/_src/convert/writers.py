@@ -19,7 +19,7 @@ from meshfeed._src.convert.buffers import flags, to_bytes
 from meshfeed._src.convert.columns import flatten, is_text_or_bytes
 from meshfeed._src.convert.example import encode_examples
 from meshfeed._src.convert.settings import Settings
-from meshfeed._src.sources.decode_example import parse_example
+from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.tokens.files import LLM_C_BYTES, LLM_C_DTYPES
 
 if TYPE_CHECKING:

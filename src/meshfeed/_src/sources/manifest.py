@@ -13,9 +13,10 @@ from numpy.typing import DTypeLike
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources import parquet
+from meshfeed._src.sources import webdataset as webdataset
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.source import ArrayRecord
-from meshfeed._src.sources.decode_example import parse_example
+from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.documents import lengths_of
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, digest_remote
@@ -33,7 +34,6 @@ from meshfeed._src.sources.files.manifest import (
 from meshfeed._src.sources.files.shards import Shard, need_cache
 from meshfeed._src.sources.tokens import files as token_files
 from meshfeed._src.sources.tokens.source import LENGTHS_KEY, Tokens
-from meshfeed._src.sources.webdataset import source as webdataset
 
 SOURCES = ("ArrayRecord", "Parquet", "Tokens", "WebDataset")
 WORKERS = 16

@@ -26,7 +26,7 @@ from meshfeed._src.sources.array_record.readers import (
     readers_of,
 )
 from meshfeed._src.sources.array_record.rows import common_width, read_by_library, read_direct, read_into
-from meshfeed._src.sources.decode_raw import refuse_as_decode
+from meshfeed._src.sources.decode import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards

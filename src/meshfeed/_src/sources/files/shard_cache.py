@@ -48,8 +48,8 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
-from meshfeed._src.sources.files.compression import decompress
 from meshfeed._src.sources.files.download import Download, Downloads
+from meshfeed._src.sources.files.formats import decompress
 from meshfeed._src.sources.files.paths import changed, describe_change, file_info, look_up, stored_md5, version_of
 
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout

@@ -20,9 +20,8 @@ import numpy as np
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue, RecordIds
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.compression import compression_of
 from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
-from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, Lru, is_out_of_files, max_open_files
 from meshfeed._src.sources.files.paths import is_url

@@ -1,1 +1,1 @@
-"""Flat files of tokens. Read first: ``source.py``; ``files.py`` holds the formats, ``reads.py`` how batches are read."""
+"""Flat files of tokens. Read first: ``source.py``; ``files.py`` has the formats and reads batches, with ``_reads.c``."""

@@ -23,8 +23,17 @@ from meshfeed._src.sources.files.lookup import FileFormat, find_files
 from meshfeed._src.sources.files.manifest import lengths_by_file
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard_cache import RemoteFile
-from meshfeed._src.sources.tokens.files import TokenFile, document_lengths, ends_with, inspect, listed, token_files
-from meshfeed._src.sources.tokens.reads import FileSet, Ranges, read_ranges
+from meshfeed._src.sources.tokens.files import (
+    FileSet,
+    Ranges,
+    TokenFile,
+    document_lengths,
+    ends_with,
+    inspect,
+    listed,
+    read_ranges,
+    token_files,
+)
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
