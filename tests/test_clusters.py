@@ -57,6 +57,7 @@ def test_slurm_options_are_those_of_a_batch_script() -> None:
     assert {"nodes", "ntasks-per-node", "requeue"} <= set(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", YAML, ids=lambda path: path.name)
 def test_each_container_runs_a_program_that_exists(path: pathlib.Path) -> None:
     yaml = pytest.importorskip("yaml")

@@ -121,6 +121,7 @@ def runnable() -> list[object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.parametrize("path", runnable())

@@ -43,6 +43,7 @@ def run(name: str, *arguments: str, devices: int = 8) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_the_first_lines() -> None:
     out = run("quickstart.py")
     *steps, last = out.splitlines()
@@ -111,12 +112,14 @@ def test_pages_give_a_cache_to_files_behind_urls() -> None:
         assert "cache" in [keyword.arg for keyword in call.keywords], ast.unparse(call)
 
 
+@pytest.mark.slow
 def test_streams() -> None:
     out = run("streams.py").splitlines()
     assert out[0].startswith("uninterrupted, 8 devices: 666 batches")
     assert out[1:] == ["continued on 2 devices at step 100, record 1,600", "the same batches"]
 
 
+@pytest.mark.slow
 def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("optax")
     from meshfeed._src.demo.demo import build_corpus
@@ -141,6 +144,7 @@ def test_training_is_continued_on_another_mesh(tmp_path: pathlib.Path) -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_a_loop_from_maxtext_before_and_after(tmp_path: pathlib.Path) -> None:
     def losses(name: str, steps: int, folder: str) -> list[str]:
         lines = run(name, "--steps", str(steps), "--checkpoints", str(tmp_path / name / folder)).splitlines()

@@ -21,6 +21,7 @@ ALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kinds"), [("close", ALL), ("leave", ["plain", "grain_iterator", "grain_thread", "shards", "maxtext"])]
 )

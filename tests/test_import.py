@@ -66,6 +66,7 @@ with meshfeed.MultiHostDataLoadIterator({"x": np.arange(8)}, mesh, global_batch_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["meshfeed", "meshfeed meshfeed.testing"])
 def test_import_loads_nothing_heavy(names: str, record_property: pytest.RecordProperty) -> None:
     loaded = _import(names)
@@ -75,6 +76,7 @@ def test_import_loads_nothing_heavy(names: str, record_property: pytest.RecordPr
     print(f"import {names}: {float(str(loaded['seconds'])) * 1000:.1f} ms on top of jax")  # shown with -s or -rP
 
 
+@pytest.mark.slow
 def test_a_feed_from_memory_loads_nothing_heavy_either() -> None:
     assert not _heavy(_import("", FEED)["modules"])
 
@@ -87,5 +89,6 @@ def test_the_command_line_starts_without_jax() -> None:
     assert ended.stdout == "[]\n", ended.stderr
 
 
+@pytest.mark.slow
 def test_the_check_sees_a_heavy_library() -> None:
     assert "click" in _heavy(_import("click")["modules"])

@@ -60,6 +60,7 @@ def _uses(path: pathlib.Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_only_these_modules_unpickle() -> None:
     found = {
         (".".join(path.relative_to(ROOT).with_suffix("").parts), function)

@@ -104,6 +104,7 @@ def found_in(source: str, ours: set[str]) -> list[str]:
     return [f"{line}: {name}" for line, name in sorted({*private_imports(tree), *private_names(tree, ours)})]
 
 
+@pytest.mark.slow
 def test_only_one_file_a_library_reaches_private_names() -> None:
     trees = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
     ours = {defined for tree in trees.values() for defined in names_defined(tree)}

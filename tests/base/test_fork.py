@@ -59,6 +59,7 @@ print(json.dumps([os.getpid(), child, said, workers == after, len(workers), host
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "exit"])
 def test_a_forked_child_leaves_its_parents_feed_alone(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -282,6 +282,7 @@ def test_records_read_at_random_are_copied_before_the_next_are_read(make: Any, s
     np.testing.assert_array_equal(found[:RECORDS], np.arange(RECORDS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Source, ReadBatch, DecodeBatch], ids=lambda kind: kind.__name__)
 def test_and_in_worker_processes(make: Any) -> None:
     found = rows_of(make(Refilled()), num_workers=1)

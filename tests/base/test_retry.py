@@ -97,6 +97,7 @@ class Decoder(Source):
 KINDS = [Source, Batches, Several, Raw, Decoder]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

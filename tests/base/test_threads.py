@@ -141,6 +141,7 @@ def test_a_feed_whose_read_hangs_can_be_closed(kind: str, monkeypatch: pytest.Mo
         go_on.set()
 
 
+@pytest.mark.slow
 def test_dropping_records_may_take_longer_than_the_time_out_and_hanging_there_may_not() -> None:
     go_on = threading.Event()
     delay, hangs_at, failed = 0.0, -1, False

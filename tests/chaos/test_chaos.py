@@ -23,17 +23,20 @@ def test_audit_finds_a_lost_a_repeated_and_a_changed_record() -> None:
             audit(bad, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1010))
 def test_random_failures_on_simulated_hosts_lose_and_repeat_nothing(seed: int) -> None:
     figures = simulated.play(draw(seed))
     assert figures["incarnations"] >= 1
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_fills_a_shared_cache_damages_and_blocks_nothing() -> None:
     outcomes = [shared_cache.play(seed) for seed in (1, 2)]
     assert all(outcome.fetched <= 10 for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_a_random_kill_of_real_processes_loses_and_repeats_nothing() -> None:
     seed = next(
         seed

@@ -32,6 +32,7 @@ def ambient(how, mesh):
     return jax.set_mesh(mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

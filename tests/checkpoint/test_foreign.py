@@ -245,6 +245,7 @@ def test_the_state_of_a_single_worker_is_a_position(tmp_path):
     assert position(worker_state({"next_index": 32}), worker_state({"next_index": 32})) == 64
 
 
+@pytest.mark.slow
 def test_the_state_of_real_workers(tmp_path, mesh):
     """MaxText's pipeline without packing, at its default of one worker."""
 

@@ -43,6 +43,7 @@ def check(array, values, sharding):
         assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh_shape", "shape", "spec", "axis_type"),
     [(*case, AxisType.Auto) for case in CASES] + [((4, 2), (6, 4), ("model",), AxisType.Explicit)],

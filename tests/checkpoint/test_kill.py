@@ -59,6 +59,7 @@ def check(tmp_path: pathlib.Path, kills: int) -> None:
         last = step
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path):
     check(tmp_path, 2)
 

@@ -65,6 +65,7 @@ def saved_by(how: str, directory: pathlib.Path, tree) -> pathlib.Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["Checkpointer", "ArraysSave", "ArrayHandler"])
 def test_plain_orbax_reads_the_right_values(tmp_path, tree, how):
     if how == "ArrayHandler":  # Orbax's own handler stores numpy leaves there

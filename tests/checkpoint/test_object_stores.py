@@ -24,6 +24,7 @@ WITHOUT_CREDENTIALS = {
 }
 
 
+@pytest.mark.slow
 def test_google_cloud_storage():
     for library in ("gcp_storage_emulator", "gcsfs"):
         pytest.importorskip(library)

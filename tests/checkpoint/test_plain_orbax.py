@@ -53,6 +53,7 @@ def assert_as_orbax_gives(expected, found):
         assert not isinstance(ours, jax.Array) or ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"use_ocdbt": False}, {"use_zarr3": True}])
 def test_a_tree_of_plain_orbax_without_an_abstract_one(tmp_path, tree, settings):
     tree = {**tree, "text": "hello"}
@@ -101,6 +102,7 @@ print(json.dumps([loaded["iterator"], np.asarray(loaded["arrays"]["f8"]).view(np
 """
 
 
+@pytest.mark.slow
 def test_orbax_v1_loads_our_steps_without_arguments(tmp_path, tree):
     feed, f8 = CountingFeed(), np.arange(256, dtype=np.uint8)
     next(feed)

@@ -83,6 +83,7 @@ def saved(tmp_path):
     return tmp_path / "a", state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "readers"), [((4, 2), 2), ((2, 2, 2), 4)])
 def test_a_limited_restore_holds_a_chunk_for_each_device_that_reads(saved, monkeypatch, mesh, readers):
     directory, state = saved
@@ -105,6 +106,7 @@ def test_a_limited_restore_holds_a_chunk_for_each_device_that_reads(saved, monke
     assert own.settled() == 0
 
 
+@pytest.mark.slow
 def test_buffers_of_one_group_are_gone_before_those_of_the_next(tmp_path, monkeypatch):
     mesh = make_mesh(4, 2)
     values = special_floats(np.float32, 1 << 18).reshape(256, 1024)
@@ -136,6 +138,7 @@ def test_blocks_are_written_into_the_result_in_place(dtype, broadcast):
     assert memory.temp_size_in_bytes <= 4 * ways * rows * SHAPE[1] // 2 * dtype.itemsize
 
 
+@pytest.mark.slow
 def test_a_padded_leaf_is_cut_one_shard_at_a_time():
     mesh, shape = make_mesh(4, 2), (1001, 64)
     sharding = NamedSharding(mesh, PartitionSpec(None, "model"))

@@ -45,6 +45,7 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         assert ckpt.steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_meshes_with_explicit_axes(tmp_path):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     values = np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from meshfeed._src.cli import doctor, main
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(1 << 20))
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")

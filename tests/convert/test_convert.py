@@ -62,6 +62,7 @@ def test_tables_become_examples(make: Callable[[pathlib.Path], list[str]], tmp_p
     assert lengths.tolist() == [15, 15, 15, 16]  # [61 * i // 4, 61 * (i + 1) // 4)
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_workers_and_grain_reads_them(tmp_path: pathlib.Path) -> None:
     import grain
 
@@ -93,6 +94,7 @@ def test_csv_with_line_breaks_in_values(tmp_path: pathlib.Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_types_that_the_first_block_does_not_show(tmp_path: pathlib.Path) -> None:
     """The 1 MiB that decides the types holds integers; a float, text in another column and a new key come later."""
     count = 12_000
@@ -120,6 +122,7 @@ def test_lines_of_text(tmp_path: pathlib.Path) -> None:
     assert records_of(tmp_path / "out") == [b"one", b"", b"  three \xff", b"last", b"c", b""]
 
 
+@pytest.mark.slow
 def test_tfrecords_are_copied_and_checked(tmp_path: pathlib.Path) -> None:
     tf = pytest.importorskip("tensorflow")
     features = tf.train.Features(feature={"a": tf.train.Feature(int64_list=tf.train.Int64List(value=[1, 2]))})

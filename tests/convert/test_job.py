@@ -110,6 +110,7 @@ def test_a_full_disk(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:
     rows = [{"text": f"document {i} " * 20, "tokens": list(range(i % 50))} for i in range(3000)] * 20
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2000)
@@ -139,6 +140,7 @@ def test_killed_with_workers_and_interrupted(tmp_path: pathlib.Path) -> None:
     assert b'["data-00011-of-00012.array_record", ' in content_of(killed)["manifest.json"]  # relative to the folder
 
 
+@pytest.mark.slow
 def test_a_conversion_imports_neither_jax_nor_pandas(tmp_path: pathlib.Path) -> None:
     """Each takes longer to import than the rest of the command. The last line of the report opens the files."""
     data = [*formats.parquet(tmp_path), *formats.jsonl(tmp_path)]

@@ -48,6 +48,7 @@ def content_of(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_over_http(store: Store, tmp_path: pathlib.Path) -> None:
     local = formats.jsonl(tmp_path)
     convert(local, str(tmp_path / "whole"), Settings(shards=3), run_here)
@@ -75,6 +76,7 @@ def test_errors_name_the_url(store: Store, tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_files_and_folders_in_s3(bucket: str, tmp_path: pathlib.Path) -> None:
     import fsspec
 

@@ -113,6 +113,7 @@ def test_types_that_differ_between_blocks_name_the_line(tmp_path: pathlib.Path) 
         convert([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), Settings(), run_here)
 
 
+@pytest.mark.slow
 def test_a_value_that_cannot_be_written_is_named_by_its_line(tmp_path: pathlib.Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"a": 0}, unk_token="a")

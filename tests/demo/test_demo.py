@@ -172,6 +172,7 @@ def _alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_is_quoted(tmp_path: pathlib.Path) -> None:
     def wait_for(job: Job) -> None:
         while job.running():

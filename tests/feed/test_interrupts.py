@@ -113,6 +113,7 @@ def _no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in new if thread.name.startswith("meshfeed") and thread.is_alive()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_in_the_first_next_loses_nothing(kind: str) -> None:
     swept = 0
@@ -213,6 +214,7 @@ def test_an_interrupt_in_reset_or_set_state_leaves_the_old_place_or_the_new(kind
 # ---------------------------------------------------------------------- real signals
 
 
+@pytest.mark.slow
 def test_real_signals_lose_nothing() -> None:
     """In a process of its own, where the timer is free and a stray signal hits no other test."""
     number = 2500 if SOAK else 132

@@ -55,6 +55,7 @@ def ids_of(feed: Any) -> list[list[int]]:
 # ---------------------------------------------------------------- the stream
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 8}, {"num_threads": 3}, {"num_workers": 2}])
 @pytest.mark.parametrize("load", ["sharded", "once", [0]])
 def test_read_ahead_threads_workers_and_load_never_change_the_stream(options: dict[str, Any], load: Any) -> None:
@@ -132,6 +133,7 @@ def test_read_and_record_ids_replay_any_batch() -> None:
         finite.record_ids(6)
 
 
+@pytest.mark.slow
 def test_rng_makes_augmentation_part_of_the_stream() -> None:
     class Raw:
         decode_batch = None
@@ -167,6 +169,7 @@ def test_rng_makes_augmentation_part_of_the_stream() -> None:
 # ---------------------------------------------------------------- the state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -675,6 +678,7 @@ def test_replay_of_a_stream_goes_on_from_the_state_that_is_given() -> None:
         feed.replay(0)
 
 
+@pytest.mark.slow
 def test_workers_say_how_they_collect_garbage() -> None:
     class Collects:
         def __len__(self) -> int:
@@ -718,6 +722,7 @@ def test_iterating_again_after_the_end_warns_once(prefetch: int, caplog: pytest.
         assert len(warnings()) == 1
 
 
+@pytest.mark.slow
 def test_the_warning_is_seen_where_nobody_has_set_up_logging() -> None:
     program = """
 import jax, numpy as np, meshfeed
@@ -739,6 +744,7 @@ def depth(error: BaseException) -> int:
     return sum(1 for _ in traceback.walk_tb(error.__traceback__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["end", "failure", "stream", "threads"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_asking_again_after_the_end_or_a_failure_takes_no_memory(kind: str, prefetch: int) -> None:

@@ -125,6 +125,7 @@ def test_rates_are_those_of_the_interval() -> None:
     assert total_stats([before.stats, stats]).batches == 40
 
 
+@pytest.mark.slow
 def test_caches_of_the_process_and_of_its_workers_are_counted(tmp_path: pathlib.Path) -> None:
     from array_record.python.array_record_module import ArrayRecordWriter
 

@@ -166,6 +166,7 @@ def test_both_ways_of_the_wire_give_the_same(monkeypatch) -> None:
             assert not any(leaf.flags.writeable for leaf in array_leaves(frame.value) if leaf.size)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_memory_is_freed_with_the_last_array_and_costs_no_descriptor(echo) -> None:
     def mapped() -> set[str]:
@@ -342,6 +343,7 @@ def test_many_requests_ahead_do_not_block(echo) -> None:
     assert [echo.result(1, SECONDS) for _ in range(40)] == [19_999] * 40
 
 
+@pytest.mark.slow
 @needs_proc
 def test_close_leaves_nothing_and_does_not_wait_for_work(tmp_path) -> None:
     def make_task():
@@ -493,6 +495,7 @@ def test_a_result_without_a_request_is_refused(echo) -> None:
         echo.result(1, 0.1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_drops_records_may_take_longer_than_the_time_out(echo) -> None:
     def drop(count: int, then_seconds: float = 0.0):
         from meshfeed._src.base import stats

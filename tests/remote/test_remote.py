@@ -378,6 +378,7 @@ def test_nothing_raised_leaves_an_endpoint_and_the_end_is_a_flag(mesh: Mesh) -> 
     assert flag_of(endpoint.stage(bad)) == ERROR
 
 
+@pytest.mark.slow
 def test_factory_settings_and_state_work_in_a_fresh_interpreter(mesh: Mesh, tmp_path: Path) -> None:
     rows = np.arange(640, dtype=np.int32).reshape(-1, 5)
 

@@ -323,6 +323,7 @@ def test_pickle_carries_no_open_file(three_files) -> None:
     assert copy.fingerprint() == source.fingerprint()
 
 
+@pytest.mark.slow
 def test_the_library_is_imported_only_when_needed() -> None:
     code = (
         "import sys, meshfeed._src.sources.array_record.source;"

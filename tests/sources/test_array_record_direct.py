@@ -456,6 +456,7 @@ time.sleep(0.2)
 """
 
 
+@pytest.mark.slow
 @both
 def test_a_program_may_end_while_its_threads_read(folder: pathlib.Path, options: str) -> None:
     """What a thread has of its own goes before the thread does."""
@@ -472,6 +473,7 @@ def test_records_of_another_size_than_decode_raw_takes(folder: pathlib.Path) -> 
     assert any("while decoding 3 records" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:
     def open_files() -> int:
         links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))

@@ -113,6 +113,7 @@ def test_a_step_compiles_once_per_bucket() -> None:
     assert sorted(traced) == [(8, boundary) for boundary in BOUNDARIES]
 
 
+@pytest.mark.slow
 def test_resume_at_many_places() -> None:
     def feed(**settings: Any) -> Any:
         return feed_of(Buckets(RECORDS, BOUNDARIES, **KEYS), num_epochs=2, **settings)

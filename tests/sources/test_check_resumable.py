@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 ONE_EPOCH = ("grain filter", "grain iter filter", "grain window shuffle", "hf json", "hf csv", "hf text")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_sources_and_pipelines(name: str, folder: str) -> None:
     epochs = 1 if name in ONE_EPOCH else 2
@@ -71,6 +72,7 @@ def tf_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tf_jobs.NAMES)
 def test_tfds_and_tf_data(name: str, tf_folder: str) -> None:
     lanes = {} if name in tf_jobs.RANDOM else {"num_lanes": 2}  # a lane takes 30 ms to open
@@ -136,6 +138,7 @@ def grain_batches() -> Any:
     return iter(dataset.batch(BATCH, drop_remainder=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize(
     "make", [lambda: list(Restartable()), Restartable, Stateful, grain_loader, grain_batches],

@@ -72,6 +72,7 @@ def s3(shards: dict[str, bytes]) -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_cold_epoch_is_the_local_one_and_each_shard_is_fetched_once(
     shards: dict[str, bytes], s3: str, tmp_path: pathlib.Path
 ) -> None:

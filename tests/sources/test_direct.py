@@ -55,6 +55,7 @@ def write_records(folder: pathlib.Path, options: str = "group_size:1") -> None:
         array_record_files.write(folder / f"{part}.array_record", records, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["group_size:1", "group_size:1,uncompressed"])
 def test_array_record(store: Store, tmp_path: pathlib.Path, options: str) -> None:
     write_records(tmp_path, options)
@@ -283,6 +284,7 @@ def test_what_a_server_may_do(store: Store, monkeypatch: pytest.MonkeyPatch) -> 
         store.hold.set()
 
 
+@pytest.mark.slow
 def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
@@ -311,6 +313,7 @@ def test_s3(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fsspec.filesystem("s3").clear_instance_cache()
 
 
+@pytest.mark.slow
 def test_google_cloud_storage() -> None:
     for library in ("gcp_storage_emulator", "gcsfs"):
         pytest.importorskip(library)

@@ -127,6 +127,7 @@ def test_after_a_resume_only_what_is_still_needed_is_fetched(store: Any, tmp_pat
     assert here - first <= {f"{shard}.parquet" for shard in range(5, SHARDS)}
 
 
+@pytest.mark.slow
 def test_shards_of_a_mixture_are_fetched_ahead_too(fetched: list[tuple[int, bool]], tmp_path: pathlib.Path) -> None:
     import jax
 
@@ -177,6 +178,7 @@ def test_the_copy_that_is_needed_last_makes_room(store: Any, tmp_path: pathlib.P
     del needed
 
 
+@pytest.mark.slow
 def test_an_epoch_through_a_small_cache_evicts_nothing_early(
     fetched: list[tuple[int, bool]], store: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -268,6 +270,7 @@ def feed_of(source: Any, **settings: Any) -> Any:
     return meshfeed.Feed(source, mesh, **{"global_batch_size": 4, "prefetch": 0, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [False, True])
 def test_token_files_are_fetched_ahead(
     tokens: Any, fetched: list[tuple[int, bool]], tmp_path: pathlib.Path, mapped: bool
@@ -322,6 +325,7 @@ def mixed_with_a_stream(files: list[str], cache: ShardCache) -> Any:
     return meshfeed.sources.Mixture(components, weights={"files": 1, "stream": 1}, block=8, on_end="stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_lanes_of_a_mixture_fetch_ahead_and_only_what_is_needed_after_a_resume(
     store: Any, tmp_path: pathlib.Path, num_workers: int

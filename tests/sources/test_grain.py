@@ -219,6 +219,7 @@ print(json.dumps([Grain(ds).fingerprint(), Grain(it).fingerprint()]))
 """
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_same_in_every_process(capsys):
     exec(IDENTIFY, {})
     here = capsys.readouterr().out
@@ -289,6 +290,7 @@ def test_prefetching_and_read_options_are_no_part_of_the_fingerprint():
         assert of(lambda d, n=num_workers: d.mp_prefetch(grain.MultiprocessingOptions(num_workers=n))) == plain
 
 
+@pytest.mark.slow
 def test_a_data_loader_needs_no_absl_app():
     code = textwrap.dedent("""
         import grain

@@ -242,6 +242,7 @@ def test_interleaves_and_parquet_start_no_thread(tmp_path):
         assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
 
 
+@pytest.mark.slow
 def test_mp_prefetch_in_a_plain_script():
     code = textwrap.dedent("""
         import json, threading, multiprocessing, grain

@@ -77,6 +77,7 @@ def stream(url, tmp_path, suffix):
     return datasets.load_dataset(BUILDERS[suffix], data_files=urls, split="train", streaming=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 def test_files_behind_urls(server, tmp_path, suffix):
     source = HuggingFace(stream(server[0], tmp_path, suffix), columns=["id"])

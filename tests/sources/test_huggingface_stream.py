@@ -74,6 +74,7 @@ def other(tmp_path_factory):
     return stream(paths).select_columns(["id", "x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[23], [9, 0, 14, 5], [2] * 14, [8, -1, 8]], ids=["one", "few", "many", "no-bytes"])
 @pytest.mark.parametrize("suffix", list(BUILDERS))
 def test_files_of_each_format(tmp_path, suffix, sizes):
@@ -129,6 +130,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PIPELINES))
 def test_pipelines(parquet, name):
     change, expected = PIPELINES[name]
@@ -538,6 +540,7 @@ def test_fingerprint(tmp_path, parquet):
     assert fingerprint(stream(paths), columns=["id"])["columns"] == ["id"]
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_same_in_another_process(tmp_path):
     paths = write_files(tmp_path, "parquet", [5, 6])
     code = (

@@ -144,6 +144,7 @@ def noise_of(source: Any, function: Any, batched: bool, **settings: Any) -> dict
     return dict(rows)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_random_access_depend_on_seed_epoch_and_record_alone() -> None:
     usual = noise_of(memory(), add_noise, False)
     assert len(set(usual.values())) == NUM

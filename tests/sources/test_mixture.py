@@ -123,6 +123,7 @@ def test_resumable_at_every_step(on_end):
     assert check_resumable(lambda: feed(random_mixture(on_end=on_end), batch=48, end="pad", mask_key="real")) > 3
 
 
+@pytest.mark.slow
 def test_same_stream_on_other_devices_workers_and_threads():
     expected = rows(feed(random_mixture(), num_epochs=None), 10)
     for kwargs in ({"devices": 8}, {"devices": 1}, {"prefetch": 2}, {"num_threads": 3}, {"num_workers": 1}):
@@ -382,6 +383,7 @@ def test_lanes_hold_the_shares_and_lose_nothing():
                 np.testing.assert_array_equal(np.sort(own[start : start + mine.size]), mine)
 
 
+@pytest.mark.slow
 def test_lanes_do_not_depend_on_devices_threads_workers_or_batch_size():
     expected = rows(feed(stream_mixture(), num_lanes=12, num_epochs=None), 20).reshape(20, 12, 2, 2)
     for kwargs in ({"devices": 8}, {"num_threads": 3}, {"num_workers": 1}, {"prefetch": 2}):

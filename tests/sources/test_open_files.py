@@ -13,6 +13,7 @@ from meshfeed._src.sources.files.open_files import Lru
 CHILD = pathlib.Path(__file__).with_name("open_files_child.py")
 
 
+@pytest.mark.slow
 def test_more_shards_than_files_may_be_open(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("array_record")
     ways = ["rows", "library", "threads", "mixture"]

@@ -101,6 +101,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(set(tokens.values())) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["split", "fit"])
 def test_resume_at_many_places(method: str) -> None:
     def feed() -> Any:
@@ -125,6 +126,7 @@ def test_the_batch_of_a_step_does_not_depend_on_the_hosts() -> None:
                     np.testing.assert_array_equal(feed.read(rows)["tokens"], batch["tokens"][np.isin(ids[step], rows)])
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_and_workers_give_the_same_stream() -> None:
     source = Packed(Documents(LENGTHS["lognormal"]), SIZE, method="fit", block=50)
     usual = rows_of(feed_of(source, end="drop"))["tokens"]

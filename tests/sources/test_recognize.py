@@ -150,6 +150,7 @@ def test_a_dict_of_splits_names_them():
         as_source(splits)
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_to_find_out():
     code = (
         "import sys\n"

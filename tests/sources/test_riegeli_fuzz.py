@@ -145,6 +145,7 @@ def read_everything(path: pathlib.Path, num_records: int, rng: np.random.Generat
     return found
 
 
+@pytest.mark.slow
 def test_damaged_files_give_their_own_records_or_none(tmp_path: pathlib.Path) -> None:
     files, rng, path = corpus(tmp_path), np.random.default_rng(SEED), tmp_path / "damaged"
     deadline, opened, intact, trials = time.monotonic() + SECONDS, 0, 0, 0
@@ -164,6 +165,7 @@ def test_damaged_files_give_their_own_records_or_none(tmp_path: pathlib.Path) ->
     assert intact
 
 
+@pytest.mark.slow
 def test_hostile_footers_reach_no_other_memory(tmp_path: pathlib.Path) -> None:
     files, rng, path = corpus(tmp_path), np.random.default_rng(SEED), tmp_path / "hostile"
     deadline, opened, trials = time.monotonic() + SECONDS, 0, 0

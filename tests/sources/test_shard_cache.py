@@ -271,6 +271,7 @@ def test_the_files_of_a_batch_are_fetched_side_by_side(store: Store, tmp_path) -
     assert found == [some_records(30)[i] for i in (25, 5, 15)]
 
 
+@pytest.mark.slow
 def test_a_long_footer_takes_two_requests(store: Store, tmp_path) -> None:
     pytest.importorskip("array_record")
     from array_record_files import write
@@ -360,6 +361,7 @@ def test_a_file_that_arrives_while_the_room_is_counted_is_counted(store: Store, 
     assert cache.num_bytes() <= 150_000
 
 
+@pytest.mark.slow
 def test_a_real_s3_server(tmp_path, monkeypatch) -> None:
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server")

@@ -75,6 +75,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PIPELINES))
 def test_pipelines(name):
     open_lane, expected = PIPELINES[name]

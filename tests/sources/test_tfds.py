@@ -89,6 +89,7 @@ def test_datasets_are_found_by_builder_name_and_folder(array_record):
     assert "tiny-train.array_record-00002-of-00003" in sources[0].file_of(N - 1)
 
 
+@pytest.mark.slow
 def test_without_tensorflow(array_record):
     code = (
         "import sys; from meshfeed.sources import TFDS; r = TFDS(sys.argv[1], 'train')[3]; "
@@ -167,6 +168,7 @@ def test_a_dataset_that_is_not_prepared(tmp_path):
         TFDS(Tiny(data_dir=tmp_path), "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 4, 5, 12])
 def test_tfrecord_lanes(tfrecord, num_lanes):
     check_lanes(TFDS(tfrecord, "train"), num_lanes, range(N), step=1 if num_lanes == 12 else 7)

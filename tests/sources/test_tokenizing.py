@@ -76,6 +76,7 @@ def test_packed_from_text(tokenizer: Any, make: Any) -> None:
     check_resumable(lambda: feed_of(source, shuffle=True), save_points=[2])
 
 
+@pytest.mark.slow
 def test_threads_and_workers_give_the_same_batches(tokenizer: Any) -> None:
     source = Buckets(Map(dataset(), Tokenize(tokenizer)), (32, 64, 128))
     usual = batches_of(feed_of(source, shuffle=True))

@@ -387,6 +387,7 @@ def test_many_files_share_the_bound_on_open_files(
     assert len(files) == 5
 
 
+@pytest.mark.slow
 def test_a_truncated_file_does_not_end_the_process(tmp_path: pathlib.Path) -> None:
     """A memory map would: reading a page that the file no longer has is SIGBUS."""
     path = tmp_path / "x.bin"
