@@ -22,7 +22,7 @@ from meshfeed import AgreementError, PeerError, Retry, SkipBad, StalledError
 from meshfeed._src.agreement import handshake
 from meshfeed._src.agreement.handshake import Handshake, agreed_settings, compare
 from meshfeed._src.base import coordination, reduction
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure
 from meshfeed._src.base.settings import BatchSchedule, check_settings
 from meshfeed._src.streams.protocol import Cursor
 

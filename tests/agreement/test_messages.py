@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 
 from meshfeed import PeerError, SourceError
 from meshfeed._src.agreement.messages import Announcement, Stop, WindowReport
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure
 
 counts = st.integers(0, 1 << 62)
 failures = st.builds(Failure, st.text(), st.text(), st.none() | st.integers(0, 9), st.none() | counts)

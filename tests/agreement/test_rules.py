@@ -12,7 +12,7 @@ import pytest
 
 from meshfeed._src.agreement.messages import Stop, WindowReport
 from meshfeed._src.agreement.rules import conclude, full_window, reduce_nothing, window_ends
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure
 
 STEP_SECONDS = 0.02
 

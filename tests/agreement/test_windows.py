@@ -23,7 +23,7 @@ from meshfeed._src.agreement.messages import Announcement, Stop, WindowReport
 from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination, reduction
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure
 from meshfeed._src.base.reduction import Reduction
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.feed.pipeline import Pipeline

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from meshfeed._src.base import child as child_process
-from meshfeed._src.base.child import ChildProcess
-from meshfeed._src.base.frames import Inbox
+from meshfeed._src.base.child import ChildProcess, Inbox
 
 SECONDS = 60.0
 SERVE = "meshfeed._src.base.child:serve"

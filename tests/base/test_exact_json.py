@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.trees import decode_value, encode_value
 
 RESERVED = ["__tuple__", "__bytes__", "__pairs__", "__array__", "__meshfeed__"]
 

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 
 import meshfeed
-from meshfeed._src.base.failure import LEFT, Failure
+from meshfeed._src.base.errors import LEFT, Failure
 
 
 def sent(failure: Failure) -> Failure:

@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 
 import meshfeed
 from meshfeed import CheckpointError
-from meshfeed._src.base import coordination, launcher
-from meshfeed._src.base.launcher import other_processes
+from meshfeed._src.base import coordination
+from meshfeed._src.base.coordination import other_processes
 
 SLURM_TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
 POD = {"TPU_WORKER_HOSTNAMES": "t1k-0.svc,t1k-1.svc", "TPU_WORKER_ID": "0"}
@@ -51,9 +51,9 @@ def test_variables_that_a_launcher_sets_for_each_task(
 @pytest.fixture
 def one_of_four(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    launcher.warn_if_forgotten.cache_clear()
+    coordination.warn_if_forgotten.cache_clear()
     yield
-    launcher.warn_if_forgotten.cache_clear()
+    coordination.warn_if_forgotten.cache_clear()
 
 
 def make_feed() -> Any:

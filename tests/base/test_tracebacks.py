@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._src.base.tracebacks import VARIABLE, hides_own_frames
+from meshfeed._src.base.errors import VARIABLE, hides_own_frames
 
 OWN = pathlib.Path(meshfeed.__file__).parent
 

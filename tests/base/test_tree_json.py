@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from meshfeed import SourceError
-from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
+from meshfeed._src.base.trees import tree_from_json, tree_to_json
 
 DTYPES = [np.int32, np.float64, np.bool_, np.uint8, ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.float8_e4m3fn]
 leaves = st.builds(

@@ -10,8 +10,7 @@ import collections
 from collections.abc import Callable, Iterable, Mapping
 
 from meshfeed._src.agreement.messages import AnnouncedContents, ReportContents
-from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure, SourceError
 from meshfeed._src.base.settings import SkipBad
 from meshfeed._src.streams.protocol import HostBatch
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore, format_hosts
-from meshfeed._src.base.errors import AgreementError, PeerError
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import AgreementError, Failure, PeerError
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, balance_json
 from meshfeed._src.base.types import JsonValue

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from meshfeed._src.base.coordination import format_hosts
-from meshfeed._src.base.errors import PeerError
-from meshfeed._src.base.failure import LEFT, Failure
+from meshfeed._src.base.errors import LEFT, Failure, PeerError
 from meshfeed._src.base.types import JsonValue
 
 
@@ -34,7 +33,7 @@ class ReportContents(TypedDict, total=False):
     Attributes:
       bytes: bytes of this host's part of the largest batch; in the first window only.
       records: structure of the records, in words; in the first window only.
-      element: the structure of a batch, see :func:`meshfeed._src.base.exact_json.tree_to_json`; in the first window only.
+      element: the structure of a batch, see :func:`meshfeed._src.base.trees.tree_to_json`; in the first window only.
       needs_element: the host has no record of its own and needs ``element`` from another.
       ended: see :attr:`meshfeed._src.streams.protocol.HostBatch.ended`.
       unsized: padding of unknown size.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshfeed._src.agreement.messages import AnnouncedContents, Stop, WindowReport
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure
 
 _MIN_WINDOW = 8
 # With 320 hosts or more and 20 ms per step, 2 requests per host and window are 4,000 requests per second. One coordinator

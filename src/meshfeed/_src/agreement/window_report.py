@@ -21,10 +21,9 @@ import xxhash
 from meshfeed._src.agreement.bad_records import BadRecords, RecordsAfter
 from meshfeed._src.agreement.messages import AnnouncedContents, ReportContents, WindowReport
 from meshfeed._src.base.coordination import format_hosts
-from meshfeed._src.base.errors import AgreementError, SourceError
-from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import AgreementError, Failure, SourceError
 from meshfeed._src.base.settings import SkipBad
+from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.reading.host_batch import num_bytes, spec_of_batch
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch

@@ -28,8 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from meshfeed._src.agreement.messages import AnnouncedContents, Announcement, Stop, WindowReport
 from meshfeed._src.agreement.rules import Reduce, conclude, full_window, reduce_nothing, window_ends
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
-from meshfeed._src.base.errors import StalledError
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue

@@ -1,19 +1,29 @@
-"""Process indices, and the coordination service's key-value store, through which hosts exchange short texts.
+"""Processes: their place in the job, the key-value store through which they exchange short texts, and forked children.
 
 Only this module queries JAX's process index and count. A single-process job needs no store. A multi-process job without
 one is an error (:func:`require_store`): its hosts could not report failures to each other and would hang in the next
 collective.
+
+In a job of several processes without ``jax.distributed.initialize()``, each process acts as the whole job: it reads all
+of the data and writes to the same checkpoint folder. :func:`forgotten_processes` detects this from the launcher's
+environment variables, but only from those set per task: in a Slurm batch script or an interactive ``salloc`` shell,
+``SLURM_NTASKS`` is the size of the allocation, and a single process is correct there.
+
+A fork copies every object but no threads, and shares sockets, locks and child processes with the parent. A child that ran
+its parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources
+therefore records the process that created it (:class:`Owner`), and its copies in forked children release nothing.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 
@@ -22,6 +32,16 @@ from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.jax_internals import KeyValueStore, key_value_store
 
 _BRIEFLY_SECONDS = 2.0
+Finalizer: TypeAlias = "weakref.finalize[..., Any]"
+INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
+_COUNTS = (
+    "SLURM_STEP_NUM_TASKS",  # set by srun; absent outside a step, and 1 in an interactive step
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+)
+_TPU_LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+_COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # set in the pods of an indexed Kubernetes Job, hence also of a JobSet
 _log = logging.getLogger("meshfeed.process")
 
 place_in_job = jax_internals.place_in_job
@@ -133,3 +153,71 @@ def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> N
             call()
     else:
         thread.join(_BRIEFLY_SECONDS)
+
+
+class Owner:
+    """The process that created an object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that created the object; False in a forked child."""
+        return os.getpid() == self._pid
+
+    def check(self, what: str) -> None:
+        """Raises a MeshfeedError about ``what`` in a forked child."""
+        if not self.is_here:
+            raise MeshfeedError(
+                f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
+                "none of its threads and connections. Create a new one in the child, or start the child with "
+                'multiprocessing\'s "spawn" method.'
+            )
+
+    def call(self, function: Callable[..., Any], *args: object) -> None:
+        """Calls ``function`` unless this is a forked child."""
+        if self.is_here:
+            function(*args)
+
+
+def finalize(target: object, function: Callable[..., Any], *args: object) -> Finalizer:
+    """``weakref.finalize`` that does nothing in a forked child."""
+    return weakref.finalize(target, Owner().call, function, *args)
+
+
+def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | None:
+    """Returns a variable and value that imply more than one process, such as ``"OMPI_COMM_WORLD_SIZE=4"``, or None."""
+    if environment.get(INDEPENDENT, "0") not in ("", "0"):
+        return None
+    found = [name for name in _COUNTS if _number(environment.get(name)) > 1]
+    if _number(environment.get(_COMPLETION_INDEX)) > 0:  # the first pod, 0, cannot infer whether there are others
+        found.append(_COMPLETION_INDEX)
+    if on_tpu:
+        found += [name for name in _TPU_LISTS if "," in environment.get(name, "")]
+        found += ["MEGASCALE_NUM_SLICES"] if _number(environment.get("MEGASCALE_NUM_SLICES")) > 1 else []
+    return f"{found[0]}={environment[found[0]]}" if found else None
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.strip().isdecimal() else 0
+
+
+def forgotten_processes() -> str | None:
+    """Returns a message about processes missing from the JAX job, with the fix; None if there are none."""
+    if process_count() > 1 or is_distributed():
+        return None
+    if (shown := other_processes(os.environ, on_tpu=jax.default_backend() == "tpu")) is None:
+        return None
+    return (
+        f"{shown} shows that this job has several processes, but JAX sees only this one. Call jax.distributed.initialize() "
+        f"before anything else. If the processes are meant to be independent jobs, set the environment variable "
+        f"{INDEPENDENT}=1."
+    )
+
+
+@functools.cache
+def warn_if_forgotten() -> None:
+    """Logs a warning, once per process, if this process reads all of the data although the job has others."""
+    if (text := forgotten_processes()) is not None:
+        logging.getLogger("meshfeed.feed").warning("each process reads all of the data: %s", text)

@@ -1,4 +1,4 @@
-"""Every exception that meshfeed raises on purpose.
+"""Every exception that meshfeed raises on purpose, its JSON form, and its traceback.
 
 ::
 
@@ -14,13 +14,40 @@
     └── CheckpointError                   a checkpoint cannot be written or read; names step and path
 
 A message states, in this order: what is wrong, what was received, what was expected, and how to fix it.
+
+Exceptions travel between hosts as JSON (:class:`Failure`) and are never pickled for another host. A host that only
+reports another host's failure needs its kind, host and message. A controller that raises the exception of a remote host
+in its place rebuilds it from ``details`` (:meth:`Failure.exact` and :meth:`Failure.exception`).
+
+A traceback shows the caller's line and, if the user's source or decoder raised, that code's frames
+(:func:`hides_own_frames`). ``MESHFEED_FULL_TRACEBACK=1`` in the environment keeps every frame.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
 
-from meshfeed._src.base.types import public
+from meshfeed._src.base.types import JsonValue, public
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LEFT = "left"
+"""The kind of a leave notice, published by a host that leaves early. The message states what it did and at which step."""
+_MAX_MESSAGE = 2000
+VARIABLE = "MESHFEED_FULL_TRACEBACK"
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
+_EXAMPLES = os.path.join(_ROOT, "_examples") + os.sep  # user code, which the demo runs
+_CARRIERS = ("concurrent.futures.", "contextlib.", "tenacity.")
 
 
 @public("meshfeed")
@@ -145,3 +172,185 @@ class CheckpointError(MeshfeedError):
     def __init__(self, message: str, *, step: int | None = None) -> None:
         super().__init__(message)
         self.step = step
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A failure of one host, or of all hosts alike.
+
+    Attributes:
+      kind: name of the exception's type, such as ``OSError``, or :data:`LEFT`.
+      message: the exception's message, without its kind.
+      host: process index of the host that failed; None if the failure concerns all hosts.
+      step: the first step that it prevents; None if it does not depend on the step.
+      details: JSON from which :meth:`exception` rebuilds the exception.
+    """
+
+    kind: str
+    message: str
+    host: int | None = None
+    step: int | None = None
+    details: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict[str, JsonValue])
+
+    @classmethod
+    def of(cls, error: BaseException, host: int | None = None) -> Failure:
+        """Describes ``error`` in at most 2,000 characters, including its notes."""
+        notes = getattr(error, "__notes__", ())
+        message = f"{error} ({'; '.join(notes)})" if notes else str(error)
+        return cls(type(error).__name__, message[:_MAX_MESSAGE], host)
+
+    @classmethod
+    def exact(cls, error: BaseException, host: int | None = None) -> Failure:
+        """Describes ``error`` in full: its text, and in ``details`` its types, arguments, attributes and notes."""
+        details = {
+            "types": [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__[:-1]],
+            "args": [arg for arg in error.args if _is_json(arg)],
+            "attributes": {key: value for key, value in vars(error).items() if _is_json(value)},
+            "notes": list(getattr(error, "__notes__", ())),
+        }
+        return cls(type(error).__qualname__, str(error) or repr(error), host, details=details)
+
+    @classmethod
+    def left(cls, message: str, host: int) -> Failure:
+        """Returns a leave notice."""
+        return cls(LEFT, message[:_MAX_MESSAGE], host)
+
+    def __str__(self) -> str:
+        return self.message if self.kind == LEFT else f"{self.kind}: {self.message}"
+
+    def to_json(self) -> JsonValue:
+        """Returns a JSON object without the fields that have their default."""
+        return {name: value for name, value in vars(self).items() if value not in (None, {})}
+
+    @classmethod
+    def from_json(cls, value: JsonValue) -> Failure:
+        """The inverse of :meth:`to_json`."""
+        return cls(**value)
+
+    def exception(self) -> Exception:
+        """Rebuilds the exception, with the same text.
+
+        Returns:
+          The same type if it is one of Python or meshfeed. Otherwise the nearest such base class, or MeshfeedError, with
+          the type's name before the text.
+        """
+        types = self.details.get("types", [[__name__, self.kind]])
+        error = self._rebuild(_known(*types[0]))
+        if error is None:
+            near = next(filter(None, (_known(*where) for where in types[1:])), MeshfeedError)
+            takes_text = issubclass(near, ValueError | RuntimeError | OSError | TypeError)
+            error = near(str(self)) if takes_text else MeshfeedError(str(self))
+            error = error if str(error) == str(self) else MeshfeedError(str(self))
+        for note in self.details.get("notes", ()):
+            error.add_note(note)
+        return error
+
+    def _rebuild(self, kind: type[Exception] | None) -> Exception | None:
+        if kind is None:
+            return None
+        attributes = {key: value for key, value in self.details.get("attributes", {}).items() if key != "__notes__"}
+        for args in (self.details.get("args", ()), (self.message,)):
+            try:
+                error = kind.__new__(kind, *args)
+                error.args = tuple(args)
+                error.__dict__.update(attributes)
+            except Exception:  # a type whose __new__ takes different arguments
+                continue
+            if str(error) == self.message:
+                return error
+        return None
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _known(module: str, name: str) -> type[Exception] | None:
+    """Returns an exception type of Python or meshfeed; None for other modules, which may be missing here."""
+    if module == "builtins" or module.partition(".")[0] == "meshfeed":
+        kind = getattr(importlib.import_module(module), name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
+            return kind
+    return None
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Removes meshfeed's frames from the traceback of ``error`` and of its causes and contexts.
+
+    An unexpected exception raised in meshfeed's own code keeps all frames, because it is probably a bug in meshfeed.
+    Call this in an ``except`` clause that ends with a bare ``raise``, which adds no frame.
+    """
+    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+        return
+    seen: set[int] = set()  # exceptions can share causes
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            _trim(one)
+            todo += [one.__cause__, one.__context__]
+
+
+def hides_own_frames(function: F) -> F:
+    """Decorates a public function: applies :func:`hide_own_frames` to its exceptions."""
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
+
+    return cast("F", call)
+
+
+def suggests_keywords(function: F) -> F:
+    """Decorates a public function: an unknown keyword raises a TypeError that suggests the closest valid one."""
+    takes = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> Any:
+        unknown = [name for name in kwargs if name not in takes]
+        if unknown:
+            words = set(unknown[0].split("_"))
+            near = difflib.get_close_matches(unknown[0], takes, n=1) or [n for n in takes if words & set(n.split("_"))]
+            remedy = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(takes)}."
+            name = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{name}() got an unexpected keyword argument {unknown[0]!r}; {remedy}")
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
+def _trim(error: BaseException) -> None:
+    kept: list[TracebackType] = []
+    hidden, last, entry = False, "", error.__traceback__
+    while entry is not None:
+        last = entry.tb_frame.f_code.co_filename
+        hidden = _is_own(entry.tb_frame) or (hidden and _is_carrier(entry.tb_frame))
+        if not hidden:
+            kept.append(entry)
+        entry = entry.tb_next
+    # The decorators in this file raise only the TypeError for wrong arguments, which is the caller's error.
+    if hidden and last != __file__ and not isinstance(error, MeshfeedError | StopIteration):
+        return
+    shown = None
+    for entry in reversed(kept):
+        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = shown
+
+
+def _is_own(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_ROOT) and not file.startswith(_EXAMPLES)
+
+
+def _is_carrier(frame: FrameType) -> bool:
+    """Whether the frame belongs to a library that only forwards meshfeed's call: to a thread, or as a retry."""
+    return f"{frame.f_globals.get('__name__', '')}.".startswith(_CARRIERS)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from meshfeed._src.base.coordination import next_use, process_count, process_index, require_store
-from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsError
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import CheckpointError, Failure, MeshfeedError, SettingsError
 from meshfeed._src.base.reduction import reduce_json
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.checkpoint.manifest import DamagedCheckpointError

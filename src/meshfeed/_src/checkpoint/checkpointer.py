@@ -13,13 +13,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from meshfeed._src.base.coordination import process_count
-from meshfeed._src.base.errors import CheckpointError, MeshfeedError
-from meshfeed._src.base.failure import Failure
-from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.coordination import Owner, forgotten_processes, process_count
+from meshfeed._src.base.errors import CheckpointError, Failure, MeshfeedError, hides_own_frames, suggests_keywords
 from meshfeed._src.base.hooks import Resumable
-from meshfeed._src.base.launcher import forgotten_processes
-from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.agreement import Agreement
 from meshfeed._src.checkpoint.arguments import (

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshfeed._src.arrays.reshard import without_ambient_mesh
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.trees import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.checkpoint.boxes import Shape
 from meshfeed._src.checkpoint.dtypes import (

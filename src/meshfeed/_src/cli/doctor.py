@@ -150,7 +150,7 @@ def _variables(variables: Mapping[str, str]) -> Iterator[Diagnosis]:
 
 def describe_job(variables: Mapping[str, str], devices: str) -> Diagnosis:
     """Describes the job that ``jax.distributed.initialize()`` would join here."""
-    from meshfeed._src.base.launcher import INDEPENDENT, other_processes
+    from meshfeed._src.base.coordination import INDEPENDENT, other_processes
 
     count = other_processes(variables, on_tpu=devices == "tpu")
     coordinator = variables.get("JAX_COORDINATOR_ADDRESS") or _slurm_coordinator(variables)

@@ -19,10 +19,16 @@ import numpy as np
 from meshfeed._src.agreement import handshake
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
-from meshfeed._src.base.fork import Finalizer, Owner, finalize
+from meshfeed._src.base.coordination import Finalizer, Owner, finalize, warn_if_forgotten
+from meshfeed._src.base.errors import (
+    MeshfeedError,
+    SettingsError,
+    StalledError,
+    hide_own_frames,
+    hides_own_frames,
+    suggests_keywords,
+)
 from meshfeed._src.base.hooks import Resumable, is_stream
-from meshfeed._src.base.launcher import warn_if_forgotten
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import (
     Balance,
@@ -35,7 +41,6 @@ from meshfeed._src.base.settings import (
 )
 from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
-from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames, suggests_keywords
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch

@@ -28,9 +28,8 @@ from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.arrays.placer import Placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import MeshfeedError, StalledError
-from meshfeed._src.base.failure import Failure
-from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.coordination import Owner
+from meshfeed._src.base.errors import Failure, MeshfeedError, StalledError
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.stats import PROGRESS, StatsRecorder
 from meshfeed._src.base.threads import Background, WakeUp

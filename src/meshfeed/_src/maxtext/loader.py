@@ -13,13 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.device_put import narrowed_dtype
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import PlanError, SourceError, StateMismatchError
-from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
-from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.coordination import Owner
+from meshfeed._src.base.errors import PlanError, SourceError, StateMismatchError, hide_own_frames, hides_own_frames
 from meshfeed._src.base.reduction import reduce_json
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import FeedStats
-from meshfeed._src.base.tracebacks import hide_own_frames, hides_own_frames
+from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.feed.iterator import MultiHostDataLoadIterator as Feed
 from meshfeed._src.maxtext.local import HostLoaders

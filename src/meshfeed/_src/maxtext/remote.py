@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import CheckpointError, StateMismatchError
-from meshfeed._src.base.exact_json import decode_value, encode_value
+from meshfeed._src.base.trees import decode_value, encode_value
 from meshfeed._src.base.types import PyTree, public
 from meshfeed._src.maxtext.loader import MultiHostDataLoadIterator
 from meshfeed._src.remote.client import RemoteClient, make_payload

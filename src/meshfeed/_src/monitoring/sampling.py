@@ -12,8 +12,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from meshfeed._src.base.coordination import finalize
 from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.stats import CACHES, Sample
 from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import public

@@ -25,10 +25,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.errors import MeshfeedError, PeerError, SettingsError
-from meshfeed._src.base.exact_json import decode_value, encode_value, tree_from_json, tree_to_json
-from meshfeed._src.base.failure import Failure
-from meshfeed._src.base.fork import Owner, finalize
+from meshfeed._src.base.coordination import Owner, finalize
+from meshfeed._src.base.errors import Failure, MeshfeedError, PeerError, SettingsError
+from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.types import JsonValue, PyTree
 
 OK, END, ERROR = 0, 1, 2
@@ -104,7 +103,7 @@ def decode_call(row: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
 
 
 def encode_answer(value: PyTree) -> bytes:
-    """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.exact_json.encode_value` takes."""
+    """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.trees.encode_value` takes."""
     leaves = jax.tree.leaves(value)
     if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return _ARRAYS + _encode_arrays(value)

@@ -24,11 +24,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError
-from meshfeed._src.base.exact_json import tree_from_json, tree_to_json
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, hides_own_frames, suggests_keywords
 from meshfeed._src.base.settings import Balance, BatchSchedule, Retry, SkipBad, check_settings
 from meshfeed._src.base.stats import FeedStats, stats_since
-from meshfeed._src.base.tracebacks import hides_own_frames, suggests_keywords
+from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, LocalIterator, SecondPass
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import SettingsError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SettingsError, hides_own_frames
 from meshfeed._src.base.types import public
 
 BYTES, FLOAT, INT64 = 1, 2, 3

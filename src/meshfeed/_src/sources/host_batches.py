@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 
-from meshfeed._src.base import exact_json
-from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError
+from meshfeed._src.base import trees
+from meshfeed._src.base.errors import SourceError, StalledError, StateMismatchError, hides_own_frames
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.threads import close_within
-from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.sources.files.formats import reader_hint
 
@@ -294,10 +293,10 @@ class HostBatchIterator:
         if self._resumable:
             of_iterator = self._iterator.get_state()
             try:
-                state["state"] = exact_json.encode_value(of_iterator)
+                state["state"] = trees.encode_value(of_iterator)
             except TypeError as error:
                 raise SourceError(
-                    f"the state of the host batches cannot be saved exactly: {error}. {exact_json.ALLOWED}"
+                    f"the state of the host batches cannot be saved exactly: {error}. {trees.ALLOWED}"
                 ) from error
         return state
 
@@ -323,7 +322,7 @@ class HostBatchIterator:
         # On a new iterator if possible: the current one stays usable if the state is rejected.
         iterator: Any = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
         try:
-            iterator.set_state(exact_json.decode_value(state["state"]))
+            iterator.set_state(trees.decode_value(state["state"]))
         except StateMismatchError:
             raise
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import Dropping
-from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order.epochs import derive_key
 from meshfeed._src.reading.host_batch import RecordStack, num_rows, spec_of_batch

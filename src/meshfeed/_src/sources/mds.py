@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.host_batch import RecordStack
 from meshfeed._src.reading.identity import digest_raw, probe_digest

@@ -10,8 +10,7 @@ import numpy as np
 import xxhash
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.host_batch import is_ragged
 from meshfeed._src.reading.identity import probe_ids

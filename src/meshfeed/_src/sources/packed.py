@@ -10,8 +10,7 @@ from typing import Any, SupportsIndex, Unpack
 import numpy as np
 
 from meshfeed._src.base import hooks, memory
-from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, RecordIds, public
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.host_batches import HostBatches

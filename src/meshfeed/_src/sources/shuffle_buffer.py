@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.sources.checks import is_count

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.files.formats import reader_hint
 

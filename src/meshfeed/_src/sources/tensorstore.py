@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, public
 from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import digest_tree, probe_digest

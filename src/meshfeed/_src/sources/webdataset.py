@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xxhash
 
-from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsError, hides_own_frames
 from meshfeed._src.base.types import Decode, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.decode import refuse_as_decode

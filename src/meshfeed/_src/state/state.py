@@ -13,7 +13,7 @@ detects manual edits.
 A ledger lists the ids, reasons and steps of the records that one host replaced, and is bounded in size.
 
 ``meshfeed`` is the lowest version that can read the state. Version 2 added ``num_unlisted``, and entries with the key
-``__meshfeed__`` (see :mod:`meshfeed._src.base.exact_json`). States without them are still written as version 1, which
+``__meshfeed__`` (see :mod:`meshfeed._src.base.trees`). States without them are still written as version 1, which
 an older meshfeed can read after a rollback.
 """
 
@@ -28,7 +28,7 @@ from typing import Self, cast
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import StateMismatchError
-from meshfeed._src.base.exact_json import OTHER
+from meshfeed._src.base.trees import OTHER
 from meshfeed._src.base.types import JsonValue, public
 
 _SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<after>.*)")

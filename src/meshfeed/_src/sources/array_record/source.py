@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import CorruptDataError, SettingsError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, hides_own_frames
 from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, RecordIds, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.array_record import readers

@@ -23,8 +23,7 @@ import xxhash
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import KeyValueStore
-from meshfeed._src.base.errors import MeshfeedError, SourceError
-from meshfeed._src.base.failure import Failure
+from meshfeed._src.base.errors import Failure, MeshfeedError, SourceError
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import manifest as manifests

@@ -42,8 +42,8 @@ from typing import Any
 
 import xxhash
 
+from meshfeed._src.base.coordination import finalize
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
-from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import CACHES

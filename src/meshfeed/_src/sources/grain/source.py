@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshfeed._src.base.errors import SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.host_batches import HostBatches

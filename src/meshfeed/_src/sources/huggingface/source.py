@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import public
 from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.formats import reader_hint

@@ -11,9 +11,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError
+from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError, hides_own_frames
 from meshfeed._src.base.hooks import accepts_keyword
-from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.tf.internals import Dataset, find_randomness, reshuffles, step_name, steps_of
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError, hides_own_frames
 from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.rng import philox
-from meshfeed._src.base.tracebacks import hides_own_frames
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.array_record.source import ArrayRecord
 from meshfeed._src.sources.checks import check_ids

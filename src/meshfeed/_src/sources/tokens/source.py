@@ -13,8 +13,7 @@ import xxhash
 from numpy.typing import DTypeLike
 
 from meshfeed._src.base import memory
-from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.base.tracebacks import hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.files import paths as file_paths

@@ -11,7 +11,7 @@ from typing import cast
 import jax
 import numpy as np
 
-from meshfeed._src.base import exact_json, hooks
+from meshfeed._src.base import hooks, trees
 from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import own_batch
@@ -164,7 +164,7 @@ class Lane:
                     f"{type(iterator).__name__} has no set_state",
                     "Pass the source that the state was saved with.",
                 )
-            resumable.set_state(exact_json.decode_value(self._snapshot))
+            resumable.set_state(trees.decode_value(self._snapshot))
         if resumable is None and self._taken and self._since == self._taken:
             _log.info(
                 "lane %d has no get_state: it is resumed by reading and dropping %d records",
@@ -367,10 +367,10 @@ class Lane:
         state = iterator.get_state()
         try:
             # encoding copies the state, which the iterator may mutate later
-            self._snapshot = exact_json.encode_value(state)
+            self._snapshot = trees.encode_value(state)
         except TypeError as error:
             raise SourceError(
-                f"the state of lane {self.lane_index} cannot be saved exactly: {error}. {exact_json.ALLOWED}",
+                f"the state of lane {self.lane_index} cannot be saved exactly: {error}. {trees.ALLOWED}",
                 lane_index=self.lane_index,
             ) from error
         self._since = 0
