@@ -258,6 +258,8 @@ def test_wrong_records() -> None:
         padded({"tokens": np.arange(3), "mask": 1})
     with pytest.raises(meshfeed.SourceError, match="differ in length only"):
         Padded([np.zeros(3), np.zeros(2, int)], 4).read_batch([0, 1])
+    with pytest.raises(meshfeed.SourceError, match=r"record 1: ragged rows: leaf \['x'\]"):
+        Padded([{"tokens": np.arange(2), "x": x} for x in (np.zeros(2), np.zeros(3))], 4).read_batch([0, 1])
     with pytest.raises(meshfeed.SourceError, match="Pad the records of streams with Padded"):
         Buckets(Stream(lambda lane_index, num_lanes: iter([])), (8,))
     with pytest.raises(meshfeed.SourceError, match="Pad the records of mixtures"):
@@ -266,9 +268,37 @@ def test_wrong_records() -> None:
         Mixture({"a": Buckets(RECORDS, (60,), **KEYS), "b": Buckets(RECORDS, (60,), **KEYS)}, {"a": 1, "b": 1})
 
 
+class InFiles:
+    """Records of which each has a file, the third too long."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, record_id: int) -> np.ndarray:
+        return np.arange(5 if record_id == 2 else 3)
+
+    def file_of(self, record_id: int) -> str:
+        return f"part-{record_id}"
+
+
+def test_errors_name_the_record_and_its_file() -> None:
+    message = "record 2 of part-2: it has 5 entries in the leaf 'tokens', and length is 4"
+    with pytest.raises(meshfeed.SourceError, match=message) as error:
+        Padded(InFiles(), 4).read_batch([3, 2])
+    assert error.value.record_id == 2
+    with feed_of(Padded(InFiles(), 4)) as feed, pytest.raises(meshfeed.SourceError, match=message):
+        next(feed)
+    with pytest.raises(meshfeed.SourceError, match=r"record 2 of part-2: it has the leaves .*, and not 'text'"):
+        Buckets(Map(InFiles(), lambda record: {"text" if len(record) == 3 else "tokens": record}), (8,), key="text")
+    stream = Padded(Stream(lambda lane_index, num_lanes: map(InFiles().__getitem__, range(4))), 4)
+    with pytest.raises(meshfeed.SourceError, match="record 2 of lane 0 in epoch 0: it has 5 entries") as error:
+        stream.open(0, 1).next_batch(4)
+    assert error.value.lane_index == 0
+
+
 def test_a_record_that_is_no_longer_as_long() -> None:
     records = [np.arange(3), np.arange(5)]
     source = Buckets(records, (4, 8))
     records[1] = np.arange(6)
-    with pytest.raises(meshfeed.SourceError, match="record 1 has 6 entries, and had 5"):
+    with pytest.raises(meshfeed.SourceError, match="record 1: it has 6 entries, and had 5"):
         source.read_batch([1])

@@ -1,4 +1,4 @@
-"""Records of unequal length: which sources have them, their lengths, and reading them one by one."""
+"""Records of unequal length: which sources have them, their lengths, reading them, and errors that name one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import RandomAccessSource, Record
-from meshfeed._src.reading.records import wants_rng
+from meshfeed._src.reading.records import file_of, wants_rng
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 
@@ -63,6 +63,9 @@ def lengths_of(source: RandomAccessSource, measure: Callable[[Record], int], key
       source: a random-access source.
       measure: returns the length of a record; used if the source does not know the lengths.
       key: leaf that is measured, whose lengths a manifest may list.
+
+    Raises:
+      SourceError: ``measure`` raised it or a ValueError; names the record.
     """
     known, stored = hooks.find(source, hooks.KnowsLengths), hooks.find(source, hooks.StoredLengths)
     found = known.lengths() if known is not None else stored.stored_lengths(key) if stored and key else None
@@ -80,7 +83,11 @@ def lengths_of(source: RandomAccessSource, measure: Callable[[Record], int], key
     with Dropping("a source of records of unequal length: read for their lengths", number, "records") as progress:
         for first in range(0, number, _RECORDS_PER_READ):
             ids = np.arange(first, min(first + _RECORDS_PER_READ, number))
-            lengths[ids] = [measure(record) for record in read_items(source, ids)]
+            for record_id, record in zip(ids.tolist(), read_items(source, ids), strict=True):
+                try:
+                    lengths[record_id] = measure(record)
+                except (SourceError, ValueError) as error:
+                    raise in_record(source, record_id, error) from error
             progress.add(len(ids))
     return lengths
 
@@ -106,3 +113,22 @@ def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
     if reader is not None:
         return reader.__getitems__(ids.tolist())
     return [source[record_id] for record_id in ids.tolist()]
+
+
+class RowError(Exception):
+    """One of the records that a function got at once is wrong.
+
+    Args:
+      row: its index among them.
+      reason: what is wrong with it.
+    """
+
+    def __init__(self, row: int, reason: Exception) -> None:
+        super().__init__(row, reason)
+        self.row, self.reason = row, reason
+
+
+def in_record(source: object, record_id: int, reason: Exception) -> SourceError:
+    """Returns an error that names a record, and its file if that is known."""
+    path = file_of(source, record_id)
+    return SourceError(f"record {record_id}{f' of {path}' if path else ''}: {reason}", record_id=record_id)

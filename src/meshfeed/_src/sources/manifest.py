@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 
@@ -174,24 +173,13 @@ def _no_lengths(source: str, key: str) -> SettingsError:
 
 
 def _measure(source: ArrayRecord, key: str, dtype: DTypeLike | None) -> Callable[[bytes], int]:
-    """Returns a function of the records, in order: the length of the feature ``key``, or of bare tokens."""
+    """Returns a function of a record: the length of the feature ``key``, or of bare tokens."""
     width = None if dtype is None else np.dtype(dtype).itemsize
     if not _is_example(source.read_raw([0])[0]):
         if width is None:
             raise _no_lengths("ArrayRecord", key)
         return lambda record: len(np.frombuffer(record, dtype))
-    numbers = itertools.count()
-
-    def measure(record: bytes) -> int:
-        number = next(numbers)
-        try:
-            return _feature_length(record, key, width)
-        except ValueError as error:
-            raise SourceError(
-                f"--lengths {key}: record {number} ({source.file_of(number)}): {error}", record_id=number
-            ) from error
-
-    return measure
+    return lambda record: _feature_length(record, key, width)
 
 
 def _is_example(record: bytes) -> bool:

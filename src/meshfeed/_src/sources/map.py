@@ -20,7 +20,7 @@ from meshfeed._src.order.epochs import derive_key
 from meshfeed._src.reading.host_batch import RecordStack, num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
 from meshfeed._src.reading.records import read_records, wants_rng
-from meshfeed._src.sources.documents import read_items
+from meshfeed._src.sources.documents import RowError, in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
 
@@ -131,7 +131,7 @@ class MappedRecords(_Mapped):
         records = self._records(np.asarray(record_ids, np.int64), None)
         if not self._batched:
             return [self._function(record) for record in records]
-        return _rows(self._apply(records, None)) if records else []
+        return _rows(self._apply_to(record_ids, records, None)) if records else []
 
     def read_batch(self, record_ids: RecordIds | Sequence[int], rngs: Rngs | None = None) -> PyTree:
         """Reads mapped records.
@@ -151,11 +151,17 @@ class MappedRecords(_Mapped):
         records = self._records(ids, rngs)
         own = [_own_rng(rng) for rng in rngs] if rngs is not None and self._passes_rng else None
         if self._batched:
-            return self._apply(records, own)
+            return self._apply_to(ids, records, own)
         stack = RecordStack(len(ids))
         for row, record in enumerate(records):
             stack.add(self._one(record, int(ids[row]), None if own is None else own[row]), int(ids[row]))
         return stack.take()[0]
+
+    def _apply_to(self, record_ids: RecordIds | Sequence[int], records: Sequence[Record], rngs: Rngs | None) -> PyTree:
+        try:
+            return self._apply(records, rngs)
+        except RowError as error:
+            raise in_record(self._source, int(record_ids[error.row]), error.reason) from error.reason
 
     def _one(self, record: Record, record_id: int, rng: np.random.Generator | None) -> Record:
         try:
@@ -318,7 +324,12 @@ class StackedMappedLane(MappedLane):
             records.append(own_batch(record, self._lane if self._decode is None else self._decode, "__next__"))
             if rng is not None:
                 rngs.append(rng)
-        return self._mapped._apply(records, rngs if self._mapped._passes_rng else None)
+        try:
+            return self._mapped._apply(records, rngs if self._mapped._passes_rng else None)
+        except RowError as error:
+            _, lane_index, epoch = self._place
+            which = f"record {self._read - len(records) + error.row} of lane {lane_index} in epoch {epoch}"
+            raise SourceError(f"{which}: {error.reason}", lane_index=lane_index) from error.reason
 
 
 def _stopped(what: str, where: str) -> SourceError:

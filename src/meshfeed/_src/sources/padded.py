@@ -18,7 +18,15 @@ from meshfeed._src.reading.host_batch import RecordStack
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.sources.checks import checked_count
-from meshfeed._src.sources.documents import digest_of_lengths, documents_of, empty, lengths_of, read_items
+from meshfeed._src.sources.documents import (
+    RowError,
+    digest_of_lengths,
+    documents_of,
+    empty,
+    in_record,
+    lengths_of,
+    read_items,
+)
 from meshfeed._src.sources.map import Map, MappedRecords, MappedStream
 
 
@@ -102,34 +110,45 @@ class Pad:
         """
         return len(self._leaves(record)[self.keys[0]])
 
-    def to(self, records: Sequence[Record], length: int) -> dict[str, PyTree]:
+    def to(self, records: Sequence[Record], length: int, known: Sequence[int] | None = None) -> dict[str, PyTree]:
         """Returns records padded to ``length`` in new arrays.
 
+        Args:
+          records: n records.
+          length: entries of a padded leaf.
+          known: what the number of entries of each record was; None if it is not known.
+
         Raises:
-          SourceError: a record is longer, lacks a leaf of ``key``, or differs from the others.
+          RowError: a record is longer, is not as long as it was, lacks a leaf of ``key``, or differs from the others.
         """
         stack, padded, mask = RecordStack(len(records)), {}, memory.empty((len(records), length), np.bool_)
         for row, record in enumerate(records):
-            leaves = self._leaves(record)
-            count = len(leaves[self.keys[0]])
-            if count > length and not self._truncates:
-                raise SourceError(
-                    f"a record has {count:,} entries in the leaf {self.keys[0]!r}, and {self._what} is {length:,}. Pass a "
-                    f"larger {self._what}, or long='truncate'."
-                )
-            count = min(count, length)
-            for name in self.keys:
-                out = padded.get(name)
-                if out is None:
-                    out = padded[name] = self._filled(name, (len(records), length), leaves[name])
-                if out.dtype != leaves[name].dtype or out.shape[2:] != leaves[name].shape[1:]:
-                    raise _differs(name, leaves[name], out)
-                out[row, :count] = leaves[name][:count]
+            try:
+                leaves = self._leaves(record)
+                count = self._checked_count(len(leaves[self.keys[0]]), length, None if known is None else known[row])
+                for name, leaf in leaves.items():
+                    if name not in padded:
+                        padded[name] = self._filled(name, (len(records), length), leaf)
+                    _copy(name, leaf[:count], padded[name], row)
+                if isinstance(record, Mapping) and len(record) > len(self.keys):
+                    stack.add({key: leaf for key, leaf in record.items() if key not in self.keys})
+            except SourceError as error:
+                raise RowError(row, error) from error
             mask[row, :count], mask[row, count:] = True, False
-            if isinstance(record, Mapping) and len(record) > len(self.keys):
-                stack.add({key: leaf for key, leaf in record.items() if key not in self.keys})
         batch = {**(stack.take()[0] if stack.count else {}), **padded}
         return batch if self._mask_key is None else {**batch, self._mask_key: mask}
+
+    def _checked_count(self, count: int, length: int, known: int | None) -> int:
+        if known is not None and count != known:
+            raise SourceError(
+                f"it has {count:,} entries, and had {known:,} when the source was created. Records must not change."
+            )
+        if count > length and not self._truncates:
+            raise SourceError(
+                f"it has {count:,} entries in the leaf {self.keys[0]!r}, and {self._what} is {length:,}. Pass a larger "
+                f"{self._what}, or long='truncate'."
+            )
+        return min(count, length)
 
     def _filled(self, name: str, shape: tuple[int, int], leaf: np.ndarray) -> np.ndarray:
         value = self._pad_value if name == self.keys[0] else 0
@@ -151,22 +170,24 @@ class Pad:
             raise SourceError(f"records have the leaf {self._mask_key!r} already. Pass a different mask_key.")
         missing = [name for name in self.keys if name not in record]
         if missing:
-            raise SourceError(f"a record has the leaves {sorted(record)}, and not {missing[0]!r}. Pass key=.")
+            raise SourceError(f"it has the leaves {sorted(record)}, and not {missing[0]!r}. Pass key=.")
         leaves = {name: np.asarray(record[name]) for name in self.keys}
         for name, leaf in leaves.items():
             if leaf.dtype.kind in "OSU" or not leaf.ndim or len(leaf) != len(leaves[self.keys[0]]):
                 raise SourceError(
-                    f"the leaf {name!r} of a record is {leaf.dtype} of shape {leaf.shape}. Expected numbers of shape "
-                    "[n, ...], with the same n for every leaf of key=. Turn text into numbers with Map."
+                    f"its leaf {name!r} is {leaf.dtype} of shape {leaf.shape}. Expected numbers of shape [n, ...], with the "
+                    "same n for every leaf of key=. Turn text into numbers with Map."
                 )
         return leaves
 
 
-def _differs(name: str, leaf: np.ndarray, out: np.ndarray) -> SourceError:
-    return SourceError(
-        f"the leaf {name!r} of a record is {leaf.dtype} of shape {leaf.shape}, that of another record {out.dtype} with "
-        f"entries of shape {out.shape[2:]}. Expected records that differ in length only. Cast them with Map."
-    )
+def _copy(name: str, leaf: np.ndarray, out: np.ndarray, row: int) -> None:
+    if out.dtype != leaf.dtype or out.shape[2:] != leaf.shape[1:]:
+        raise SourceError(
+            f"its leaf {name!r} is {leaf.dtype} with entries of shape {leaf.shape[1:]}, that of another record {out.dtype} "
+            f"with entries of shape {out.shape[2:]}. Expected records that differ in length only. Cast them with Map."
+        )
+    out[row, : len(leaf)] = leaf
 
 
 _RECORDS_PER_PASS = 1 << 20
@@ -292,15 +313,10 @@ class Buckets:
         self.check_record_ids(ids)
         own = ids % len(self._lengths)
         records = read_items(self._source, own)
-        for record_id, record in zip(own.tolist(), records, strict=True):
-            found, known = self._pad.length_of(record), int(self._lengths[record_id])
-            if found != known:
-                raise SourceError(
-                    f"record {record_id} has {found:,} entries, and had {known:,} when the source was created. Records "
-                    "must not change.",
-                    record_id=record_id,
-                )
-        return self._pad.to(records, self.boundaries[self.shape_index(ids)])
+        try:
+            return self._pad.to(records, self.boundaries[self.shape_index(ids)], self._lengths[own].tolist())
+        except RowError as error:
+            raise in_record(self._source, int(own[error.row]), error.reason) from error.reason
 
     def shape_index(self, record_ids: RecordIds) -> int:
         """Returns the bucket to whose boundary these records, int64[n], are padded together."""
