@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from benchmarks._measure import Table, main
-from meshfeed._src.plan.table import plan_table
+from meshfeed._src.plan.topology import plan_table
 
 HOSTS, DEVICES_PER_HOST = 4096, 4
 CASES = {

@@ -89,8 +89,8 @@ def lengths() -> Table:
 
 def hosts() -> Table:
     """Plan and state against the number of hosts; what the coordination service bears is in the benchmark agreement."""
-    from meshfeed._src.agreement.rules import full_window
-    from meshfeed._src.plan.table import plan_table
+    from meshfeed._src.agreement.windows import full_window
+    from meshfeed._src.plan.topology import plan_table
 
     rows = []
     for number in (1, 4, 16, 64, 256, 1024, 4096):

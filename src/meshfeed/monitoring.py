@@ -7,9 +7,6 @@ of ``jax.monitoring`` as events.
 
 from __future__ import annotations
 
-from meshfeed._src.monitoring.log import log
-from meshfeed._src.monitoring.prometheus import prometheus
-from meshfeed._src.monitoring.sampling import Exporter
-from meshfeed._src.monitoring.tensorboard import tensorboard
+from meshfeed._src.monitoring.exporters import Exporter, log, prometheus, tensorboard
 
 __all__ = ["Exporter", "log", "prometheus", "tensorboard"]

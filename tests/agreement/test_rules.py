@@ -10,8 +10,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from meshfeed._src.agreement.messages import Stop, WindowReport
-from meshfeed._src.agreement.rules import conclude, full_window, reduce_nothing, window_ends
+from meshfeed._src.agreement.window_report import Stop, WindowReport
+from meshfeed._src.agreement.windows import conclude, full_window, reduce_nothing, window_ends
 from meshfeed._src.base.errors import Failure
 
 STEP_SECONDS = 0.02

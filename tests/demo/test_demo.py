@@ -28,15 +28,19 @@ from meshfeed._src.demo.demo import (
     QUICK,
     Demo,
     Job,
+    JobLog,
     Leg,
     Plan,
+    Step,
     Topology,
     broken,
     build_corpus,
+    effective,
     example_script,
+    prove,
+    read_job,
     read_records,
 )
-from meshfeed._src.demo.proof import JobLog, Step, effective, prove, read_job
 
 RECORDS = [bytes([number]) * 8 for number in range(10)]
 NUM_STEPS, BATCH = 5, 2  # one epoch

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import meshfeed
-from meshfeed._src.monitoring.log import read_logs
+from meshfeed._src.monitoring.exporters import read_logs
 
 
 def make_feed(name: str) -> meshfeed.Feed:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
-from meshfeed._src.plan.shardings import (
+from meshfeed._src.plan.plan import (
     axes_of,
     broadcast_shardings,
     check_divisible,

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.base.errors import PlanError, SettingsError
 from meshfeed._src.plan.plan import plan_host
-from meshfeed._src.plan.table import plan_table
-from meshfeed._src.plan.topology import fake_mesh
+from meshfeed._src.plan.topology import fake_mesh, plan_table
 
 
 @st.composite

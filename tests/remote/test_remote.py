@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshfeed
-from meshfeed._src.plan.shardings import normalize_sharding
+from meshfeed._src.plan.plan import normalize_sharding
 from meshfeed._src.remote.client import (
     END,
     ERROR,

@@ -1,5 +1,4 @@
 """What hosts agree on through the key-value store: settings, how far all of them can read, and failures.
 
-May import: base, reading, state, streams. Read first: ``windows.py``; for a rule on batches, ``window_report.py`` and
-``bad_records.py``.
+May import: base, reading, state, streams. Read first: ``windows.py``; for a rule on batches, ``window_report.py``.
 """

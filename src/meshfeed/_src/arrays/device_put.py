@@ -27,8 +27,7 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
 from meshfeed._src.base.trees import flatten_with_paths
 from meshfeed._src.base.types import MeshDevice, PyTree
-from meshfeed._src.plan.plan import LeafPlan, broadcast_shardings, cut_spec
-from meshfeed._src.plan.shardings import check_divisible, sharded_dimensions
+from meshfeed._src.plan.plan import LeafPlan, broadcast_shardings, check_divisible, cut_spec, sharded_dimensions
 
 _NARROWED: dict[np.dtype, np.dtype] = {
     np.dtype(wide): np.dtype(narrow)

@@ -41,8 +41,15 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError
 from meshfeed._src.base.trees import TreeDef, flatten, flatten_with_paths
 from meshfeed._src.base.types import MeshDevice, PyTree, RecordIds
-from meshfeed._src.plan.plan import HostPlan, HostRows, RowRange, broadcast_shardings, merge_ranges, participants
-from meshfeed._src.plan.shardings import sharding_leaves
+from meshfeed._src.plan.plan import (
+    HostPlan,
+    HostRows,
+    RowRange,
+    broadcast_shardings,
+    merge_ranges,
+    participants,
+    sharding_leaves,
+)
 from meshfeed._src.reading.host_batch import RecordSpec
 
 Load: TypeAlias = str | Sequence[int]

@@ -25,13 +25,14 @@ from meshfeed._src.plan.plan import (
     HostPlan,
     HostRows,
     LeafPlan,
+    axes_of,
     broadcast_shardings,
     cut_spec,
     normalize_sharding,
     participants,
     plan_host,
+    sharding_leaves,
 )
-from meshfeed._src.plan.shardings import axes_of, sharding_leaves
 from meshfeed._src.reading.host_batch import RecordSpec
 
 _MAX_CACHED_BATCH_KINDS = 64  # batch schedules and ragged widths need several; beyond that, the cache is cleared

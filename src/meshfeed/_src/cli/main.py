@@ -155,7 +155,7 @@ def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
     LOGS are the folder or the files that meshfeed.monitoring.log wrote, of one or several hosts. The page needs no
     network.
     """
-    from meshfeed._src.monitoring.log import read_logs
+    from meshfeed._src.monitoring.exporters import read_logs
     from meshfeed._src.pictures.report import report_figures, report_page
 
     figures = report_figures(read_logs(logs))

@@ -45,8 +45,7 @@ from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
 from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
-from meshfeed._src.plan.plan import HostRows
-from meshfeed._src.plan.shardings import normalize_sharding, participants
+from meshfeed._src.plan.plan import HostRows, normalize_sharding, participants
 from meshfeed._src.reading.host_batch import spec_with_mask
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source, describe_source

@@ -23,8 +23,7 @@ from typing import Generic, TypeVar
 
 import jax
 
-from meshfeed._src.agreement.messages import ReportContents, Stop, WindowReport
-from meshfeed._src.agreement.window_report import WindowReports
+from meshfeed._src.agreement.window_report import ReportContents, Stop, WindowReport, WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.arrays.placer import Placer
 from meshfeed._src.base import coordination

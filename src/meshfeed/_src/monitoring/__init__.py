@@ -1,4 +1,4 @@
 """Exporters of a feed's figures: a log of JSON lines, Prometheus, TensorBoard.
 
-May import: base, feed, pictures. Read first: ``sampling.py``.
+May import: base, feed, pictures. Read first: ``exporters.py``.
 """

@@ -16,7 +16,7 @@ import numpy as np
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.pictures.drawing import Box, Drawing, Line, Text, host_color, page, text_width
-from meshfeed._src.plan.table import PlanTable, plan_table
+from meshfeed._src.plan.topology import PlanTable, plan_table
 
 _SHOWN_HOSTS = 16
 _CELL_WIDTH, _CELL_HEIGHT, _GAP = 96.0, 42.0, 6.0
@@ -132,7 +132,7 @@ def make_plan(
     process_of: np.ndarray[Any, Any] | None = None,
     device_ids: Sequence[int] | None = None,
 ) -> MeshPlan:
-    """Plans a mesh. Arguments and errors are those of :func:`meshfeed._src.plan.table.plan_table`.
+    """Plans a mesh. Arguments and errors are those of :func:`meshfeed._src.plan.topology.plan_table`.
 
     ``device_ids`` is the id of the device at each mesh position; default: its index.
     """

@@ -32,7 +32,7 @@ from meshfeed._src.base.types import PyTree, RecordIds, public
 from meshfeed._src.feed.iterator import Feed, LocalIterator, SecondPass
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import report_figures, report_page
-from meshfeed._src.plan.shardings import normalize_sharding, sharding_leaves
+from meshfeed._src.plan.plan import normalize_sharding, sharding_leaves
 from meshfeed._src.remote.client import RemoteClient, make_payload
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed._src.order.balance import balanced_rows
 from meshfeed._src.order.packing import Packing
+from meshfeed._src.streams.balance import balanced_rows
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=300))

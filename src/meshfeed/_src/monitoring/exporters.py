@@ -1,0 +1,399 @@
+"""Exporters of a feed's figures: a log of JSON lines, a Prometheus endpoint, TensorBoard.
+
+All are built on samples: ``feed.stats()`` with the step, the position and the totals of the shard caches. Taking one
+costs the training loop nothing: exporters take samples on threads of their own, or when Prometheus scrapes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import pathlib
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from meshfeed._src.base import coordination
+from meshfeed._src.base.coordination import finalize
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.stats import CACHES, FeedStats, Sample, rates
+from meshfeed._src.base.threads import Background
+from meshfeed._src.base.types import JsonValue, public
+from meshfeed._src.feed.iterator import Feed
+from meshfeed._src.pictures.report import HostLog
+
+_log = logging.getLogger("meshfeed.monitoring")
+_CLOSE_SECONDS = 10.0
+_RUN = re.compile(r'"run": "(\w*)"')
+_GIVE = "Give the files or the folder that"
+_STATS = tuple(field.name for field in dataclasses.fields(FeedStats) if field.name != "feed_id")
+_COUNTERS = {
+    "batches": "Global batches delivered.",
+    "records": "Records delivered on all hosts, without padding.",
+    "bytes": "Bytes of host batches that this host read and delivered.",
+    "wait_seconds": "Time the training loop waited in next(feed), with startup.",
+    "startup_seconds": "Time the training loop waited for first batches.",
+    "read_seconds": "Time spent reading records, summed over threads and workers.",
+    "decode_seconds": "Time spent decoding records, summed over threads and workers.",
+    "transfer_seconds": "Time spent passing host batches to JAX.",
+    "peer_wait_seconds": "Time the read-ahead waited for other hosts.",
+    "retries": "Retried reads.",
+    "skipped_records": "Bad records replaced in delivered batches.",
+}
+_GAUGES = {"step": "Batches delivered since the start of the stream.", "position": "Records, likewise."}
+_CACHE_COUNTERS = {
+    "hits": "Opens of a file that was in a shard cache.",
+    "misses": "Opens that had to wait for a file.",
+    "wait_seconds": "Time that opens waited for files.",
+    "fetched": "Files fetched.",
+    "fetched_ahead": "Files fetched before a read needed them.",
+    "fetched_bytes": "Bytes fetched.",
+    "evicted": "Files removed from a shard cache.",
+}
+
+
+def take_sample(feed: Feed) -> Sample:
+    """Returns the figures of a feed now. May be called from any thread."""
+    return Sample(time.time(), feed.step, feed.position, feed.stats(), CACHES.totals())
+
+
+def check_feed(feed: object) -> Feed:
+    """Returns ``feed``.
+
+    Raises:
+      SettingsError: it is not a Feed. A RemoteFeed asks its hosts for figures with a computation on their devices, which
+        must not run on an exporter's thread.
+    """
+    if not isinstance(feed, Feed):
+        raise SettingsError(
+            f"feed={feed!r} is not a meshfeed.Feed. For a RemoteFeed, call its stats() in your training loop and write "
+            "the figures yourself.",
+            setting="feed",
+        )
+    return feed
+
+
+def check_seconds(seconds: float) -> float:
+    """Returns ``seconds``; raises SettingsError unless it is a positive number."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise SettingsError(f"seconds={seconds!r}. Expected a positive number of seconds.", setting="seconds")
+    return float(seconds)
+
+
+@public("meshfeed.monitoring")
+class Exporter:
+    """A running exporter. It ends with its feed or with the process; :meth:`close` ends it earlier.
+
+    Attributes:
+      port: the port of a Prometheus endpoint; None for other exporters.
+    """
+
+    def __init__(self, close: Callable[[], object], port: int | None = None) -> None:
+        self._close = close
+        self.port = port
+
+    def close(self) -> None:
+        """Writes the last figures and ends the exporter. Safe to call again."""
+        self._close()
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Sampler:
+    """Writes a sample of a feed every ``seconds`` seconds, and a last one at the end; does not keep the feed alive.
+
+    An OSError of ``write`` is logged, and the next sample is written again.
+    """
+
+    def __init__(
+        self, feed: Feed, seconds: float, write: Callable[[Sample], None], end: Callable[[], None] = lambda: None
+    ) -> None:
+        self._feed, self._seconds = weakref.ref(feed), seconds
+        self._write, self._end = write, end
+        self._name = feed.name
+        self._last: Sample | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._ended = False
+        self._tick()  # fails here rather than on the thread if the place cannot be written
+        finalize(feed, self.close)
+        self._thread = Background(self._run, f"meshfeed-monitoring-{feed.name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._seconds):
+            self._try_tick()
+
+    def _tick(self) -> None:
+        feed = self._feed()
+        with self._lock:
+            if feed is None or self._ended:
+                return
+            sample = take_sample(feed)
+            if self._last is None or sample.stats != self._last.stats:
+                self._write(sample)
+                self._last = sample
+
+    def _try_tick(self) -> None:
+        try:
+            self._tick()
+        except OSError as error:
+            _log.warning("%s: its figures could not be written: %s", self._name, error)
+
+    def close(self) -> None:
+        """Writes the last sample, if the feed is still there, and ends the thread."""
+        self._stopping.set()
+        self._try_tick()
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._end()
+        self._thread.join(_CLOSE_SECONDS)
+
+
+@public("meshfeed.monitoring")
+def log(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.0) -> Exporter:
+    """Writes the figures of a feed to ``directory`` as JSON lines, for ``meshfeed report``.
+
+    Call it on every host. Each feed and host writes to a file of its own, ``<feed>-host-<number>.jsonl``, and appends to it
+    after a restart. A line holds the totals of ``feed.stats()`` so far, the step, the position, and the totals of the
+    shard caches.
+
+    Args:
+      feed: a :class:`meshfeed.Feed`.
+      directory: a folder on a local or shared disk; created if needed.
+      seconds: time between two lines.
+
+    Returns:
+      The running exporter. The last line is written when it is closed, or when the process exits.
+
+    Raises:
+      SettingsError: the folder cannot be written, or an argument is invalid.
+    """
+    feed, host = check_feed(feed), coordination.process_index()
+    folder, feed_name = pathlib.Path(directory), feed.name
+    path = folder / f"{feed_name}-host-{host:05d}.jsonl"
+
+    def write(sample: Sample) -> None:
+        line = json.dumps(_to_json(sample, feed_name, host))
+        with open(path, "a", encoding="utf-8") as file:  # opened for each line, so the file may be rotated
+            file.write(line + "\n")
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Exporter(Sampler(feed, check_seconds(seconds), write).close)
+    except OSError as error:
+        raise SettingsError(
+            f"directory={str(directory)!r} cannot be written: {error}. Give a folder on a disk that this host can write.",
+            setting="directory",
+        ) from error
+
+
+def _to_json(sample: Sample, feed: str, host: int) -> dict[str, JsonValue]:
+    line: dict[str, JsonValue] = {
+        "time": round(sample.time, 3),
+        "feed": feed,
+        "host": host,
+        "run": sample.stats.feed_id,
+    }
+    line |= {"step": sample.step, "position": sample.position}
+    for name in _STATS:
+        value = getattr(sample.stats, name)
+        line[name] = round(value, 6) if isinstance(value, float) else value
+    return {**line, "cache": dict(sample.cache)}
+
+
+def read_logs(paths: Sequence[str | os.PathLike[str]]) -> list[HostLog]:
+    """Reads logs of one or several hosts.
+
+    Args:
+      paths: files, or folders with ``*.jsonl`` files.
+
+    Returns:
+      One log per feed, host and run, by feed, host and time. A run ends when its process ends.
+
+    Raises:
+      SourceError: a path does not exist, a line is not one of :func:`log` (except an incomplete last line), or there are
+        no figures at all.
+    """
+    logs = [log for path in _files(paths) for log in _logs_of(path)]
+    if not logs:
+        what = f"no figures in {', '.join(map(str, paths))}"
+        raise SourceError(f"{what}. Give the folder that meshfeed.monitoring.log wrote.")
+    return sorted(logs, key=lambda log: (log.feed, log.host, log.samples[0].time))
+
+
+def _logs_of(path: pathlib.Path) -> list[HostLog]:
+    lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), 1))
+    if lines and not lines[-1][1].endswith("}"):
+        lines.pop()  # a killed process may leave half a line
+    logs: list[HostLog] = []
+    for _, group in itertools.groupby(lines, key=lambda line: _RUN.findall(line[1])):
+        run = list(group)
+        # About 1,000 of them, with the first and the last: totals stay exact, and a day's log is read in a moment.
+        chosen = run[: -1 : -(-len(run) // 1000)] + run[-1:]
+        parsed = [_parsed(path, number, text) for number, text in chosen]
+        logs.append(HostLog(parsed[0][0], parsed[0][1], [sample for _, _, sample in parsed]))
+    return logs
+
+
+def _parsed(path: pathlib.Path, number: int, text: str) -> tuple[str, int, Sample]:
+    try:
+        line = json.loads(text)
+        stats = FeedStats(feed_id=line["run"], **{name: line[name] for name in _STATS if name in line})
+        return line["feed"], line["host"], Sample(line["time"], line["step"], line["position"], stats, line["cache"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(
+            f"line {number} of {path} is not a line of meshfeed.monitoring.log ({type(error).__name__}: {error}). "
+            f"{_GIVE} it wrote."
+        ) from error
+
+
+def _files(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
+    files: list[pathlib.Path] = []
+    for path in map(pathlib.Path, paths):
+        if not path.exists():
+            raise SourceError(f"{path} does not exist. {_GIVE} meshfeed.monitoring.log wrote.")
+        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return files
+
+
+if TYPE_CHECKING:
+    from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily
+
+
+@public("meshfeed.monitoring")
+def prometheus(
+    *feeds: object, port: int | None = 9400, address: str = "0.0.0.0", registry: CollectorRegistry | None = None
+) -> Exporter:
+    """Serves the figures of feeds to Prometheus, at ``http://<host>:<port>/metrics``.
+
+    Metrics are called ``meshfeed_<figure>_total``, with the labels ``feed`` and ``host``; those of shard caches, which
+    belong to the process, only ``host``. They are read when they are scraped and cost the training loop nothing.
+
+    Args:
+      *feeds: one or more :class:`meshfeed.Feed`.
+      port: port of the endpoint; 0 for any free port; None to serve nothing, for a ``registry`` that you serve. Several
+        processes on one machine need a port each: ``port=9400 + jax.process_index()``.
+      address: address to listen on.
+      registry: ``prometheus_client`` registry to use; default: a new one that holds only these feeds.
+
+    Returns:
+      The running exporter, with its ``port``.
+
+    Raises:
+      SettingsError: the port is in use, an argument is invalid, or ``prometheus_client`` is not installed.
+    """
+    try:
+        import prometheus_client
+    except ImportError:
+        text = "prometheus needs prometheus_client: run pip install '.[prometheus]' in a checkout."
+        raise SettingsError(text, setting="feeds") from None
+    if not feeds or (registry is None and port is None):
+        raise SettingsError("prometheus takes at least one feed, and a port or a registry.", setting="feeds")
+    served = prometheus_client.CollectorRegistry() if registry is None else registry
+    collector = _Collector([check_feed(feed) for feed in feeds])
+    if port is None:
+        served.register(collector)
+        return Exporter(lambda: _unregister(served, collector))
+    try:
+        server, thread = prometheus_client.start_http_server(port, address, served)
+    except OSError as error:
+        raise SettingsError(
+            f"port={port!r} on {address!r} cannot be listened on: {error}. Use another port; several processes on one "
+            "machine need one each, such as port=9400 + jax.process_index().",
+            setting="port",
+        ) from error
+    served.register(collector)
+
+    def close() -> None:
+        if _unregister(served, collector):
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    return Exporter(close, server.server_port)
+
+
+def _unregister(registry: CollectorRegistry, collector: _Collector) -> bool:
+    """Returns whether it was still registered."""
+    try:
+        registry.unregister(collector)
+    except KeyError:
+        return False
+    return True
+
+
+class _Collector:
+    """Reads the figures of feeds when Prometheus asks; a ``prometheus_client.registry.Collector``."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds = [weakref.ref(feed) for feed in feeds]
+        self._host = str(coordination.process_index())
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Yields every metric of every feed that is alive."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        feeds = [feed for reference in self._feeds if (feed := reference()) is not None]
+        samples: dict[str, Sample] = {feed.name: take_sample(feed) for feed in feeds}
+        for name, text in (_COUNTERS | _GAUGES).items():
+            family = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+            metric = family(f"meshfeed_{name}", text, labels=("feed", "host"))
+            for feed, sample in samples.items():
+                metric.add_metric((feed, self._host), getattr(sample if name in _GAUGES else sample.stats, name))
+            yield metric
+        totals = CACHES.totals()
+        for name, text in _CACHE_COUNTERS.items():
+            metric = CounterMetricFamily(f"meshfeed_cache_{name}", text, labels=("host",))
+            metric.add_metric((self._host,), totals.get(name, 0))
+            yield metric
+
+
+@public("meshfeed.monitoring")
+def tensorboard(feed: object, directory: str | os.PathLike[str], *, seconds: float = 10.0) -> Exporter:
+    """Writes the figures of a feed for TensorBoard, as scalars ``<feed>/<figure>`` by ``feed.step``.
+
+    The figures are those of the interval since the last point: the stall fraction, batches, records and bytes per second,
+    seconds of each stage per batch, retries, skipped records, and the hit fraction of shard caches. Each host is a run of its
+    own, ``<directory>/host-<number>``.
+
+    Args:
+      feed: a :class:`meshfeed.Feed`.
+      directory: the log directory of TensorBoard.
+      seconds: time between two points.
+
+    Returns:
+      The running exporter. The last point is written when it is closed, or when the process exits.
+
+    Raises:
+      SettingsError: an argument is invalid, or tensorboardX is not installed.
+    """
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        text = "tensorboard needs tensorboardX: run pip install '.[tensorboard]' in a checkout."
+        raise SettingsError(text, setting="feed") from None
+    feed, seconds = check_feed(feed), check_seconds(seconds)
+    name = feed.name
+    writer = SummaryWriter(str(pathlib.Path(directory) / f"host-{coordination.process_index():05d}"))
+    last: list[Sample] = []
+
+    def write(sample: Sample) -> None:
+        if last and sample.stats.batches > last[0].stats.batches:
+            for figure, value in rates(last[0], sample).items():
+                writer.add_scalar(f"{name}/{figure}", value, sample.step, walltime=sample.time)
+            writer.flush()
+        last[:] = [sample]
+
+    return Exporter(Sampler(feed, seconds, write, writer.close).close)
