@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import xxhash
@@ -90,23 +90,27 @@ def find_files(paths: file_paths.Paths, cache: ShardCache | None, form: FileForm
     check_cache(cache, source=form.source)
     names, given = _expand(paths, form)
     need_cache(names, cache, source=form.source)
-    found = given or [one for one in file_paths.in_threads(_beside, _folders(names)) if one is not None]
-    found = [one for one in found if one.source == form.source]
+    found = given or _beside(names, form.source)
     listed = {entry.path: (entry, one.path) for one in found for entry in one.files}
     if cache is not None:
         cache.expect({path: entry.digest for path, (entry, _) in listed.items() if entry.digest and is_url(path)})
+    return FoundFiles(_find_each(names, listed, form), names, tuple(one.path for one in found))
 
-    def rebuild(name: str) -> F:
+
+def _find_each(names: Sequence[str], listed: Mapping[str, tuple[FileEntry, str]], form: FileFormat[F]) -> list[F]:
+    """Returns what is in each file, given those that manifests list, each with the path of its manifest."""
+
+    def find(name: str) -> F:
+        if name not in listed:
+            return form.inspect(name)
         entry, manifest = listed[name]
         return form.rebuild(entry, _version(entry, manifest, form.source), manifest)
 
     local = [name for name in names if not is_url(name)]
     remote = list(dict.fromkeys(name for name in names if is_url(name) and name not in listed))
-    looked = file_paths.in_threads(lambda name: rebuild(name) if name in listed else form.inspect(name), local)
-    known = {**dict(zip(local, looked, strict=True)), **_look(remote, form)}
+    known = {**dict(zip(local, file_paths.in_threads(find, local), strict=True)), **_look(remote, form)}
     # What remote files are listed with costs no request: 10,000 calls in threads would take 0.1 s.
-    files = [known[name] if name in known else rebuild(name) for name in names]
-    return FoundFiles(files, names, tuple(one.path for one in found))
+    return [known[name] if name in known else find(name) for name in names]
 
 
 def _look(names: Sequence[str], form: FileFormat[F]) -> dict[str, F]:
@@ -144,7 +148,9 @@ def _expand(paths: file_paths.Paths, form: FileFormat[F]) -> tuple[list[str], li
     """Returns the files, and the manifests that the user named."""
     items = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
     if not any(_names_manifest(item) for item in items):
-        return form.select(_without_manifests(file_paths.expand_paths(paths, source=form.source))), []
+        found = file_paths.expand_paths(paths, source=form.source)
+        # A glob such as ``data/*`` matches a manifest too.
+        return form.select([name for name in found if not manifests.is_manifest(name)] or found), []
     names: list[str] = []
     given: list[DataManifest] = []
     for item in items:
@@ -168,16 +174,14 @@ def _names_manifest(item: object) -> bool:
     return isinstance(item, str | os.PathLike) and os.fspath(item).endswith(".json")
 
 
-def _without_manifests(names: Sequence[str]) -> list[str]:
-    """Returns the names that are not those of a manifest: a glob such as ``data/*`` matches it too."""
-    return [name for name in names if not manifests.is_manifest(name)] or list(names)
+def _beside(names: Sequence[str], source: str) -> list[DataManifest]:
+    """Returns the manifests of a source in the folders of files."""
+    folders = dict.fromkeys(file_paths.split(name)[0] for name in names)
+    found = file_paths.in_threads(_manifest_in, list(folders))
+    return [one for one in found if one is not None and one.source == source]
 
 
-def _folders(names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(file_paths.split(name)[0] for name in names))
-
-
-def _beside(folder: str) -> DataManifest | None:
+def _manifest_in(folder: str) -> DataManifest | None:
     """Returns the manifest in a folder; None if there is none that meshfeed wrote."""
     path = folder + manifests.NAME
     if not is_url(path) and not os.path.isfile(path):
@@ -208,10 +212,8 @@ def _version(entry: FileEntry, manifest: str, source: str) -> str:
             "manifest again with `meshfeed manifest`."
         ) from error
     if status.st_size != entry.num_bytes:
-        raise SourceError(
-            f"the {source} file {entry.path} has changed since the manifest {manifest} was written: {entry.num_bytes:,} "
-            f"bytes then, {status.st_size:,} now. Write the manifest again with `meshfeed manifest`."
-        )
+        change = f"{entry.num_bytes:,} bytes then, {status.st_size:,} now"
+        raise file_paths.changed(f"the {source} file {entry.path}", change, manifest)
     return str(status.st_mtime_ns)
 
 
@@ -226,14 +228,7 @@ Look = Callable[[Sequence[int]], list[JsonValue]]
 
 
 class _Job(NamedTuple):
-    """The hosts that look.
-
-    Attributes:
-      store: the job's key-value store.
-      prefix: prefix of the keys.
-      host: this process.
-      num_hosts: number of processes.
-    """
+    """The hosts that look, and the prefix of the keys in their key-value store."""
 
     store: KeyValueStore
     prefix: str
@@ -277,28 +272,27 @@ def _job(names: Sequence[str], source: str) -> _Job | None:
 def _exchange(job: _Job, num_files: int, look: Look) -> list[JsonValue]:
     """Returns the files of each block, or a failure, for :func:`_unpack`."""
     started = time.monotonic()
-    mine = range(job.host, num_files, job.num_hosts)
-    try:
-        found, failure = dict(zip(mine, look(mine), strict=True)), None
-    except Exception as error:
-        found, failure = dict[int, JsonValue](), Failure.exact(error)
+    found, failure = _try_to_look(look, range(job.host, num_files, job.num_hosts))
     alone = (time.monotonic() - started) * job.num_hosts
     wait_seconds = min(max(alone, _MIN_WAIT_SECONDS), _MAX_WAIT_SECONDS)
 
     blocks = [range(first, min(first + _BLOCK_FILES, num_files)) for first in range(0, num_files, _BLOCK_FILES)]
     rounds = [
-        Reduction(job.store, f"{job.prefix}/{number}", range(job.num_hosts), job.host) for number in range(len(blocks))
+        (Reduction(job.store, f"{job.prefix}/{number}", range(job.num_hosts), job.host), block)
+        for number, block in enumerate(blocks)
     ]
-    for reduction, block in zip(
-        rounds, blocks, strict=True
-    ):  # a failure is part of every block: the first one ends it all
-        files = [found[number] for number in block if number in found]
-        reduction.publish(_pack(files) if failure is None else {"failure": failure.to_json()})
+    for reduction, block in rounds:  # a failure is part of every block: the first one ends it all
+        reduction.publish(failure or _pack([found[number] for number in block if number in found]))
     deadline = time.monotonic() + wait_seconds
-    return [
-        _join(job, reduction, block, look, deadline, wait_seconds)
-        for reduction, block in zip(rounds, blocks, strict=True)
-    ]
+    return [_join(job, reduction, block, look, deadline, wait_seconds) for reduction, block in rounds]
+
+
+def _try_to_look(look: Look, numbers: Sequence[int]) -> tuple[dict[int, JsonValue], JsonValue]:
+    """Returns what is in each file, by its number, and the failure or None."""
+    try:
+        return dict(zip(numbers, look(numbers), strict=True)) if numbers else {}, None
+    except Exception as error:
+        return {}, {"failure": Failure.exact(error).to_json()}
 
 
 def _join(job: _Job, reduction: Reduction, block: range, look: Look, deadline: float, wait_seconds: float) -> JsonValue:
@@ -324,10 +318,9 @@ def _complete(job: _Job, reduction: Reduction, block: range, look: Look, deadlin
             "set %s=0",
             coordination.format_hosts(late), len(block), VARIABLE,
         )  # fmt: skip
-    try:
-        found = dict(zip(missing, look(missing), strict=True)) if missing else {}
-    except Exception as error:
-        return {"failure": Failure.exact(error).to_json()}
+    found, failure = _try_to_look(look, missing)
+    if failure is not None:
+        return failure
     for host, value in values.items():
         numbers = [number for number in block if number % job.num_hosts == host]
         found |= zip(numbers, _unpack(value), strict=True)

@@ -207,14 +207,14 @@ def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
         return file_system.info(inner)
 
 
-def look_up(url: str, source: str, retry: Retry = _RETRY) -> tuple[int, dict[str, Any]]:
-    """Returns the size of a remote file in bytes, and what the store reports about it; with retries.
+def look_up(url: str, source: str, retry: Retry = _RETRY, *, fresh: bool = False) -> tuple[int, dict[str, Any]]:
+    """Returns the size of a remote file in bytes, and what the store reports about it; see :func:`file_info`.
 
     Raises:
       SourceError: if the file does not exist, is not readable, or the server does not report its size.
       OSError: if the store does not answer.
     """
-    info = call_with_retry(lambda: file_info(url, source), retry, doing=f"looking up {url}")
+    info = call_with_retry(lambda: file_info(url, source, fresh=fresh), retry, doing=f"looking up {url}")
     if info.get("size") is None:
         raise SourceError(
             f"{source}: the server of {url!r} does not report the file's size, so no read can be checked. Copy the file to a "

@@ -38,22 +38,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from meshfeed._src.base.coordination import finalize
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
-from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
+from meshfeed._src.sources.checks import is_count
 from meshfeed._src.sources.files.download import Download, Downloads
 from meshfeed._src.sources.files.formats import decompress
-from meshfeed._src.sources.files.paths import changed, describe_change, file_info, look_up, stored_md5, version_of
+from meshfeed._src.sources.files.paths import changed, describe_change, look_up, stored_md5, version_of
 
+_T = TypeVar("_T")
 _LOCK_POLL_SECONDS = 0.001  # polls, because flock has no timeout
-_LOCK_MAX_POLL_SECONDS = 0.05
+_POLL_SECONDS, _MAX_POLL_SECONDS = 0.02, 0.05
 
 
 def try_lock(path: pathlib.Path) -> int | None:
@@ -61,10 +62,8 @@ def try_lock(path: pathlib.Path) -> int | None:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            if not _flock(handle, fcntl.LOCK_EX):
-                os.close(handle)
-                return None
-            if still_there(handle, path):
+            is_locked = _flock(handle, fcntl.LOCK_EX)
+            if is_locked and still_there(handle, path):
                 with contextlib.suppress(OSError):  # on a full disk, only the name of the holder is lost
                     os.truncate(handle, 0)
                     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -73,6 +72,8 @@ def try_lock(path: pathlib.Path) -> int | None:
             os.close(handle)
             raise
         os.close(handle)
+        if not is_locked:
+            return None
 
 
 def unlock(path: pathlib.Path | None, handle: int) -> None:
@@ -93,33 +94,25 @@ def locked(path: pathlib.Path, seconds: float) -> Iterator[None]:
     Raises:
       StalledError: if the lock is not free within ``seconds``; names the holder.
     """
-    deadline, pause = time.monotonic() + seconds, _LOCK_POLL_SECONDS
-    while (handle := try_lock(path)) is None:
-        if time.monotonic() > deadline:
-            raise _stalled(path, holder_of(path), seconds)
-        time.sleep(pause)
-        pause = min(2 * pause, _LOCK_MAX_POLL_SECONDS)
+    handle = _poll(lambda: try_lock(path), seconds, lambda: _stalled(path, _holder_of(path), seconds))
     try:
         yield
     finally:
         unlock(path, handle)
 
 
-def lock_within(handle: int, mode: int, path: pathlib.Path, seconds: float) -> None:
-    """Locks an open file with ``mode``, ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
-
-    Raises:
-      StalledError: if the lock is not free within ``seconds``.
-    """
+def _poll(attempt: Callable[[], _T | None], seconds: float, stalled: Callable[[], StalledError]) -> _T:
+    """Returns the first result of ``attempt`` that is not None; raises ``stalled()`` if there is none within ``seconds``."""
     deadline, pause = time.monotonic() + seconds, _LOCK_POLL_SECONDS
-    while not _flock(handle, mode):
+    while (found := attempt()) is None:
         if time.monotonic() > deadline:
-            raise _stalled(path, "another process", seconds)
+            raise stalled()
         time.sleep(pause)
-        pause = min(2 * pause, _LOCK_MAX_POLL_SECONDS)
+        pause = min(2 * pause, _MAX_POLL_SECONDS)
+    return found
 
 
-def holder_of(path: pathlib.Path) -> str:
+def _holder_of(path: pathlib.Path) -> str:
     """Returns a description of the process that holds the lock of a lock file."""
     try:
         return path.read_text(errors="replace")[:300] or "another process"
@@ -127,7 +120,7 @@ def holder_of(path: pathlib.Path) -> str:
         return "another process"
 
 
-def remove_unlocked(path: pathlib.Path) -> bool:
+def _remove_unlocked(path: pathlib.Path) -> bool:
     """Removes a file unless it is locked; returns whether the lock was free.
 
     Raises:
@@ -170,21 +163,17 @@ def _stalled(path: pathlib.Path, holder: str, seconds: float) -> StalledError:
 
 _log = logging.getLogger("meshfeed.sources.shard_cache")
 
-_POLL_SECONDS = 0.02
-_MAX_POLL_SECONDS = 0.05
 _AHEAD_BYTES = 4 << 30  # without max_bytes
-_LATER_TIMES = (
-    2  # what makes room for a file must be needed that much later: it may be needed sooner than what comes next
-)
+# What makes room for a file must be needed that much later: it may be needed sooner than what comes next.
+_LATER_TIMES = 2
 _PLANNED_TIMES = 4  # caches of files whose next uses are known: with fewer, the farthest of them is a guess
 _HASH_BYTES = 1 << 22
 _INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
 _DIGEST_ATTRIBUTE = "user.meshfeed.xxh3_64"
 _WHOLE = re.compile(_PREFIX + r"[0-9a-f]{32}-.*", re.DOTALL)
-_PART = re.compile(_PREFIX + r"[0-9a-f]{32}\.(\d+)\.[0-9a-f]{16}\.part")
-_LOCK = re.compile(_PREFIX + r"[0-9a-f]{32}\.lock")
 _PLAN = re.compile(_PREFIX + r"[0-9a-f]{32}\.plan")
+_OWNED = re.compile(_PREFIX + r"[0-9a-f]{32}\.(lock|plan|(?P<part>\d+)\.[0-9a-f]{16}\.part)")
 _PLAN_SECONDS, _OLD_PLAN_SECONDS = 0.2, 60.0  # between plans; a plan that is older is that of a stopped loop
 _PLANNED_FILES = 4096
 
@@ -394,14 +383,12 @@ class ShardCache:
         read_timeout_seconds: float = 30.0,
         verify: bool = True,
     ) -> None:
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+        if max_bytes is not None and not is_count(max_bytes):
             raise SettingsError(
                 f"max_bytes={max_bytes!r}. Expected a positive int, the bytes that the cache may hold, or None.",
                 setting="max_bytes",
             )
-        if ahead_bytes is not None and (
-            isinstance(ahead_bytes, bool) or not isinstance(ahead_bytes, int) or ahead_bytes < 0
-        ):
+        if ahead_bytes is not None and not is_count(ahead_bytes, 0):
             raise SettingsError(
                 f"ahead_bytes={ahead_bytes!r}. Expected an int >= 0, the bytes to fetch ahead of the reads, or None.",
                 setting="ahead_bytes",
@@ -419,7 +406,11 @@ class ShardCache:
         self._verify = verify
         self._stall_seconds, self._read_timeout_seconds = stall_seconds, read_timeout_seconds
         self._entries: dict[tuple[str, str | None], _Entry] = {}
+        self._pickled = tuple(self.__dict__)
         self._forget_process()
+        self._check_directory(directory)
+
+    def _check_directory(self, given: object) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._room():
@@ -428,7 +419,7 @@ class ShardCache:
             raise
         except OSError as error:
             raise SettingsError(
-                f"directory={str(directory)!r} cannot be used as a cache: {error}. Expected a folder on a local disk "
+                f"directory={str(given)!r} cannot be used as a cache: {error}. Expected a folder on a local disk "
                 "that can be made and written.",
                 setting="directory",
             ) from error
@@ -444,19 +435,7 @@ class ShardCache:
         self._downloads = Downloads(self._retry, self._read_timeout_seconds)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for name in (
-            "_plans",
-            "_files",
-            "_shared_plans",
-            "_known",
-            "_stats",
-            "_stats_lock",
-            "_room_lock",
-            "_downloads",
-        ):
-            del state[name]
-        return state
+        return {name: self.__dict__[name] for name in (*self._pickled, "_pickled")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -547,15 +526,19 @@ class ShardCache:
         self._remove(path)
 
     def _remove(self, path: pathlib.Path) -> None:
-        deadline = time.monotonic() + self._stall_seconds
-        while not self._removed(path):
-            if time.monotonic() > deadline:
-                raise StalledError(
-                    f"ShardCache: {path} is damaged, and cannot be removed because another process has been opening it "
-                    f"for {self._stall_seconds:.0f} s. `fuser {path}` names it: continue or end it.",
-                    waited_seconds=self._stall_seconds,
-                )
-            time.sleep(_POLL_SECONDS)
+        def remove() -> bool | None:
+            with self._room(), contextlib.suppress(FileNotFoundError):
+                return _remove_unlocked(path) or None
+            return True
+
+        def stalled() -> StalledError:
+            return StalledError(
+                f"ShardCache: {path} is damaged, and cannot be removed because another process has been opening it "
+                f"for {self._stall_seconds:.0f} s. `fuser {path}` names it: continue or end it.",
+                waited_seconds=self._stall_seconds,
+            )
+
+        _poll(remove, self._stall_seconds, stalled)
 
     def _is_intact(self, entry: _Entry) -> bool:
         """Compares a copy that this process did not fetch with its digest, once."""
@@ -571,13 +554,6 @@ class ShardCache:
         _log.warning("the copy %s of %s is damaged; fetching it again", entry.path, entry.url)
         self._remove(entry.path)
         self._known.pop(entry.path.name, None)
-
-    def _removed(self, path: pathlib.Path) -> bool:
-        with self._room():
-            try:
-                return remove_unlocked(path)
-            except FileNotFoundError:
-                return True
 
     def num_bytes(self) -> int:
         """Returns the total size in bytes of complete files and of fetches in progress."""
@@ -636,7 +612,7 @@ class ShardCache:
                 elif time.monotonic() - waited_from > self._stall_seconds:
                     _log.warning(
                         "%s has fetched %d bytes of %s and nothing for %.0f s; fetching it here as well",
-                        holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
+                        _holder_of(entry.lock), arrived[1], entry.url, self._stall_seconds,
                     )  # fmt: skip
                     break
                 time.sleep(pause)
@@ -697,10 +673,8 @@ class ShardCache:
         self._check_version(entry, self._retry)
 
     def _check_version(self, entry: _Entry, retry: Retry) -> None:
-        info = call_with_retry(
-            lambda: file_info(entry.url, "ShardCache", fresh=True), retry, doing=f"looking up {entry.url}"
-        )
-        found = (info.get("size"), version_of(info))
+        num_bytes, info = look_up(entry.url, "ShardCache", retry, fresh=True)
+        found = (num_bytes, version_of(info))
         if found != (entry.num_bytes, entry.version):
             change = describe_change((entry.num_bytes, entry.version), found)
             raise changed(f"ShardCache: {entry.url}", change)
@@ -774,22 +748,20 @@ class ShardCache:
         Evicts the file whose next use is farthest in all processes, as long as it is later than ``next_use``.
         """
         held = self._held()
-        if self.max_bytes is None:
-            return 0
-        excess = sum(size for _, size, _ in held) + num_bytes - self.max_bytes
-        others = (
-            self._shared_plans.read([path for _, _, path in held if _PLAN.fullmatch(path.name)]) if excess > 0 else {}
-        )
+        excess = 0 if self.max_bytes is None else sum(size for _, size, _ in held) + num_bytes - self.max_bytes
+        if excess <= 0:
+            return excess
+        others = self._shared_plans.read([path for _, _, path in held if _PLAN.fullmatch(path.name)])
         whole = [
             (-min(self._next_use(path.name), others.get(path.name, math.inf)), opened, size, path)
             for opened, size, path in held
             if _WHOLE.fullmatch(path.name)
         ]
-        for later, _, size, path in sorted(whole) if excess > 0 else ():
+        for later, _, size, path in sorted(whole):
             if excess <= 0 or -later <= next_use:
                 break
             with contextlib.suppress(FileNotFoundError):
-                if remove_unlocked(path):
+                if _remove_unlocked(path):
                     excess -= size
                     self._count(evicted=1)
         return excess
@@ -803,11 +775,11 @@ class ShardCache:
         for path in self.directory.iterdir():
             if not path.name.startswith(_PREFIX) or path.is_symlink() or not path.is_file():
                 continue
-            part = _PART.fullmatch(path.name)
+            owned = _OWNED.fullmatch(path.name)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile by another process
-                if part or _LOCK.fullmatch(path.name) or _PLAN.fullmatch(path.name):
-                    if not remove_unlocked(path) and not _LOCK.fullmatch(path.name):
-                        held.append((0.0, int(part[1]) if part else 0, path))
+                if owned:
+                    if not _remove_unlocked(path) and not path.name.endswith(".lock"):
+                        held.append((0.0, int(owned["part"] or 0), path))
                 elif _WHOLE.fullmatch(path.name):
                     status = path.stat()
                     held.append((status.st_mtime, status.st_size, path))
@@ -891,7 +863,11 @@ def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
         yield False
         return
     try:
-        lock_within(handle, fcntl.LOCK_SH, entry.path, seconds)
+        _poll(
+            lambda: _flock(handle, fcntl.LOCK_SH) or None,
+            seconds,
+            lambda: _stalled(entry.path, "another process", seconds),
+        )
         is_here = still_there(handle, entry.path)  # it may have been removed before the lock was acquired
         if is_here:
             os.utime(handle)

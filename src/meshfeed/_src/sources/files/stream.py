@@ -100,6 +100,13 @@ def cut_files(
         turns, times_read = _round_robin(indices, lane_index, num_lanes)
         return FileCut((*pieces, *turns), "turns", indices, times_read)
     groups = [group for file, rows in zip(left, counts, strict=True) for group in _groups(file, rows or ())]
+    ranges, unit, times_read = _by_groups(groups, lane_index, num_lanes)
+    indices = tuple(file.file_index for file in left)
+    return FileCut(tuple(_join([*pieces, *ranges])), unit, indices, times_read)
+
+
+def _by_groups(groups: Sequence[Piece], lane_index: int, num_lanes: int) -> tuple[list[Piece], str, float]:
+    """Returns the lane's pieces of row groups, the unit of division, and how often rows are read on average."""
     # The last group of a file is usually shorter: only full-size groups are assigned whole, to keep lanes even.
     largest = max(map(_size, groups), default=0)
     full = [group for group in groups if _size(group) == largest]
@@ -107,11 +114,10 @@ def cut_files(
     taken = set(assigned)
     rest = [group for group in groups if group not in taken]
     ranges, rows_read = _ranges(rest, lane_index, num_lanes)
-    ranges = sorted([*assigned[lane_index::num_lanes], *ranges], key=lambda piece: (piece.file_index, piece.start))
-    rows = sum(_size(group) for group in groups)
-    times_read = (rows - sum(_size(group) for group in rest) + rows_read) / max(rows, 1)
-    indices = tuple(file.file_index for file in left)
-    return FileCut(tuple(_join([*pieces, *ranges])), "rows" if rest else "row_groups", indices, times_read)
+    mine = sorted([*assigned[lane_index::num_lanes], *ranges], key=lambda piece: (piece.file_index, piece.start))
+    rows = sum(map(_size, groups))
+    times_read = (rows - sum(map(_size, rest)) + rows_read) / max(rows, 1)
+    return mine, "rows" if rest else "row_groups", times_read
 
 
 def keep_rows(
