@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 import meshfeed
-from meshfeed._src.base import threads
-from meshfeed._src.feed import pipeline
+from meshfeed._src.base import background, threads
 
 FOREVER = threading.Event()
 
@@ -193,7 +192,7 @@ def stall(kind: str, *, close: bool) -> Any:
 
 
 def main() -> None:
-    pipeline._JOIN_SECONDS = threads._CLOSE_SECONDS = 0.2
+    background._JOIN_SECONDS = threads._CLOSE_SECONDS = 0.2
     close, kinds = sys.argv[1] == "close", sys.argv[2:]
     feeds = [stall(kind, close=close) for kind in kinds]
     waited_for = [thread.name for thread in threading.enumerate() if not thread.daemon]

@@ -106,7 +106,7 @@ class Host:
             agreement=agreement,
             window_reports=window_reports,
             cursor=cursor,
-            advance=stream.advance,
+            advance=reader.advance,
             timeout_seconds=TIMEOUT_SECONDS,
             stats=StatsRecorder(),
             name=f"host-{self.host}",

@@ -133,7 +133,10 @@ def run(stream: Any, owners: Sequence[int], *, steps: int = 1000, state: FeedSta
                         leaf[part.rows(size)] = rows
             batches.append(whole)
             ended = {lane: length for batch in made for lane, length in batch.ended.items()}
-            cursors = [stream.advance(cursor, batch, ended) for cursor, batch in zip(cursors, made, strict=True)]
+            cursors = [
+                reader.advance(cursor, batch, ended)
+                for reader, cursor, batch in zip(readers, cursors, made, strict=True)
+            ]
     finally:
         for reader in readers:
             reader.close()

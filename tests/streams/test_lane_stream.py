@@ -379,7 +379,7 @@ def test_the_position_counts_the_records_of_all_hosts() -> None:
     assert stream.records_after(stream.start(), 1, {2: 1}) == 13
     assert stream.batch_size_at(cursor) == 8
     reader = stream.open_reader(cursor, rows_of_host([0], 0), hosts_agree=False)
-    after = stream.advance(cursor, dataclasses.replace(reader.next(), bad=[(7, 0, "bad")]), {0: 5}, 4)
+    after = reader.advance(cursor, dataclasses.replace(reader.next(), bad=[(7, 0, "bad")]), {0: 5}, 4)
     reader.close()
     assert (after.step, after.position, after.ended, after.num_skipped) == (3, 20, {3: 3, 0: 5}, 4)
     assert after.skipped.listed == {"0": [[7, 0, "bad", 2]]}

@@ -19,7 +19,7 @@ import meshfeed
 from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.state.state import parse_state
-from meshfeed._src.streams import random_access
+from meshfeed._src.streams import random_access_reader
 from meshfeed._src.streams.protocol import HostBatch
 from meshfeed._src.streams.random_access import RandomAccessStream
 
@@ -399,10 +399,11 @@ def test_a_restored_cursor_has_what_was_saved() -> None:
     assert [stream.records_after(cursor, step, {}) for step in (0, 2, 7, 8)] == [8, 20, 40, 40]
     assert stream_of(num_epochs=None).records_after(stream_of(num_epochs=None).start(), 99, {}) == 800
     batch = HostBatch(2, 4, None, 0, bad=[(3, 1, "worse")])
-    after = stream.advance(cursor, batch, {}, 4)
+    reader = stream.open_reader(cursor, rows_of_host([0], 0), hosts_agree=False)
+    after = reader.advance(cursor, batch, {}, 4)
     assert (after.step, after.position, after.num_skipped) == (3, 20, 4)
     assert after.skipped.listed == {"0": [[7, 0, "bad", 1], [3, 1, "worse", 2]]}
-    assert stream.advance(cursor, HostBatch(2, 4, None, 0), {}).skipped == cursor.skipped
+    assert reader.advance(cursor, HostBatch(2, 4, None, 0), {}).skipped == cursor.skipped
 
 
 def test_a_step_is_read_again_from_its_number() -> None:
@@ -470,7 +471,7 @@ def test_a_host_with_padding_only_gets_zeros() -> None:
 
 def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
-    monkeypatch.setattr(random_access.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(random_access_reader.time, "monotonic", lambda: now[0])
     seen = []
 
     class Watched(Numbers):

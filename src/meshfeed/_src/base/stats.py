@@ -36,10 +36,10 @@ class FeedStats:
       wait_seconds: time the caller waited in ``next``.
       stall_fraction: ``(wait_seconds - startup_seconds) / elapsed_seconds``, from 0 to 1: the fraction of the run that
         the caller waited for data, excluding startup.
-      read_seconds: time spent reading records, summed over all threads and workers.
-      decode_seconds: time spent decoding and stacking records, summed likewise.
+      read_seconds: time spent reading the records of delivered batches, summed over all threads and workers.
+      decode_seconds: time spent decoding and stacking them, summed likewise.
       transfer_seconds: time spent passing host batches to JAX.
-      retries: number of retried reads.
+      retries: number of retried reads of delivered batches.
       skipped_records: bad records replaced in delivered batches of this host.
       startup_seconds: the part of ``wait_seconds`` spent waiting for the first batch, including the first batch after
         each ``reset`` and ``set_state``.
@@ -162,14 +162,6 @@ class StatsRecorder:
         self._history: list[Sample] = []
         self._history_at, self._history_seconds = 0.0, _PUBLISH_SECONDS
 
-    def read(self, times: Mapping[str, float], retries: int) -> None:
-        """Records the read of one host batch: seconds per field, and the number of retries."""
-        sums = self._sums
-        with self._lock:
-            for name, seconds in times.items():
-                sums[name] += seconds
-            sums["retries"] += retries
-
     def waited_for_peers(self, seconds: float) -> None:
         """Records a wait of the read-ahead for other hosts."""
         with self._lock:
@@ -179,22 +171,25 @@ class StatsRecorder:
         """Counts the wait for the next batch as startup."""
         self._last_delivery = None
 
-    def delivered(self, start: float, records: int, num_bytes: int, transfer_seconds: float, skipped: int) -> None:
-        """Records the delivery of a batch that was requested at ``start`` (``time.perf_counter()``)."""
+    def delivered(self, start: float, **figures: float) -> None:
+        """Records the delivery of a batch that was requested at ``start`` (``time.perf_counter()``).
+
+        Args:
+          start: when the batch was requested.
+          figures: what else to add, by field of :class:`FeedStats`.
+        """
         now = time.perf_counter()
         last, self._last_delivery = self._last_delivery, now
         sums = self._sums
         with self._lock:
             sums["batches"] += 1
-            sums["records"] += records
-            sums["bytes"] += num_bytes
             sums["wait_seconds"] += now - start
             if last is None:
                 sums["startup_seconds"] += now - start
             else:
                 sums["elapsed_seconds"] += now - last
-            sums["transfer_seconds"] += transfer_seconds
-            sums["skipped_records"] += skipped
+            for name, value in figures.items():
+                sums[name] += value
 
     def snapshot(self) -> FeedStats:
         """Returns the current statistics."""

@@ -6,6 +6,7 @@ compares settings with the other hosts and builds the pipeline; each later ``nex
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pathlib
@@ -17,7 +18,9 @@ from typing import Literal, NamedTuple, Protocol, cast
 import numpy as np
 
 from meshfeed._src.agreement import handshake
-from meshfeed._src.arrays.placer import make_placer
+from meshfeed._src.agreement.window_report import WindowReports
+from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.arrays.placer import Placer, make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import Finalizer, Owner, finalize, warn_if_forgotten
 from meshfeed._src.base.errors import (
@@ -42,7 +45,7 @@ from meshfeed._src.base.settings import (
 from meshfeed._src.base.stats import CACHES, PROGRESS, FeedStats, Sample, StatsRecorder, stats_since
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, public
-from meshfeed._src.feed.pipeline import Pipeline, Ready, log_step, logs_steps, make_pipeline
+from meshfeed._src.feed.pipeline import Pipeline, Ready
 from meshfeed._src.pictures.plan import MeshPlan, plan_of_batch
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 from meshfeed._src.plan.plan import HostRows, normalize_sharding, participants
@@ -53,7 +56,7 @@ from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
 from meshfeed._src.streams.lanes.stream import LaneStream
 from meshfeed._src.streams.local_batches import LocalBatchStream, RowShards
-from meshfeed._src.streams.protocol import AnyStream, C, Cursor, FeedStream, HostReader
+from meshfeed._src.streams.protocol import AnyReader, AnyStream, C, Cursor, FeedStream
 from meshfeed._src.streams.random_access import RandomAccessStream
 
 
@@ -168,10 +171,113 @@ class _Generation(NamedTuple):
     """The parts of a generation that must be closed; ``doing`` and ``because`` explain its end to the other hosts."""
 
     pipeline: Pipeline | None
-    opening: SingleCall[HostReader] | None
+    opening: SingleCall[AnyReader] | None
     finalizer: Finalizer | None
     doing: str
     because: BaseException | None
+
+
+_step_log = logging.getLogger("meshfeed.steps")
+_HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
+
+
+def _log_step(
+    name: str, host: int, ready: Ready, position: int, wait_seconds: float, contents: Mapping[str, JsonValue]
+) -> None:
+    """Logs one line for a delivered batch: ids and files of this host's rows, and times in seconds.
+
+    Args:
+      name: name of the feed.
+      host: process index.
+      ready: the batch; its index, counted from 0, is logged as ``step``.
+      position: records delivered before it, over all hosts.
+      wait_seconds: time that the caller waited for it.
+      contents: the stream's description of the batch, such as record ids and files.
+    """
+    batch = ready.batch
+    line: dict[str, JsonValue] = {
+        "time": round(time.time(), 3),
+        "feed": name,
+        "host": host,
+        "step": batch.step,
+        "position": position,
+        "global_batch_size": batch.global_batch_size,
+        "wait_seconds": round(wait_seconds, 6),
+        "transfer_seconds": round(ready.seconds, 6),
+        **{key: round(value, 6) for key, value in batch.times.items()},
+        **contents,
+    }
+    if batch.bad:
+        line["bad_records"] = [list(entry) for entry in batch.bad]
+    _step_log.debug("%s", json.dumps(line))
+
+
+def _make_pipeline(
+    reader: AnyReader,
+    *,
+    stream: AnyStream,
+    placer: Placer,
+    cursor: Cursor,
+    host_rows: HostRows,
+    settings: FeedSettings,
+    stats: StatsRecorder,
+    name: str,
+    scope: str | None,
+) -> Pipeline:
+    """Builds the pipeline that reads from ``cursor``. No thread starts before its first ``peek``.
+
+    No argument may reference the feed: garbage collection of the feed closes the pipeline, and a reference from the
+    pipeline would keep the feed alive.
+
+    Args:
+      reader: opened at ``cursor``; the pipeline closes it.
+      stream: the feed's stream.
+      placer: the feed's placer.
+      cursor: where to start.
+      host_rows: this host's rows.
+      settings: the feed's settings.
+      stats: records read times and retries.
+      name: name of the feed.
+      scope: key prefix, unique to this generation; None if there are no other hosts.
+    """
+    window_reports = WindowReports(
+        first_step=cursor.step,
+        bad_records=settings.bad_records,
+        blocks_of=placer.blocks if settings.check_replicas else None,
+        num_rows=lambda size: len(host_rows.rows(size)),
+        num_skipped=cursor.num_skipped,
+        records_after=lambda step, ended: stream.records_after(cursor, step, ended),
+        compare_records=not stream.in_columns,
+        compare_sizes=stream.hosts_make_batches,
+        largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
+    )
+    agreement = None
+    if scope is not None:
+        agreement = WindowAgreement(
+            coordination.require_store(),
+            scope=scope,
+            participants=placer.participants,
+            host=coordination.process_index(),
+            first_step=cursor.step,
+            pad=settings.end == "pad" and not stream.length_is_known,
+            byte_limit=_HOST_READ_AHEAD_BYTES,
+            timeout_seconds=settings.timeout_seconds,
+            describe=reader.describe,
+            reduce=window_reports.reduce,
+        )
+    return Pipeline(
+        reader,
+        placer.put,
+        prefetch=settings.prefetch,
+        agreement=agreement,
+        window_reports=window_reports,
+        cursor=cursor,
+        advance=reader.advance,
+        timeout_seconds=settings.timeout_seconds,
+        stats=stats,
+        name=name,
+        host=coordination.process_index(),
+    )
 
 
 @public("meshfeed")
@@ -244,8 +350,8 @@ class Feed:
         timeout_seconds: float = 300,
         name: str | None = None,
     ) -> None:
-        self._opening: SingleCall[HostReader] | None = None  # opens the data at the cursor
-        self._last_opening: SingleCall[HostReader] | None = None
+        self._opening: SingleCall[AnyReader] | None = None  # opens the data at the cursor
+        self._last_opening: SingleCall[AnyReader] | None = None
         self._pipeline: Pipeline | None = None
         self._finalizer: Finalizer | None = None
         self._ready: Ready | None = None  # the next batch after a peek, or the remains of the last delivered one
@@ -395,13 +501,21 @@ class Feed:
 
     def _count(self, ready: Ready, start: float) -> None:
         batch, position = ready.batch, self._cursor.position
-        self._stats.delivered(start, ready.cursor.position - position, batch.num_bytes, ready.seconds, len(batch.bad))
+        self._stats.delivered(
+            start,
+            records=ready.cursor.position - position,
+            bytes=batch.num_bytes,
+            transfer_seconds=ready.seconds,
+            retries=batch.retries,
+            skipped_records=len(batch.bad),
+            **batch.times,
+        )
         ready.counted = True
         if self._stats.due:
             self._stats.publish(ready.cursor.step, ready.cursor.position)
-        if logs_steps():
+        if _step_log.isEnabledFor(logging.DEBUG):
             contents = self._stream.describe_batch(batch)
-            log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
+            _log_step(self.name, self._host, ready, position, time.perf_counter() - start, contents)
 
     def _running_pipeline(self) -> Pipeline:
         """Returns the pipeline of this generation. Each object is stored before it starts threads, for ``close``."""
@@ -427,7 +541,7 @@ class Feed:
         self._handshake.agree(
             handshake.agreed_settings(settings, fingerprint, cursor), timeout_seconds=settings.timeout_seconds
         )
-        return make_pipeline(
+        return _make_pipeline(
             reader,
             stream=self._stream,
             placer=self._placer,
@@ -476,12 +590,12 @@ class Feed:
                 self._handshake.fail(error, refused=True)
             raise
 
-    def _open(self, cursor: Cursor) -> SingleCall[HostReader]:
+    def _open(self, cursor: Cursor) -> SingleCall[AnyReader]:
         """Opens the data on a separate thread, which no interrupt can stop halfway."""
         stream, host_rows, hosts_agree = self._stream, self._host_rows, self._hosts_agree
         previous = self._last_opening
 
-        def open_reader() -> HostReader:
+        def open_reader() -> AnyReader:
             if previous is not None:
                 previous.wait()  # an interrupt may have left it under way, and both may use one iterator
             return stream.open_reader(cursor, host_rows, hosts_agree=hosts_agree)
@@ -489,7 +603,7 @@ class Feed:
         self._last_opening = opening = SingleCall(open_reader, f"meshfeed-open-{self.name}")
         return opening
 
-    def _opened(self, opening: SingleCall[HostReader]) -> HostReader:
+    def _opened(self, opening: SingleCall[AnyReader]) -> AnyReader:
         """Waits for the data to be opened, for as long as dropping records makes progress.
 
         Raises:
@@ -519,7 +633,7 @@ class Feed:
         """Returns to the first batch of the stream; keeps ``num_lanes`` from a restored state."""
         self._begin(self._stream.start(self._cursor), None, "reset its feed")
 
-    def _begin(self, cursor: Cursor, opening: SingleCall[HostReader] | None, doing: str) -> None:
+    def _begin(self, cursor: Cursor, opening: SingleCall[AnyReader] | None, doing: str) -> None:
         """Starts a new generation of the feed at ``cursor``."""
         self._stats.restart()
         self._handshake.withdraw()
@@ -669,7 +783,7 @@ class Feed:
     # ------------------------------------------------------------------ closing
 
     def _leave(
-        self, cursor: Cursor, opening: SingleCall[HostReader] | None, doing: str, because: BaseException | None = None
+        self, cursor: Cursor, opening: SingleCall[AnyReader] | None, doing: str, because: BaseException | None = None
     ) -> None:
         """Discards the read-ahead and publishes a leave notice for hosts that continue."""
         if self._left is not None:

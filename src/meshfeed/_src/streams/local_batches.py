@@ -249,6 +249,18 @@ class LocalBatchReader:
             )
         return pad_rows(batch, num_rows)
 
+    def advance(
+        self, cursor: LocalBatchCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+    ) -> LocalBatchCursor:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`; ``ended`` holds the padding that hosts announced."""
+        del num_skipped
+        step_schedule = cursor.step_schedule
+        if cursor.step == 0 and not cursor.entries:  # the size is known now
+            step_schedule = StepSchedule(self._stream.schedule or BatchSchedule([(0, batch.global_batch_size)]))
+        size = batch.global_batch_size
+        padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
+        return LocalBatchCursor(step_schedule, batch.step + 1, cursor.position + size - padding, batch.entries)
+
     def rewind(self, step: int) -> None:
         """Does nothing: reads are not interrupted."""
 
@@ -498,18 +510,6 @@ class LocalBatchStream:
         """Returns the state; it contains only this host's entry."""
         hosts = {host: seal(dict(entry)) for host, entry in cursor.entries.items()}
         return cursor.to_state(self.kind, self.fingerprint(cursor), step=cursor.step, hosts=hosts)
-
-    def advance(
-        self, cursor: LocalBatchCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
-    ) -> LocalBatchCursor:
-        """Returns the cursor after a delivered batch; ``ended`` holds the padding that the hosts announced."""
-        del num_skipped
-        step_schedule = cursor.step_schedule
-        if cursor.step == 0 and not cursor.entries:  # the size is known now
-            step_schedule = StepSchedule(self.schedule or BatchSchedule([(0, batch.global_batch_size)]))
-        size = batch.global_batch_size
-        padding = sum(missing for key, missing in ended.items() if key >> 32 == batch.step + 1)
-        return LocalBatchCursor(step_schedule, batch.step + 1, cursor.position + size - padding, batch.entries)
 
     def records_after(self, cursor: LocalBatchCursor, step: int, ended: Mapping[int, int]) -> int:
         """Returns 0: only the count of bad records needs it, and the code that makes the batches handles those."""

@@ -1,8 +1,8 @@
 """One protocol for every kind of stream: what the feed needs from random access, lanes and host batches.
 
-A stream opens a host reader at a cursor; the reader returns host batches, and ``advance`` moves the cursor past each of
-them. The state of a feed is the state of its cursor. Everything that the feed needs from a stream is declared here; no
-code above this room distinguishes kinds of stream.
+A stream opens a host reader at a cursor; the reader returns host batches and moves the cursor past each of them. The state
+of a feed is the state of its cursor. Everything that the feed needs from a stream is declared here; no code above this
+room distinguishes kinds of stream.
 """
 
 from __future__ import annotations
@@ -59,44 +59,6 @@ class HostBatch:
     size_from_others: bool = False
 
 
-class HostReader(Protocol):
-    """Reads one host's batches in order, starting at a cursor. Called from one thread at a time."""
-
-    @property
-    def sequential(self) -> bool:
-        """Whether an interrupted read cannot be repeated. Such a reader runs on a thread that no interrupt reaches."""
-        ...
-
-    @property
-    def empty(self) -> bool:
-        """Whether this host has had no record since the start of the stream."""
-        ...
-
-    def next(self) -> HostBatch:
-        """Returns the next batch.
-
-        Raises:
-          StopIteration: this host's data has ended.
-        """
-        ...
-
-    def rewind(self, step: int) -> None:
-        """Makes ``step`` the next batch after an interrupted read. Does nothing if the reader is sequential."""
-        ...
-
-    def final(self) -> int | None:
-        """Returns the first step that this host only pads, or None if it has not reached one."""
-        ...
-
-    def describe(self) -> str:
-        """Returns what the reader is doing, for the logs of other hosts."""
-        ...
-
-    def close(self) -> None:
-        """Releases threads and processes."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Cursor:
     """The position of a stream between two batches; each kind of stream adds what it needs to continue from there.
@@ -134,6 +96,52 @@ class Cursor:
 
 
 C = TypeVar("C", bound=Cursor)
+
+
+class HostReader(Protocol[C]):
+    """Reads one host's batches in order, starting at a cursor. Called from one thread at a time."""
+
+    @property
+    def sequential(self) -> bool:
+        """Whether an interrupted read cannot be repeated. Such a reader runs on a thread that no interrupt reaches."""
+        ...
+
+    @property
+    def empty(self) -> bool:
+        """Whether this host has had no record since the start of the stream."""
+        ...
+
+    def next(self) -> HostBatch:
+        """Returns the next batch.
+
+        Raises:
+          StopIteration: this host's data has ended.
+        """
+        ...
+
+    def advance(self, cursor: C, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> C:
+        """Returns the cursor after a batch of this reader; ``ended`` and ``num_skipped`` cover all hosts. Any thread."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Makes ``step`` the next batch after an interrupted read. Does nothing if the reader is sequential."""
+        ...
+
+    def final(self) -> int | None:
+        """Returns the first step that this host only pads, or None if it has not reached one."""
+        ...
+
+    def describe(self) -> str:
+        """Returns what the reader is doing, for the logs of other hosts."""
+        ...
+
+    def close(self) -> None:
+        """Releases threads and processes."""
+        ...
+
+
+AnyReader = HostReader[Any]
+"""A reader of any kind of stream. Its cursors are passed back only to itself."""
 
 
 class FeedStream(Protocol[C]):
@@ -215,7 +223,7 @@ class FeedStream(Protocol[C]):
         """Returns the state of a cursor."""
         ...
 
-    def open_reader(self, cursor: C, host_rows: HostRows, *, hosts_agree: bool) -> HostReader:
+    def open_reader(self, cursor: C, host_rows: HostRows, *, hosts_agree: bool) -> HostReader[C]:
         """Opens the data at a cursor.
 
         Args:
@@ -223,10 +231,6 @@ class FeedStream(Protocol[C]):
           host_rows: rows and columns that this host reads.
           hosts_agree: whether other hosts take part and may still have data when this one has none.
         """
-        ...
-
-    def advance(self, cursor: C, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> C:
-        """Returns the cursor after a delivered batch; ``ended`` and ``num_skipped`` cover all hosts."""
         ...
 
     def records_after(self, cursor: C, step: int, ended: Mapping[int, int]) -> int:

@@ -409,22 +409,6 @@ class LaneStream:
         ended = {**cursor.ended, **ended} if cursor.ended else ended
         return position + size - sum(max(0, each - length) for length in ended.values())
 
-    def advance(
-        self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
-    ) -> LaneCursor:
-        """Returns the cursor after a delivered batch."""
-        return LaneCursor(
-            cursor.step_schedule,
-            batch.step + 1,
-            self.records_after(cursor, batch.step, ended),
-            cursor.source,
-            batch.entries,
-            {**cursor.ended, **ended} if ended else cursor.ended,
-            lanes=cursor.lanes,
-            skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
-            num_skipped=num_skipped,
-        )
-
     # ------------------------------------------------------------------ reading
 
     def open_reader(self, cursor: LaneCursor, host_rows: HostRows, *, hosts_agree: bool) -> LaneReader:
@@ -533,6 +517,7 @@ class LaneReader:
         *,
         hosts_agree: bool,
     ) -> None:
+        self._stream = stream
         self._step_schedule = cursor.step_schedule
         self._host_rows = host_rows
         self._settings = settings
@@ -608,6 +593,22 @@ class LaneReader:
             if not self._go_on:
                 raise StopIteration
             self._final = step if self._final is None else self._final
+
+    def advance(
+        self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+    ) -> LaneCursor:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        return LaneCursor(
+            cursor.step_schedule,
+            batch.step + 1,
+            self._stream.records_after(cursor, batch.step, ended),
+            cursor.source,
+            batch.entries,
+            {**cursor.ended, **ended} if ended else cursor.ended,
+            lanes=cursor.lanes,
+            skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
+            num_skipped=num_skipped,
+        )
 
     def rewind(self, step: int) -> None:
         """Does nothing: reads are not interrupted."""

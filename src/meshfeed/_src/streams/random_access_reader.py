@@ -1,0 +1,290 @@
+"""Reads the batches of a random-access source: step → record ids of this host's rows → host batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.hooks import find
+from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.threads import Threads
+from meshfeed._src.base.types import ColumnSlices, PyTree, RecordIds, RecordOrder
+from meshfeed._src.plan.plan import HostRows
+from meshfeed._src.reading.ahead import FetchAhead
+from meshfeed._src.reading.host_batch import (
+    RecordSpec,
+    add_mask,
+    check_spec,
+    num_bytes,
+    num_rows,
+    pad_rows,
+    spec_of_batch,
+)
+from meshfeed._src.reading.records import ReadRows, RecordReader, file_of
+from meshfeed._src.reading.workers import WorkerReader
+from meshfeed._src.streams.balance import RowBalance
+from meshfeed._src.streams.protocol import Cursor, HostBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAccessCursor(Cursor):
+    """The cursor of a random-access stream.
+
+    Attributes:
+      order: order of the records. For a mixture it depends on the step schedule, because stages begin at steps.
+    """
+
+    order: RecordOrder
+
+
+class _Part:
+    """This host's part of batches of one size.
+
+    Attributes:
+      size: global batch size.
+      rows: this host's rows, ascending.
+      num_rows: number of rows.
+      first: the first row if the rows are contiguous, else None.
+      columns: see :attr:`HostRows.columns`.
+    """
+
+    __slots__ = ("columns", "first", "num_rows", "rows", "size")
+
+    def __init__(self, size: int, rows: RecordIds, columns: ColumnSlices | None) -> None:
+        self.size, self.rows, self.columns = size, rows, columns
+        self.num_rows = len(rows)
+        neighbours = self.num_rows and int(rows[-1]) - int(rows[0]) == self.num_rows - 1
+        self.first = int(rows[0]) if neighbours else None
+
+
+class _Read(NamedTuple):
+    """This host's part of one step: the ids of its records, without padding, and what waits for them, if any."""
+
+    part: _Part
+    record_ids: RecordIds
+    result: Callable[[], ReadRows] | None
+
+
+def batch_ids(order: RecordOrder, start: int, stop: int, balance: RowBalance | None) -> tuple[RecordIds, RecordIds]:
+    """Returns ids and epochs of the batch at positions ``[start, stop)``, int64 ``[rows]`` each, in row order."""
+    record_ids, epochs = order.ids_between(start, stop)
+    if balance is None:
+        return record_ids, epochs
+    rows = balance.rows(record_ids)
+    return record_ids[rows], epochs[rows]
+
+
+def spec_at(records: RecordReader, order: RecordOrder, position: int) -> RecordSpec:
+    """Returns the structure of the records of the batch at ``position``."""
+    return records.spec_of(int(order.ids_at(np.array([position], np.int64))[0][0]))
+
+
+def _ids_of(order: RecordOrder, position: int, part: _Part, balance: RowBalance | None) -> tuple[RecordIds, RecordIds]:
+    """Returns record ids and epochs of this host's rows of the batch at ``position``, without padding."""
+    total = order.total
+    if balance is not None:  # every host orders the rows of the whole batch
+        stop = position + part.size if total is None else min(position + part.size, total)
+        record_ids, epochs = batch_ids(order, position, stop, balance)
+        rows = part.rows[part.rows < stop - position]
+        return record_ids[rows], epochs[rows]
+    if total is not None and position + part.size > total:
+        positions = position + part.rows
+        return order.ids_at(positions[positions < total])
+    if part.first is None:
+        return order.ids_at(position + part.rows)
+    start = position + part.first
+    return order.ids_between(start, start + part.num_rows)
+
+
+def _files_of_steps(
+    source: hooks.CachesFiles,
+    cursor: RandomAccessCursor,
+    num_steps: int | None,
+    host_rows: HostRows,
+    balance: RowBalance | None,
+) -> Iterator[Sequence[hooks.CachedFile]]:
+    """Yields the files that each step from the cursor on needs on this host."""
+    part: _Part | None = None
+    for step in itertools.count(cursor.step) if num_steps is None else range(cursor.step, num_steps):
+        position, size = cursor.step_schedule.at(step)
+        if part is None or part.size != size:
+            part = _Part(size, host_rows.rows(size), None)
+        yield source.cached_files(_ids_of(cursor.order, position, part, balance)[0]) or ()
+
+
+class RandomAccessReader:
+    """Reads steps of a random-access source: in the calling thread, in a thread pool, or in worker processes.
+
+    Args:
+      records: reads records of the source.
+      cursor: where to start.
+      host_rows: this host's rows and columns.
+      settings: the feed's settings.
+      balance: orders the rows of each batch, if set.
+      num_steps: number of steps of the stream; None if it never ends.
+    """
+
+    empty = False
+
+    def __init__(
+        self,
+        records: RecordReader,
+        cursor: RandomAccessCursor,
+        host_rows: HostRows,
+        settings: FeedSettings,
+        *,
+        balance: RowBalance | None,
+        num_steps: int | None,
+    ) -> None:
+        self._records = records
+        self._balance = balance
+        self._step_schedule = cursor.step_schedule
+        self._order = cursor.order
+        self._host_rows = host_rows
+        self._settings = settings
+        self._last = num_steps
+        self._next_step = cursor.step
+        # Keyed by step, so that an interrupt loses no read.
+        self._pending: dict[int, _Read] = {}
+        self._threads: Threads | None = None
+        self._workers: WorkerReader | None = None
+        self._ahead = 1
+        self._first_step = cursor.step
+        self._fetches: FetchAhead | None = None
+        files = find(records.source, hooks.CachesFiles)
+        if files is not None and files.cached_files(np.empty(0, np.int64)) is not None:
+            self._fetches = FetchAhead(_files_of_steps(files, cursor, num_steps, host_rows, balance))
+            weakref.finalize(self, self._fetches.close).atexit = False  # for a reader dropped without close
+        self._specs: dict[int, RecordSpec] = {}
+        self._part: _Part | None = None
+        # (step, record ids) while reading. Formatted lazily: formatting costs more than computing the order.
+        self._doing: tuple[str | tuple[int, RecordIds], float] = ("idle", time.monotonic())
+        self.sequential = settings.num_workers > 0  # workers answer in the order of the requests
+        if settings.num_workers:
+            self._workers = WorkerReader(records, settings.num_workers, timeout_seconds=settings.timeout_seconds)
+            self._ahead = 2 * settings.num_workers  # two requests per worker, so that none waits for the next one
+        elif (num_threads := settings.num_threads or _read_threads(records.source)) > 1:
+            self._threads = Threads(num_threads, "meshfeed-read")
+            self._ahead = 2 * num_threads
+
+    def _part_of(self, size: int) -> _Part:
+        part = self._part
+        if part is None or part.size != size:  # most batches have the size of the last one
+            part = self._part = _Part(size, self._host_rows.rows(size), self._host_rows.columns(size))
+        return part
+
+    def _submit(self, step: int) -> _Read:
+        position, size = self._step_schedule.at(step)
+        part = self._part_of(size)
+        record_ids, epochs = _ids_of(self._order, position, part, self._balance)
+        if not record_ids.size:
+            result = None
+        elif self._workers is not None:
+            result = self._workers.submit(step, record_ids, epochs, part.columns)
+        elif self._threads is not None:
+            result = self._threads.submit(self._records.read, record_ids, epochs, part.columns).result
+        else:
+            result = functools.partial(self._records.read, record_ids, epochs, part.columns)
+        return _Read(part, record_ids, result)
+
+    def next(self) -> HostBatch:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        step = self._next_step
+        if self._last is not None and step >= self._last:
+            raise StopIteration
+        if self._fetches is not None and step > self._first_step:  # a replay reads one step, and needs nothing ahead
+            self._fetches.reached(step - self._first_step)
+        if self._ahead == 1:
+            read = self._submit(step)
+        else:
+            for asked in range(step, step + self._ahead):
+                if asked not in self._pending and (self._last is None or asked < self._last):
+                    self._pending[asked] = self._submit(asked)
+            read = self._pending[step]
+        self._doing = ((step, read.record_ids), time.monotonic())
+        batch = self._finish(step, read)
+        self._pending.pop(step, None)  # only now: an interrupt before this line leaves the read to be collected again
+        self._next_step = step + 1
+        self._doing = ("waiting for room", time.monotonic())
+        return batch
+
+    def advance(
+        self, cursor: RandomAccessCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+    ) -> RandomAccessCursor:
+        """See :class:`meshfeed._src.streams.protocol.HostReader`."""
+        del ended
+        position, total = cursor.position + batch.global_batch_size, cursor.order.total
+        return RandomAccessCursor(
+            cursor.step_schedule,
+            batch.step + 1,
+            position if total is None else min(position, total),
+            cursor.order,
+            skipped=cursor.skipped.after(batch.bad, batch.step) if batch.bad else cursor.skipped,
+            num_skipped=num_skipped,
+        )
+
+    def rewind(self, step: int) -> None:
+        """Makes ``step`` the next batch."""
+        self._next_step = step
+
+    def _describe_read(self, step: int, record_ids: RecordIds) -> str:
+        if not record_ids.size:
+            return f"padding step {step}"
+        path = file_of(self._records.source, int(record_ids[0]))
+        how = "waiting for workers to read" if self._workers is not None else "reading"
+        return f"{how} step {step} (record {record_ids[0]} and {record_ids.size - 1} more{f', {path}' if path else ''})"
+
+    def _finish(self, step: int, read: _Read) -> HostBatch:
+        part, record_ids = read.part, read.record_ids
+        rows = None if read.result is None else read.result()
+        if rows is None:
+            tree = spec_at(self._records, self._order, self._step_schedule.at(step)[0]).zeros(part.num_rows)
+        else:
+            tree = rows.tree if len(record_ids) == part.num_rows else pad_rows(rows.tree, part.num_rows)
+        if self._ahead > 1 and part.columns is None and len(record_ids):
+            self._check(tree, record_ids, step)
+        if self._settings.mask_key is not None:
+            tree = add_mask(tree, self._settings.mask_key, np.arange(part.num_rows) < len(record_ids))
+        batch = HostBatch(step, part.size, tree, num_bytes(tree), record_ids=record_ids)
+        if rows is not None:
+            batch.bad, batch.times, batch.retries = rows.bad, rows.times, rows.retries
+        return batch
+
+    def _check(self, tree: PyTree, record_ids: RecordIds, step: int) -> None:
+        """Compares records across reads; each worker or thread checks only the records of its own read."""
+        found = spec_of_batch(tree, num_rows(tree), what="the source")
+        known = self._specs.setdefault(self._records.shape_index(record_ids), found)
+        check_spec(known, found, what=f"step {step}")
+
+    def final(self) -> int | None:
+        """Returns None: every host computes the end on its own."""
+        return None
+
+    def describe(self) -> str:
+        """Returns what the reader is doing, and for how long."""
+        doing, since = self._doing
+        what = doing if isinstance(doing, str) else self._describe_read(*doing)
+        return f"{what} for {time.monotonic() - since:.1f} s"
+
+    def close(self) -> None:
+        """Stops threads and worker processes."""
+        self._pending.clear()
+        if self._fetches is not None:
+            self._fetches.close()
+        if self._threads is not None:
+            self._threads.close()
+        if self._workers is not None:
+            self._workers.close()
+
+
+def _read_threads(source: object) -> int:
+    waits = find(source, hooks.WaitsForReads)
+    return 1 if waits is None else waits.read_threads
