@@ -13,7 +13,8 @@ import time
 import numpy as np
 
 from benchmarks._measure import Table, main
-from meshfeed._src.order.epochs import EpochOrder, permute
+from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.order.permutation import permute
 
 BATCHES = (256, 1024, 4096, 16384, 65536)
 LENGTHS = (10**6, 2**20 + 1, 10**9, 10**12, 2**40 + 1)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.rng import philox
-from meshfeed._src.order import epochs as epoch_order
-from meshfeed._src.order.epochs import EpochOrder, derive_key, permute, replacement_id
+from meshfeed._src.order import permutation
+from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.order.permutation import derive_key, permute, replacement_id
 
 JUST_ABOVE = [2**k + 1 for k in (12, 13, 16, 20, 31, 32, 40)]
 LENGTHS = [1, 2, 3, 7, 100, 4095, 4096, 4097, 10_007, 2**16, 2**16 + 1, 10**6, 2**20 + 1, 10**9, 10**12, 2**40 + 1]
@@ -154,7 +155,7 @@ def golden(order: EpochOrder) -> str:
 @pytest.mark.parametrize(("num_records", "shuffle", "seed", "digest"), GOLDEN)
 def test_the_algorithm_has_not_changed(num_records, shuffle, seed, digest):
     """If this fails, saved states would go on with other records: raise VERSION, and only then these values."""
-    assert epoch_order.VERSION == 2
+    assert permutation.VERSION == 2
     found = golden(EpochOrder(num_records, shuffle=shuffle, seed=seed, num_epochs=None))
     assert found == digest
 
@@ -249,7 +250,7 @@ def test_over_epochs_each_position_has_every_record_equally_often(num_records):
 @pytest.mark.parametrize("num_records", [n for n in LENGTHS if n >= 4096] + JUST_ABOVE)
 def test_neighbours_and_epochs_are_independent(num_records):
     span = min(num_records, 1 << 16)
-    column_bits = epoch_order._network(max(num_records, 4097), 0)[0]
+    column_bits = permutation._network(max(num_records, 4097), 0)[0]
     lags = [1, 2, 3, 1 << (column_bits // 2), 1 << column_bits, (1 << column_bits) + 1]
     worst: dict[str, float] = {}
 

@@ -12,6 +12,7 @@ from meshfeed._src.base.errors import CheckpointError, MeshfeedError, SettingsEr
 from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.base.types import RecordIds
 from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order import permutation
 from meshfeed._src.order import steps as step_schedules
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
@@ -54,7 +55,7 @@ def _other_order(state: feed_state.FeedState) -> str | None:
     if "mixture" in state.fingerprint:
         return "a mixture"
     algorithm = state.fingerprint["order"]["algorithm"]
-    return None if algorithm == epoch_order.ALGORITHM else f"a feed with the order {algorithm!r}"
+    return None if algorithm == permutation.ALGORITHM else f"a feed with the order {algorithm!r}"
 
 
 def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_size: int | None) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
         seed=fingerprint["seed"],
         num_epochs=fingerprint["num_epochs"],
     )
-    current = {"algorithm": epoch_order.ALGORITHM, "version": epoch_order.VERSION}
+    current = {"algorithm": permutation.ALGORITHM, "version": permutation.VERSION}
     feed_state.compare_fingerprints({"order": fingerprint["order"]}, {"order": current})
     pad = fingerprint["end"] == "pad"
     next_step = step_schedules.derive_step(segments, state.position, order.total, pad=pad)

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import EpochOrder, check_positions, derive_key, permute
+from meshfeed._src.order.epochs import EpochOrder, check_positions
+from meshfeed._src.order.permutation import derive_key, permute
 
 ALGORITHM = "length-buckets"
 VERSION = 1

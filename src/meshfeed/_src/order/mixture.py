@@ -26,14 +26,8 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, StateMismatchError
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import (
-    ALGORITHM,
-    MAX_POSITION,
-    EpochOrder,
-    check_positions,
-    derive_key,
-    sorted_permutation,
-)
+from meshfeed._src.order.epochs import MAX_POSITION, EpochOrder, check_positions
+from meshfeed._src.order.permutation import ALGORITHM, derive_key, sorted_permutation
 
 _log = logging.getLogger("meshfeed.mixture")
 

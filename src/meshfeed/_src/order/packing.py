@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import check_positions, derive_key, permute, sorted_permutation
+from meshfeed._src.order.epochs import check_positions
+from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 
 try:
     from meshfeed._src.order import _best_fit as extension  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] # built from C

@@ -26,7 +26,7 @@ import hashlib
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import derive_key, permute, sorted_permutation
+from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 from meshfeed._src.order.steps import StepSchedule
 
 ALGORITHM = "shard-windows"

@@ -27,7 +27,7 @@ from meshfeed._src.base.types import (
     RecordIds,
     Rngs,
 )
-from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order import permutation
 from meshfeed._src.reading.host_batch import (
     RecordSpec,
     RecordStack,
@@ -482,4 +482,4 @@ class RecordReader:
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
         if self._numbering is not None:  # a mixture replaces a record within its component
             return self._numbering.replacement_id(self._seed, epoch, record_id, attempt)
-        return epoch_order.replacement_id(self._seed, epoch, record_id, attempt, len(self.source))
+        return permutation.replacement_id(self._seed, epoch, record_id, attempt, len(self.source))

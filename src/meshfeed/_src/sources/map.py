@@ -16,7 +16,7 @@ from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, RecordIds, Rngs, public
-from meshfeed._src.order.epochs import derive_key
+from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.host_batch import RecordStack, num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
 from meshfeed._src.reading.records import read_records, wants_rng

@@ -12,7 +12,7 @@ import numpy as np
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, RecordIds, public
-from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order import permutation
 from meshfeed._src.order.packing import Packing, PackingStats, Pieces, PlaceOrder
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
@@ -291,7 +291,7 @@ class ShuffledPacked(Packed):
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Returns the id of another sequence of the same epoch."""
         epoch, place = divmod(record_id, len(self))
-        return epoch * len(self) + epoch_order.replacement_id(seed, epoch, place, attempt, len(self))
+        return epoch * len(self) + permutation.replacement_id(seed, epoch, place, attempt, len(self))
 
     def _check_ids(self, ids: RecordIds) -> None:
         self.check_record_ids(ids)

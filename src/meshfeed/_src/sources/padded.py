@@ -12,7 +12,7 @@ import numpy as np
 from meshfeed._src.base import hooks, memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds, public
-from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order import permutation
 from meshfeed._src.order.buckets import BucketOrder
 from meshfeed._src.reading.host_batch import RecordStack
 from meshfeed._src.reading.identity import source_identity
@@ -371,7 +371,7 @@ class Buckets:
         times, own = divmod(record_id, len(self._lengths))
         ids = self._buckets[self.shape_index(np.array([own]))]
         place = int(np.searchsorted(ids, own))
-        other = int(ids[epoch_order.replacement_id(seed, epoch, place, attempt, len(ids))])
+        other = int(ids[permutation.replacement_id(seed, epoch, place, attempt, len(ids))])
         return other + times * len(self._lengths)
 
     def fingerprint(self) -> JsonValue:

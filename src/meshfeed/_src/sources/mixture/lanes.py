@@ -21,7 +21,7 @@ from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds
-from meshfeed._src.order.epochs import EpochOrder, derive_key
+from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.mixture import (
     MIXTURE_VERSION,
     Stage,
@@ -32,6 +32,7 @@ from meshfeed._src.order.mixture import (
     group_by,
     join_ids,
 )
+from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
 from meshfeed._src.reading.records import SourceReader, wants_rng
 from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts, caching

@@ -12,7 +12,7 @@ import numpy as np
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
-from meshfeed._src.order import epochs as epoch_order
+from meshfeed._src.order import permutation
 from meshfeed._src.order.mixture import (
     MixtureOrder,
     Stage,
@@ -352,7 +352,7 @@ class RandomMixture:
     def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
         """Id of the record that replaces a bad one: a different record of the same component."""
         number, own_id = split_ids(record_id)
-        replacement = epoch_order.replacement_id(seed, epoch, own_id, attempt, int(self._lengths[number]))
+        replacement = permutation.replacement_id(seed, epoch, own_id, attempt, int(self._lengths[number]))
         return join_ids(number, replacement)
 
     def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
