@@ -15,20 +15,15 @@ from hypothesis.extra import numpy as hnp
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.reading.host_batch import (
-    LeafSpec,
-    RecordStack,
     add_mask,
     check_spec,
-    flatten_record,
     is_plain_batch,
-    is_ragged,
     join_batches,
-    num_bytes,
     num_rows,
     pad_rows,
-    raise_difference,
     spec_of_batch,
 )
+from meshfeed._src.reading.stacking import LeafSpec, RecordStack, flatten_record, is_ragged, num_bytes, raise_difference
 
 ALIKE = "All records of a source must have the same structure, shapes and dtypes; pad or cast them in the source."
 DECODE = (

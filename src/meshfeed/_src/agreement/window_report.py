@@ -32,7 +32,8 @@ from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError, 
 from meshfeed._src.base.settings import SkipBad
 from meshfeed._src.base.trees import tree_from_json, tree_to_json
 from meshfeed._src.base.types import JsonValue, PyTree
-from meshfeed._src.reading.host_batch import num_bytes, spec_of_batch
+from meshfeed._src.reading.host_batch import spec_of_batch
+from meshfeed._src.reading.stacking import num_bytes
 from meshfeed._src.streams.protocol import EMPTY_BATCHES, EMPTY_STREAM, HostBatch
 
 RecordsAfter = Callable[[int, Mapping[int, int]], int]

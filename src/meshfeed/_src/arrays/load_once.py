@@ -50,7 +50,7 @@ from meshfeed._src.plan.plan import (
     participants,
     sharding_leaves,
 )
-from meshfeed._src.reading.host_batch import RecordSpec
+from meshfeed._src.reading.stacking import RecordSpec
 
 Load: TypeAlias = str | Sequence[int]
 """``"once"``, or the process indices that read."""

@@ -33,7 +33,7 @@ from meshfeed._src.plan.plan import (
     plan_host,
     sharding_leaves,
 )
-from meshfeed._src.reading.host_batch import RecordSpec
+from meshfeed._src.reading.stacking import RecordSpec
 
 _MAX_CACHED_BATCH_KINDS = 64  # batch schedules and ragged widths need several; beyond that, the cache is cleared
 _Shapes = tuple[tuple[int, ...], ...]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import jax
 import numpy as np
 
 from meshfeed._src.base import hooks
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.hooks import accepts_keyword, find
 from meshfeed._src.base.ownership import declared_with, own_leaves, returns_fresh
-from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
 from meshfeed._src.base.types import (
@@ -28,18 +27,10 @@ from meshfeed._src.base.types import (
     Rngs,
 )
 from meshfeed._src.order import permutation
-from meshfeed._src.reading.host_batch import (
-    RecordSpec,
-    RecordStack,
-    check_spec,
-    is_plain_batch,
-    join_batches,
-    spec_of_batch,
-)
+from meshfeed._src.reading.host_batch import check_spec, is_plain_batch, spec_of_batch
+from meshfeed._src.reading.recovery import Recovery
+from meshfeed._src.reading.stacking import RecordSpec, RecordStack
 
-BAD_RECORD = (CorruptDataError, ValueError)
-"""Exceptions that indicate a damaged record rather than a failed read."""
-_MAX_REPLACEMENTS = 1000  # bounds the time spent on a source that is damaged as a whole
 _trace = jax.profiler.TraceAnnotation
 
 
@@ -379,24 +370,13 @@ class RecordReader:
         columns: ColumnSlices | None,
         times: dict[str, float],
     ) -> ReadRows:
-        """Continues after a first attempt that ended in ``failed[0]``; removes it, because it refers to frames."""
-        retries = 0
-
-        def count() -> None:
-            nonlocal retries
-            retries += 1
-
-        def read(ids: RecordIds, epoch_ids: RecordIds) -> PyTree:
-            return self._read_once(ids, epoch_ids, columns, times)
-
-        bad: tuple[tuple[int, int, str], ...] = ()
-        try:
-            tree = self._read_in_pieces(failed, read, record_ids, epochs, count)
-        except BAD_RECORD:
-            if self._bad_records is None:
-                raise
-            tree, bad = self._read_one_by_one(record_ids, epochs, columns, times, count)
-        return ReadRows(tree, times, retries, bad)
+        recovery = Recovery(
+            lambda ids, epoch_ids: self._read_once(ids, epoch_ids, columns, times),
+            self._retry,
+            replacement=None if self._bad_records is None else self._replacement,
+        )
+        tree, bad = recovery.read(failed, record_ids, epochs)
+        return ReadRows(tree, times, recovery.retries, bad)
 
     def _check(self, tree: PyTree, record_ids: RecordIds) -> None:
         shape = self.shape_index(record_ids)
@@ -408,37 +388,6 @@ class RecordReader:
             else:
                 check_spec(known, found, what=f"records {record_ids[0]} and following")
 
-    def _read_in_pieces(
-        self,
-        failed: list[BaseException],
-        read: Callable[[RecordIds, RecordIds], PyTree],
-        record_ids: RecordIds,
-        epochs: RecordIds,
-        count: Callable[[], None],
-    ) -> PyTree:
-        """Reads 1, 2, 4, … records at a time, after a read of all of them that ended in ``failed[0]``.
-
-        Keeps the records already read, and counts the attempts of each record separately.
-        """
-        parts: list[PyTree] = []
-        done, size = 0, 1
-
-        def read_rest() -> PyTree:
-            nonlocal done, size
-            if failed:
-                raise failed.pop()
-            while done < len(record_ids):
-                piece, asked, size = slice(done, done + size), size, 1
-                parts.append(read(record_ids[piece], epochs[piece]))
-                done, size = done + asked, 2 * asked
-            return join_batches(parts, what=lambda _: "the source")
-
-        def doing() -> str:
-            first = f" from record {record_ids[done]} on" if done else ""
-            return f"reading {len(record_ids) - done} records{first}"
-
-        return call_with_retry(read_rest, self._retry, doing=doing, on_retry=count, progress=lambda: done)
-
     def _read_once(
         self, record_ids: RecordIds, epochs: RecordIds, columns: ColumnSlices | None, times: dict[str, float]
     ) -> PyTree:
@@ -447,37 +396,6 @@ class RecordReader:
             pairs = zip(epochs.tolist(), record_ids.tolist(), strict=True)
             rngs = [philox(self._seed, epoch, record_id) for epoch, record_id in pairs]
         return self._reader.read(record_ids, rngs, columns=columns, times=times)
-
-    def _read_one_by_one(
-        self,
-        record_ids: RecordIds,
-        epochs: RecordIds,
-        columns: ColumnSlices | None,
-        times: dict[str, float],
-        count: Callable[[], None],
-    ) -> tuple[PyTree, tuple[tuple[int, int, str], ...]]:
-        rows, bad = [], []
-        for record_id, epoch in zip(record_ids.tolist(), epochs.tolist(), strict=True):
-            for attempt in range(_MAX_REPLACEMENTS):
-                planned = record_id if attempt == 0 else self._replacement(record_id, epoch, attempt)
-                ids, epoch_ids = np.array([planned], np.int64), np.array([epoch], np.int64)
-
-                def read(ids: RecordIds = ids, epoch_ids: RecordIds = epoch_ids) -> PyTree:
-                    return self._read_once(ids, epoch_ids, columns, times)
-
-                try:
-                    rows.append(call_with_retry(read, self._retry, doing=f"reading record {planned}", on_retry=count))
-                    break
-                except BAD_RECORD as error:
-                    if attempt == 0:  # reasons are truncated because the ledger is part of every state
-                        bad.append((record_id, epoch, f"{type(error).__name__}: {error}"[:200]))
-            else:
-                raise SourceError(
-                    f"record {record_id} is bad, and so are {_MAX_REPLACEMENTS - 1} candidates to replace it. Check the "
-                    "data, which seems to be damaged as a whole.",
-                    record_id=record_id,
-                )
-        return join_batches(rows, what=lambda row: f"record {record_ids[row]} or its replacement"), tuple(bad)
 
     def _replacement(self, record_id: int, epoch: int, attempt: int) -> int:
         if self._numbering is not None:  # a mixture replaces a record within its component

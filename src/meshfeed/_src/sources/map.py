@@ -17,9 +17,10 @@ from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order.permutation import derive_key
-from meshfeed._src.reading.host_batch import RecordStack, num_rows, spec_of_batch
+from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
 from meshfeed._src.reading.records import read_records, wants_rng
+from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.documents import RowError, in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source

@@ -22,8 +22,8 @@ import numpy as np
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError, hides_own_frames
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.reading.host_batch import RecordStack
 from meshfeed._src.reading.identity import digest_raw, probe_digest
+from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.shards import (
     OpenFile,

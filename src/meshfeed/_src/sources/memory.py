@@ -12,8 +12,8 @@ import xxhash
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
-from meshfeed._src.reading.host_batch import is_ragged
 from meshfeed._src.reading.identity import probe_ids
+from meshfeed._src.reading.stacking import is_ragged
 from meshfeed._src.sources.checks import as_run, check_ids, checked_id
 from meshfeed._src.sources.files.formats import reader_hint
 

@@ -14,9 +14,9 @@ from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_fram
 from meshfeed._src.base.types import JsonValue, PyTree, Record, RecordIds, public
 from meshfeed._src.order import permutation
 from meshfeed._src.order.buckets import BucketOrder
-from meshfeed._src.reading.host_batch import RecordStack
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
+from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.checks import checked_count
 from meshfeed._src.sources.documents import (
     RowError,

@@ -17,7 +17,7 @@ from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds
 from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
-from meshfeed._src.reading.host_batch import RecordSpec
+from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, compare_fingerprints
 
 EMPTY_STREAM = "the stream is empty: none of its lanes has a record. Check the files, and any filter before the feed."

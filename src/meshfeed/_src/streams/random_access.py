@@ -22,9 +22,9 @@ from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.shards import ShardOrder, default_num_lanes
 from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
 from meshfeed._src.plan.plan import HostRows
-from meshfeed._src.reading.host_batch import RecordSpec
 from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.records import RecordReader, file_of, reads_columns
+from meshfeed._src.reading.stacking import RecordSpec
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import HostBatch, check_fingerprint, required_schedule

@@ -33,8 +33,9 @@ from meshfeed._src.order.mixture import (
     join_ids,
 )
 from meshfeed._src.order.permutation import derive_key
-from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, num_rows
+from meshfeed._src.reading.host_batch import num_rows
 from meshfeed._src.reading.records import SourceReader, wants_rng
+from meshfeed._src.reading.stacking import RecordSpec, RecordStack
 from meshfeed._src.sources.mixture.parts import Joiner, Part, Parts, caching
 
 _LANE_LAYOUT, _COMPONENT_SEED = 103, 104  # purposes of derived keys; differ from those in order/mixture.py

@@ -20,7 +20,8 @@ from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry, SkipBad
 from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, StreamSource
-from meshfeed._src.reading.host_batch import RecordSpec, RecordStack, check_spec, join_batches, num_rows, spec_of_batch
+from meshfeed._src.reading.host_batch import check_spec, join_batches, num_rows, spec_of_batch
+from meshfeed._src.reading.stacking import RecordSpec, RecordStack
 from meshfeed._src.state import state as feed_state
 
 _log = logging.getLogger("meshfeed.lanes")

@@ -23,8 +23,9 @@ from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
 from meshfeed._src.order.steps import StepSchedule, parse_segments, position_at
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
-from meshfeed._src.reading.host_batch import RecordSpec, add_mask, num_bytes, spec_of_batch
+from meshfeed._src.reading.host_batch import add_mask, spec_of_batch
 from meshfeed._src.reading.identity import identify_within
+from meshfeed._src.reading.stacking import RecordSpec, num_bytes
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
 from meshfeed._src.streams.lanes.lane import (
