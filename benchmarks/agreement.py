@@ -122,6 +122,7 @@ def simulate(num_hosts: int, windows: int, threads: int) -> dict[str, Any]:
                 byte_limit=1 << 40,
                 timeout_seconds=300,
                 describe=lambda: "simulated",
+                reduce=lambda reports, first, end: ({}, None),
             )
             for index in hosts
         ]

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
 from memory_store import MemoryStore
 
+from meshfeed._src.agreement.window_report import AnnouncedContents
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base import coordination
 
@@ -94,7 +95,11 @@ class Job:
             return list(threads.map(call, hosts))
 
 
+def reduce_nothing(reports: object, first: int, end: int) -> tuple[AnnouncedContents, None]:
+    return {}, None
+
+
 def make_agreement(store: Any, host: int, hosts: int, **options: Any) -> WindowAgreement:
     settings: dict[str, Any] = {"first_step": 0, "pad": False, "byte_limit": 1 << 30, "timeout_seconds": 30}
-    settings |= {"scope": "test", "describe": lambda: "reading", **options}
+    settings |= {"scope": "test", "describe": lambda: "reading", "reduce": reduce_nothing, **options}
     return WindowAgreement(store, participants=range(hosts), host=host, **settings)

@@ -9,9 +9,10 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from hosts import reduce_nothing
 
 from meshfeed._src.agreement.window_report import Stop, WindowReport
-from meshfeed._src.agreement.windows import conclude, full_window, reduce_nothing, window_ends
+from meshfeed._src.agreement.windows import conclude, full_window, window_ends
 from meshfeed._src.base.errors import Failure
 
 STEP_SECONDS = 0.02

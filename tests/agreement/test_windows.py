@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hosts import CountingStore, Job, make_agreement
+from hosts import CountingStore, Job, make_agreement, reduce_nothing
 from small_pipeline import new_window_reports, numbers_pipeline
 
 from meshfeed import PeerError, SourceError, StalledError
@@ -178,7 +178,7 @@ class Raced(WindowAgreement):
 def test_an_announcement_that_the_other_thread_has_just_seen_is_not_waited_for(reader: bool) -> None:
     store, first = CountingStore(), 3
     settings: dict[str, Any] = {"scope": "test", "participants": range(2), "first_step": first, "pad": False}
-    settings |= {"byte_limit": 1 << 30, "timeout_seconds": 1, "describe": lambda: "reading"}
+    settings |= {"byte_limit": 1 << 30, "timeout_seconds": 1, "describe": lambda: "reading", "reduce": reduce_nothing}
     hosts = [WindowAgreement(store, host=0, **settings), Raced(store, host=1, **settings)]
     try:
         for host in hosts:

@@ -44,6 +44,7 @@ def test_a_failing_host_raises_its_own_error_where_all_stopped_before_it(prefetc
         byte_limit=1 << 30,
         timeout_seconds=30,
         describe=lambda: "reading",
+        reduce=lambda reports, first, end: ({}, None),
     )
     pipeline = numbers_pipeline(agreement, new_window_reports(), host=1, prefetch=prefetch, bad_step=3)
     for step in range(2):

@@ -206,12 +206,11 @@ def test_ids_name_component_and_record():
     assert ids.tolist() == [7, 9]
 
 
-def test_drawn_before_counts_what_ids_at_gives():
+def test_position_of_inverts_locate():
     stages = [Stage(0, {"a": 1, "b": 2}), Stage(100, {"b": 1, "c": 1}), Stage(333, {"a": 1})]
     blocks = StagedBlocks(["a", "b", "c"], stages, 16, 5)
     component, offsets = blocks.locate(np.arange(700))
     for position in (0, 1, 15, 16, 99, 100, 101, 332, 333, 334, 699):
-        assert blocks.drawn_before(position).tolist() == np.bincount(component[:position], minlength=3).tolist()
         assert blocks.position_of(int(component[position]), int(offsets[position])) == position
     assert blocks.position_of(2, 10**6) is None
 

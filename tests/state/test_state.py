@@ -188,7 +188,8 @@ def test_what_is_no_state_is_refused(state: Any, field: str, saved: Any, current
 )
 def test_a_state_without_a_field_is_cut_short(field: str, kind: str) -> None:
     without = {key: value for key, value in STATE.items() if key != field}
-    assert refusal(parse_state, without) == (field, "missing", kind, f"The state is truncated. {REMEDY}")
+    remedy = f"The state has no {field!r}, so it is truncated or damaged. {REMEDY}"
+    assert refusal(parse_state, without) == (field, "missing", kind, remedy)
 
 
 def test_zero_and_the_last_position_are_positions() -> None:
@@ -267,6 +268,18 @@ def test_fields_that_only_one_side_has_are_differences() -> None:
         "source.b", "missing", 2,
     )  # fmt: skip
     assert refusal(compare_fingerprints, {"seed": 1, "end": "pad"}, {"end": "drop", "seed": 2})[0] == "end"
+
+
+def test_a_fingerprint_without_a_field_is_damaged_or_of_another_stream() -> None:
+    def lacks(field: str) -> str:
+        return f"The state has no {field!r}: it is damaged or belongs to a different stream. "
+
+    without_seed = {name: value for name, value in FINGERPRINT.items() if name != "seed"}
+    assert refusal(compare_fingerprints, without_seed, FINGERPRINT) == ("seed", None, 3, lacks("seed") + VALUE)
+    assert refusal(compare_fingerprints, {"source": {"a": 1}}, {"source": {"a": 1, "b": 2}}) == (
+        "source.b", "missing", 2, lacks("source.b") + SOURCE,
+    )  # fmt: skip
+    assert refusal(compare_fingerprints, {"seed": None}, {"seed": 2}) == ("seed", None, 2, VALUE)
 
 
 def test_missing_files_are_named_only_if_the_source_has_another_number_of_files() -> None:

@@ -192,7 +192,7 @@ class Handshake:
             return reduction.announce(given_up.outcome)["result"]
 
     def _reduce(self, reduction: Reduction, deadline: float) -> dict[str, JsonValue] | None:
-        values = reduction.collect(deadline, _Arrivals(len(self.participants)).complete)
+        values = reduction.collect(deadline, self._complete())
         if len(values) < len(self.participants) and not any("failure" in value for value in values.values()):
             return None
         announcement = reduction.announce(compare(values))
@@ -201,6 +201,23 @@ class Handshake:
         if store is not None and self.round:  # every host has reached this round, so all have read the previous result
             store.delete(f"{self._feed}/settings/{self.round - 1}")
         return announcement
+
+    def _complete(self) -> Callable[[Mapping[int, JsonValue]], bool]:
+        """Returns whether all hosts have published settings, or a failure has lasted while another host was ready."""
+        failed_since: float | None = None
+
+        def complete(values: Mapping[int, JsonValue]) -> bool:
+            nonlocal failed_since
+            if not any("failure" in value for value in values.values()):
+                failed_since = None
+                return len(values) == len(self.participants)
+            if any("settings" in value and not value["refused"] for value in values.values()):
+                now = time.monotonic()
+                failed_since = now if failed_since is None else failed_since
+                return now - failed_since > _GRACE_SECONDS
+            return False
+
+        return complete
 
     def _give_up_reducer(self, reduction: Reduction) -> Callable[[float], None]:
         """Returns a tick that raises once the reducer's failure has lasted for the grace period."""
@@ -220,38 +237,11 @@ class Handshake:
 
 
 class _GivenUp(Exception):
-    """The reducer failed and did not recover within the grace period.
-
-    Attributes:
-      outcome: see :func:`compare`.
-    """
+    """The reducer failed and did not recover within the grace period; ``outcome`` as returned by :func:`compare`."""
 
     def __init__(self, outcome: JsonValue) -> None:
         super().__init__()
         self.outcome = outcome
-
-
-class _Arrivals:
-    """Decides when the reducer has waited long enough.
-
-    Args:
-      num_hosts: number of participants.
-    """
-
-    def __init__(self, num_hosts: int) -> None:
-        self._num_hosts = num_hosts
-        self._failed_since: float | None = None
-
-    def complete(self, values: Mapping[int, JsonValue]) -> bool:
-        """Whether all hosts have published settings, or a failure has lasted while another host was ready."""
-        if not any("failure" in value for value in values.values()):
-            self._failed_since = None
-            return len(values) == self._num_hosts
-        if any("settings" in value and not value["refused"] for value in values.values()):
-            now = time.monotonic()
-            self._failed_since = now if self._failed_since is None else self._failed_since
-            return now - self._failed_since > _GRACE_SECONDS
-        return False
 
 
 def compare(values: Mapping[int, JsonValue]) -> dict[str, JsonValue]:

@@ -72,14 +72,6 @@ def window_ends(first_step: int, size: Callable[[], int]) -> Iterator[int]:
         yield end
 
 
-def reduce_nothing(
-    reports: Mapping[int, WindowReport], first: int, end: int
-) -> tuple[AnnouncedContents, Failure | None]:
-    """Ignores the contents."""
-    del reports, first, end
-    return {}, None
-
-
 def conclude(
     reports: Mapping[int, WindowReport], participants: Sequence[int], first: int, end: int, reduce: Reduce
 ) -> tuple[int, Stop | None, AnnouncedContents]:
@@ -147,14 +139,7 @@ class _AlreadySeen(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Keys:
-    """The keys of one generation's windows, as one host sees them.
-
-    Attributes:
-      store: the key-value store.
-      prefix: key prefix, unique to the generation.
-      participants: process indices.
-      host: this process.
-    """
+    """The keys of one generation's windows, as one host sees them; ``prefix`` is unique to the generation."""
 
     store: KeyValueStore
     prefix: str
@@ -211,7 +196,7 @@ class WindowAgreement:
         byte_limit: int,
         timeout_seconds: float,
         describe: Callable[[], str],
-        reduce: Reduce = reduce_nothing,
+        reduce: Reduce,
     ) -> None:
         self._store = store
         self._keys = _Keys(store, f"meshfeed/{scope}", tuple(participants), host)
@@ -436,14 +421,7 @@ class _LateLog:
 
 
 class _WindowReducer:
-    """Reduces the reports on one window after the other, on a separate thread, until all hosts stop.
-
-    Args:
-      keys: keys of the windows.
-      first_step: the next step to be delivered.
-      byte_limit: bytes available to the host-side read-ahead.
-      reduce: merges the contents of the reports.
-    """
+    """Reduces the reports on one window after the other, on a separate thread, until all hosts stop."""
 
     def __init__(self, keys: _Keys, first_step: int, byte_limit: int, reduce: Reduce) -> None:
         self._keys = keys

@@ -137,9 +137,8 @@ class RemoteIterator:
         try:
             state = decode_value(json.loads(path.read_text()))
         except ValueError as error:
-            raise StateMismatchError(
-                str(path), "no JSON", str(error), "The file is damaged; use a different step."
-            ) from None
+            remedy = f"{path} is truncated or damaged: {error}. Restore a different step."
+            raise StateMismatchError("state", "no JSON", "JSON", remedy) from None
         self.over(self._mesh or _mesh_of(step_array))
         self.iterator.set_state(state)
         return step_array
@@ -265,7 +264,7 @@ class _Recipe:
 
 
 class _IteratorTarget:
-    """Implements :class:`meshfeed._src.remote.client.EndpointTarget`."""
+    """The target of a :class:`meshfeed._src.remote.client.Endpoint`."""
 
     def __init__(self, remote: RemoteIterator, mesh: Mesh) -> None:
         self._remote = remote

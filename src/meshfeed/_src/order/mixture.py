@@ -390,11 +390,6 @@ class StagedBlocks:
             drawn += np.bincount(self._layout(stage, blocks)[0][:rest], minlength=drawn.size)
         return drawn
 
-    def drawn_before(self, position: int) -> RecordIds:
-        """Number of records of each component before ``position``, int64[components]."""
-        stage = int(np.searchsorted(self._first, position, side="right")) - 1
-        return self._offsets[stage] + self._drawn(stage, position - int(self._first[stage]))
-
     def locate(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns the component numbers and the positions in the components' own streams; int64[n] each."""
         stages = np.searchsorted(self._first, positions, side="right") - 1

@@ -13,10 +13,9 @@ interchangeable, so the number of sequences does not depend on the order of the 
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
+import functools
 import logging
-import threading
 from typing import Any
 
 import numpy as np
@@ -107,12 +106,11 @@ class Packing:
         self._forget()
 
     def _forget(self) -> None:
-        self._plans: collections.OrderedDict[tuple[int, int], Any] = collections.OrderedDict()
-        self._epochs: collections.OrderedDict[int, tuple[np.ndarray, np.ndarray]] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self._plan = functools.lru_cache(_CACHED_BLOCKS)(self._compute_plan)  # a batch is usually within one block
+        self._order_of = functools.lru_cache(_CACHED_EPOCHS)(self._compute_order)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_epochs", "_lock")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_plan", "_order_of")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -176,37 +174,22 @@ class Packing:
         whole, rest = np.divmod(lengths, self.sequence_length)
         return int(whole.sum()) + best_fit(_descending(rest), self.sequence_length)[1]
 
-    def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The blocks of an epoch in order, and the cumulative number of their sequences; int64[blocks] each."""
-        found = self._epochs.get(epoch)
-        if found is None:
-            blocks = np.arange(len(self._counts))
-            if self._shuffle:
-                blocks = sorted_permutation(derive_key(self._seed, _BLOCKS, len(self.lengths), epoch), len(blocks))
-            found = blocks, np.cumsum(self._counts[blocks])
-            self._keep(self._epochs, epoch, found, _CACHED_EPOCHS)
-        return found
+        blocks = np.arange(len(self._counts))
+        if self._shuffle:
+            blocks = sorted_permutation(derive_key(self._seed, _BLOCKS, len(self.lengths), epoch), len(blocks))
+        return blocks, np.cumsum(self._counts[blocks])
 
-    def _plan(self, epoch: int, block: int) -> _SplitBlock | _FitBlock:
-        found = self._plans.get((epoch, block))  # a batch is usually within one block
-        if found is None:
-            used, first = self._used_lengths(block), block * self._block
-            order, key = np.arange(len(used)), None
-            if self._shuffle:
-                order = sorted_permutation(derive_key(self._seed, _DOCUMENTS, epoch, block), len(used))
-                key = derive_key(self._seed, _SEQUENCES, epoch, block)
-            if self._fits:
-                found = _FitBlock(first + order, used[order], self.sequence_length, key)
-            else:
-                found = _SplitBlock(first + order, used[order], self.sequence_length)
-            self._keep(self._plans, (epoch, block), found, _CACHED_BLOCKS)
-        return found
-
-    def _keep(self, cache: collections.OrderedDict[Any, Any], key: object, value: object, number: int) -> None:
-        with self._lock:
-            cache[key] = value
-            while len(cache) > number:
-                cache.popitem(last=False)
+    def _compute_plan(self, epoch: int, block: int) -> _SplitBlock | _FitBlock:
+        used, first = self._used_lengths(block), block * self._block
+        order, key = np.arange(len(used)), None
+        if self._shuffle:
+            order = sorted_permutation(derive_key(self._seed, _DOCUMENTS, epoch, block), len(used))
+            key = derive_key(self._seed, _SEQUENCES, epoch, block)
+        if self._fits:
+            return _FitBlock(first + order, used[order], self.sequence_length, key)
+        return _SplitBlock(first + order, used[order], self.sequence_length)
 
 
 class _SplitBlock:

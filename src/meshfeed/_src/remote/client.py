@@ -16,8 +16,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import jax
@@ -91,17 +90,6 @@ def padded_length(length: int) -> int:
     return max(256, 1 << (length - 1).bit_length())
 
 
-def encode_call(name: str, args: Sequence[Any]) -> bytes:
-    """Encodes a call with JSON arguments."""
-    return json.dumps([name, list(args)]).encode()
-
-
-def decode_call(row: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
-    """The inverse of :func:`encode_call`."""
-    name, args = json.loads(row.tobytes())
-    return name, args
-
-
 def encode_answer(value: PyTree) -> bytes:
     """Encodes a pytree of numpy arrays, or any value that :func:`meshfeed._src.base.trees.encode_value` takes."""
     leaves = jax.tree.leaves(value)
@@ -126,17 +114,6 @@ def _decode_arrays(data: bytes) -> PyTree:
         arrays.append(np.frombuffer(data, leaf.dtype, math.prod(leaf.shape), start).reshape(leaf.shape).copy())
         start += arrays[-1].nbytes
     return jax.tree.unflatten(structure, arrays)
-
-
-def address(answer: bytes, process_index: int) -> bytes:
-    """Prefixes an answer with the process index of its host."""
-    return _HOST.pack(process_index) + answer
-
-
-def take_address(row: np.ndarray[Any, Any]) -> tuple[int, bytes]:
-    """Splits a row into the process index and the answer, which may be followed by padding."""
-    data = row.tobytes()
-    return _HOST.unpack_from(data)[0], data[_HOST.size :]
 
 
 def encode_error(error: BaseException) -> bytes:
@@ -167,24 +144,13 @@ def make_payload(value: object, *, setting: str, what: str) -> bytes:
     return payload
 
 
-class EndpointTarget(Protocol):
-    """The object that an endpoint creates on each host: an iterator over batches with methods callable by name."""
-
-    calls: dict[str, Any]
-
-    def next(self) -> PyTree:
-        """Returns the next batch as global arrays over the CPU mesh; raises StopIteration at the end."""
-
-    def numbers(self) -> tuple[int, int, int]:
-        """Returns the steps and records delivered, and the rows of the next global batch (0 if unknown)."""
-        ...
-
-    def spec(self) -> PyTree | None:
-        """Returns a pytree of ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch."""
-
-
 class Endpoint:
-    """The colocated object; see the module docstring. ``payload``: a pickled function from a CPU mesh to the target."""
+    """The colocated object; see the module docstring.
+
+    ``payload`` is a pickled function from a CPU mesh to the target, an iterator over batches. The target's ``numbers()``
+    are the steps and records delivered, and the rows of the next global batch (0 if unknown); ``spec()`` is a pytree of
+    ``jax.ShapeDtypeStruct`` with shardings, or None if this host has no batch; ``calls`` has methods by name.
+    """
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload  # unpickle in begin(): an exception raised here would be lost
@@ -228,7 +194,7 @@ class Endpoint:
         """Runs a call and keeps the answer for :meth:`fetch`; the header holds its length."""
         flag = OK
         try:
-            name, args = decode_call(rows_of(request)[0])
+            name, args = json.loads(rows_of(request)[0].tobytes())
             known = name == "knows_spec"
             self._answer = encode_answer(self._spec is not None if known else self._target.calls[name](*args))
         except Exception as error:
@@ -237,7 +203,7 @@ class Endpoint:
 
     def fetch(self, buffer: jax.Array) -> jax.Array:
         """Returns the answer, prefixed with the process index and padded to the length of ``buffer``."""
-        answer = address(self._answer, coordination.process_index())
+        answer = _HOST.pack(coordination.process_index()) + self._answer
         return to_rows(padded(answer, buffer.shape[1]), buffer.sharding, buffer.shape[0])
 
 
@@ -330,7 +296,7 @@ class RemoteClient:
     def call(self, name: str, *args: JsonValue) -> list[Any]:
         """Returns the answers of the hosts that this process controls, in order of process index."""
         self._owner.check("this remote feed")
-        data = encode_call(name, args)
+        data = json.dumps([name, args]).encode()
         # Sent over the devices of this controller only, unlike requests for batches: each controller makes its own calls.
         row = padded(data, padded_length(len(data)))
         headers = self._check(self._held["endpoint"].stage(to_rows(row, self._near, self._num_near)))
@@ -342,7 +308,8 @@ class RemoteClient:
         buffer = to_rows(padded(b"", length), self._near, self._num_near)
         # Key by the address in the answer, not by device.process_index: a single controller may see the same process
         # index on all devices.
-        answers = dict(map(take_address, rows_of(self._held["endpoint"].fetch(buffer))))
+        rows = [row.tobytes() for row in rows_of(self._held["endpoint"].fetch(buffer))]
+        answers = {_HOST.unpack_from(row)[0]: row[_HOST.size :] for row in rows}
         wanted = {host: header for host, header in headers.items() if header.flag == flag}
         return {host: decode_answer(answers[host][: header.length]) for host, header in wanted.items()}
 

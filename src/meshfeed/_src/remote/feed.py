@@ -80,7 +80,7 @@ def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str
 
 
 class FeedTarget:
-    """Implements :class:`meshfeed._src.remote.client.EndpointTarget`."""
+    """The target of a :class:`meshfeed._src.remote.client.Endpoint`."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

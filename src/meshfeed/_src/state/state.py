@@ -199,27 +199,24 @@ def _pop_version(fields: dict[str, JsonValue]) -> int:
 def _check_fields(fields: Mapping[str, JsonValue]) -> None:
     for name, kind in _REQUIRED.items():
         if name not in fields:
-            raise StateMismatchError(name, "missing", f"{kind.__name__}", f"The state is truncated. {_DAMAGED}")
+            remedy = f"The state has no {name!r}, so it is truncated or damaged. {_DAMAGED}"
+            raise StateMismatchError(name, "missing", kind.__name__, remedy)
     for name, value in fields.items():
         kind = _REQUIRED.get(name) or _OPTIONAL.get(name)
         if kind is None:
             raise StateMismatchError(name, _shorten(value), "no such field", _DAMAGED)
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
-            raise StateMismatchError(name, _shorten(value), f"{kind.__name__}", _DAMAGED)
+            raise StateMismatchError(name, _shorten(value), kind.__name__, _DAMAGED)
         if kind is int and value >= _MAX_NUMBER:
             raise StateMismatchError(name, value, "a number below 2**62, the limit of every stream", _DAMAGED)
 
 
 def _is_ledger(entries: JsonValue) -> bool:
-    def is_entry(entry: JsonValue) -> bool:
-        return isinstance(entry, list) and [type(item) for item in cast("list[JsonValue]", entry)] == [
-            int,
-            int,
-            str,
-            int,
-        ]
-
-    return isinstance(entries, list) and all(map(is_entry, cast("list[JsonValue]", entries)))
+    kinds = [int, int, str, int]
+    return isinstance(entries, list) and all(
+        isinstance(entry, list) and [type(item) for item in cast("list[JsonValue]", entry)] == kinds
+        for entry in cast("list[JsonValue]", entries)
+    )
 
 
 # Fields that map lanes or hosts to entries: the check of an entry, and the expected form.
@@ -269,11 +266,13 @@ def compare_fingerprints(
             if not _same(flat_old.get(name, "missing"), flat_new.get(name, "missing"))
         )
         files = about_files(flat_old, flat_new, file_names() if file_names else ()) if top == "source" else ""
+        absent = top not in saved or field not in flat_old
+        lacks = f"The state has no {field!r}: it is damaged or belongs to a different stream. " if absent else ""
         raise StateMismatchError(
             field,
             flat_old.get(field, "missing"),
             flat_new.get(field, "missing"),
-            files + _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
+            lacks + files + _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
         )
 
 
