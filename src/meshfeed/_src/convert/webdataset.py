@@ -10,7 +10,8 @@ import numpy as np
 from meshfeed._src.convert.buffers import binary
 from meshfeed._src.convert.inputs import Input, Scan
 from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.webdataset import TarIndex, read_samples
+from meshfeed._src.sources.files.shards import read_spans
+from meshfeed._src.sources.webdataset import TarIndex
 from meshfeed._src.sources.webdataset import scan as scan_tar
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class WebDatasets(Input):
         archive = Descriptor(path)
         index: TarIndex = scan_tar(archive, path)
         for low in range(start, stop, _ROWS):
-            samples = read_samples(archive, index, np.arange(low, min(low + _ROWS, stop)), path)
+            rows = np.arange(low, min(low + _ROWS, stop))
+            samples = index.records(rows, read_spans(archive, *index.bounds(rows)), path)
             for sample in samples:
                 sample["__key__"] = sample["__key__"].encode("utf-8", "surrogateescape")
             yield pa.RecordBatch.from_arrays(

@@ -25,11 +25,10 @@ BYTES, FLOAT, INT64 = 1, 2, 3
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FEW_VALUES = 16  # below, a loop is faster than numpy
-_KIND_NAMES = {BYTES: "bytes", FLOAT: "floats", INT64: "integers"}
 _MASK = (1 << 64) - 1
 
-_Features: TypeAlias = "dict[str, np.ndarray | list[bytes]]"
 _Feature: TypeAlias = "np.ndarray | list[bytes]"
+_Features: TypeAlias = dict[str, _Feature]
 _Convert: TypeAlias = Callable[[_Feature], object]
 
 
@@ -156,21 +155,17 @@ def _describe(values: _Feature) -> str:
     return f"{len(values):,} {'floats' if values.dtype.kind == 'f' else 'integers'}"
 
 
-def parse_example(record: bytes, names: Container[str] | None = None) -> dict[str, np.ndarray | list[bytes]]:
-    """Parses the features of an Example.
-
-    Args:
-      record: the serialized message.
-      names: container of the features to return; None for all.
+def parse_example(record: bytes, names: Container[str] | None = None) -> _Features:
+    """Parses the features of an Example; only those in ``names`` if given.
 
     Returns:
-      Feature name → int64 ``[n]``, float32 ``[n]``, or a list of bytes. A feature without a kind is left out, as
-      TensorFlow does.
+      Feature name → int64 ``[n]``, float32 ``[n]``, or a list of bytes. A feature without a kind is left out, as TensorFlow
+      does.
 
     Raises:
       ValueError: the bytes are not an Example.
     """
-    found: dict[str, np.ndarray | list[bytes]] = {}
+    found: _Features = {}
     try:
         for field, features in _fields(record, 0, len(record)):
             if field == 1:
@@ -184,9 +179,7 @@ def parse_example(record: bytes, names: Container[str] | None = None) -> dict[st
     return found
 
 
-def _parse_entry(
-    record: bytes, span: tuple[int, int], names: Container[str] | None, found: dict[str, np.ndarray | list[bytes]]
-) -> None:
+def _parse_entry(record: bytes, span: tuple[int, int], names: Container[str] | None, found: _Features) -> None:
     name, feature = "", None
     for field, value in _fields(record, *span):
         if field == 1:
@@ -196,7 +189,7 @@ def _parse_entry(
     if feature is None or (names is not None and name not in names):
         return
     for kind, values in _fields(record, *feature):
-        if kind in _KIND_NAMES:
+        if kind in _PARSERS:
             found[name] = _PARSERS[kind](record, *values)
 
 
@@ -266,7 +259,7 @@ def _parse_integers(record: bytes, start: int, stop: int) -> np.ndarray:
     return np.concatenate(parts).view(np.int64) if parts else np.empty(0, np.int64)
 
 
-_PARSERS: dict[int, Callable[[bytes, int, int], np.ndarray | list[bytes]]] = {
+_PARSERS: dict[int, Callable[[bytes, int, int], _Feature]] = {
     BYTES: _parse_bytes,
     FLOAT: _parse_floats,
     INT64: _parse_integers,
@@ -395,11 +388,7 @@ class DecodeRaw:
 
 
 def refuse_as_decode(decode: object, source: str) -> None:
-    """Rejects a :class:`DecodeRaw` passed as ``decode=`` instead of ``decode_batch=``.
-
-    Raises:
-      SettingsError: ``decode`` is a :class:`DecodeRaw`.
-    """
+    """Raises SettingsError if a :class:`DecodeRaw` is passed as ``decode=`` instead of ``decode_batch=``."""
     if isinstance(decode, DecodeRaw):
         raise SettingsError(f"{source} got decode={decode!r}, which {_NOT_FOR_ONE}", setting="decode")
 

@@ -25,16 +25,10 @@ _RECORDS_PER_DIGEST = 1 << 20
 
 
 def documents_of(source: object, name: str, of_stream: str, of_mixture: str) -> RandomAccessSource:
-    """Returns a random-access source whose records have fixed lengths.
-
-    Args:
-      source: what the user passed.
-      name: the source that needs them, for errors.
-      of_stream: what to do with a stream instead.
-      of_mixture: what to do with a mixture instead.
+    """Returns a random-access source whose records have fixed lengths, from what the user passed to the source ``name``.
 
     Raises:
-      SourceError: the source is a stream or a mixture, or has no records.
+      SourceError: the source is a stream (do ``of_stream`` instead) or a mixture (``of_mixture``), or has no records.
       SettingsError: the records depend on random numbers.
     """
     documents = hooks.unconverted(as_source(source))
@@ -116,12 +110,7 @@ def read_items(source: RandomAccessSource, ids: np.ndarray) -> Sequence[Record]:
 
 
 class RowError(Exception):
-    """One of the records that a function got at once is wrong.
-
-    Args:
-      row: its index among them.
-      reason: what is wrong with it.
-    """
+    """The record ``row`` of those that a function got at once is wrong."""
 
     def __init__(self, row: int, reason: Exception) -> None:
         super().__init__(row, reason)

@@ -222,12 +222,8 @@ class MappedStream(_Mapped):
 class MappedLane:
     """One lane of a mapped stream.
 
-    Args:
-      mapped: the stream.
-      lane: the lane of its source.
-      decode: the source's decoder, or None.
-      place: seed, lane index and epoch, for the decoder's random numbers.
-      key: for the function's random numbers.
+    ``decode`` is the source's decoder, whose random numbers depend on ``place``: seed, lane index and epoch. Those of the
+    function depend on ``key``.
     """
 
     def __init__(

@@ -46,11 +46,7 @@ _IMAGES = frozenset(["jpeg", "png"])
 
 @dataclasses.dataclass(frozen=True)
 class MDSShard(Shard):
-    """One MDS shard as its index describes it.
-
-    Attributes:
-      name: name of the uncompressed file, which identifies the shard.
-    """
+    """One MDS shard as its index describes it; the name of the uncompressed file identifies it."""
 
     source: ClassVar[str] = "MDS"
     name: str
@@ -58,13 +54,7 @@ class MDSShard(Shard):
 
 @dataclasses.dataclass(frozen=True)
 class _CheckedShard:
-    """A checked shard.
-
-    Attributes:
-      shard: the shard.
-      offsets: uint32[records + 1], the first byte of each sample and the end of the last one.
-      open: opens the file.
-    """
+    """A checked shard, and uint32[records + 1], the first byte of each sample and the end of the last one."""
 
     shard: MDSShard
     offsets: np.ndarray
@@ -336,11 +326,7 @@ def _choose(columns: Sequence[Column], names: Sequence[str] | None, folder: str)
 
 
 def _check_shard(shard: MDSShard, open_file: OpenFile) -> tuple[_CheckedShard, int]:
-    """Reads the offsets of a shard.
-
-    Raises:
-      CorruptDataError: the header or the offsets are damaged.
-    """
+    """Reads the offsets of a shard. Raises CorruptDataError if the header or the offsets are damaged."""
     num_bytes = _WORD.itemsize * (shard.num_records + 2)
     header = np.frombuffer(open_file().read(0, num_bytes), _WORD)
     if len(header) != shard.num_records + 2 or header[0] != shard.num_records:
@@ -366,9 +352,19 @@ def _build(checked: _CheckedShard, rows: np.ndarray, first_record_id: int, sampl
 
 _SCALARS = {
     name: np.dtype(name).newbyteorder("<")
-    for name in (
-        *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
-    )
+    for name in [
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+    ]
 }
 # The first byte of an array with a dtype of its own: the size of a value in bits, plus 1 if signed, 2 if a float.
 _ARRAY_DTYPES = {dtype.itemsize * 8 + {"u": 0, "i": 1, "f": 2}[dtype.kind]: dtype for dtype in _SCALARS.values()}
@@ -380,13 +376,7 @@ _HOST_ONLY = {"bytes", "str", "str_decimal"}
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of the samples.
-
-    Attributes:
-      name: its name.
-      encoding: its encoding, as in ``index.json``.
-      size: size of a value in bytes; None if it varies.
-    """
+    """A column of the samples: name, encoding as in ``index.json``, and size of a value in bytes, None if it varies."""
 
     name: str
     encoding: str
@@ -394,30 +384,19 @@ class Column:
 
 
 class Layout:
-    """The columns of a data set's samples.
-
-    Args:
-      columns: all columns, in stored order.
-
-    Attributes:
-      columns: all columns, in stored order.
-    """
+    """The columns of a data set's samples, in stored order."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
-        sizes = [column.size or 0 for column in self.columns]
         self._varying = [number for number, column in enumerate(self.columns) if column.size is None]
-        self._sizes = np.array(sizes, np.int64)
+        self._sizes = np.array([column.size or 0 for column in self.columns], np.int64)
 
     def bounds(self, samples: Sequence[bytes]) -> tuple[np.ndarray, int | None]:
         """Returns where the values of each sample begin and end.
 
-        Args:
-          samples: n stored samples.
-
         Returns:
-          int64[n, columns + 1], the first byte of each value and the end of the last one; and the index of a sample
-          whose size is not the sum of its parts, or None.
+          int64[n, columns + 1], the first byte of each value and the end of the last one; and the index of a sample whose
+          size is not the sum of its parts, or None.
         """
         num_bytes = np.fromiter(map(len, samples), np.int64, len(samples))
         head = _WORD.itemsize * len(self._varying)
@@ -435,11 +414,7 @@ class Layout:
 
 
 def check_columns(columns: Sequence[Column], *, what: str) -> None:
-    """Checks that every column can be decoded.
-
-    Raises:
-      SourceError: a column is pickled, or has an unknown encoding; names it.
-    """
+    """Raises SourceError for a column that is pickled, or has an unknown encoding."""
     for column in columns:
         others = [other.name for other in columns if other is not column]
         leave_out = f", or leave it out: columns={others!r}" if others else ""
@@ -458,11 +433,7 @@ def check_columns(columns: Sequence[Column], *, what: str) -> None:
 
 
 def check_stackable(columns: Sequence[Column], *, what: str) -> None:
-    """Checks that no column is text or bytes.
-
-    Raises:
-      SourceError: a column is; names it.
-    """
+    """Raises SourceError for a column of text or bytes."""
     for column in columns:
         if column.encoding in _HOST_ONLY:
             others = [other.name for other in columns if other.encoding not in _HOST_ONLY]
@@ -494,11 +465,7 @@ def decoder(encoding: str) -> Callable[[bytes], object]:
 
 
 def stack(column: Column, rows: np.ndarray) -> np.ndarray | None:
-    """Decodes the values of a column of numbers or arrays.
-
-    Args:
-      column: the column.
-      rows: uint8[n, bytes per value], the stored values.
+    """Decodes the values of a column of numbers or arrays, uint8[n, bytes per value].
 
     Returns:
       A new array ``[n, ...]``; None if the column has no such form, or the values differ in shape or dtype.

@@ -69,13 +69,7 @@ def Padded(  # named like a class, as Map is
 
 
 class Pad:
-    """Stacks records padded to one length.
-
-    Args:
-      key, mask_key, pad_value: see :func:`Padded`.
-      length: entries of a padded leaf.
-      truncates: whether longer records are cut.
-      what: what ``length`` is, for errors.
+    """Stacks records padded to ``length``, which errors call ``what``; for other arguments, see :func:`Padded`.
 
     Raises:
       SettingsError: a setting is out of range; names the keyword.

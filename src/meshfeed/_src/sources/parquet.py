@@ -20,10 +20,9 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, identify, sparse_files
-from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.open_files import Lru
-from meshfeed._src.sources.files.parquet import ParquetFile
+from meshfeed._src.sources.files.parquet import ParquetFile, damaged
 from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, ShardSource, local_copy
 
 if TYPE_CHECKING:
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _TAIL_BYTES = 1 << 18  # the footer of most files, in one request
-_PADDING_BYTES = (
-    100  # Arrow reads so many bytes after a column chunk of old writers, which left a header out of its size
-)
+_PADDING_BYTES = 100  # Arrow reads so far beyond a column chunk, whose size lacks a header in files of old writers
 _MAX_GROUP_BYTES = 512 << 20
 _MAX_GROUPS = 1 << 16
 _MAGIC = b"PAR1"
@@ -42,11 +39,7 @@ _MAGIC = b"PAR1"
 
 @dataclasses.dataclass(frozen=True)
 class ParquetShard(Shard):
-    """One Parquet file as it was when the source was created.
-
-    Attributes:
-      schema: the Arrow schema of its columns, serialized.
-    """
+    """One Parquet file as it was when the source was created, with the serialized Arrow schema of its columns."""
 
     source: ClassVar[str] = "Parquet"
     schema: bytes = dataclasses.field(repr=False, compare=False)
@@ -61,13 +54,7 @@ class ParquetShard(Shard):
 
 @dataclasses.dataclass(frozen=True)
 class _CheckedFile:
-    """A checked file.
-
-    Attributes:
-      shard: the file.
-      metadata: its footer.
-      group_ends: int64[row groups], the row after the last one of each group.
-    """
+    """A checked file: its footer, and int64[row groups], the row after the last one of each group."""
 
     shard: ParquetShard
     metadata: Any
@@ -76,12 +63,7 @@ class _CheckedFile:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows of one decoded row group, as one item per record.
-
-    Attributes:
-      group: the decoded group.
-      row: row within it.
-    """
+    """One record: a row of a decoded row group."""
 
     group: pa.Table
     row: int
@@ -198,7 +180,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
             ends = np.cumsum(file.group_rows, dtype=np.int64)
             found = file.metadata.num_rows
             if len(ends) and ends[-1] != found:
-                raise _damaged(shard.path, f"its row groups have {ends[-1]:,} rows, and its footer {found:,}")
+                raise damaged(shard.path, f"its row groups have {ends[-1]:,} rows, and its footer {found:,}")
             if found != shard.num_records:
                 change = f"{shard.num_records:,} rows then, {found:,} now"
                 raise file_paths.changed(f"the Parquet file {shard.path}", change, shard.manifest)
@@ -264,7 +246,7 @@ def _open_footer(file: RemoteBytes) -> ParquetFile:
     tail = file.read(start, num_bytes)
     length = 8 + int.from_bytes(tail[-8:-4], "little")
     if tail[-4:] != _MAGIC or length > num_bytes:
-        raise _damaged(url, f"{num_bytes:,} bytes that do not end in a footer")
+        raise damaged(url, f"{num_bytes:,} bytes that do not end in a footer")
     if length > len(tail):
         tail = file.read(num_bytes - length, start) + tail
     return ParquetFile(url, stream=io.BytesIO(_MAGIC + tail[-length:]))
@@ -373,11 +355,3 @@ def _plain(value: Any) -> Any:
         if pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner):
             return value.values.to_numpy(zero_copy_only=False)
     return value.as_py()
-
-
-def _damaged(path: str, reason: str) -> CorruptDataError:
-    return CorruptDataError(
-        f"{path} is no intact Parquet file ({reason.rstrip('.')}). Expected what the writer wrote."
-        f"{reader_hint(path, unless='Parquet') or ' Write or copy it again.'}",
-        path=path,
-    )

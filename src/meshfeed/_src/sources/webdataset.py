@@ -32,7 +32,7 @@ from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, ShardSource, Spans, changed, read_spans
+from meshfeed._src.sources.files.shards import OpenFile, Shard, ShardReader, ShardSource, Spans, changed
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -59,13 +59,11 @@ class _CheckedTar:
     Attributes:
       shard: the archive.
       index: where its samples are.
-      names: all extensions.
       open: opens the file.
     """
 
     shard: TarShard
     index: TarIndex
-    names: list[str]
     open: OpenFile
 
 
@@ -254,73 +252,15 @@ def _check(shard: TarShard, open_file: OpenFile) -> tuple[_CheckedTar, int]:
     index, _ = _find_or_make(places, shard.stamp, lambda: scan(open_file(), shard.path))
     if index.num_samples != shard.num_records:
         raise changed(shard, shard.path)
-    return _CheckedTar(shard, index, index.names(), open_file), index.num_entries
+    return _CheckedTar(shard, index, open_file), index.num_entries
 
 
 def _spans_of(checked: _CheckedTar, rows: np.ndarray) -> Spans:
-    return Spans(checked.open, *_bounds(checked.index, rows))
-
-
-def _bounds(index: TarIndex, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    last = index.first_files[rows + 1] - 1
-    return index.starts[index.first_files[rows]], index.starts[last] + index.sizes[last]
+    return Spans(checked.open, *checked.index.bounds(rows))
 
 
 def _build(checked: _CheckedTar, rows: np.ndarray, first_record_id: int, samples: list[bytes]) -> list[dict[str, Any]]:
-    return _samples_of(checked.index, rows, samples, checked.shard.path, first_record_id)
-
-
-def read_samples(
-    archive: Descriptor, index: TarIndex, rows: np.ndarray, path: str, first_record_id: int = 0
-) -> list[dict[str, Any]]:
-    """Reads samples of an open archive.
-
-    Args:
-      archive: the open file.
-      index: its index.
-      rows: int64[n], the samples.
-      path: its name in errors.
-      first_record_id: added to the row in errors.
-
-    Returns:
-      n dicts of key and bytes.
-
-    Raises:
-      CorruptDataError: if the archive is cut short; names the file and the record.
-    """
-    return _samples_of(index, rows, read_spans(archive, *_bounds(index, rows)), path, first_record_id)
-
-
-def _samples_of(
-    index: TarIndex, rows: np.ndarray, samples: Sequence[bytes], path: str, first_record_id: int
-) -> list[dict[str, Any]]:
-    """Returns samples as dicts, given the bytes from the first file of each to its last one."""
-    first, last = index.first_files[rows], index.first_files[rows + 1] - 1
-    starts, stops = _bounds(index, rows)
-    short = [
-        row
-        for row, sample, size in zip(rows.tolist(), samples, (stops - starts).tolist(), strict=True)
-        if len(sample) < size
-    ]
-    if short:
-        raise CorruptDataError(
-            f"{path}: record {first_record_id + short[0]} is not there in full. The archive was cut short: "
-            "copy it again.",
-            path=path,
-            record_id=first_record_id + short[0],
-        )
-    names, counts = index.names(), last + 1 - first
-    files = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
-    begins = index.starts[files] - np.repeat(starts, counts)
-    ends = (begins + index.sizes[files]).tolist()
-    places = zip(index.extensions[files].tolist(), begins.tolist(), ends, strict=True)
-    return [
-        {
-            "__key__": index.key(row),
-            **{names[name]: sample[low:high] for name, low, high in itertools.islice(places, count)},
-        }
-        for row, sample, count in zip(rows.tolist(), samples, counts.tolist(), strict=True)
-    ]
+    return checked.index.records(rows, samples, checked.shard.path, first_record_id)
 
 
 SUFFIX = ".meshfeed-index"
@@ -372,6 +312,39 @@ class TarIndex:
     def names(self) -> list[str]:
         """Returns the extensions."""
         return self.extension_names.tobytes().decode("utf-8", "surrogateescape").split("\n")
+
+    def bounds(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the first byte of the first file of each sample, and the byte after the last one, int64[n]."""
+        last = self.first_files[rows + 1] - 1
+        return self.starts[self.first_files[rows]], self.starts[last] + self.sizes[last]
+
+    def records(
+        self, rows: np.ndarray, samples: Sequence[bytes], path: str, first_record_id: int = 0
+    ) -> list[dict[str, Any]]:
+        """Returns samples, int64[n], as dicts of key and bytes, given the bytes at their :meth:`bounds`.
+
+        Raises:
+          CorruptDataError: if the archive is cut short; names the file and the record.
+        """
+        starts, stops = self.bounds(rows)
+        for row, sample, size in zip(rows.tolist(), samples, (stops - starts).tolist(), strict=True):
+            if len(sample) < size:
+                record_id = first_record_id + row
+                message = f"{path}: record {record_id} is not there in full. The archive was cut short: copy it again."
+                raise CorruptDataError(message, path=path, record_id=record_id)
+        names, first = self.names(), self.first_files[rows]
+        counts = self.first_files[rows + 1] - first
+        files = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        begins = self.starts[files] - np.repeat(starts, counts)
+        ends = (begins + self.sizes[files]).tolist()
+        places = zip(self.extensions[files].tolist(), begins.tolist(), ends, strict=True)
+        return [
+            {
+                "__key__": self.key(row),
+                **{names[name]: sample[low:high] for name, low, high in itertools.islice(places, count)},
+            }
+            for row, sample, count in zip(rows.tolist(), samples, counts.tolist(), strict=True)
+        ]
 
 
 def split_name(name: str) -> tuple[str, str] | None:

@@ -170,17 +170,10 @@ class StackedWindowShuffle(WindowShuffle):
 
 
 def permutation(size: int, key: tuple[int, ...]) -> np.ndarray:
-    """A permutation of ``range(size)`` that depends only on ``key``.
+    """Returns a permutation of ``range(size)``, int64[size], that depends only on the integers ``key``.
 
     Sorts raw Philox numbers, a stream that NumPy keeps stable across versions; ``Generator.permutation`` has no such
     guarantee.
-
-    Args:
-      size: number of elements.
-      key: integers.
-
-    Returns:
-      int64[size].
     """
     # SeedSequence rejects negative integers.
     entropy = [part & (2**64 - 1) for part in key]

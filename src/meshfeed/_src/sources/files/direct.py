@@ -48,12 +48,8 @@ _pin_lock = threading.Lock()
 class RemoteBytes:
     """A remote file that is read without a copy. Thread-safe.
 
-    Args:
-      url: its URL.
-      num_bytes: its size in bytes.
-      version: see :func:`meshfeed._src.sources.files.paths.version_of`; if empty, the version of the first answer.
-      source: the source that reads it, for errors.
-      manifest: path of the manifest that lists its size; empty if there is none.
+    An empty ``version`` becomes that of the first answer. ``source``, which reads the file, and ``manifest``, the path of the
+    manifest that lists its size, if any, are for errors.
     """
 
     def __init__(self, url: str, num_bytes: int, version: str, source: str, manifest: str = "") -> None:
@@ -363,11 +359,7 @@ def _session_options() -> dict[str, Any]:
 
 
 class SparseFile:
-    """A file in memory that has some ranges of a remote one at their offsets, and zeros elsewhere.
-
-    Attributes:
-      number: the file descriptor; closed when the last reference is dropped.
-    """
+    """A file in memory, open as ``number``, that has some ranges of a remote one at their offsets, and zeros elsewhere."""
 
     def __init__(self, num_bytes: int) -> None:
         if hasattr(os, "memfd_create"):
@@ -387,13 +379,7 @@ class SparseFile:
 def sparse_files(
     files: Sequence[RemoteBytes], file_index: np.ndarray, starts: np.ndarray, stops: np.ndarray
 ) -> list[SparseFile]:
-    """Returns files that have the given ranges.
-
-    Args:
-      files: the remote files.
-      file_index: int64[n], the file of each range.
-      starts: int64[n], the first byte of each range.
-      stops: int64[n], the byte after its last one.
+    """Returns files with the bytes ``[starts, stops)``, int64[n], of the files that ``file_index``, int64[n], refers to.
 
     Raises:
       SourceError, OSError: as for :func:`read_ranges`.

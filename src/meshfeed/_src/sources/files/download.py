@@ -40,13 +40,9 @@ class _FileSystem(Protocol):
 
 
 class Download:
-    """One file that is being downloaded.
+    """One file that is being downloaded into ``handle``, an empty file open for writing.
 
-    Args:
-      url: URL of the file.
-      num_bytes: size of the file.
-      handle: an empty file, open for writing.
-      priority: returns when the file is needed; the smallest value comes first.
+    The file with the smallest ``priority()``, when it is needed, comes first.
     """
 
     def __init__(self, url: str, num_bytes: int, handle: int, priority: Callable[[], float]) -> None:
@@ -99,12 +95,7 @@ class Download:
 
 
 class Downloads:
-    """The downloads of a process. Thread-safe.
-
-    Args:
-      retry: retry policy of each block.
-      read_timeout_seconds: a request that has not been answered for this long is sent again.
-    """
+    """The downloads of a process. Thread-safe. A request without an answer for ``read_timeout_seconds`` is sent again."""
 
     def __init__(self, retry: Retry, read_timeout_seconds: float) -> None:
         self._retry, self._timeout = retry, read_timeout_seconds

@@ -63,14 +63,10 @@ def source_of(path: str) -> str | None:
 
 
 def reader_hint(path: object, *, unless: str = "") -> str:
-    """Returns a sentence that names the file format and what to pass to the feed.
+    """Returns a sentence that names the file format and what to pass to the feed, with a leading space.
 
-    Args:
-      path: a path, glob or URL, or a list whose first item is used; returns an empty string for anything else.
-      unless: name of the calling source; returns an empty string if that source reads such files.
-
-    Returns:
-      The sentence with a leading space; an empty string if the format is unknown.
+    Empty if the format is unknown, if ``path`` is no path, glob, URL or list of them (its first item counts), or if the
+    source named ``unless`` reads such files.
     """
     if isinstance(path, list | tuple) and path:
         path = path[0]
@@ -97,12 +93,12 @@ def compression_of(name: str) -> str | None:
 
 
 def decompress(compression: str, source: str, target: str, num_bytes: int | None, *, what: str) -> None:
-    """Decompresses a file into another, which exists.
+    """Decompresses a file into another, which exists; its former content is dropped.
 
     Args:
       compression: a value of :func:`compression_of`.
       source: path of the compressed file.
-      target: path of the file to write; its former content is dropped.
+      target: path of the file to write.
       num_bytes: size of the content; required for "snappy", and checked for all if given.
       what: the file in errors.
 

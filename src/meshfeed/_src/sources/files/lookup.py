@@ -62,13 +62,7 @@ class FileFormat(Generic[F]):
 
 @dataclasses.dataclass(frozen=True)
 class FoundFiles(Generic[F]):
-    """The files of a source.
-
-    Attributes:
-      files: what is in each.
-      names: their paths and URLs.
-      manifests: paths of the manifests that list some of them.
-    """
+    """What is in each file of a source, the paths and URLs of the files, and those of the manifests that list some."""
 
     files: list[F]
     names: list[str]
@@ -239,10 +233,7 @@ class _Job(NamedTuple):
 def look_together(names: Sequence[str], source: str, look: Look) -> list[JsonValue]:
     """Returns what is in each file, as JSON; looks at about ``len(names) / num_hosts`` of them here.
 
-    Args:
-      names: URLs of the files, in the same order on all hosts.
-      source: name of the source.
-      look: looks at some of them.
+    ``names`` are URLs, in the same order on all hosts.
 
     Raises:
       Exception: if a file cannot be read, the same on all hosts: that of the lowest host that met one.

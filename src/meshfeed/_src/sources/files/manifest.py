@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -40,7 +41,6 @@ NAME = "manifest.json"
 _LENGTHS_SUFFIX = ".lengths"
 _FORMAT, _VERSION = "meshfeed manifest", 1
 _COLUMNS = ["name", "bytes", "records", "digest", "details"]
-_HASH_BYTES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +82,7 @@ class LengthsFile:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The lengths to write.
-
-    Attributes:
-      values: integers ``[records]``.
-      counts: see :class:`LengthsFile`.
-      eod: see :class:`LengthsFile`.
-    """
+    """The lengths to write, integers ``[records]``; for the rest, see :class:`LengthsFile`."""
 
     values: np.ndarray
     counts: Sequence[int] | None = None
@@ -149,21 +143,12 @@ def digest_of(content: bytes) -> str:
 
 def digest_file(path: str) -> str:
     """Returns the digest of a local file as a manifest lists it."""
-    digest = xxhash.xxh3_64()
     with open(path, "rb") as file:
-        while content := file.read(_HASH_BYTES):
-            digest.update(content)
-    return f"xxh3_64:{digest.hexdigest()}"
+        return f"xxh3_64:{hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"
 
 
 def describe_file(path: str, num_records: int, details: Mapping[str, JsonValue] | None = None) -> FileEntry:
-    """Returns the entry of a local file; reads all of it for the digest.
-
-    Args:
-      path: absolute path.
-      num_records: see :class:`FileEntry`.
-      details: see :class:`FileEntry`.
-    """
+    """Returns the entry of a local file, an absolute path; reads all of it for the digest."""
     return FileEntry(path, os.path.getsize(path), num_records, digest_file(path), details or {})
 
 
@@ -206,7 +191,7 @@ def write_manifest(
     details: dict[str, int] = {}  # as JSON → its number
     numbers = [details.setdefault(json.dumps(dict(file.details)), len(details)) for file in files]
     rows = [
-        json.dumps([_relative(file.path, folder), file.num_bytes, file.num_records, file.digest, number])
+        json.dumps([file.path.removeprefix(folder), file.num_bytes, file.num_records, file.digest, number])
         for file, number in zip(files, numbers, strict=True)
     ]
     head = {"format": _FORMAT, "version": _VERSION, "source": source, "columns": _COLUMNS}
@@ -265,19 +250,7 @@ def damaged(path: str, reason: str) -> CorruptDataError:
 
 
 def lengths_by_file(paths: Sequence[str], key: str, eod: int | None = None) -> dict[str, np.ndarray]:
-    """Returns the lengths of the leaf ``key`` of records, from manifests.
-
-    Args:
-      paths: the manifests.
-      key: the leaf.
-      eod: see :meth:`DataManifest.lengths`.
-
-    Returns:
-      Path or URL of each file whose lengths are listed → uint32 or int64 ``[records]``.
-
-    Raises:
-      SourceError, CorruptDataError, OSError: as for :func:`read_manifest`.
-    """
+    """Returns the lengths of the leaf ``key`` of records, from manifests; see :meth:`DataManifest.lengths`."""
     found: dict[str, np.ndarray] = {}
     for path in paths:
         found |= read_manifest(path).lengths(key, eod) or {}
@@ -295,10 +268,6 @@ def _npy(lengths: np.ndarray) -> bytes:
     out = io.BytesIO()
     np.save(out, values.astype("<u4" if small else "<i8"), allow_pickle=False)
     return out.getvalue()
-
-
-def _relative(path: str, folder: str) -> str:
-    return path.removeprefix(folder)
 
 
 def _joined(name: str, folder: str) -> str:

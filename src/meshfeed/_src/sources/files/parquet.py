@@ -73,7 +73,7 @@ class ParquetFile:
         except pa.ArrowInvalid as error:
             if self._stream is not None:
                 self._stream.close()
-            raise self._corrupt(error) from error
+            raise damaged(self.path, error) from error
 
     def batches(
         self,
@@ -135,26 +135,18 @@ class ParquetFile:
             try:
                 batch = next(batches)
             except StopIteration:
-                raise self._corrupt(f"row group {group} ended after {row:,} rows") from None
+                raise damaged(self.path, f"row group {group} ended after {row:,} rows") from None
             except pa.ArrowInvalid as error:
-                raise self._corrupt(error) from error
+                raise damaged(self.path, error) from error
             except OSError as error:
                 # Arrow raises a bare OSError for damaged pages; an error of the file system has a number.
                 if self._stream is None and error.errno is None:
-                    raise self._corrupt(error) from error
+                    raise damaged(self.path, error) from error
                 raise
             first, row = row, row + batch.num_rows
             kept = range(max(first, low), min(row, high))
             if kept:
                 yield kept.start, batch.slice(kept.start - first, len(kept))
-
-    def _corrupt(self, error: object) -> CorruptDataError:
-        reason = " ".join(str(error).split()).rstrip(".")  # Arrow's messages may have several lines
-        return CorruptDataError(
-            f"{self.path} is no intact Parquet file ({reason}). Expected what the writer wrote."
-            f"{reader_hint(self.path, unless='Parquet') or ' Write or copy it again.'}",
-            path=self.path,
-        )
 
     def close(self) -> None:
         """Closes the file."""
@@ -167,3 +159,13 @@ class ParquetFile:
 
     def __exit__(self, *unused: object) -> None:
         self.close()
+
+
+def damaged(path: str, reason: object) -> CorruptDataError:
+    """Returns the error for a file that is not what its writer wrote."""
+    what = " ".join(str(reason).split()).rstrip(".")  # Arrow's messages may have several lines
+    return CorruptDataError(
+        f"{path} is no intact Parquet file ({what}). Expected what the writer wrote."
+        f"{reader_hint(path, unless='Parquet') or ' Write or copy it again.'}",
+        path=path,
+    )

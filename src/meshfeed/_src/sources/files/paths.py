@@ -189,12 +189,7 @@ def how_to_install(url: str) -> str:
 
 
 def file_info(url: str, source: str, *, fresh: bool = False) -> dict[str, Any]:
-    """Returns what the store of a URL reports about the file: fsspec's ``info()``.
-
-    Args:
-      url: URL of the file.
-      source: the calling source, for errors.
-      fresh: ask the store, even if a listing is cached.
+    """Returns what the store of a URL reports about the file: fsspec's ``info()``; with ``fresh``, not from a cached listing.
 
     Raises:
       SourceError: if the file does not exist or is not readable.
@@ -279,13 +274,7 @@ def _with_details(mapped: OSError, error: Exception) -> OSError:
 
 
 def changed(what: str, change: str, manifest: str = "") -> SourceError:
-    """Returns the error for a file that is no longer the one that the source was created with.
-
-    Args:
-      what: the file.
-      change: what it was and what it is now.
-      manifest: path of the manifest that lists the file as it was; empty if there is none.
-    """
+    """Returns the error for a file that is no longer the one that the source, or a ``manifest`` (its path), was made with."""
     since, remedy = "the source was made", "Build the source again"
     if manifest:
         since, remedy = f"the manifest {manifest} was written", "Write the manifest again with `meshfeed manifest`"

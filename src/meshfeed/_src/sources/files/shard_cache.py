@@ -167,7 +167,6 @@ _AHEAD_BYTES = 4 << 30  # without max_bytes
 # What makes room for a file must be needed that much later: it may be needed sooner than what comes next.
 _LATER_TIMES = 2
 _PLANNED_TIMES = 4  # caches of files whose next uses are known: with fewer, the farthest of them is a guess
-_HASH_BYTES = 1 << 22
 _INFLATION = 5  # decompressed size over compressed size, if not known; only to reserve space
 _PREFIX = "meshfeed_"
 _DIGEST_ATTRIBUTE = "user.meshfeed.xxh3_64"
@@ -199,11 +198,7 @@ class _Entry:
 
 
 class _SharedPlans:
-    """When the processes that share a folder need its copies; each writes a file, and replaces it as it goes on. Thread-safe.
-
-    Args:
-      directory: the folder.
-    """
+    """When the processes that share a folder need its copies; each writes its plan, and replaces it later. Thread-safe."""
 
     def __init__(self, directory: pathlib.Path) -> None:
         self._directory = directory
@@ -284,14 +279,7 @@ class CacheStats:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """A file that is read through a cache; see :class:`meshfeed._src.base.hooks.CachedFile`.
-
-    Attributes:
-      cache: the cache.
-      url: URL or path of the file.
-      compression: see :meth:`ShardCache.open`.
-      num_bytes: size of the copy in bytes; 0 if not known.
-    """
+    """A file that is read through a cache; see :class:`meshfeed._src.base.hooks.CachedFile` and :meth:`ShardCache.open`."""
 
     cache: ShardCache
     url: str
@@ -816,11 +804,8 @@ def _check(entry: _Entry, part: pathlib.Path) -> None:
 
 
 def _digest(path: pathlib.Path, algorithm: str) -> str:
-    digest = xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.new(algorithm)
     with path.open("rb") as file:
-        while content := file.read(_HASH_BYTES):
-            digest.update(content)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64 if algorithm == "xxh3_64" else algorithm).hexdigest()
 
 
 def _write_digest(part: pathlib.Path) -> None:

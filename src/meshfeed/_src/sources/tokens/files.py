@@ -82,13 +82,7 @@ class StoredFile(Shard):
 
 @dataclasses.dataclass(frozen=True)
 class DocumentIndex:
-    """A Megatron index.
-
-    Attributes:
-      file: the ``.idx`` file.
-      num_sequences: sequences, the parts of documents.
-      num_bounds: document boundaries, one more than there are documents.
-    """
+    """A Megatron index: the ``.idx`` file, the number of parts of documents, and of their bounds, one more than documents."""
 
     file: StoredFile
     num_sequences: int
@@ -135,13 +129,7 @@ def cut_short(path: str, what: str, record_id: int | None = None) -> CorruptData
 
 
 def listed(entry: FileEntry, version: str, manifest: str, dtype: np.dtype[Any] | None) -> TokenFile:
-    """Returns a file that a manifest lists.
-
-    Args:
-      entry: see ``FileFormat.rebuild``, also for the next two.
-      version: version of the file.
-      manifest: path of the manifest.
-      dtype: the user's ``dtype=``.
+    """Returns a file that a manifest lists; ``dtype`` is the user's, for the rest see ``FileFormat.rebuild``.
 
     Raises:
       SourceError: if the dtype is not ``dtype``.
@@ -166,12 +154,7 @@ def token_files(names: Sequence[str]) -> list[str]:
 
 
 def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) -> TokenFile:
-    """Reads a file's header and checks it against the file's size.
-
-    Args:
-      path: local path or URL of the tokens.
-      dtype: the user's ``dtype=``; needed without a header.
-      cache: for URLs.
+    """Reads a file's header and checks it against the file's size; ``dtype`` is the user's, needed without a header.
 
     Raises:
       SourceError: if the file is missing or does not hold integers, or its dtype is unknown or not ``dtype``.
@@ -318,15 +301,9 @@ def _inspect_megatron(tokens: StoredFile, index: StoredFile, cache: ShardCache |
 
 
 def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None) -> np.ndarray:
-    """Returns the number of tokens of each document of a file, in order; together they are all of its tokens.
+    """Returns the number of tokens of each document of a file, int64[documents]; together they are all of its tokens.
 
-    Args:
-      file: the file. Without an index, all of it is read once.
-      eod: the token that ends a document and belongs to it; not used if there is an index.
-      cache: for URLs.
-
-    Returns:
-      int64[documents].
+    Without an index, all of the file is read once to find ``eod``, the token that ends a document and belongs to it.
 
     Raises:
       SourceError: if there is neither an index nor ``eod``.
@@ -403,11 +380,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class FileSet:
-    """The files of a source, with what is needed to read them at hand.
-
-    Args:
-      files: the files.
-    """
+    """The files of a source, with what is needed to read them at hand."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self.files = files
@@ -454,12 +427,8 @@ class FileSet:
 class Ranges(NamedTuple):
     """Ranges of tokens, to be read one after the other into one array.
 
-    Attributes:
-      files: the files that ``file_index`` refers to.
-      file_index: int64[n], the file of each range.
-      starts: int64[n], the first token of each range in its file.
-      lengths: int64[n], the number of tokens of each range.
-      record_ids: int64[n], for errors.
+    Range i, int64[n] each, has ``lengths[i]`` tokens of the file ``file_index[i]`` of ``files``, from token ``starts[i]`` on.
+    ``record_ids`` is for errors.
     """
 
     files: FileSet
@@ -470,12 +439,7 @@ class Ranges(NamedTuple):
 
 
 def read_ranges(ranges: Ranges, out: np.ndarray, cache: ShardCache | None) -> None:
-    """Reads ranges into ``out``.
-
-    Args:
-      ranges: of files of any dtypes, in any order, repeats and overlaps allowed.
-      out: int32[sum of the lengths], C-contiguous.
-      cache: for URLs.
+    """Reads ranges of files of any dtypes, in any order, with repeats and overlaps, into ``out``, int32[sum of the lengths].
 
     Raises:
       CorruptDataError: if a file ends before the end of a range; names the file and the record.

@@ -16,6 +16,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
+from meshfeed._src.sources.checks import check_ids, is_count
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS
 from meshfeed._src.sources.files.lookup import FileFormat, find_files
@@ -119,7 +120,7 @@ class _Files:
 
 
 class _Pieces(NamedTuple):
-    """Runs of tokens that windows do not leave: files or documents. Only those with at least one window.
+    """Runs of tokens that windows do not leave, files or documents, with at least one window each.
 
     Attributes:
       file_index: int64[pieces], the file of each.
@@ -132,8 +133,39 @@ class _Pieces(NamedTuple):
     ends: np.ndarray
 
 
+class _TokenSource:
+    """What windows and documents share."""
+
+    _files: _Files
+
+    def _file_index(self, record_ids: RecordIds) -> RecordIds:
+        """Returns the index of the file of each record, int64[n]."""
+        raise NotImplementedError
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if remote files are read without a cache."""
+        return READ_THREADS if self._files.is_direct else None
+
+    def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
+        """Returns the files that hold records, int64[n], and are read through the cache; None without one."""
+        return self._files.cached(self._file_index(record_ids))
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that holds a record."""
+        return self._files.names()[int(self._file_index(np.array([record_id]))[0])]
+
+    def file_names(self) -> list[str]:
+        """Returns the paths and URLs of the files, in order."""
+        return self._files.names()
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._files.close()
+
+
 @public("meshfeed.sources")
-class Tokens:
+class Tokens(_TokenSource):
     """Random-access source over windows of flat token files.
 
     Record i of a file is ``{key: int32[sequence_length + next_token]}``, the tokens from ``i * stride`` on. Windows never
@@ -275,7 +307,8 @@ class Tokens:
           IndexError: if an id is not in [0, len).
           SourceError, CorruptDataError, OSError: see the class.
         """
-        ids = _checked_ids(record_ids, len(self))
+        ids = np.asarray(record_ids, np.int64)
+        check_ids(ids, len(self))
         slices = columns.get(f"['{self._key}']") if columns else None
         first, stop, step = (slices[0] if slices else slice(None)).indices(self._width)
         if step != 1:
@@ -291,24 +324,8 @@ class Tokens:
         windows = np.diff(self._pieces.ends, prepend=0)
         return np.bincount(self._pieces.file_index, windows, len(self._files.files)).astype(np.int64)
 
-    def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
-        """Returns the files that hold windows, int64[n], and are read through the cache; None without one."""
-        return self._files.cached(self._pieces.file_index[np.searchsorted(self._pieces.ends, record_ids, side="right")])
-
-    @property
-    def read_threads(self) -> int | None:
-        """Threads that read by default, if remote files are read without a cache."""
-        return READ_THREADS if self._files.is_direct else None
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the file that holds a window."""
-        return self._files.names()[
-            int(self._pieces.file_index[np.searchsorted(self._pieces.ends, record_id, side="right")])
-        ]
-
-    def file_names(self) -> list[str]:
-        """Returns the paths and URLs of the files, in order."""
-        return self._files.names()
+    def _file_index(self, record_ids: RecordIds) -> RecordIds:
+        return self._pieces.file_index[np.searchsorted(self._pieces.ends, record_ids, side="right")]
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, windows, and a digest of 4 windows spread over the source."""
@@ -319,12 +336,8 @@ class Tokens:
             "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
         }
 
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._files.close()
 
-
-class TokenDocuments:
+class TokenDocuments(_TokenSource):
     """Documents of flat token files; made by :meth:`Tokens.documents`."""
 
     fresh_arrays = True
@@ -364,7 +377,8 @@ class TokenDocuments:
 
     def __getitems__(self, record_ids: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """Several documents, in the order of ``record_ids``."""
-        ids = _checked_ids(record_ids, len(self))
+        ids = np.asarray(record_ids, np.int64)
+        check_ids(ids, len(self))
         lengths = self._lengths[ids].astype(np.int64)
         tokens = self.read_slices(ids, np.zeros_like(ids), lengths)[self._key]
         ends = np.cumsum(lengths)
@@ -400,22 +414,8 @@ class TokenDocuments:
         """Returns the number of documents of each file, int64[files]."""
         return np.diff(self._ends, prepend=0)
 
-    def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
-        """Returns the files that hold documents, int64[n], and are read through the cache; None without one."""
-        return self._files.cached(np.searchsorted(self._ends, record_ids, side="right"))
-
-    @property
-    def read_threads(self) -> int | None:
-        """Threads that read by default, if remote files are read without a cache."""
-        return READ_THREADS if self._files.is_direct else None
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the file that holds a document."""
-        return self._files.names()[int(np.searchsorted(self._ends, record_id, side="right"))]
-
-    def file_names(self) -> list[str]:
-        """Returns the paths and URLs of the files, in order."""
-        return self._files.names()
+    def _file_index(self, record_ids: RecordIds) -> RecordIds:
+        return np.searchsorted(self._ends, record_ids, side="right")
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, documents, and a digest of all lengths."""
@@ -425,10 +425,6 @@ class TokenDocuments:
             "records": len(self),
             "lengths": xxhash.xxh3_64(np.ascontiguousarray(self._lengths).data).hexdigest(),
         }
-
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._files.close()
 
 
 _STEP = 256  # documents from one checkpoint to the next
@@ -448,22 +444,14 @@ def _starts(lengths: np.ndarray, checkpoints: np.ndarray, ids: np.ndarray) -> np
     return checkpoints[groups[which]] + np.where(within > 0, before[which, within - 1], 0)
 
 
-def _checked_ids(record_ids: np.ndarray | Sequence[int], number: int) -> np.ndarray:
-    ids = np.asarray(record_ids, np.int64)
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < number:
-        worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise IndexError(f"record id {worst} is out of range: the source has {number:,} records")
-    return ids
-
-
 def _positive(value: object, setting: str) -> int:
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
+    if not is_count(value):
         raise SettingsError(f"{setting}={value!r}; it takes a number of tokens of at least 1.", setting=setting)
     return int(value)
 
 
 def _checked_eod(eod: object) -> int | None:
-    if eod is not None and (isinstance(eod, bool | np.bool_) or not isinstance(eod, int | np.integer)):
+    if eod is not None and not is_count(eod, -(1 << 64)):
         raise SettingsError(f"eod={eod!r}; it takes the token that ends a document, an int.", setting="eod")
     return None if eod is None else int(eod)
 
