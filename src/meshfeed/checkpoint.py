@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshfeed._src.checkpoint.checkpointer import Checkpointer
     from meshfeed._src.checkpoint.foreign import convert_state
-    from meshfeed._src.checkpoint.handlers import ArrayHandler, ArraysHandler, ArraysRestore, ArraysSave, restore_once
-    from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorRestore, IteratorSave, as_grain_iterator
-    from meshfeed._src.checkpoint.manifest import DamagedCheckpointError
+    from meshfeed._src.checkpoint.handlers import (
+        ArrayHandler,
+        ArraysHandler,
+        ArraysRestore,
+        ArraysSave,
+        IteratorHandler,
+        IteratorRestore,
+        IteratorSave,
+        as_grain_iterator,
+        restore_once,
+    )
     from meshfeed._src.checkpoint.step import StepMetadata, verify
+    from meshfeed._src.checkpoint.stored import DamagedCheckpointError
 
 _HOMES = {
     "ArrayHandler": "handlers",
@@ -22,12 +31,12 @@ _HOMES = {
     "ArraysRestore": "handlers",
     "ArraysSave": "handlers",
     "Checkpointer": "checkpointer",
-    "DamagedCheckpointError": "manifest",
-    "IteratorHandler": "iterator",
-    "IteratorRestore": "iterator",
-    "IteratorSave": "iterator",
+    "DamagedCheckpointError": "stored",
+    "IteratorHandler": "handlers",
+    "IteratorRestore": "handlers",
+    "IteratorSave": "handlers",
     "StepMetadata": "step",
-    "as_grain_iterator": "iterator",
+    "as_grain_iterator": "handlers",
     "convert_state": "foreign",
     "restore_once": "handlers",
     "verify": "step",

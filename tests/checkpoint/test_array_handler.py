@@ -13,7 +13,7 @@ from orbax.checkpoint._src.multihost import dispatchers
 
 from meshfeed._src.base.errors import CheckpointError, CorruptDataError, SettingsError
 from meshfeed._src.checkpoint import restore as checkpoint_restore
-from meshfeed._src.checkpoint.arguments import RestoreOptions
+from meshfeed._src.checkpoint.restore import RestoreOptions
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import (
     ArrayHandler,
@@ -186,7 +186,7 @@ def test_large_slices_are_stored_in_chunks_that_more_hosts_can_share(tmp_path):
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
     stored = StoredArrays(tmp_path / "a")
     assert np.prod(stored.chunk_of("w")) <= 16 << 20
-    assert len(stored.leaf("w").units) == len(stored.leaf("w").digests) > 2
+    assert len(stored.saved("w").units) == len(stored.saved("w").digests) > 2
     assert_same(state, restore_once(tmp_path / "a", abstract(state)))
 
 
@@ -389,12 +389,13 @@ def test_a_numbered_replica_axis_is_counted_in_each_mesh(tmp_path, mesh):
     ocp.Checkpointer(ArraysHandler()).save(tmp_path / "a", args=ArraysSave(state))
     stored = StoredArrays(tmp_path / "a")
     requests = [
-        checkpoint_restore.LeafRequest(stored.leaf(name), (8,), np.dtype(np.float32), leaf.sharding)
+        checkpoint_restore.LeafRequest(stored.saved(name), (8,), np.dtype(np.float32), leaf.sharding)
         for name, leaf in state.items()
     ]
     for axis, expected in ((0, ["data", "a"]), (-1, ["model", "b"]), ("b", [None, "b"])):
         options = RestoreOptions("single_replica", axis, 1)
-        plans = [work.plan for work in checkpoint_restore.plan_all(requests, options).works]
+        checkpoint_restore.plan_all(requests, options)
+        plans = [request.plan for request in requests]
         assert [plan.broadcast and plan.broadcast[0] for plan in plans] == expected
         restored = ArraysHandler("single_replica", axis, 1).restore(tmp_path / "a", ArraysRestore(abstract(state)))
         assert_same(state, restored)

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshfeed._src.arrays.reshard import bits_dtype
 from meshfeed._src.base import memory as base_memory
 from meshfeed._src.checkpoint import restore as checkpoint_restore
-from meshfeed._src.checkpoint.gather import BlockGather, _block_updater
-from meshfeed._src.checkpoint.load_plan import LoadPlan, replica_plan
+from meshfeed._src.checkpoint.collectives import BlockGather, _block_updater
+from meshfeed._src.checkpoint.layout import LoadPlan, replica_plan
 from meshfeed._src.checkpoint.stored import StoredArrays
 from meshfeed.checkpoint import ArraysHandler, ArraysSave, restore_once
 

@@ -12,7 +12,7 @@ from checkpoint_feeds import CountingFeed
 from checkpoint_trees import abstract, assert_same, make_mesh, place
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.checkpoint import manifest
+from meshfeed._src.checkpoint import handlers, stored
 from meshfeed._src.checkpoint import restore as checkpoint_restore
 from meshfeed.checkpoint import Checkpointer, restore_once
 
@@ -26,7 +26,7 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         ckpt.save(1, state, feed)
         ckpt.wait()
 
-        write = manifest.write_part
+        write = stored.write_part
 
         def fail(item, name, digests, **content):
             if name == part:
@@ -34,7 +34,8 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
             write(item, name, digests, **content)
 
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "write_part", fail)
+            for module in (handlers, stored):
+                patch.setattr(module, "write_part", fail)
             ckpt.save(2, state, feed)
             with pytest.raises(CheckpointError, match="No space left"):
                 ckpt.wait()

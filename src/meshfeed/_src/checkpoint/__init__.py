@@ -3,10 +3,10 @@
 May import: arrays (its resharding), base, state. Imported only by cli and the public module. Read first:
 ``checkpointer.py``.
 
-* Save: ``handlers.py`` encodes the tree with ``leaves.py`` and ``dtypes.py``, lays out each array with
-  ``save_layout.py`` for Orbax to write, and writes digests through ``manifest.py``. ``iterator.py`` saves the feed.
-* Restore: ``tree_restore.py`` matches leaves, ``restore.py`` plans with ``load_plan.py``, reads with ``stored.py``, agrees
-  with ``agreement.py`` and gathers with ``gather.py``. ``boxes.py`` has the geometry that saving and restoring share.
+* Save: a tree is encoded by ``leaves.py``; ``handlers.py`` cuts each array as ``layout.py`` plans, has Orbax write it, and
+  adds digests to the manifest in ``stored.py``.
+* Restore: ``restore.py`` turns each leaf into a request, plans it with ``layout.py``, reads with ``stored.py``, and agrees
+  and gathers with ``collectives.py``.
 * Integrity: ``step.py`` checks, describes and compares steps, also as JSON for the command line.
-* ``foreign.py`` converts positions that Grain and MaxText saved. ``arguments.py`` checks arguments.
+* ``foreign.py`` converts positions that Grain and MaxText saved.
 """

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import math
+import operator
+import os
+import re
 import secrets
+from collections.abc import Iterator, Mapping
 from typing import Self
 
 import jax
@@ -14,29 +20,29 @@ from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from meshfeed._src.base.coordination import Owner, forgotten_processes, process_count
-from meshfeed._src.base.errors import CheckpointError, Failure, MeshfeedError, hides_own_frames, suggests_keywords
+from meshfeed._src.base.errors import (
+    CheckpointError,
+    Failure,
+    MeshfeedError,
+    SettingsError,
+    hides_own_frames,
+    suggests_keywords,
+)
 from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.arguments import (
-    RESTORE_ORDER,
-    SAVE_ORDER,
+from meshfeed._src.checkpoint.collectives import Agreement
+from meshfeed._src.checkpoint.handlers import (
+    ArraysHandler,
+    ArraysSave,
     HasState,
-    as_directory,
-    as_step,
+    IteratorHandler,
+    IteratorSave,
     check_feed,
-    check_settings,
-    check_train_state,
-    naming,
-    opening,
 )
-from meshfeed._src.checkpoint.handlers import ArraysHandler, ArraysSave
-from meshfeed._src.checkpoint.iterator import IteratorHandler, IteratorSave
 from meshfeed._src.checkpoint.leaves import encode_tree
-from meshfeed._src.checkpoint.manifest import DamagedCheckpointError, digest
+from meshfeed._src.checkpoint.restore import is_number, require, restore_tree, short
 from meshfeed._src.checkpoint.step import ARRAYS, ITERATOR, StepMetadata, describe_step, find_steps, read_step
-from meshfeed._src.checkpoint.stored import StoredArrays
-from meshfeed._src.checkpoint.tree_restore import restore_tree
+from meshfeed._src.checkpoint.stored import DamagedCheckpointError, digest
 from meshfeed._src.state import files as state_files
 
 
@@ -85,6 +91,8 @@ class SkippedStep:
         return None
 
 
+SAVE_ORDER = "The order is save(step, train_state, feed)."
+RESTORE_ORDER = "The order is restore(train_state, feed, step)."
 _log = logging.getLogger("meshfeed.checkpoint")
 _BEHIND = (
     "step %d is not saved: %s has the newer step %d, and Orbax requires ascending steps. Remove the newer steps to "
@@ -157,10 +165,13 @@ class Checkpointer:
         array_options: dict[str, object] | None = None,
         orbax_options: dict[str, object] | None = None,
     ) -> None:
-        counts = {"save_interval_steps": save_interval_steps}
-        if max_to_keep is not None:
-            counts["max_to_keep"] = max_to_keep
-        check_settings(counts, {"verify": verify, "save_last": save_last}, timeout_seconds)
+        for name, count in (("save_interval_steps", save_interval_steps), ("max_to_keep", max_to_keep)):
+            proper = is_number(count) and count >= 1
+            require(proper or (name == "max_to_keep" and count is None), name, count, "a positive int")
+        for name, flag in (("verify", verify), ("save_last", save_last)):
+            require(isinstance(flag, bool), name, flag, "True or False")
+        positive = is_number(timeout_seconds, int | float) and math.isfinite(timeout_seconds) and timeout_seconds > 0
+        require(positive, "timeout_seconds", timeout_seconds, "a positive number of seconds")
         with naming("array_options", array_options):
             self._arrays = ArraysHandler(
                 restore, replica_axis, primary_replica, memory_limit_bytes, verify=verify, array_handler=array_options
@@ -330,8 +341,7 @@ class Checkpointer:
         folder = self._directory / str(step)
         # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
         position = None if feed is None else agreement.attempt(lambda: _position(folder, step))
-        stored = agreement.attempt(lambda: StoredArrays(folder / ARRAYS, self._options.memory_limit_bytes))
-        state = restore_tree(stored, wanted, self._options, agreement)
+        state = restore_tree(folder / ARRAYS, wanted, self._options, agreement)
         if feed is not None and position is not None:
             _continue(feed, position, agreement, step)
         self._last = None  # a step that was skipped before the restore is no longer the last one
@@ -497,3 +507,80 @@ def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement
         reason = Failure.from_json(reports[failed[0]])
         text = f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
         raise CheckpointError(text, step=step)
+
+
+def as_step(step: object, order: str) -> int:
+    """Returns a step number as an int; also accepts numpy integers and 0-d integer arrays, of at least 0."""
+    try:  # a bool is an int, but as a step it is a mistake
+        number = -1 if isinstance(step, bool) else operator.index(step)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        number = -1
+    require(number >= 0, "step", step, f"an int of at least 0. {order}")
+    return number
+
+
+def check_train_state(train_state: PyTree, order: str) -> None:
+    """Rejects a feed passed in place of the train state."""
+    # A registered pytree may have a get_state method of its own; only an opaque leaf is taken for a feed.
+    if callable(getattr(train_state, "get_state", None)) and jax.tree_util.all_leaves([train_state]):
+        raise SettingsError(
+            f"train_state={short(train_state)}: is a feed, expected a pytree of arrays. {order}", setting="train_state"
+        )
+
+
+@contextlib.contextmanager
+def naming(setting: str, keywords: object) -> Iterator[None]:
+    """Turns the TypeError with which Orbax rejects its keywords into a SettingsError that names the setting."""
+    require(keywords is None or isinstance(keywords, Mapping), setting, keywords, "a dict of keywords, or None")
+    try:
+        yield
+    except TypeError as error:
+        raise SettingsError(
+            f"{setting}: {error}. Its keywords are passed to Orbax unchanged.", setting=setting
+        ) from error
+
+
+def as_directory(directory: epath.PathLike) -> epath.Path:
+    """Returns the absolute path of the checkpoint folder.
+
+    Raises:
+      SettingsError: it is not a path, it is a file or below one, it is a URL that lost a slash, or Orbax cannot
+        write to that kind of URL.
+    """
+    text, remedy = str(directory), "Pass the path of a folder, which is created if absent."
+
+    def refused(problem: str, shown: str = repr(text)) -> SettingsError:
+        return SettingsError(f"directory={shown}: {problem}", setting="directory")
+
+    scheme, is_url, _ = text.partition("://")
+    if is_url and scheme != "gs":
+        raise refused(
+            f"Orbax writes checkpoints only to folders and to gs://, and treats {scheme}:// as a relative path. Pass the "
+            "path of a folder, such as the mount point of a bucket."
+        )
+    if re.match(r"(gs|s3):/[^/]", text):  # unchecked, a folder "gs:" would be created in the working directory
+        raise refused("is a URL that has lost a slash, as in a pathlib.Path. Pass a str or an etils.epath.Path.")
+    if not text or not isinstance(directory, str | os.PathLike):
+        raise refused(f"is not a path. {remedy}", short(directory))
+    if is_url:
+        return epath.Path(directory)
+    path = epath.Path(directory).expanduser().absolute()
+    # The nearest existing ancestor must be a folder too: nothing can be created below a file.
+    nearest = next((part for part in (path, *path.parents) if part.exists()), None)
+    if nearest is not None and not nearest.is_dir():
+        raise refused(f"{nearest} is a file. {remedy}")
+    return path
+
+
+@contextlib.contextmanager
+def opening(directory: epath.Path) -> Iterator[None]:
+    """Turns errors of Orbax and of the store's library into a CheckpointError that names the folder."""
+    try:
+        yield
+    except MeshfeedError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory}: cannot be opened: {type(error).__name__}: {error}. Check that this host may create and write "
+            "the folder; for an object store, also check the bucket's name and the credentials."
+        ) from error

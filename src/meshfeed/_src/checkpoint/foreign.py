@@ -20,15 +20,18 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, StateMismatchError
 from meshfeed._src.base.trees import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue, public
-from meshfeed._src.checkpoint.arguments import HasState
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state.state import parse_state, seal
+
+if TYPE_CHECKING:  # the handlers import Orbax, which takes seconds and is not needed here
+    from meshfeed._src.checkpoint.handlers import HasState
 
 _NAME = re.compile(r"process_(\d+)(?:-of-(\d+)(?:\.0)?)?\.json")
 _ELASTIC = "global_next_index"

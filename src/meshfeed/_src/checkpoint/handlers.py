@@ -1,44 +1,102 @@
-"""Orbax handlers for a ``jax.Array`` and for a tree of leaves: digests are saved, each stored byte is read once."""
+"""Orbax handlers for a ``jax.Array``, a tree of leaves, and the state of a feed.
+
+Digests are saved with the arrays, and each stored byte is read once. Replicas share the writing of an array: each device
+cuts out its slice on the device and on unsigned bits (slicing a float8 quiets its NaNs on JAX 0.12).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import Sharding
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
 from orbax.checkpoint import future as orbax_future
 
-from meshfeed._src.arrays.reshard import without_ambient_mesh
+from meshfeed._src.arrays.reshard import from_bits, to_bits, without_ambient_mesh
 from meshfeed._src.base.coordination import process_count, process_index
 from meshfeed._src.base.errors import CheckpointError, SettingsError
+from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint import manifest
-from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.arguments import RestoreOptions, created, options_of
-from meshfeed._src.checkpoint.dtypes import stored_as
-from meshfeed._src.checkpoint.leaves import EncodedTree, Entry, describe_array, encode_tree, is_key
-from meshfeed._src.checkpoint.manifest import digest
-from meshfeed._src.checkpoint.orbax_internals import metadata_store
-from meshfeed._src.checkpoint.restore import LeafRequest
-from meshfeed._src.checkpoint.save_layout import MIN_SLICE_BYTES, ShardDigests, lay_out
-from meshfeed._src.checkpoint.stored import StoredArrays
-from meshfeed._src.checkpoint.tree_restore import (
+from meshfeed._src.checkpoint.layout import (
+    MIN_SLICE_BYTES,
+    Box,
+    Grid,
+    ReplicaCut,
+    Shape,
+    box_of_index,
+    choose_cut,
+    chunk_shape,
+    cut_sharding,
+    slices,
+    spec_axes,
+    spec_of,
+)
+from meshfeed._src.checkpoint.leaves import (
+    EncodedTree,
+    Entry,
+    carrier_of,
+    describe_array,
+    encode_tree,
+    half_bits,
+    is_key,
+    stored_as,
+)
+from meshfeed._src.checkpoint.orbax_internals import JSON_HANDLER, metadata_store
+from meshfeed._src.checkpoint.restore import (
+    Build,
+    LeafRequest,
     Planned,
-    TreePlan,
+    RestoreOptions,
     abstract_tree_of,
     plan_array,
     restore_planned,
     restore_tree,
+    short,
     type_handlers,
 )
-from meshfeed._src.state.files import readable_path
+from meshfeed._src.checkpoint.stored import ARRAYS_PART, TREE_PART, StoredArrays, digest, join_parts, write_part
+from meshfeed._src.state import files as state_files
+
+_CREATION_SECONDS, _POLL_SECONDS = 60.0, 0.01  # after that, writing names the folder that is missing
+
+PLAIN_FILE = "metadata"
+"""A copy of the state under the name that Orbax's own JSON handlers read."""
+
+# Constructor arguments of Orbax's SingleReplicaArrayHandler, and our names for them.
+_ORBAX_NAMES = {
+    "replica_axis_index": "replica_axis",
+    "primary_replica_id": "primary_replica",
+    "broadcast_memory_limit_bytes": "memory_limit_bytes",
+    "broadcast_memory_scaling_factor": "memory_fraction",
+}
+
+
+def _options_of(orbax: dict[str, object], **ours: Any) -> RestoreOptions:
+    """Builds options from our keywords and from Orbax's names for them, which are removed from ``orbax``."""
+    defaults = vars(RestoreOptions())
+    for theirs, name in _ORBAX_NAMES.items():
+        if (value := orbax.pop(theirs, None)) is None:
+            continue
+        given = ours.get(name, defaults[name])
+        if given not in (defaults[name], value):
+            text = f"{theirs}={value!r} and {name}={given!r} are two names of one setting. Pass only one of them."
+            raise SettingsError(text, setting=theirs)
+        ours[name] = value
+    return RestoreOptions(**ours)
 
 
 @public("meshfeed.checkpoint._array_handler")  # Orbax writes this name into checkpoints, so it must not change
@@ -81,7 +139,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         verify: bool = True,
         **orbax: Any,
     ) -> None:
-        self.restore_options = options_of(
+        self.restore_options = _options_of(
             orbax,
             restore=restore,
             replica_axis=replica_axis,
@@ -112,7 +170,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         """Captures the arrays and returns futures that write them and their digests."""
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
-            check_metadata_key(self.restore_options.metadata_key)
+            _check_metadata_key(self.restore_options.metadata_key)
         with without_ambient_mesh():  # not across an await: another coroutine on this thread may need the caller's mesh
             laid = [self._lay_out(*one) for one in zip(values, infos, args, strict=True)]
         names = [info.name for info in infos]
@@ -128,7 +186,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         async def write_digests() -> None:
             await folder.await_path_creation()
             found = {name: digests.compute() for name, digests in pending.items()}
-            manifest.write_part(folder.parent_dir, f"{manifest.ARRAYS_PART}{process}", found, leaves=entries)
+            write_part(folder.parent_dir, f"{ARRAYS_PART}{process}", found, leaves=entries)
 
         futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write_digests(), name="meshfeed_digests"))
         return futures
@@ -153,18 +211,19 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             cell = data.sharding.shard_shape(data.shape)
             entry |= {"cell": list(cell), "chunk": list(cell)}
             return _Laid(value, args, entry, ShardDigests(data, cell, replica_id=self._replica, early=early))
-        laid = lay_out(value, dtype=args.dtype, share=self._share and early, min_slice_bytes=self._min_slice_bytes)
+        array, cell, chunk_byte_size = lay_out(
+            value, dtype=args.dtype, share=self._share and early, min_slice_bytes=self._min_slice_bytes
+        )
         dtype = np.dtype(args.dtype or value.dtype)  # lay_out has cast the values to it
         entry.pop("stored", None)
-        entry |= {"dtype": dtype.name, **stored_as(dtype), "cell": list(laid.cell)}
-        asked = args.chunk_byte_size or laid.chunk_byte_size
+        entry |= {"dtype": dtype.name, **stored_as(dtype), "cell": list(cell)}
+        asked = args.chunk_byte_size or chunk_byte_size
         args = dataclasses.replace(args, dtype=None, chunk_byte_size=asked)
         if self.has_dispatcher():
-            return _Laid(laid.array, args, entry)
+            return _Laid(array, args, entry)
         if asked is None:  # a slice is a chunk (or a few, if Orbax slices too): known without opening it
             entry["chunk"] = entry["cell"]
-        digests = ShardDigests(laid.array, laid.cell, replica_id=self._replica, early=early)
-        return _Laid(laid.array, args, entry, digests)
+        return _Laid(array, args, entry, ShardDigests(array, cell, replica_id=self._replica, early=early))
 
     async def deserialize(
         self,
@@ -184,21 +243,17 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         saved: Sequence[object] = [None] * len(infos)
         if any(getattr(arg, "sharding", None) is None and getattr(arg, "mesh", None) is None for arg in args):
             saved = await self.metadata(infos)
-        options, directory = self.restore_options, infos[0].parent_dir
-        agreement = Agreement(f"restoring {directory}", options.timeout_seconds)
 
-        def make_plan() -> TreePlan:
-            stored = StoredArrays(directory, options.memory_limit_bytes, options.metadata_key)
-            leaves = [_plan_parameter(stored, *one) for one in zip(infos, args, saved, strict=True)]
-            return TreePlan(stored, leaves, list)
+        def plan(stored: StoredArrays) -> tuple[list[Planned], Build]:
+            return [_plan_parameter(stored, *one) for one in zip(infos, args, saved, strict=True)], list
 
-        return restore_planned(make_plan, options, agreement)
+        return restore_planned(infos[0].parent_dir, plan, self.restore_options)
 
     def _dispatched(self, stored: StoredArrays, requests: Sequence[LeafRequest]) -> Sequence[jax.Array]:
         """Restores through Orbax, whose dispatcher makes the workers read."""
         infos = [stored.param_info(request.leaf.name) for request in requests]
         args = [
-            ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, dtype=one.dtype, strict=False)
+            ocp.ArrayRestoreArgs(sharding=one.plan.sharding, global_shape=one.plan.shape, dtype=one.dtype, strict=False)
             for one in requests
         ]
         # On a separate thread, because the caller may already be inside an event loop.
@@ -206,16 +261,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         return SingleCall(lambda: asyncio.run(deserialize(infos, args)), "meshfeed-restore").result()
 
 
-@dataclasses.dataclass
-class _Laid:
-    """A parameter as Orbax writes it.
-
-    Attributes:
-      array: the array that Orbax writes.
-      args: how Orbax writes it.
-      entry: its manifest entry, or None if Orbax will reject it.
-      digests: its digests, or None if there are none.
-    """
+class _Laid(NamedTuple):
+    """A parameter as Orbax writes it, with its manifest entry (None if Orbax will reject it) and its digests, if any."""
 
     array: jax.Array
     args: ocp.type_handlers.SaveArgs
@@ -229,21 +276,16 @@ def _plan_parameter(
     """Plans a parameter from Orbax's restore arguments: ``ArrayRestoreArgs``, or plain ``RestoreArgs``."""
     assert info.name is not None
     shape = getattr(arg, "global_shape", None)
-    return plan_array(
-        stored,
-        info.name,
-        getattr(arg, "shape", None) if shape is None else shape,
-        arg.dtype,
-        _sharding(stored, info.name, arg, saved),
-        strict=getattr(arg, "strict", True),
-        any_cast=True,  # Orbax's restore arguments request a dtype explicitly, not through a template tree
-    )
+    shape = getattr(arg, "shape", None) if shape is None else shape
+    sharding, strict = _sharding(stored, info.name, arg, saved), getattr(arg, "strict", True)
+    # Orbax's restore arguments request a dtype explicitly, not through a template tree.
+    return plan_array(stored, info.name, shape, arg.dtype, sharding, strict=strict, any_cast=True)
 
 
 def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArgs, saved: object) -> Sharding | None:
     mesh, axes = getattr(arg, "mesh", None), getattr(arg, "mesh_axes", None)
     if mesh is not None and axes is not None:
-        return jax.sharding.NamedSharding(mesh, axes)
+        return NamedSharding(mesh, axes)
     sharding = getattr(arg, "sharding", None) or getattr(saved, "sharding", None)
     if sharding is not None and hasattr(sharding, "to_jax_sharding"):
         try:
@@ -255,7 +297,7 @@ def _sharding(stored: StoredArrays, name: str, arg: ocp.type_handlers.RestoreArg
     return stored.saved(name).saved_sharding() if sharding is None else sharding
 
 
-def check_metadata_key(key: str | None) -> None:
+def _check_metadata_key(key: str | None) -> None:
     """Rejects ``metadata_key`` for formats in which Orbax would write its metadata files and then fail to find them."""
     if key is not None:
         raise SettingsError(
@@ -279,8 +321,8 @@ def _placeholder(value: jax.Array) -> jax.Array:
     # Orbax cannot store an array of size 0, so a single uint8 takes its place; restore ignores it.
     shape = (1,) * value.ndim
     sharding = value.sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(shape, np.uint8))
 
 
@@ -321,7 +363,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         )
         self.restore_options = arrays.restore_options
         if orbax.get("use_ocdbt", True) or orbax.get("use_zarr3"):
-            check_metadata_key(self.restore_options.metadata_key)
+            _check_metadata_key(self.restore_options.metadata_key)
         self._all_primary = (array_handler or {}).get("primary_host", 0) is None
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handlers(arrays), **orbax)
 
@@ -337,11 +379,8 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
         async def write() -> None:
             path = await created(directory)
             digests = {name: {0: digest(values)} for name, values in encoded.host_arrays.items()}
-            for name, values in encoded.host_arrays.items():
-                shape = [max(1, size) for size in values.shape]
-                encoded.leaves[name] |= {"cell": shape, "chunk": shape}
             content = {"leaves": encoded.leaves, "skeleton": encoded.skeleton, "identity": identity}
-            manifest.write_part(path, manifest.TREE_PART, digests, **content)
+            write_part(path, TREE_PART, digests, **content)
 
         if process_index() == 0 or self._all_primary:
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
@@ -367,11 +406,9 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
           CheckpointError: the same on every host; it names the host that could not read and the parameter.
           DamagedCheckpointError: likewise, if stored bytes differ from those written.
         """
-        args, options = args or ArraysRestore(), self.restore_options
-        agreement = Agreement(f"restoring {directory}", options.timeout_seconds)
-        stored = agreement.attempt(lambda: StoredArrays(directory, options.memory_limit_bytes, options.metadata_key))
+        wanted = args or ArraysRestore()
         return restore_tree(
-            stored, args.abstract_tree, options, agreement, partial=args.partial_restore, strict=args.strict
+            directory, wanted.abstract_tree, self.restore_options, partial=wanted.partial_restore, strict=wanted.strict
         )
 
     def finalize(self, directory: epath.PathLike) -> None:
@@ -381,9 +418,10 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
             self._orbax.finalize(directory)
         stored = StoredArrays(directory)
         # Record the chunk shapes that were not known while saving, so a restore need not open each array to plan.
-        unknown = stored.names_without_chunk()
+        leaves = stored.manifest.leaves
+        unknown = [name for name in stored.array_names() if name in leaves and "chunk" not in leaves[name]]
         stored.open_soon(unknown)
-        manifest.join_parts(directory, {name: stored.chunk_of(name) for name in unknown})
+        join_parts(directory, {name: stored.chunk_of(name) for name in unknown})
 
     def metadata(self, directory: epath.PathLike) -> PyTree:
         """Returns the saved tree as ``jax.ShapeDtypeStruct`` with shardings, numpy dtypes and values."""
@@ -453,18 +491,272 @@ def restore_once(
       CheckpointError: the same on every host; it names the host that could not read and the parameter.
       DamagedCheckpointError: likewise, if stored bytes differ from those written.
     """
-    chosen = RestoreOptions(memory_limit_bytes=memory_limit_bytes, **options)
-    agreement = Agreement(f"restoring {directory}", chosen.timeout_seconds)
-    stored = agreement.attempt(
-        lambda: StoredArrays(find_item(directory), chosen.memory_limit_bytes, chosen.metadata_key)
-    )
-    return restore_tree(stored, abstract_tree, chosen, agreement)
+    return restore_tree(directory, abstract_tree, RestoreOptions(memory_limit_bytes=memory_limit_bytes, **options))
 
 
-def find_item(directory: epath.PathLike) -> epath.Path:
-    """Returns the folder of the arrays: ``directory`` itself, or the only item inside it."""
-    directory = readable_path(directory)
-    if (directory / "_METADATA").exists() or (directory / manifest.FOLDER).exists() or not directory.exists():
-        return directory
-    found = [path for path in directory.iterdir() if path.is_dir() and (path / "_METADATA").exists()]
-    return found[0] if len(found) == 1 else directory
+def _carry(bits: jax.Array, dtype: np.dtype[np.generic]) -> jax.Array:
+    """Converts the bits of values of ``dtype`` to their storage dtype; for use under ``jit``."""
+    carrier = carrier_of(dtype)
+    if carrier == dtype:
+        return from_bits(bits, dtype)
+    return bits if carrier == bits.dtype else from_bits(jnp.asarray(half_bits(dtype))[bits], carrier)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cutter(
+    sharding: NamedSharding, shape: Shape, dtype: np.dtype[np.generic], cut: ReplicaCut
+) -> Callable[[jax.Array], jax.Array]:
+    rank = len(shape)
+    after = cut_sharding(sharding, rank, cut)
+    size = after.shard_shape(shape)[cut.dimension]
+
+    def take(block: jax.Array) -> jax.Array:
+        start = lax.axis_index(cut.axes) * size
+        return _carry(lax.dynamic_slice_in_dim(to_bits(block), start, size, cut.dimension), dtype)
+
+    before = spec_of(spec_axes(sharding, rank))
+    return jax.jit(jax.shard_map(take, mesh=sharding.mesh, in_specs=before, out_specs=after.spec, check_vma=False))
+
+
+@functools.lru_cache(maxsize=256)
+def _carrier(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: _carry(to_bits(array), array.dtype), out_shardings=sharding)
+
+
+def lay_out(
+    array: jax.Array, *, dtype: DTypeLike | None = None, share: bool = True, min_slice_bytes: int | None = None
+) -> tuple[jax.Array, Shape, int | None]:
+    """Prepares one array for saving. All processes of its sharding must call it in the same order.
+
+    Returns:
+      The array cut among replicas, in its storage dtype; the shape of the boxes that get a digest, which are the stored
+      chunks; and the size to request from Orbax to get these chunks (None: a slice is one chunk).
+    """
+    sharding = array.sharding
+    if dtype is not None and np.dtype(dtype) != array.dtype:
+        array = jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)(array)
+    cut = choose_cut(array.shape, array.dtype.itemsize, sharding, min_slice_bytes) if share else None
+    if cut is not None:
+        assert isinstance(sharding, NamedSharding)
+        array = _cutter(sharding, array.shape, array.dtype, cut)(array)
+    elif carrier_of(array.dtype) != array.dtype:
+        array = _carrier(sharding)(array)
+    piece = array.sharding.shard_shape(array.shape)
+    return array, *chunk_shape(array.shape, piece, array.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _device_boxes(sharding: Sharding, shape: Shape) -> dict[object, Box]:
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: box_of_index(index or (), shape) for device, index in indices.items()}
+
+
+class ShardDigests:
+    """Host copies of the slices of one array that this process writes, and their digests.
+
+    Orbax's own transfer fills the same per-shard cache, so each slice is copied from the device once, and on CPU not at
+    all.
+
+    Args:
+      array: the array to save.
+      cell: shape of the boxes that get a digest.
+      replica_id: the replica that this process writes; None means the one it holds.
+      early: copy to the host now; otherwise only when :meth:`compute` runs.
+    """
+
+    def __init__(self, array: jax.Array, cell: Shape, *, replica_id: int | None = 0, early: bool = True) -> None:
+        self._grid, self._early = Grid(array.shape, cell), early
+        held = array.addressable_shards
+        if replica_id is None and held:
+            replica_id = held[0].replica_id
+        written = [shard for shard in held if shard.replica_id == replica_id]
+        boxes = _device_boxes(array.sharding, array.shape)
+        self._shards: list[tuple[Box, jax.Array | NDArray[np.generic]]] = [
+            (boxes[shard.device], shard.data) for shard in written
+        ]
+        for shard in written if early else ():
+            shard.data.copy_to_host_async()
+
+    def capture(self) -> None:
+        """Waits for the host copies, so the caller may donate the array: Orbax copies only the slices it writes."""
+        if self._early:
+            self._shards = [(box, np.asarray(data)) for box, data in self._shards]
+
+    def compute(self) -> dict[int, str]:
+        """Returns the digests by cell number and frees the host copies."""
+        digests: dict[int, str] = {}
+        while self._shards:
+            box, data = self._shards.pop()
+            values = np.asarray(data if self._early else data.copy())  # copy first: jax.Array caches its host value
+            for number in self._grid.touching(box):
+                digests[number] = digest(values[slices(self._grid.box(number), box)])
+        return digests
+
+
+async def created(folder: epath.PathLike) -> epath.Path:
+    """Waits until the folder of a save exists: some versions of Orbax pass a handle instead of a path.
+
+    Orbax's primary host makes the folder in the background. Another host that saves before the primary has announced that
+    does not wait for it (``AwaitableSignalsContract``, Orbax 0.12), which happens with the managers that have no barrier at
+    the start of a save. Object stores have no folders to wait for.
+    """
+    wait = getattr(folder, "await_creation", None)
+    path = epath.Path(folder) if wait is None else await wait()
+    deadline = time.monotonic() + _CREATION_SECONDS
+    while "://" not in str(path) and not path.exists() and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+    return path
+
+
+class HasState(Protocol):
+    """The part of a feed that saving needs."""
+
+    def get_state(self) -> dict[str, JsonValue]:
+        """Returns the state after the last delivered batch, as JSON."""
+        ...
+
+
+def check_feed(feed: object, methods: tuple[str, ...], order: str) -> None:
+    """Rejects an object without the methods of a feed. None means no feed and is accepted."""
+    lacks = [name for name in methods if feed is not None and not callable(getattr(feed, name, None))]
+    if lacks:
+        raise SettingsError(
+            f"feed={short(feed)}: has no {lacks[0]}(), expected a meshfeed.Feed or another object "
+            f"with get_state() and set_state(state). {order}",
+            setting="feed",
+        )
+
+
+@public("meshfeed.checkpoint._iterator")  # Orbax writes this name into checkpoints, so it must not change
+class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
+    """Saves and restores the state of a feed as one item of an Orbax checkpoint.
+
+    ::
+
+        manager.save(step, args=ocp.args.Composite(data=IteratorSave(feed), …))
+        manager.restore(step, args=ocp.args.Composite(data=IteratorRestore(feed), …))
+
+    The state is captured before ``save`` returns, including with asynchronous managers. One file holds the state of all
+    hosts; it is restored in place, on any number of hosts. Plain Orbax restores the item as JSON: the state itself.
+    """
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Returns the item kind that Orbax records in a step, to find a handler if no arguments are given."""
+        return JSON_HANDLER
+
+    async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[orbax_future.Future]:
+        """Captures the state and returns futures that write it."""
+        check_feed(args.feed, ("get_state",), "Pass IteratorSave(feed).")
+        state, process = args.feed.get_state(), process_index()
+        if not state_files.must_write(state, process):
+            return []
+        identity = args.identity
+
+        async def write() -> None:
+            state_files.write_state(await created(directory), state, identity=identity, process=process)
+
+        return [orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
+
+    def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
+        """Writes the state before returning."""
+        check_feed(args.feed, ("get_state",), "Pass IteratorSave(feed).")
+        state_files.write_state(directory, args.feed.get_state(), identity=args.identity)
+
+    def restore(
+        self, directory: epath.PathLike, args: IteratorRestore | None = None
+    ) -> Resumable | dict[str, JsonValue]:
+        """Reads the state of all hosts, sets it on ``args.feed`` and returns the feed; without one, returns the state.
+
+        Raises:
+          CheckpointError: there is no complete state.
+          StateMismatchError: the feed cannot resume from it; the feed is unchanged.
+        """
+        if args is not None:
+            check_feed(args.feed, ("set_state",), "Pass IteratorRestore(feed).")
+        state = state_files.read_state(directory)
+        if args is None or args.feed is None:
+            return state
+        args.feed.set_state(state)
+        return args.feed
+
+    def finalize(self, directory: epath.PathLike) -> None:
+        """Merges the files of all hosts into one. Orbax calls it on the primary host once all hosts have written."""
+        state_files.merge_files(directory)
+        if state_files.state_paths(directory):
+            state_files.write_json(epath.Path(directory) / PLAIN_FILE, state_files.read_state(directory))
+
+    def metadata(self, directory: epath.PathLike) -> dict[str, JsonValue]:
+        """Returns the saved state, without a feed."""
+        return state_files.read_state(epath.Path(directory))
+
+
+@public("meshfeed.checkpoint")
+@ocp.args.register_with_handler(IteratorHandler, for_save=True)
+@dataclasses.dataclass
+class IteratorSave(ocp.args.CheckpointArgs):
+    """Saves the state of ``feed``.
+
+    Attributes:
+      feed: a :class:`meshfeed.Feed`, or any object with ``get_state() -> dict``.
+      identity: links the file to the arrays saved with it; set by :class:`~meshfeed.checkpoint.Checkpointer`.
+    """
+
+    feed: HasState
+    identity: Mapping[str, JsonValue] | None = None
+
+
+@public("meshfeed.checkpoint")
+@ocp.args.register_with_handler(IteratorHandler, for_restore=True)
+@dataclasses.dataclass
+class IteratorRestore(ocp.args.CheckpointArgs):
+    """Restores into ``feed``, in place.
+
+    Attributes:
+      feed: any object with ``set_state(dict)``. None returns the state itself.
+    """
+
+    feed: Resumable | None = None
+
+
+class FeedIterator(Resumable, Iterator[PyTree], Protocol):
+    """A feed that delivers batches."""
+
+
+class GrainIteratorFace:
+    """The interface that Orbax's peer-to-peer manager and Grain's own handlers expect: a state as bytes."""
+
+    def __init__(self, feed: FeedIterator) -> None:
+        self._feed = feed
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return self
+
+    def __next__(self) -> PyTree:
+        return next(self._feed)
+
+    def get_state(self) -> bytes:
+        """Returns the feed's state as JSON bytes."""
+        return json.dumps(self._feed.get_state()).encode()
+
+    def set_state(self, state: bytes) -> None:
+        """Sets the feed's state in place, from JSON bytes."""
+        self._feed.set_state(json.loads(state))
+
+
+@public("meshfeed.checkpoint")
+def as_grain_iterator(feed: FeedIterator) -> GrainIteratorFace:
+    """Wraps ``feed`` as an iterator with Grain's interface, including its state.
+
+    ::
+
+        manager.save(step, args=p2p.args.Composite(
+            state=…, data_iter=grain.checkpoint.CheckpointSave(as_grain_iterator(feed))))
+
+    Such managers keep one state per process, so a stream can resume only on as many hosts as it was saved on. If a
+    manager accepts any Orbax handler, use :class:`IteratorHandler`.
+
+    Args:
+      feed: a :class:`meshfeed.Feed`, or any iterator with ``get_state`` and ``set_state`` whose state is JSON.
+    """
+    return GrainIteratorFace(feed)

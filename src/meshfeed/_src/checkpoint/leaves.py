@@ -1,7 +1,13 @@
-"""The leaves of a tree, and its structure: how each kind is recognized, named, stored, described and restored.
+"""The leaves of a tree, and its structure: how each kind and dtype is recognized, named, stored and described.
 
-:data:`KINDS` is the table of kinds. The manifest holds an entry for each leaf, which :class:`SavedLeaf` parses, and the
-structure as JSON.
+Most values are stored unchanged, and plain Orbax reads them. TensorStore lacks some narrow dtypes; their values are
+stored as equal numbers of a different dtype, so plain Orbax returns the right values if asked for the narrow dtype.
+:data:`KINDS` is the table of kinds. The manifest holds the structure as JSON and an entry for each leaf, with its
+original dtype and, under ``stored``, the encoding; :class:`SavedLeaf` is the parsed entry.
+
+On restore, a change of precision is often intended (float32 to bfloat16, a counter as float). A change that drops
+fractions, signs or imaginary parts nearly always means that the template belongs to a different model, and would go
+unnoticed, so it is rejected.
 """
 
 from __future__ import annotations
@@ -10,31 +16,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from meshfeed._src.arrays.reshard import without_ambient_mesh
+from meshfeed._src.arrays.reshard import bit_width, without_ambient_mesh
 from meshfeed._src.base.coordination import process_count
 from meshfeed._src.base.errors import CheckpointError
 from meshfeed._src.base.trees import decode_value, encode_value
 from meshfeed._src.base.types import JsonValue, PyTree
-from meshfeed._src.checkpoint.boxes import Shape
-from meshfeed._src.checkpoint.dtypes import (
-    BYTES,
-    NOTHING,
-    VALUE,
-    is_extension,
-    is_key_dtype,
-    native,
-    stored_as,
-    to_carrier,
-)
+from meshfeed._src.checkpoint.layout import Grid, Shape, joint_cell
 
 Entry: TypeAlias = dict[str, JsonValue]
 """A leaf in the manifest."""
@@ -43,19 +41,175 @@ Leaf: TypeAlias = object
 """A leaf of a tree: an array, a number, text, bytes, or a placeholder for one of them."""
 
 
-@dataclasses.dataclass(frozen=True)
+CARRIERS = {"bits": np.uint8, "int8": np.int8, "float16": np.float16}
+"""Encodings as numbers of a different dtype → that dtype."""
+
+BYTES = "bytes"
+"""Encoding as flat bytes: text, dates, structured dtypes and long doubles, which Orbax cannot store."""
+
+NOTHING = "nothing"
+"""Encoding of empty arrays, which are not stored. A single uint8 takes their place in Orbax's files."""
+
+VALUE = "value"
+"""Encoding in the manifest: Python numbers, text and bytes."""
+
+
+def is_extension(dtype: np.dtype[np.generic]) -> bool:
+    """Returns whether ``ml_dtypes`` defines the dtype."""
+    return dtype.type.__module__.split(".")[0] == "ml_dtypes"
+
+
+def is_key_dtype(dtype: DTypeLike | None) -> bool:
+    """Returns whether a dtype is a dtype of typed PRNG keys."""
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def native(dtype: np.dtype[np.generic]) -> bool:
+    """Returns whether Orbax can store a numpy dtype, in native byte order."""
+    return dtype.kind in "biufc" and dtype.name not in ("longdouble", "clongdouble", "float128", "complex256")
+
+
+@functools.lru_cache(maxsize=64)
+def carrier_of(dtype: DTypeLike) -> np.dtype[np.generic]:
+    """Returns the dtype in which values of ``dtype`` are stored: ``dtype`` itself unless TensorStore lacks it.
+
+    In that case narrow integers are stored as uint8 or int8 and narrow floats as float16, which represent every value.
+    """
+    dtype = np.dtype(dtype)
+    if not is_extension(dtype):
+        return dtype
+    try:
+        ts.dtype(dtype.name)
+    except ValueError:
+        if not jnp.issubdtype(dtype, jnp.integer):
+            return np.dtype(np.float16)
+        return np.dtype(np.int8 if int(jnp.iinfo(dtype).min) < 0 else np.uint8)
+    return dtype
+
+
+def stored_as(dtype: DTypeLike) -> dict[str, str]:
+    """Returns the manifest field for values of ``dtype``; empty for most dtypes."""
+    carrier = carrier_of(dtype)
+    return {} if carrier == dtype else {"stored": next(name for name, held in CARRIERS.items() if held == carrier)}
+
+
+@functools.lru_cache(maxsize=16)
+def half_bits(dtype: np.dtype[np.generic]) -> NDArray[np.uint16]:
+    """Returns, for each bit pattern of a narrow float, the bits of the float16 that stores that value; uint16[n]."""
+    codes = np.arange(1 << bit_width(dtype), dtype=np.uint8)
+    values = codes.view(dtype)
+    # A cast would give all NaNs the same payload, so use the bit pattern itself as the payload.
+    return np.where(
+        np.isnan(values.astype(np.float32)), np.uint16(0x7E00) + codes, values.astype(np.float16).view(np.uint16)
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _codes_by_half(dtype: np.dtype[np.generic]) -> NDArray[np.uint8]:
+    halves = half_bits(dtype)
+    codes = np.zeros(1 << 16, np.uint8)
+    codes[halves] = np.arange(halves.size, dtype=np.uint8)
+    return codes
+
+
+def to_carrier(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Converts host values to the dtype in which they are stored."""
+    carrier = carrier_of(array.dtype)
+    if carrier == array.dtype:
+        return array
+    if carrier == np.float16:
+        return half_bits(array.dtype)[array.view(np.uint8), ...].view(np.float16)  # `...`: a 0-d array stays one
+    return array.astype(carrier)
+
+
+def from_carrier(values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+    """Inverts :func:`to_carrier`; also reads older versions, which stored narrow floats as their bits in uint8."""
+    values = np.asarray(values, order="C")
+    if values.dtype == np.float16:
+        return _codes_by_half(dtype)[values.view(np.uint16)].view(dtype)
+    return values.view(np.int8).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else values.view(dtype)
+
+
+# In order of generality: a cast to a later kind loses at most precision.
+_NUMBERS: dict[type, tuple[str, type]] = {
+    bool: ("bool", np.bool_),
+    int: ("integer", jnp.integer),
+    float: ("floating point", jnp.floating),
+    complex: ("complex", jnp.complexfloating),
+}
+
+
+def python_type_of(dtype: DTypeLike) -> type:
+    """Returns the Python type that a value of ``dtype`` becomes, or ``object`` if there is none."""
+    return next((python for python, (_, kind) in _NUMBERS.items() if jnp.issubdtype(dtype, kind)), object)
+
+
+def _loses(stored: type, wanted: type) -> bool:
+    """Returns whether a cast from one Python type to another loses more than precision."""
+    # Subclasses of int and float (such as enums) count as their base type. bool is an int, and comes first.
+    before, after = ([issubclass(one, kind) for kind in _NUMBERS] for one in (stored, wanted))
+    return not any(before) or not any(after) or after.index(True) < before.index(True)
+
+
+def check_cast(where: str, stored: DTypeLike, wanted: DTypeLike) -> None:
+    """Rejects floats as integers, numbers as bools, complex as real, and non-numeric types, with a CheckpointError."""
+    stored, wanted = np.dtype(stored), np.dtype(wanted)
+    before, after = python_type_of(stored), python_type_of(wanted)
+    longer_text = before is after is object and np.can_cast(stored, wanted, "safe")
+    if stored != wanted and not longer_text and _loses(before, after):
+        names = [_NUMBERS.get(python_type_of(dtype), (dtype.name,))[0] for dtype in (stored, wanted)]
+        raise CheckpointError(
+            f"{where} is stored as {stored.name}, but {wanted.name} was requested: {names[0]} values are not cast to "
+            f"{names[1]}. Request {stored.name}, and convert the result if that is intended."
+        )
+
+
+def check_python(where: str, stored: type, wanted: type) -> None:
+    """Rejects text as a number, a float as an int, and the like, with a CheckpointError."""
+    if stored is not wanted and _loses(stored, wanted):
+        raise CheckpointError(
+            f"{where} is stored as {stored.__name__}, but {wanted.__name__} was requested. Request {stored.__name__}, and "
+            "convert the result if that is intended."
+        )
+
+
+def may_overflow(stored: DTypeLike, wanted: DTypeLike) -> bool:
+    """Returns whether values of one integer dtype may not fit in another; False unless both are integer dtypes."""
+    if not (jnp.issubdtype(stored, jnp.integer) and jnp.issubdtype(wanted, jnp.integer)):
+        return False
+    before, after = jnp.iinfo(stored), jnp.iinfo(wanted)
+    return int(before.min) < int(after.min) or int(before.max) > int(after.max)
+
+
+def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> None:
+    """Rejects integers that would wrap around, with a CheckpointError that gives the value and the range."""
+    if not values.size:
+        return
+    limits = jnp.iinfo(wanted)
+    for value in (int(values.min()), int(values.max())):
+        if not int(limits.min) <= value <= int(limits.max):
+            raise CheckpointError(
+                f"{where} holds {value}, stored as {values.dtype.name}, but {np.dtype(wanted).name} holds only "
+                f"{limits.min} to {limits.max}. Request {values.dtype.name}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class SavedLeaf:
-    """A leaf as it was in the saved tree.
+    """A leaf as it was in the saved tree, and how its values are stored.
 
     Attributes:
       name: Orbax's parameter name.
       kind: a key of :data:`KINDS`.
       shape: its shape; for PRNG keys, the shape of the keys.
       dtype: its dtype; for PRNG keys, the dtype of the key data.
-      encoding: how its values are stored (see :mod:`~meshfeed._src.checkpoint.dtypes`); None means unchanged.
+      encoding: how its values are stored: a key of :data:`CARRIERS`, BYTES, NOTHING or VALUE; None means unchanged.
       impl: implementation of PRNG keys, or None.
       value: the value of a Python number, text or bytes.
       sharding: the saved NamedSharding as JSON, or None.
+      cell: shape of the boxes that have a digest, or None.
+      chunk: shape of the stored chunks; () if no values are stored.
+      digests: digest by cell number.
     """
 
     name: str
@@ -66,11 +220,30 @@ class SavedLeaf:
     impl: str | None = None
     value: bool | int | float | complex | str | bytes | None = None
     sharding: JsonValue = None
+    cell: Shape | None = None
+    chunk: Shape = ()
+    digests: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def data_shape(self) -> Shape:
         """``shape``, or for PRNG keys the shape of the key data."""
-        return self.shape if self.impl is None else key_shape(self.shape, self.impl)
+        return key_shape(self.shape, self.impl)
+
+    @property
+    def stored_shape(self) -> Shape:
+        """Shape of the stored values."""
+        return (math.prod(self.shape) * self.dtype.itemsize,) if self.encoding == BYTES else self.data_shape
+
+    @property
+    def stored_dtype(self) -> np.dtype[np.generic]:
+        """Dtype of the stored values once they are read, on the host."""
+        return np.dtype(np.uint8) if self.encoding == BYTES else self.dtype
+
+    @functools.cached_property
+    def units(self) -> Grid:
+        """Grid of the boxes that can be read and checked on their own, without reading a chunk twice."""
+        shape = self.stored_shape
+        return Grid(shape, joint_cell(shape, self.cell if self.digests else None, self.chunk))
 
     def placeholder(self) -> Leaf:
         """Returns the leaf's placeholder in an abstract tree."""
@@ -78,10 +251,12 @@ class SavedLeaf:
 
     def saved_sharding(self) -> jax.sharding.Sharding | None:
         """Returns the saved sharding on this job's devices; else device 0 in a single-process job, or None."""
-        sharding = rebuild_sharding(self.sharding)
-        if sharding is None and process_count() == 1:
-            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return sharding
+        entry = self.sharding
+        if entry is not None and math.prod(entry["axis_sizes"]) == jax.device_count():
+            auto = (AxisType.Auto,) * len(entry["axis_names"])
+            mesh = jax.make_mesh(tuple(entry["axis_sizes"]), tuple(entry["axis_names"]), axis_types=auto)
+            return NamedSharding(mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in entry["spec"])))
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if process_count() == 1 else None
 
 
 def saved_leaf(name: str, entry: Entry) -> SavedLeaf:
@@ -112,9 +287,7 @@ def _python_value(entry: Entry) -> bool | int | float | complex | str | bytes:
     kind, value = entry["kind"], entry["value"]
     if kind == "float":
         return float(value)
-    if kind == "complex":
-        return complex(float(value[0]), float(value[1]))
-    return decode_value(value)
+    return complex(*map(float, value)) if kind == "complex" else decode_value(value)
 
 
 @functools.cache
@@ -128,14 +301,14 @@ def _one_key_shape(impl: str) -> Shape:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 
-def key_shape(shape: Shape, impl: str) -> Shape:
-    """Returns the shape of the key data of PRNG keys of ``shape``."""
-    return (*shape, *_one_key_shape(impl))
+def key_shape(shape: Shape, impl: str | None) -> Shape:
+    """Returns the shape of the key data of PRNG keys of ``shape``; ``shape`` itself if ``impl`` is None."""
+    return shape if impl is None else (*shape, *_one_key_shape(impl))
 
 
-def keys_of(data_shape: Shape, impl: str) -> Shape:
+def keys_of(data_shape: Shape, impl: str | None) -> Shape:
     """Returns the shape of the PRNG keys whose key data has ``data_shape``; inverts :func:`key_shape`."""
-    return data_shape[: len(data_shape) - len(_one_key_shape(impl))]
+    return data_shape if impl is None else data_shape[: len(data_shape) - len(_one_key_shape(impl))]
 
 
 def is_key(leaf: Leaf) -> bool:
@@ -162,15 +335,6 @@ def describe_array(leaf: jax.Array) -> Entry:
             "memory_kind": sharding.memory_kind,
         }
     return entry
-
-
-def rebuild_sharding(entry: JsonValue) -> NamedSharding | None:
-    """Returns a sharding like the saved one over this job's devices, or None if their number differs."""
-    if entry is None or math.prod(entry["axis_sizes"]) != jax.device_count():
-        return None
-    auto = (AxisType.Auto,) * len(entry["axis_names"])
-    mesh = jax.make_mesh(tuple(entry["axis_sizes"]), tuple(entry["axis_names"]), axis_types=auto)
-    return NamedSharding(mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in entry["spec"])))
 
 
 def _placeholder_array(leaf: SavedLeaf) -> jax.ShapeDtypeStruct:
@@ -223,22 +387,15 @@ def _encode_value(leaf: Leaf, where: str) -> tuple[Entry, Leaf]:
     return {"kind": type(leaf).__name__, "value": encode_value(leaf)}, leaf if plain else str(leaf)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of leaf.
-
-    Attributes:
-      types: types of the leaves.
-      encode: (leaf, path for errors) → its manifest entry, and the value that Orbax stores for it. Host values are
-        copied. None for kinds that only plain Orbax stores.
-      placeholder: saved leaf → its placeholder in an abstract tree.
-      from_host: host values as a numpy array → the leaf.
-    """
+class Kind(NamedTuple):
+    """A kind of leaf."""
 
     types: tuple[type, ...]
+    # (leaf, path for errors) → its manifest entry, and the value that Orbax stores for it; host values are copied. None
+    # for kinds that only plain Orbax stores.
     encode: Callable[..., tuple[Entry, Leaf]] | None
-    placeholder: Callable[[SavedLeaf], Leaf]
-    from_host: Callable[[NDArray[np.generic]], Leaf]
+    placeholder: Callable[[SavedLeaf], Leaf]  # in an abstract tree
+    from_host: Callable[[NDArray[np.generic]], Leaf]  # host values as a numpy array → the leaf
 
 
 def _python(kind: type) -> Kind:
@@ -290,21 +447,13 @@ def _key(entry: object) -> object:
     return next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), entry)
 
 
-@dataclasses.dataclass
-class EncodedTree:
-    """A tree as it is passed to Orbax.
+class EncodedTree(NamedTuple):
+    """A tree as it is passed to Orbax."""
 
-    Attributes:
-      tree: the same structure with leaves that Orbax stores exactly.
-      leaves: manifest entries of the leaves that are not stored as a global ``jax.Array``.
-      host_arrays: parameter name → the stored numpy array, for digests.
-      skeleton: the structure as JSON.
-    """
-
-    tree: PyTree
-    leaves: dict[str, Entry]
-    host_arrays: dict[str, NDArray[np.generic]]
-    skeleton: JsonValue
+    tree: PyTree  # the same structure with leaves that Orbax stores exactly
+    leaves: dict[str, Entry]  # manifest entries of the leaves that are not stored as a global jax.Array
+    host_arrays: dict[str, NDArray[np.generic]]  # parameter name → the stored numpy array, for digests
+    skeleton: JsonValue  # the structure
 
 
 def encode_tree(tree: PyTree) -> EncodedTree:
@@ -332,6 +481,8 @@ def encode_tree(tree: PyTree) -> EncodedTree:
         leaves[name], stored = encode_host_leaf(leaf, where)
         if isinstance(stored, np.ndarray):
             host_arrays[name] = stored
+            shape = [max(1, size) for size in stored.shape]
+            leaves[name] |= {"cell": shape, "chunk": shape}
         encoded.append(stored)
     return EncodedTree(jax.tree_util.tree_unflatten(structure, encoded), leaves, host_arrays, skeleton_of(tree))
 

@@ -13,18 +13,20 @@ from etils import epath
 
 from meshfeed._src.base.errors import CheckpointError, MeshfeedError
 from meshfeed._src.base.types import JsonValue, PyTree, public
-from meshfeed._src.checkpoint.iterator import PLAIN_FILE
-from meshfeed._src.checkpoint.leaves import Entry, dtype_of
-from meshfeed._src.checkpoint.manifest import (
+from meshfeed._src.checkpoint.handlers import PLAIN_FILE
+from meshfeed._src.checkpoint.leaves import Entry, SavedLeaf, dtype_of
+from meshfeed._src.checkpoint.restore import abstract_tree_of
+from meshfeed._src.checkpoint.stored import (
     FOLDER,
     RESTORE_EARLIER,
     DamagedCheckpointError,
     Manifest,
+    StoredArrays,
+    UnitReader,
+    Wanted,
     file_problems,
     read_manifest,
 )
-from meshfeed._src.checkpoint.stored import StoredArrays, StoredLeaf, UnitReader, Wanted
-from meshfeed._src.checkpoint.tree_restore import abstract_tree_of
 from meshfeed._src.state import files as state_files
 from meshfeed._src.state.state import flatten
 
@@ -34,14 +36,7 @@ ITERATOR = "iterator"
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """The parts of a step.
-
-    Attributes:
-      step: the caller's step number.
-      directory: the step's folder.
-      manifest: the manifest of the arrays.
-      document: the iterator's document, or None if the step was saved without a feed.
-    """
+    """The parts of a step: its number and folder, the arrays' manifest, and the iterator's document, if it has one."""
 
     step: int
     directory: epath.Path
@@ -212,22 +207,30 @@ def verify(directory: epath.PathLike, step: int | None = None) -> list[Finding]:
     Raises:
       CheckpointError: there is nothing to check, or the requested step does not exist.
     """
-    directory = _folder(directory)
-    if not directory.exists():
+    if not state_files.readable_path(directory).exists():
         raise CheckpointError(f"{directory}: no such folder. Pass a Checkpointer's folder, or a step's.")
-    steps = find_steps(directory)
-    if step is not None and step not in steps:
-        read_step(directory, step)  # absent is not damaged: raises and lists the existing steps
+    directory, steps, step = _steps(directory, step)
     if steps:
         return [_verify_step(directory, number) for number in (steps if step is None else [step])]
-    if directory.name.isdecimal() and (directory / ARRAYS).exists():
-        return [_verify_step(directory.parent, int(directory.name))]
     if (directory / "_METADATA").exists() or (directory / FOLDER).exists():
         return [_verify_arrays(directory, None, [])]
     if state_files.state_paths(directory):
         problems = _problems(lambda: state_files.read_document(directory))
         return [Finding(str(directory), None, problems, 0, 0, 0, 0.0)]
     raise CheckpointError(f"{directory}: contains no steps, no item of arrays and no iterator state.")
+
+
+def _steps(directory: epath.PathLike, step: int | None) -> tuple[epath.Path, list[int], int | None]:
+    """Returns a Checkpointer's folder, its steps, and the step to which ``directory`` or ``step`` refers."""
+    path = state_files.readable_path(directory)
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file. Pass a Checkpointer's folder, or one of its steps.")
+    if step is None and path.name.isdecimal() and (path / ARRAYS).exists():
+        path, step = path.parent, int(path.name)
+    steps = find_steps(path)
+    if step is not None and step not in steps:
+        read_step(path, step)  # absent is not damaged: raises and lists the existing steps
+    return path, steps, step
 
 
 def _problems(check: Callable[[], object]) -> tuple[str, ...]:
@@ -260,27 +263,22 @@ def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> F
     without = count = 0
     try:
         stored = StoredArrays(item)
-        if stored.manifest is not None:
-            found = file_problems(item, stored.manifest, content=True)
-            problems += [f"{path}: {problem}" for path, problem in found]
+        problems += [f"{path}: {problem}" for path, problem in file_problems(item, stored.manifest, content=True)]
         names = stored.array_names()
         stored.open_soon(names)
         for name in names:
             reader = UnitReader(stored, verify=True, bytes_in_flight=None)
-            problems += _problems(lambda name=name, reader=reader: _read_leaf(stored.leaf(name), reader))
+            problems += _problems(lambda name=name, reader=reader: _read_leaf(stored.saved(name), reader))
             count += reader.bytes_read
-            without += not stored.has_digests(name)
+            without += not stored.manifest.digests.get(name)
     except MeshfeedError as error:
         problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
     return Finding(str(item), step, tuple(problems), len(names), count, without, time.perf_counter() - started)
 
 
-def _read_leaf(leaf: StoredLeaf, reader: UnitReader) -> None:
-    reader.read(Wanted(leaf, number, lambda box, values: None) for number in range(len(leaf.units)))
-
-
-# ---------------------------------------------------------------------- as JSON, for the command line
+def _read_leaf(leaf: SavedLeaf, reader: UnitReader) -> None:
+    reader.read([Wanted(leaf, number, []) for number in range(len(leaf.units))])
 
 
 def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, JsonValue]:
@@ -298,24 +296,12 @@ def inspect(directory: epath.PathLike, step: int | None = None) -> dict[str, Jso
     Raises:
       CheckpointError: there are no steps, or not the requested one.
     """
-    path = _folder(directory)
-    if step is None and path.name.isdecimal() and (path / ARRAYS).exists():
-        path, step = path.parent, int(path.name)
-    steps = find_steps(path)
-    if step is None and not steps:
+    path, steps, step = _steps(directory, step)
+    if not steps:
         what = "contains no steps" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {what}. Pass a Checkpointer's folder.")
-    if step is not None and step not in steps:
-        read_step(path, step)  # raises and lists the existing steps
     chosen = steps if step is None else [step]
     return {"directory": str(path), "steps": [_inspect_step(path, number, number == step) for number in chosen]}
-
-
-def _folder(directory: epath.PathLike) -> epath.Path:
-    path = state_files.readable_path(directory)
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file. Pass a Checkpointer's folder, or one of its steps.")
-    return path
 
 
 def _inspect_step(directory: epath.Path, step: int, with_leaves: bool) -> dict[str, JsonValue]:

@@ -1,4 +1,10 @@
-"""Reads the arrays of one Orbax checkpoint item, whether meshfeed or plain Orbax wrote it.
+"""One item of arrays in storage, whether meshfeed or plain Orbax wrote it: its manifest, and reads of its values.
+
+The manifest holds what Orbax's own files lack: exact dtypes, chunk digests, the save's identity. It is stored in the
+folder ``meshfeed`` inside the item, so it is copied with the arrays, and plain Orbax ignores it. While saving, every host
+writes a part with its digests (``arrays-<process>.json``), and process 0 writes the tree (``tree.json``). Once all have
+written, the primary host merges the parts into ``manifest.json`` and removes them. Parts that were never merged, because a
+manager other than Orbax's does not finalize, are merged on reading.
 
 Leaves are read in whole units, each once; the requested parts are copied into this process's buffers.
 """
@@ -9,24 +15,183 @@ import ast
 import collections
 import dataclasses
 import functools
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+import xxhash
 from etils import epath
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshfeed._src.base.errors import CheckpointError
-from meshfeed._src.base.types import JsonValue
-from meshfeed._src.checkpoint.boxes import Box, Grid, Shape, box_shape, box_size, clip, intersect, joint_cell, slices
-from meshfeed._src.checkpoint.dtypes import BYTES, CARRIERS, NOTHING, VALUE, check_fits, from_carrier
-from meshfeed._src.checkpoint.leaves import Entry, SavedLeaf, dtype_of, keys_of, saved_leaf
-from meshfeed._src.checkpoint.manifest import RESTORE_EARLIER, DamagedCheckpointError, digest, read_json, read_manifest
+from meshfeed._src.base.types import JsonValue, public
+from meshfeed._src.checkpoint.layout import Box, Grid, box_shape, box_size, clip, intersect, slices
+from meshfeed._src.checkpoint.leaves import (
+    CARRIERS,
+    NOTHING,
+    VALUE,
+    Entry,
+    SavedLeaf,
+    check_fits,
+    from_carrier,
+    keys_of,
+    saved_leaf,
+)
+from meshfeed._src.state.files import DamagedStateError, write_json
+from meshfeed._src.state.state import digest_of
+
+
+def digest_of_bytes(data: bytes | memoryview) -> str:
+    """Returns the xxh3-64 digest of ``data`` as 16 hex digits."""
+    return f"{xxhash.xxh3_64_intdigest(data):016x}"
+
+
+def digest(values: NDArray[np.generic]) -> str:
+    """Returns the digest of ``values``' bytes in row-major order."""
+    return digest_of_bytes(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+@public("meshfeed.checkpoint")
+class DamagedCheckpointError(DamagedStateError):
+    """The stored bytes of a checkpoint differ from those written.
+
+    It is both a :class:`~meshfeed.CheckpointError` and a :class:`~meshfeed.CorruptDataError`.
+    """
+
+
+FOLDER = "meshfeed"
+TREE_PART = "tree"
+ARRAYS_PART = "arrays-"  # and the process
+RESTORE_EARLIER = "Restore an earlier step."
+
+_MANIFEST = "manifest"
+_VERSION = 1
+_SMALL_FILE_BYTES = 1 << 20
+_WRITTEN_LATER = "_CHECKPOINT_METADATA"  # Orbax's Checkpointer rewrites it after all handlers have finished
+
+
+@dataclasses.dataclass
+class Manifest:
+    """The merged manifest of one item of arrays."""
+
+    identity: dict[str, JsonValue] | None = None  # of the save that wrote it
+    leaves: dict[str, Entry] = dataclasses.field(default_factory=dict)  # by parameter name
+    digests: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)  # parameter name → by cell number
+    # Path in the item → [size in bytes, digest of the content for small files or None]; {} before merging.
+    files: dict[str, list[JsonValue]] = dataclasses.field(default_factory=dict)
+    skeleton: JsonValue = None  # the tree's structure, or None if only a type handler wrote the item
+
+
+def write_part(item: epath.PathLike, part: str, digests: Mapping[str, Mapping[int, str]], **content: JsonValue) -> None:
+    """Writes one file of a manifest: fields of :class:`Manifest`.
+
+    ``part`` is ``ARRAYS_PART`` and the process, or ``TREE_PART``, which only process 0 writes. ``leaves`` of arrays are
+    the same on all hosts, and only one host per folder writes them.
+    """
+    folder = epath.Path(item) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    # Normalize first (tuples, keys), because a reader computes the digest of the parsed JSON.
+    bare = json.loads(json.dumps({"meshfeed_arrays": _VERSION, "digests": digests, **content}))
+    write_json(folder / f"{part}.json", {**bare, "digest": digest_of(bare)})
+
+
+def read_json(path: epath.Path) -> JsonValue:
+    """Returns the content of a JSON file; raises DamagedCheckpointError if it is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: not JSON ({error}). {RESTORE_EARLIER}", path=str(path)) from None
+
+
+def _read_part(path: epath.Path) -> dict[str, JsonValue]:
+    content = read_json(path)
+    digest = content.pop("digest", None) if isinstance(content, dict) else None
+    if digest is None or digest_of(content) != digest:
+        text = f"{path}: its digest does not match its content. {RESTORE_EARLIER}"
+        raise DamagedCheckpointError(text, path=str(path))
+    version = content.get("meshfeed_arrays", _VERSION + 1)
+    if version > _VERSION:
+        raise CheckpointError(
+            f"{path}: has format {version}, but this version of meshfeed reads up to {_VERSION}. Upgrade meshfeed."
+        )
+    return content
+
+
+def read_manifest(item: epath.PathLike) -> Manifest | None:
+    """Reads the manifest of an item of arrays; returns None for an item that plain Orbax wrote.
+
+    Raises:
+      DamagedCheckpointError: a part differs from what was written.
+      CheckpointError: a newer version of meshfeed wrote it.
+    """
+    folder = epath.Path(item) / FOLDER
+    paths = [path for path in folder.iterdir() if path.name.endswith(".json")] if folder.exists() else []
+    joined = [path for path in paths if path.stem == _MANIFEST]
+    manifest = Manifest()
+    for path in joined or sorted(paths, key=lambda path: path.name):
+        content = _read_part(path)
+        manifest.identity = content.get("identity") or manifest.identity
+        manifest.skeleton = content.get("skeleton") or manifest.skeleton
+        manifest.leaves.update(content.get("leaves", {}))
+        manifest.files.update(content.get("files", {}))
+        for name, cells in content.get("digests", {}).items():
+            manifest.digests.setdefault(name, {}).update({int(cell): digest for cell, digest in cells.items()})
+    manifest.files.pop(_WRITTEN_LATER, None)
+    return manifest if paths else None
+
+
+def join_parts(item: epath.PathLike, chunks: Mapping[str, list[int]]) -> None:
+    """Merges the parts of all hosts into one file. One process calls it once all hosts have written."""
+    item = epath.Path(item)
+    manifest = read_manifest(item)
+    if manifest is None:
+        return
+    for name, chunk in chunks.items():
+        manifest.leaves[name]["chunk"] = chunk
+    manifest.digests = {name: dict(sorted(cells.items())) for name, cells in manifest.digests.items()}
+    manifest.files = _describe_files(item)
+    parts = [path for path in (item / FOLDER).iterdir() if path.stem == TREE_PART or path.name.startswith(ARRAYS_PART)]
+    # Write before removing the parts: readers prefer the merged file, so a crash in between loses nothing.
+    write_part(item, _MANIFEST, **vars(manifest))
+    for path in parts:
+        path.unlink()
+
+
+def _describe_files(item: epath.Path) -> dict[str, list[JsonValue]]:
+    """Returns the sizes of an item's files (without the manifest's), and digests of small files without array data."""
+    found: dict[str, list[JsonValue]] = {}
+    folders = [item]
+    while folders:
+        for path in folders.pop().iterdir():
+            relative = path.relative_to(item).as_posix()
+            if not path.is_dir():
+                size = path.stat().length
+                # OCDBT keeps array data in folders "d"; the digests of chunks cover it.
+                small = size <= _SMALL_FILE_BYTES and "d" not in relative.split("/")[:-1]
+                found[relative] = [size, digest_of_bytes(path.read_bytes()) if small else None]
+            elif relative != FOLDER:
+                folders.append(path)
+    return found
+
+
+def file_problems(item: epath.Path, manifest: Manifest, *, content: bool) -> Iterator[tuple[epath.Path, str]]:
+    """Yields (path, difference) for each file of an item that differs from what was written."""
+    for name, (size, digest) in manifest.files.items():
+        path = item / name
+        found = path.stat().length if path.exists() else None
+        if found is None:
+            yield path, "is missing"
+        elif found != size:
+            yield path, f"has {found} bytes, but {size} bytes were saved"
+        elif content and digest is not None and digest_of_bytes(path.read_bytes()) != digest:
+            yield path, "has a different digest from the saved file"
+
 
 _TREE_METADATA = "_METADATA"
 _TEXTS = "_strings.json"
@@ -44,41 +209,6 @@ def _threads(most: int, memory_limit_bytes: int | None) -> int:
 
 PendingRead: TypeAlias = Callable[[], NDArray[np.generic]]
 """Waits for a read that has started, and returns the values."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StoredLeaf:
-    """One stored array.
-
-    Attributes:
-      name: Orbax's parameter name.
-      shape: shape of the stored values (of the key data for PRNG keys).
-      dtype: dtype of the values as they were in the tree (of the key data for PRNG keys).
-      carried: whether they are stored in a different dtype.
-      cell: shape of the boxes that have a digest, or None.
-      chunk: shape of the stored chunks.
-      digests: digest by cell number.
-      impl: implementation of PRNG keys, or None.
-    """
-
-    name: str
-    shape: Shape
-    dtype: np.dtype[np.generic]
-    carried: bool
-    cell: Shape | None
-    chunk: Shape
-    digests: Mapping[int, str]
-    impl: str | None = None
-
-    @functools.cached_property
-    def units(self) -> Grid:
-        """Grid of the boxes that can be read and checked on their own, without reading a chunk twice."""
-        return Grid(self.shape, joint_cell(self.shape, self.cell if self.digests else None, self.chunk))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per value on the host."""
-        return self.dtype.itemsize
 
 
 class StoredArrays:
@@ -100,7 +230,9 @@ class StoredArrays:
         self.directory = epath.Path(directory)
         if not self.directory.exists():
             raise CheckpointError(f"{directory}: no such folder, expected an item of arrays that Orbax wrote.")
-        self.manifest = read_manifest(self.directory)
+        manifest = read_manifest(self.directory)
+        self.is_plain = manifest is None  # plain Orbax wrote it
+        self.manifest = manifest or Manifest()
         # One shared context, so the nodes of the OCDBT tree are read only once for all arrays.
         self._context = ts.Context(
             {
@@ -110,16 +242,11 @@ class StoredArrays:
             }
         )
         self._ocdbt = (self.directory / "manifest.ocdbt").exists()
-        keys = {entry["metadata_key"] for entry in self._entries.values() if "metadata_key" in entry}
+        keys = {entry["metadata_key"] for entry in self.manifest.leaves.values() if "metadata_key" in entry}
         self.metadata_key: str | None = next(iter(keys), metadata_key)
         self._stores: dict[str, ts.TensorStore] = {}
         self._opening: dict[str, ts.Future[ts.TensorStore]] = {}
-        self._leaves: dict[str, StoredLeaf] = {}
-        self._texts: dict[str, str] = {}
-
-    @property
-    def _entries(self) -> Mapping[str, Entry]:
-        return {} if self.manifest is None else self.manifest.leaves
+        self._leaves: dict[str, SavedLeaf] = {}
 
     @functools.cached_property
     def metadata(self) -> dict[str, JsonValue]:
@@ -149,41 +276,50 @@ class StoredArrays:
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
         """Parameter name → kind of leaf, for all leaves that have content."""
-        if self.manifest is not None and self.manifest.skeleton is not None:
-            return {name: entry["kind"] for name, entry in self._entries.items()}
+        if self.manifest.skeleton is not None:
+            return {name: entry["kind"] for name, entry in self.manifest.leaves.items()}
         return {name: _PLAIN_KINDS[kind] for name, kind in self._plain_types.items() if kind in _PLAIN_KINDS}
 
     def array_names(self) -> list[str]:
         """Returns the parameters whose values are stored as arrays."""
-        without = {name for name, entry in self._entries.items() if "value" in entry or entry.get("stored") == NOTHING}
+        without = {
+            name for name, entry in self.manifest.leaves.items() if "value" in entry or entry.get("stored") == NOTHING
+        }
         return [name for name, kind in self.kinds.items() if kind != "str" and name not in without]
 
-    def has_digests(self, name: str) -> bool:
-        """Returns whether a parameter can be verified; parameters saved by plain Orbax cannot."""
-        return self.manifest is not None and bool(self.manifest.digests.get(name))
-
-    def names_without_chunk(self) -> list[str]:
-        """Returns the parameters for which the manifest lacks the shape of the stored chunks."""
-        return [
-            name
-            for name, entry in self._entries.items()
-            if "dtype" in entry and "chunk" not in entry and entry.get("stored") != NOTHING
-        ]
-
     def saved(self, name: str) -> SavedLeaf:
-        """Describes the leaf of the tree that was saved under a parameter name."""
-        if name in self._entries:
-            return saved_leaf(name, self._entries[name])
+        """Describes the leaf that was saved under a parameter name; opens it if the manifest does not describe it."""
+        if name not in self._leaves:
+            self._leaves[name] = self._recorded(name) if name in self.manifest.leaves else self._found(name)
+        return self._leaves[name]
+
+    def _recorded(self, name: str) -> SavedLeaf:
+        leaf, entry = saved_leaf(name, self.manifest.leaves[name]), self.manifest.leaves[name]
+        if leaf.encoding in (VALUE, NOTHING):
+            return leaf
+        return dataclasses.replace(
+            leaf,
+            cell=tuple(entry["cell"]) if "cell" in entry else None,
+            chunk=tuple(entry.get("chunk") or self.chunk_of(name)),
+            digests=self.manifest.digests.get(name, {}),
+        )
+
+    def _found(self, name: str) -> SavedLeaf:
         kind = self.kinds.get(name, "jax")
         if kind == "str":
-            self._texts = self._texts or read_json(self.directory / _TEXTS)
             return SavedLeaf(name, kind, (), np.dtype(str), VALUE, value=self._texts[name])
-        leaf = self.leaf(name)
-        shape = leaf.shape if leaf.impl is None else keys_of(leaf.shape, leaf.impl)
-        return SavedLeaf(name, kind, shape, leaf.dtype, impl=leaf.impl)
+        store = self.open(name)
+        dtype = jnp.dtype(store.dtype.numpy_dtype)
+        impl = self._plain_impls.get(name) if dtype == np.uint32 else None
+        shape, chunk = keys_of(tuple(store.shape), impl), tuple(self.chunk_of(name))
+        return SavedLeaf(name, kind, shape, dtype, impl=impl, chunk=chunk)
+
+    @functools.cached_property
+    def _texts(self) -> dict[str, str]:
+        return read_json(self.directory / _TEXTS)
 
     def _spec(self, name: str) -> dict[str, JsonValue]:
-        plain = self.metadata if self.manifest is None or (self.directory / _TREE_METADATA).exists() else {}
+        plain = self.metadata if self.is_plain or (self.directory / _TREE_METADATA).exists() else {}
         base = os.fspath(self.directory)
         root: JsonValue = base + "/" if "://" in base else {"driver": "file", "path": base + "/"}
         if self._ocdbt:
@@ -201,7 +337,7 @@ class StoredArrays:
             "kvstore": kvstore,
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
-            "fill_missing_data_reads": fill and self.manifest is None,
+            "fill_missing_data_reads": fill and self.is_plain,
             **({"metadata_key": self.metadata_key} if of_arrays else {}),
         }
 
@@ -247,50 +383,20 @@ class StoredArrays:
         store = self.open(name)
         return [size or 0 for size in store.chunk_layout.read_chunk.shape or ()] if store.rank else []
 
-    def leaf(self, name: str) -> StoredLeaf:
-        """Describes the array that is stored under a parameter name."""
-        if name not in self._leaves:
-            entry = self._entries.get(name)
-            self._leaves[name] = self._found(name) if entry is None else self._recorded(name, entry)
-        return self._leaves[name]
-
-    def _found(self, name: str) -> StoredLeaf:
-        store = self.open(name)
-        dtype = jnp.dtype(store.dtype.numpy_dtype)
-        impl = self._plain_impls.get(name) if dtype == np.uint32 else None
-        return StoredLeaf(name, tuple(store.shape), dtype, False, None, tuple(self.chunk_of(name)), {}, impl)
-
-    def _recorded(self, name: str, entry: Entry) -> StoredLeaf:
-        dtype, encoding = dtype_of(entry), entry.get("stored")
-        shape = tuple(entry.get("data_shape", entry["shape"]))
-        if encoding == BYTES:
-            shape, dtype = (int(np.prod(shape)) * dtype.itemsize,), np.dtype(np.uint8)
-        assert self.manifest is not None
-        return StoredLeaf(
-            name,
-            shape,
-            dtype,
-            carried=encoding in CARRIERS,
-            cell=tuple(entry["cell"]) if "cell" in entry else None,
-            chunk=tuple(entry.get("chunk") or (shape if encoding == NOTHING else self.chunk_of(name))),
-            digests=self.manifest.digests.get(name, {}),
-            impl=entry.get("impl"),
-        )
-
-    def start_read(self, leaf: StoredLeaf, box: Box) -> PendingRead:
+    def start_read(self, leaf: SavedLeaf, box: Box) -> PendingRead:
         """Starts reading a box; pass the result to :meth:`finish_read`."""
         return self.open(leaf.name)[slices(box)].read(order="C").result
 
-    def start_read_into(self, leaf: StoredLeaf, box: Box, room: NDArray[np.generic]) -> PendingRead | None:
+    def start_read_into(self, leaf: SavedLeaf, box: Box, room: NDArray[np.generic]) -> PendingRead | None:
         """Like :meth:`start_read`, but into the caller's memory; returns None if the stored dtype is different."""
         store = self.open(leaf.name)
-        if leaf.carried or store.dtype.numpy_dtype != room.dtype:
+        if leaf.encoding in CARRIERS or store.dtype.numpy_dtype != room.dtype:
             return None
         part = store[slices(box)][ts.d[:].translate_to[0]]
         written = ts.array(room, copy=False, write=True, context=self._context).write(part)
         return lambda: (written.result(), room)[1]
 
-    def finish_read(self, leaf: StoredLeaf, box: Box, wait: PendingRead, verify: bool) -> NDArray[np.generic]:
+    def finish_read(self, leaf: SavedLeaf, box: Box, wait: PendingRead, verify: bool) -> NDArray[np.generic]:
         """Waits for a read of whole cells, checks it, and returns the values in the leaf's dtype."""
         where = f"{self.directory}: parameter {leaf.name!r}, values {[list(side) for side in box]}"
         try:
@@ -298,7 +404,7 @@ class StoredArrays:
         except Exception as error:
             raise self._failure(f"{where}: cannot be read", error) from error
         if verify and leaf.digests and leaf.cell is not None:
-            grid = Grid(leaf.shape, leaf.cell)
+            grid = Grid(leaf.stored_shape, leaf.cell)
             for number in grid.touching(box):
                 found, wanted = digest(values[slices(grid.box(number), box)]), leaf.digests.get(number)
                 if found != wanted:
@@ -306,16 +412,11 @@ class StoredArrays:
                         f"{where}: digest is {found}, but {wanted} was saved: stored bytes have changed. {RESTORE_EARLIER}",
                         path=str(self.directory),
                     )
-        return from_carrier(values, leaf.dtype) if leaf.carried else values
+        return from_carrier(values, leaf.dtype) if leaf.encoding in CARRIERS else values
 
 
 class Target(NamedTuple):
-    """A buffer for one box of a leaf.
-
-    Attributes:
-      box: the box in the leaf's coordinates.
-      buffer: host array whose first value is the box's first; it has the final dtype.
-    """
+    """A box of a leaf, and the host array that takes its values; the array has the final dtype."""
 
     box: Box
     buffer: NDArray[np.generic]
@@ -328,40 +429,20 @@ class Target(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A unit to read.
+    """A unit to read: its leaf, its number, and the buffers that take the values; without any it is only checked."""
 
-    Attributes:
-      leaf: the leaf that it belongs to.
-      number: the unit's number.
-      take: called with (box, values).
-      room: memory of the unit's shape and dtype into which storage may write the values directly; if it does, ``take``
-        is not called.
-    """
-
-    leaf: StoredLeaf
+    leaf: SavedLeaf
     number: int
-    take: Callable[[Box, NDArray[np.generic]], None]
-    room: NDArray[np.generic] | None = None
+    targets: Sequence[Target]
 
 
-def wanted_units(leaf: StoredLeaf, targets: Iterable[Target]) -> list[Wanted]:
+def wanted_units(leaf: SavedLeaf, targets: Iterable[Target]) -> list[Wanted]:
     """Returns the units that ``targets`` need, ascending by number."""
     found: dict[int, list[Target]] = collections.defaultdict(list)
     for target in targets:
-        for number in leaf.units.touching(clip(target.box, leaf.shape)):
+        for number in leaf.units.touching(clip(target.box, leaf.stored_shape)):
             found[number].append(target)
-    return [_wanted_unit(leaf, number, found[number]) for number in sorted(found)]
-
-
-def _wanted_unit(leaf: StoredLeaf, number: int, targets: Sequence[Target]) -> Wanted:
-    def take(box: Box, values: NDArray[np.generic]) -> None:
-        for target in targets:
-            target.fill(box, values)
-
-    # Storage may write directly into a sole target that holds all of the unit without a cast.
-    box, first = leaf.units.box(number), targets[0]
-    alone = len(targets) == 1 and box and first.buffer.dtype == leaf.dtype and intersect(first.box, box) == box
-    return Wanted(leaf, number, take, first.buffer[slices(box, first.box)] if alone else None)
+    return [Wanted(leaf, number, found[number]) for number in sorted(found)]
 
 
 class _Reading(NamedTuple):
@@ -389,7 +470,7 @@ class UnitReader:
         *,
         verify: bool,
         bytes_in_flight: int | None,
-        on_bytes: Callable[[int], None] = lambda count: None,
+        on_bytes: Callable[[int], object] = lambda count: None,
         must_fit: Mapping[str, DTypeLike] | None = None,
     ) -> None:
         self._stored = stored
@@ -399,23 +480,29 @@ class UnitReader:
         self._must_fit = must_fit or {}
         self.bytes_read = 0
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
-        """Reads units in order and calls each one's ``take`` in the same order."""
-        wanted = list(wanted)
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Reads units in order and fills the targets of each in the same order."""
         self._stored.open_soon(dict.fromkeys(unit.leaf.name for unit in wanted))
         pending: collections.deque[_Reading] = collections.deque()
         in_flight = 0
         for unit in wanted:
             leaf, box = unit.leaf, unit.leaf.units.box(unit.number)
-            size = box_size(box) * leaf.itemsize
+            size = box_size(box) * leaf.stored_dtype.itemsize
             while pending and in_flight + size > self._limit:
                 in_flight -= self._finish(pending.popleft())
-            placed = None if unit.room is None else self._stored.start_read_into(leaf, box, unit.room)
-            values = placed or self._stored.start_read(leaf, box)
-            pending.append(_Reading(unit, box, values, placed is not None, size))
+            pending.append(self._start(unit, box, size))
             in_flight += size
         while pending:
             self._finish(pending.popleft())
+
+    def _start(self, unit: Wanted, box: Box, size: int) -> _Reading:
+        leaf, first = unit.leaf, unit.targets[0] if len(unit.targets) == 1 else None
+        # Storage may write directly into a sole target that holds all of the unit without a cast.
+        if first and box and first.buffer.dtype == leaf.stored_dtype and intersect(first.box, box) == box:
+            placed = self._stored.start_read_into(leaf, box, first.buffer[slices(box, first.box)])
+            if placed is not None:
+                return _Reading(unit, box, placed, True, size)
+        return _Reading(unit, box, self._stored.start_read(leaf, box), False, size)
 
     def _finish(self, reading: _Reading) -> int:
         leaf = reading.unit.leaf
@@ -424,6 +511,6 @@ class UnitReader:
             check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
         self.bytes_read += reading.bytes
         self._on_bytes(reading.bytes)
-        if not reading.placed:
-            reading.unit.take(reading.box, values)
+        for target in () if reading.placed else reading.unit.targets:
+            target.fill(reading.box, values)
         return reading.bytes

@@ -11,35 +11,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from meshfeed._src.checkpoint.boxes import (
+from meshfeed._src.checkpoint.layout import (
+    HOST,
     Grid,
+    LoadPlan,
+    ReadCost,
+    ReplicaCut,
+    assign_units,
+    best_plan,
     box_of_index,
     box_shape,
     box_size,
+    candidates,
+    choose_cut,
+    chunk_shape,
     clip,
+    cut_sharding,
+    devices_of_a_process,
     free_axes,
     intersect,
     joint_cell,
+    parts_in_window,
+    read_cost,
+    replica_plan,
+    rows_in_flight,
     slices,
     spec_axes,
     spec_of,
     take_rows,
     ways,
 )
-from meshfeed._src.checkpoint.load_plan import (
-    HOST,
-    LoadPlan,
-    ReadCost,
-    assign_units,
-    best_plan,
-    candidates,
-    devices_of_a_process,
-    parts_in_window,
-    read_cost,
-    replica_plan,
-    rows_in_flight,
-)
-from meshfeed._src.checkpoint.save_layout import ReplicaCut, choose_cut, chunk_shape, cut_sharding
 from meshfeed._src.plan.topology import fake_devices, fake_mesh
 
 
@@ -106,7 +107,6 @@ class TestGrid:
             mark(seen, box)
             assert all(0 < extent <= cell for extent, cell in zip(box_shape(box), grid.cell, strict=True))
             assert all(start % cell == 0 for (start, _), cell in zip(box, grid.cell, strict=True))
-            assert grid.only(box) == number
             assert list(grid.touching(box)) == [number]
         assert (seen == 1).all()
 
@@ -116,9 +116,6 @@ class TestGrid:
         box = tuple((first, second) for first, second in sides)
         touching = [n for n in range(len(grid)) if box_size(intersect(grid.box(n), box))]
         assert list(grid.touching(box)) == touching
-        assert grid.only(box) in (None, *touching)
-        if grid.only(box) is None:
-            assert box not in [grid.box(n) for n in range(len(grid))]
 
     def test_in_row_major_order(self):
         grid = Grid((10, 6), (4, 3))
@@ -129,13 +126,10 @@ class TestGrid:
             ((4, 8), (0, 3)),
             ((8, 10), (3, 6)),
         ]
-        for box in (((0, 10), (0, 3)), ((1, 4), (0, 3)), ((0, 4), (0, 2)), ((8, 9), (3, 6))):
-            assert grid.only(box) is None
 
     def test_scalars(self):
         assert len(Grid((), ())) == 1
         assert Grid((), ()).box(0) == ()
-        assert Grid((), ()).only(()) == 0
         assert list(Grid((), ()).touching(())) == [0]
 
     def test_units_are_whole_chunks_and_digest_cells(self):

@@ -1,4 +1,6 @@
-"""Moves the values that hosts have read to the devices that need them, bit for bit.
+"""What hosts do together in a restore: agree on errors, then move the values that they have read, bit for bit.
+
+Hosts report errors to each other before any of them enters a collective (:class:`Agreement`).
 
 Pieces of large leaves reach the requested sharding by ``shard_map`` and explicit collectives, so the compiler chooses
 neither the collective nor the dtype: unsigned bits. Data is only moved, never added. Several leaves are gathered in one
@@ -15,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +29,119 @@ from numpy.typing import NDArray
 
 from meshfeed._src.arrays.reshard import bit_width, bits_dtype, from_bits, reshard
 from meshfeed._src.base import memory
-from meshfeed._src.base.coordination import process_count, process_index
-from meshfeed._src.checkpoint.agreement import Agreement
-from meshfeed._src.checkpoint.boxes import Box, box_shape, box_size, spec_of, ways
-from meshfeed._src.checkpoint.load_plan import Device, LoadPlan, assign_units, parts_in_window
-from meshfeed._src.checkpoint.stored import StoredLeaf, UnitReader, Wanted
+from meshfeed._src.base.coordination import next_use, process_count, process_index, require_store
+from meshfeed._src.base.errors import CheckpointError, Failure, MeshfeedError, SettingsError
+from meshfeed._src.base.reduction import reduce_json
+from meshfeed._src.base.types import JsonValue
+from meshfeed._src.checkpoint.layout import (
+    Box,
+    Device,
+    LoadPlan,
+    assign_units,
+    box_shape,
+    box_size,
+    parts_in_window,
+    spec_of,
+    ways,
+    with_rows,
+)
+from meshfeed._src.checkpoint.leaves import SavedLeaf
+from meshfeed._src.checkpoint.stored import DamagedCheckpointError, Target, UnitReader, Wanted
+
+R = TypeVar("R")
+
+
+def _failure_of(error: BaseException) -> Failure:
+    text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, SettingsError) and error.setting is not None:
+        return Failure("setting", text, process_index(), details={"setting": error.setting})
+    return Failure("damaged" if isinstance(error, DamagedCheckpointError) else "unreadable", text, process_index())
+
+
+def _error_of(failure: Failure, where: str) -> MeshfeedError:
+    message = f"{where}: {failure.message}"
+    if failure.kind == "setting":
+        return SettingsError(message, setting=failure.details["setting"])
+    return (DamagedCheckpointError if failure.kind == "damaged" else CheckpointError)(message)
+
+
+class Agreement:
+    """Agreement among all processes of the job about one operation, in numbered rounds.
+
+    Every process must make the same calls in the same order.
+
+    Args:
+      doing: the operation, for error messages.
+      timeout_seconds: how long to wait for the slowest host.
+    """
+
+    def __init__(self, doing: str, timeout_seconds: float) -> None:
+        self._doing = doing
+        self._timeout_seconds = timeout_seconds
+        self._scope = f"checkpoint/{next_use('checkpoint')}"
+        self._round = 0
+        self._participants = list(range(process_count()))
+        # Fail now rather than at the first read: without a store hosts cannot agree.
+        if len(self._participants) > 1:
+            require_store()
+
+    def _reduce(self, value: JsonValue, reduce: Callable[[dict[int, JsonValue]], JsonValue]) -> JsonValue:
+        number, self._round = self._round, self._round + 1
+        return reduce_json(
+            self._scope,
+            number,
+            value,
+            reduce,
+            participants=self._participants,
+            timeout_seconds=self._timeout_seconds,
+            doing=self._doing,
+        )
+
+    def confirm(self, error: BaseException | None) -> None:
+        """Raises the same error on every host if any host passes one: the error of the lowest-numbered failed host.
+
+        In a single-process job, a MeshfeedError is raised unchanged.
+
+        Raises:
+          DamagedCheckpointError: that host found stored bytes that differ from those written.
+          SettingsError: a keyword's value is wrong on that host.
+          CheckpointError: that host could not read for any other reason.
+        """
+        failure = None if error is None else _failure_of(error)
+        if len(self._participants) == 1:
+            if isinstance(error, MeshfeedError):
+                raise error
+            if failure is not None:
+                raise _error_of(failure, self._doing) from error
+            return
+        report = None if failure is None else failure.to_json()
+        first = self._reduce(report, lambda reports: next((one for _, one in sorted(reports.items()) if one), None))
+        if first is not None:
+            failure = Failure.from_json(first)
+            raise _error_of(failure, f"host {failure.host}") from error
+
+    def attempt(self, work: Callable[[], R]) -> R:
+        """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all."""
+        try:
+            result = work()
+        except Exception as error:
+            self.confirm(error)
+            raise  # not reached: confirm raises
+        self.confirm(None)
+        return result
+
+    def publish(self, work: Callable[[], JsonValue]) -> JsonValue:
+        """Runs ``work`` on host 0 and returns its JSON value on all hosts; an error there is raised on all of them."""
+        if len(self._participants) == 1:
+            return work()
+        value = self.attempt(work if process_index() == 0 else lambda: None)
+        return self._reduce(value, lambda reports: reports[0])
+
+    def collect(self, value: JsonValue) -> dict[int, JsonValue]:
+        """Returns every host's JSON value, keyed by host, on all hosts."""
+        reports = self._reduce(value, lambda reports: {str(host): report for host, report in reports.items()})
+        return {int(host): report for host, report in reports.items()}
+
 
 Buffers: TypeAlias = Mapping[Device, NDArray[np.generic]]
 """Host buffers by the device that reads them."""
@@ -164,8 +274,9 @@ class BlockGather:
         start, self._end = _block_frame(plan, np.dtype(dtype))
         self._plan, self._dtype = plan, dtype
         self._update = _block_updater(plan)
-        shape = tuple(rows if d == plan.dimension else size for d, size in enumerate(plan.piece_shape))
-        nothing = memory.zeros(shape, bits_dtype(dtype))  # shared: neither written nor donated
+        nothing = memory.zeros(
+            with_rows(plan.piece_shape, plan.dimension, rows), bits_dtype(dtype)
+        )  # shared: neither written nor donated
         idle = [device for device, box in plan.boxes(process_index()).items() if box is None]
         self._idle = jax.device_put([nothing] * len(idle), idle) if idle else []
         self._out = start()
@@ -221,13 +332,11 @@ def send_rows(row: NDArray[np.uint8]) -> NDArray[np.uint8]:
 class _HostStream:
     """The units that one host reads, one after the other as bytes."""
 
-    def __init__(self, leaves: Sequence[StoredLeaf], units: Sequence[tuple[int, int]]) -> None:
-        self._leaves = leaves
-        self._units = units
-        boxes = (leaves[index].units.box(number) for index, number in units)
-        sizes = (box_size(box) * leaves[index].itemsize for box, (index, _) in zip(boxes, units, strict=True))
+    def __init__(self, leaves: Sequence[SavedLeaf], units: Sequence[tuple[int, int]]) -> None:
+        self._units = [(index, leaves[index], number, leaves[index].units.box(number)) for index, number in units]
+        sizes = (box_size(box) * leaf.stored_dtype.itemsize for _, leaf, _, box in self._units)
         self._ends = list(itertools.accumulate(sizes))
-        self._unit: NDArray[np.uint8] = np.empty(0, np.uint8)  # the unit that a window cuts
+        self._values: NDArray[np.generic] = np.empty(0)  # of the unit that a window cuts
 
     @property
     def size(self) -> int:
@@ -238,44 +347,45 @@ class _HostStream:
         """Reads units into ``window``, whose first byte is byte ``start`` of the stream. Windows follow one another."""
         for item, first, stop in parts_in_window(self._ends, start, start + len(window)):
             if first == 0:
-                index, number = self._units[item]
-                reader.read([Wanted(self._leaves[index], number, self._keep)])
-            window[: stop - first], window = self._unit[first:stop], window[stop - first :]
-
-    def _keep(self, _: Box, values: NDArray[np.generic]) -> None:
-        self._unit = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+                _, leaf, number, box = self._units[item]
+                self._values = np.empty(box_shape(box), leaf.stored_dtype)
+                reader.read([Wanted(leaf, number, [Target(box, self._values)])])
+            window[: stop - first], window = self._bytes[first:stop], window[stop - first :]
 
     def parse(self, window: NDArray[np.uint8], start: int) -> Iterator[tuple[int, Box, NDArray[np.generic]]]:
         """Yields (leaf index, box, values) of each unit that ends in a received window. Windows follow one another."""
         for item, first, stop in parts_in_window(self._ends, start, start + len(window)):
-            index, number = self._units[item]
-            leaf, box = self._leaves[index], self._leaves[index].units.box(number)
+            index, leaf, _, box = self._units[item]
             if first == 0:
-                self._unit = np.empty(box_size(box) * leaf.itemsize, np.uint8)
-            self._unit[first:stop], window = window[: stop - first], window[stop - first :]
-            if stop == len(self._unit):
-                yield index, box, self._unit.view(leaf.dtype).reshape(box_shape(box))
+                self._values = np.empty(box_shape(box), leaf.stored_dtype)
+            self._bytes[first:stop], window = window[: stop - first], window[stop - first :]
+            if stop == self._values.nbytes:
+                yield index, box, self._values
+
+    @property
+    def _bytes(self) -> NDArray[np.uint8]:
+        return self._values.reshape(-1).view(np.uint8)
 
 
 def exchange(
-    leaves: Sequence[StoredLeaf],
+    leaves: Sequence[SavedLeaf],
+    targets: Sequence[Sequence[Target]],
     loads: Mapping[int, int],
     reader: UnitReader,
-    deliver: Callable[[int, Box, NDArray[np.generic]], None],
     agreement: Agreement,
     limit_bytes: int | None,
 ) -> None:
-    """Reads this host's share of the units, sends them, and delivers all hosts' units.
+    """Reads this host's share of the units, sends them, and fills the targets from all hosts' units.
 
     Args:
       leaves: leaves to send; the same on every host.
+      targets: for each leaf, this host's buffers.
       loads: host → bytes that it reads anyway.
       reader: reads and checks units.
-      deliver: called with (leaf index, box, values) for every unit of every host.
       agreement: confirms each round before its collective.
       limit_bytes: limit on memory in flight, for all rows of a round together.
     """
-    owned = assign_units([(leaf.units, leaf.itemsize) for leaf in leaves], range(process_count()), loads)
+    owned = assign_units([(leaf.units, leaf.stored_dtype.itemsize) for leaf in leaves], range(process_count()), loads)
     streams = [_HostStream(leaves, units) for _, units in sorted(owned.items())]
     own = _HostStream(leaves, owned[process_index()])
     longest = max(stream.size for stream in streams)
@@ -285,7 +395,8 @@ def exchange(
         agreement.attempt(lambda row=row, start=start: own.fill(row, start, reader))
         for stream, received in zip(streams, send_rows(row), strict=True):
             for index, box, values in stream.parse(received, start):
-                deliver(index, box, values)
+                for target in targets[index]:
+                    target.fill(box, values)
 
 
 def _row_bytes(longest: int, hosts: int, limit_bytes: int | None) -> int:

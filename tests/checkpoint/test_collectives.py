@@ -9,9 +9,8 @@ from checkpoint_trees import make_mesh, special_floats
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.base import memory
-from meshfeed._src.checkpoint.boxes import box_shape, free_axes, slices
-from meshfeed._src.checkpoint.gather import BlockGather, cut_block, gather_group, host_bits_of
-from meshfeed._src.checkpoint.load_plan import candidates, replica_plan
+from meshfeed._src.checkpoint.collectives import BlockGather, cut_block, gather_group, host_bits_of
+from meshfeed._src.checkpoint.layout import box_shape, candidates, free_axes, replica_plan, slices
 
 CASES = [
     ((4, 2), (16, 24), ()),
