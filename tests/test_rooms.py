@@ -67,10 +67,7 @@ LAZY = {
     "meshfeed._src.cli.convert": "pyarrow, array_record",
     "meshfeed._src.cli.plan": "the plan of a mesh, which imports JAX",
     "meshfeed._src.cli.replay": "sources of the user's choice",
-    "meshfeed._src.sources.grain.source": "Grain",
-    "meshfeed._src.sources.grain.tree": "array_record",
     "meshfeed._src.sources.host_batches": "Grain",
-    "meshfeed._src.sources.huggingface.source": "datasets",
     "meshfeed._src.sources.parquet": "pyarrow",
     "meshfeed._src.sources.recognize": "the library of what was passed",
 }

@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshfeed._src.sources.array_record.source import ArrayRecord
     from meshfeed._src.sources.decode import DecodeExample, DecodeRaw
-    from meshfeed._src.sources.grain.source import Grain
     from meshfeed._src.sources.host_batches import HostBatches
-    from meshfeed._src.sources.huggingface.source import HuggingFace
     from meshfeed._src.sources.map import Map
     from meshfeed._src.sources.mds import MDS
     from meshfeed._src.sources.memory import Memory
-    from meshfeed._src.sources.mixture.source import Mixture
+    from meshfeed._src.sources.mixture import Mixture
     from meshfeed._src.sources.packed import Packed
     from meshfeed._src.sources.padded import Buckets, Padded
     from meshfeed._src.sources.parquet import Parquet
-    from meshfeed._src.sources.recognize import as_source
+    from meshfeed._src.sources.recognize import Grain, HuggingFace, as_source
     from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
     from meshfeed._src.sources.stream import Stream
     from meshfeed._src.sources.tensorstore import TensorStore
-    from meshfeed._src.sources.tf.tf_data import TFData
-    from meshfeed._src.sources.tf.tfds import TFDS
+    from meshfeed._src.sources.tf_data import TFData
+    from meshfeed._src.sources.tfds import TFDS
     from meshfeed._src.sources.tokens.source import Tokens
     from meshfeed._src.sources.webdataset import WebDataset
 
@@ -32,20 +30,20 @@ _HOME = {
     "Buckets": "padded",
     "DecodeExample": "decode",
     "DecodeRaw": "decode",
-    "Grain": "grain.source",
+    "Grain": "recognize",
     "HostBatches": "host_batches",
-    "HuggingFace": "huggingface.source",
+    "HuggingFace": "recognize",
     "MDS": "mds",
     "Map": "map",
     "Memory": "memory",
-    "Mixture": "mixture.source",
+    "Mixture": "mixture",
     "Packed": "packed",
     "Padded": "padded",
     "Parquet": "parquet",
     "ShuffleBuffer": "shuffle_buffer",
     "Stream": "stream",
-    "TFDS": "tf.tfds",
-    "TFData": "tf.tf_data",
+    "TFDS": "tfds",
+    "TFData": "tf_data",
     "TensorStore": "tensorstore",
     "Tokens": "tokens.source",
     "WebDataset": "webdataset",

@@ -1,11 +1,15 @@
-"""Checks of ids and counts that sources share."""
+"""Checks of ids, counts and packages that sources share."""
+
+import sys
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.sources.checks import as_run, check_ids, checked_count, checked_id, is_count
-from meshfeed.sources import ShuffleBuffer, Stream
+from meshfeed.sources import TFDS, HuggingFace, Parquet, ShuffleBuffer, Stream, TFData
 
 
 @pytest.mark.parametrize("ids", [[0, 3], np.array([3, 0, 0]), []])
@@ -44,3 +48,21 @@ def test_counts():
 def test_numpy_counts_become_ints_in_a_fingerprint():
     source = ShuffleBuffer(Stream(lambda lane_index, num_lanes: iter(range(9))), np.int64(4))
     assert type(source.fingerprint()["size"]) is int
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "use"),
+    [
+        ("datasets", "hf", lambda: HuggingFace([])),
+        ("pyarrow", "hf", lambda: Parquet(__file__)),
+        ("tensorflow", "tf", lambda: TFData(lambda lane_index, num_lanes: ()).open(0, 1)),
+        ("tensorflow_datasets", "tfds", lambda: TFDS("mnist", "train")),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(monkeypatch, package, extra, use):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SourceError, match=rf"needs {package}, .*pip install '\.\[{extra}\]'"):
+        use()
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
+    names = [line.replace("_", "-") for line in project["optional-dependencies"][extra]]
+    assert any(name.startswith(package.replace("_", "-")) for name in names)

@@ -18,8 +18,8 @@ import pytest
 import meshfeed
 from meshfeed._src.base import errors
 from meshfeed._src.sources.grain.datasets import GrainRecords, GrainStream
-from meshfeed._src.sources.grain.source import Grain
 from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed.sources import Grain
 
 grain = pytest.importorskip("grain")
 
@@ -208,7 +208,7 @@ def test_other_content_of_the_same_shape_is_another_source():
 
 IDENTIFY = """
 import functools, json, grain
-from meshfeed._src.sources.grain.source import Grain
+from meshfeed.sources import Grain
 class Add(grain.transforms.Map):
     def __init__(self): self.table = object()
     def map(self, x): return x

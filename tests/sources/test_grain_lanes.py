@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.sources.grain.source import Grain
 from meshfeed._src.sources.stream import StreamLane
+from meshfeed.sources import Grain
 from meshfeed.testing import check_resumable
 
 grain = pytest.importorskip("grain")

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from meshfeed._src.base import errors
-from meshfeed._src.sources.grain.source import Grain
+from meshfeed.sources import Grain
 
 grain = pytest.importorskip("grain")
 experimental = grain.experimental
@@ -246,7 +246,7 @@ def test_interleaves_and_parquet_start_no_thread(tmp_path):
 def test_mp_prefetch_in_a_plain_script():
     code = textwrap.dedent("""
         import json, threading, multiprocessing, grain
-        from meshfeed._src.sources.grain.source import Grain
+        from meshfeed.sources import Grain
         ds = grain.MapDataset.range(20).to_iter_dataset().map(lambda x: x + 1)
         ds = ds.mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
         source = Grain(ds)

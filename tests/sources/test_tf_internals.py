@@ -11,7 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
 
 from meshfeed._src.base.errors import SourceError  # noqa: E402  # after the check that TensorFlow is installed
-from meshfeed._src.sources.tf import internals  # noqa: E402
+from meshfeed._src.sources import tf_internals as internals  # noqa: E402
 from meshfeed.sources import TFData  # noqa: E402
 
 

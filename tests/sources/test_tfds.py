@@ -157,12 +157,6 @@ def test_what_is_not_there_is_named(array_record, make, error, message):
         make(array_record)
 
 
-def test_without_the_library_the_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(SourceError, match=r"TFDS needs tensorflow_datasets.* pip install tensorflow-datasets"):
-        TFDS("mnist", "train")
-
-
 def test_a_dataset_that_is_not_prepared(tmp_path):
     with pytest.raises(SourceError, match=r"is not prepared in .*download_and_prepare"):
         TFDS(Tiny(data_dir=tmp_path), "train")

@@ -1,4 +1,4 @@
-"""Checks that several sources share: of record ids, of numbers that users pass, and of batches in place of records."""
+"""Checks that several sources share: of record ids, numbers that users pass, and packages that may be missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import SupportsIndex, TypeGuard
 
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.errors import SettingsError, SourceError
 
 
 def check_ids(record_ids: np.ndarray | Sequence[int], num_records: int, whole: str = "source") -> None:
@@ -55,3 +55,11 @@ def checked_count(value: object, setting: str, least: int = 1) -> int:
     if not is_count(value, least):
         raise SettingsError(f"{setting}={value!r}; it takes an int of at least {least}.", setting=setting)
     return int(value)
+
+
+def missing_package(user: str, error: ImportError, extra: str) -> SourceError:
+    """Returns the error for a package that ``user`` needs; ``extra`` installs it."""
+    return SourceError(
+        f"{user} needs {error.name or 'a package'}, which cannot be imported: {error}. Run pip install '.[{extra}]' in a "
+        "checkout."
+    )

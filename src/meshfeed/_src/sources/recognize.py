@@ -1,24 +1,30 @@
-"""Maps the object passed to the feed to a source.
+"""Maps objects of other libraries, and whatever is passed to the feed, to sources.
 
-Recognizes a class by its name and package, without importing the package: an object of a package that was never
-imported cannot exist.
+``as_source`` recognizes a class by its name and package, without importing the package: an object of a package that was
+never imported cannot exist. ``Grain`` and ``HuggingFace`` import their library when they are called.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from meshfeed._src.base.errors import SourceError, hides_own_frames
+from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import public
+from meshfeed._src.sources.checks import is_count, missing_package
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.memory import Memory
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.grain.datasets import GrainRecords, GrainStream
+    from meshfeed._src.sources.huggingface.stream import HuggingFaceStream
+    from meshfeed._src.sources.huggingface.table import HuggingFaceRows, HuggingFaceTable
 
 _TAKES = """\
 - random access: a list or another Sequence of records, anything with __len__ and __getitem__ (torch datasets, TFDS data
@@ -64,8 +70,11 @@ def as_source(obj: Any) -> Any:
     found = _by_library(obj)
     if found is not None:
         return found
-    if _is_ours(obj) or _is_stream(obj):
-        return obj
+    return obj if _is_ours(obj) or _is_stream(obj) else _by_interface(obj)
+
+
+def _by_interface(obj: Any) -> Any:
+    """The source for an object that is known only by its methods."""
     if isinstance(obj, set | frozenset):
         raise _refused(obj, "A set has no order, so no two hosts would agree on it. Pass sorted(…).")
     if _is_arrays(obj):
@@ -98,12 +107,8 @@ def describe_source(source: object) -> str:
 def _by_library(obj: Any) -> Any:
     """The source for an object of a supported library; None for other objects."""
     if _is_a(obj, "grain", "MapDataset", "IterDataset"):
-        from meshfeed._src.sources.grain.source import Grain
-
         return Grain(obj)
     if _is_a(obj, "datasets", "Dataset", "IterableDataset"):
-        from meshfeed._src.sources.huggingface.source import HuggingFace
-
         return HuggingFace(obj)
     if _is_a(obj, "datasets", "DatasetDict", "IterableDatasetDict") and isinstance(obj, Mapping):
         splits = ", ".join(map(repr, obj))
@@ -120,6 +125,132 @@ def _by_library(obj: Any) -> Any:
         if _is_a(obj, package, "DataFrame", "LazyFrame", "Table", "RecordBatch"):
             raise _refused(obj, f"A table's __getitem__ gives columns, not records. Pass {remedy}.")
     return None
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def Grain(dataset: object) -> GrainRecords | GrainStream | HostBatches:
+    """A Grain pipeline as a source.
+
+    A ``grain.MapDataset`` is random access: the feed shuffles it, and it resumes exactly on any number of hosts. A
+    MapDataset with ``filter`` or ``flat_map``, and any ``grain.IterDataset``, is split into lanes at its sources and
+    also resumes exactly on any number of hosts. A ``grain.DataLoader`` yields host batches and resumes exactly on the
+    same number of hosts.
+
+    Args:
+      dataset: a ``grain.MapDataset``, ``grain.IterDataset``, ``grain.DataLoader`` or ``grain.DatasetIterator``.
+
+    Returns:
+      A random-access source, a stream or host batches.
+
+    Raises:
+      SourceError: ``dataset`` is none of these, is an empty MapDataset, or cannot be split into lanes; the message then
+        names the node and shows how to write ``Stream(open)``.
+    """
+    import grain
+
+    if isinstance(dataset, grain.DataLoader | grain.DatasetIterator):
+        return HostBatches(dataset)
+    if isinstance(dataset, grain.MapDataset):
+        from meshfeed._src.sources.grain.datasets import GrainRecords
+        from meshfeed._src.sources.grain.lanes import sparse_node
+
+        if sparse_node(dataset) is None:
+            return GrainRecords(dataset)
+        dataset = dataset.to_iter_dataset()
+    if isinstance(dataset, grain.IterDataset):
+        from meshfeed._src.sources.grain.datasets import GrainStream
+
+        return GrainStream(dataset)
+    raise SourceError(
+        f"Grain got a {type(dataset).__name__}. Expected a grain.MapDataset, grain.IterDataset or grain.DataLoader. A "
+        "data source such as grain.sources.ArrayRecordDataSource can be passed to the feed as it is, or wrapped: "
+        f"grain.MapDataset.source(data_source).{reader_hint(dataset)}"
+    )
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def HuggingFace(  # named like a class, but returns one of several
+    dataset: object, columns: Sequence[str] | None = None, shuffle_buffer: int = 0
+) -> HuggingFaceTable | HuggingFaceRows | HuggingFaceStream:
+    """A Hugging Face dataset as a source.
+
+    A map-style ``datasets.Dataset`` is random access: the feed shuffles it, and it resumes exactly on any number of
+    hosts. A streaming ``datasets.IterableDataset`` is split into lanes below ``map``, by files, then row groups, then
+    row ranges.
+
+    Args:
+      dataset: a ``datasets.Dataset`` or ``datasets.IterableDataset`` of one split.
+      columns: names of the columns of a record; None for all.
+      shuffle_buffer: for streams only: size of the shuffle buffer in records, over all lanes. With the feed's seed,
+        each lane shuffles its files and windows of ``shuffle_buffer // num_lanes`` records (at least 2). 0 keeps the
+        stored order.
+
+    Returns:
+      A random-access source for a map-style dataset, a stream for a streaming one.
+
+    Raises:
+      SettingsError: ``columns`` or ``shuffle_buffer`` is invalid.
+      SourceError: datasets is not installed; or ``dataset`` is not a dataset, is empty, or is a stream that cannot
+        resume exactly. A feed raises it for columns of text; ``Map`` passes them to its function.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_package("HuggingFace", error, "hf") from error
+
+    _check_columns(columns)
+    if not is_count(shuffle_buffer, 0):
+        raise SettingsError(
+            f"shuffle_buffer is {shuffle_buffer!r}; expected a number of records, 0 for none.", setting="shuffle_buffer"
+        )
+    if isinstance(dataset, dict):  # DatasetDict, IterableDatasetDict
+        raise SourceError(
+            f"HuggingFace got a dict of splits, {sorted(dataset)}. Expected one: pass dataset[{sorted(dataset)[0]!r}]."
+            if dataset
+            else "HuggingFace got an empty dict of splits. Expected one split."
+        )
+    if isinstance(dataset, datasets.Dataset):
+        if shuffle_buffer:
+            raise SettingsError(
+                f"shuffle_buffer={shuffle_buffer} is for streams, and this dataset is read at random. Use the feed's "
+                "shuffle=True, which shuffles all of it.",
+                setting="shuffle_buffer",
+            )
+        return _open_table(dataset, columns)
+    if isinstance(dataset, datasets.IterableDataset):
+        from meshfeed._src.sources.huggingface.stream import HuggingFaceStream
+
+        return HuggingFaceStream(dataset, columns, int(shuffle_buffer))
+    raise SourceError(
+        f"HuggingFace got a {type(dataset).__name__}. Expected a datasets.Dataset or datasets.IterableDataset, such as "
+        f"load_dataset(name, split='train').{reader_hint(dataset)}"
+    )
+
+
+def _check_columns(columns: Sequence[str] | None) -> None:
+    if isinstance(columns, str) or (columns is not None and not all(isinstance(name, str) for name in columns)):
+        raise SettingsError(
+            f"columns is {columns!r}; expected a list of column names, or None for all.", setting="columns"
+        )
+    if columns is not None and not list(columns):
+        raise SettingsError("columns is empty; expected at least one name, or None for all.", setting="columns")
+
+
+def _open_table(dataset: Any, columns: Sequence[str] | None) -> HuggingFaceTable | HuggingFaceRows:
+    from meshfeed._src.sources.huggingface.table import HuggingFaceRows, HuggingFaceTable
+
+    if not len(dataset):
+        raise SourceError(f"the dataset has 0 records (columns {dataset.column_names}). Expected at least one.")
+    if dataset.format["type"] == "custom":
+        return HuggingFaceRows(dataset, columns)
+    stored, form = list(dataset.column_names), dataset.format
+    if columns is None:
+        columns = [name for name in stored if form["output_all_columns"] or name in form["columns"]]
+    if missing := [name for name in columns if name not in stored]:
+        raise SettingsError(f"unknown columns {missing}; the dataset has {stored}.", setting="columns")
+    return HuggingFaceTable(dataset, columns)
 
 
 def _is_a(obj: object, package: str, *names: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError
+from meshfeed._src.sources.checks import missing_package
 from meshfeed._src.sources.files.formats import reader_hint
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ class ParquetFile:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as error:
-            raise SourceError(
-                f"reading {self.path} needs pyarrow, which cannot be imported: {error}. Install it: pip install pyarrow."
-            ) from error
+            raise missing_package(f"reading {self.path}", error, "hf") from error
         if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
             # pre_buffer coalesces remote reads; otherwise each column of a row group is a separate round trip.
             more = {"pre_buffer": True} if self._stream else {"pre_buffer": False, "buffer_size": _READ_BYTES}

@@ -1,21 +1,45 @@
-"""A Grain MapDataset as a random-access source, and an IterDataset as a stream of lanes."""
+"""A Grain MapDataset as a random-access source, an IterDataset as a stream of lanes, and their fingerprints.
+
+A fingerprint holds the transforms of a pipeline, their settings and the data. It is the same in every process: it contains
+no object address, ``hash()`` or folder name. A function is identified by its name, since its code cannot be compared.
+Settings that change no record, such as read options, are left out.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
+import functools
+import json
 import operator
-from collections.abc import Iterator, Sequence
-from typing import SupportsIndex
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex, TypeGuard
 
+import grain
+import jax
 import numpy as np
+import xxhash
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import MeshfeedError, SourceError, StateMismatchError
-from meshfeed._src.base.types import JsonValue, Record
+from meshfeed._src.base.types import JsonValue, RandomAccessSource, Record
 from meshfeed._src.sources.checks import check_ids
-from meshfeed._src.sources.grain import cut, fingerprint, internals, tree
-from meshfeed._src.sources.grain.internals import GrainIterator, Pipeline, Records
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.grain import internals, lanes
+from meshfeed._src.sources.grain.internals import GrainIterator, Node, Pipeline, Records, is_named, private
+from meshfeed._src.sources.grain.lanes import Datasets
+from meshfeed._src.state.state import digest_of
 
-_ENDLESS = 1 << 62  # the most records that a feed can number; repeat() without a count has twice as many
+_PROBES = 4
+_MAX_ITEMS = 64  # longer containers are left out
+_MAX_CHOICES = 256  # elements of a mixture whose choice of component enters the digest
+_MAX_DATASETS = 1024  # an interleave of more datasets is sampled
+_MAX_CHARACTERS = 200  # a longer setting is replaced by its digest
+_LEFT_OUT = internals.CHANGE_NO_RECORD | internals.REDUNDANT
+_NOT_PLAIN = object()
+_TRANSFORMS = (grain.transforms.Map, grain.transforms.RandomMap, grain.transforms.Filter)
 
 
 class GrainRecords:
@@ -34,12 +58,12 @@ class GrainRecords:
 
     def __init__(self, dataset: Records) -> None:
         self._given = dataset
-        self._length = min(len(dataset), _ENDLESS)
+        self._length = min(len(dataset), lanes.ENDLESS)
         if not self._length:
             raise SourceError(f"the Grain dataset {dataset} has no elements. Expected at least one.")
-        tree.check_batched(dataset)
-        tree.warn_batched(dataset)
-        self._dataset = tree.copy_tree(dataset, tree.batched_sources)
+        lanes.check_batched(dataset)
+        lanes.warn_batched(dataset)
+        self._dataset = lanes.copy_tree(dataset, lanes.batched_sources)
         internals.set_up(self._dataset)
 
     def __repr__(self) -> str:
@@ -78,11 +102,11 @@ class GrainRecords:
 
     def file_names(self) -> list[str]:
         """Paths of the files that the pipeline reads."""
-        return fingerprint.file_names(self._given)
+        return file_names(self._given)
 
     def fingerprint(self) -> JsonValue:
         """Identity: number of records, the transforms with their settings, and the underlying data."""
-        return {"kind": "grain", "records": self._length, **fingerprint.describe(self._given)}
+        return {"kind": "grain", "records": self._length, **describe(self._given)}
 
 
 class GrainStream:
@@ -96,11 +120,11 @@ class GrainStream:
     """
 
     def __init__(self, dataset: Pipeline) -> None:
-        self._dataset = tree.without_prefetch(dataset)
-        tree.warn_batched(self._dataset)
-        cut.check(self._dataset, 1)
+        self._dataset = lanes.without_prefetch(dataset)
+        lanes.warn_batched(self._dataset)
+        lanes.check(self._dataset, 1)
         # Grain's rebatch yields an empty batch when it resumes from a state saved at the end.
-        self._exact = not any(internals.is_named(node, internals.REBATCH) for node in tree.walk(self._dataset))
+        self._exact = not any(internals.is_named(node, internals.REBATCH) for node in lanes.walk(self._dataset))
 
     def __repr__(self) -> str:
         return f"Grain({type(self._dataset).__name__})"
@@ -112,8 +136,8 @@ class GrainStream:
           SourceError: a node cannot be split into ``num_lanes`` lanes (the message shows how to write
             ``Stream(open)``), or the pipeline ends in a ``batch()`` whose last batch is known to be short in some lane.
         """
-        cut.check(self._dataset, num_lanes)
-        tree.check_batched(self._dataset, num_lanes)
+        lanes.check(self._dataset, num_lanes)
+        lanes.check_batched(self._dataset, num_lanes)
 
     def open(self, lane_index: int, num_lanes: int, epoch: int = 0) -> GrainLane | StatefulGrainLane:
         """Lane ``lane_index`` of ``num_lanes``, from the beginning.
@@ -123,19 +147,19 @@ class GrainStream:
         Raises:
           SourceError: a node cannot be split into ``num_lanes`` lanes; the message shows how to write ``Stream(open)``.
         """
-        place = cut.Place(lane_index, num_lanes, epoch, num_lanes, (lane_index, epoch))
-        dataset = cut.cut(self._dataset, place)
+        place = lanes.Place(lane_index, num_lanes, epoch, num_lanes, (lane_index, epoch))
+        dataset = lanes.cut(self._dataset, place)
         iterator = dataset.__iter__()
         stateful = self._exact and _has_state(iterator)
         return (StatefulGrainLane if stateful else GrainLane)(dataset, iterator, lane_index)
 
     def file_names(self) -> list[str]:
         """Paths of the files that the pipeline reads."""
-        return fingerprint.file_names(self._dataset)
+        return file_names(self._dataset)
 
     def fingerprint(self) -> JsonValue:
         """Identity: the transforms with their settings, except prefetching, and the underlying data."""
-        return {"kind": "grain_stream", **fingerprint.describe(self._dataset)}
+        return {"kind": "grain_stream", **describe(self._dataset)}
 
 
 class GrainLane:
@@ -195,3 +219,175 @@ def _has_state(iterator: GrainIterator) -> bool:
     except (NotImplementedError, AttributeError):  # a user's iterator without state
         return False
     return True
+
+
+def describe(dataset: Node) -> dict[str, JsonValue]:
+    """``{"pipeline": {"0 SourceMapDataset": {…}, "1 MapMapDataset": {…}, …}}``, sources first."""
+    nodes = [node for node in lanes.walk(dataset) if not is_named(node, internals.OPTIONS)]
+    return {"pipeline": {f"{index} {type(node).__name__}": _settings(node) for index, node in enumerate(nodes)}}
+
+
+def _settings(node: Node) -> dict[str, JsonValue]:
+    settings: dict[str, JsonValue] = {}
+    for name, value in sorted(vars(node).items()):
+        cached = isinstance(getattr(type(node), name, None), functools.cached_property)  # present only after first use
+        plain = _NOT_PLAIN if cached or name in _LEFT_OUT else _plain(value)
+        if plain is not _NOT_PLAIN and plain not in (None, [], {}):
+            settings[name.lstrip("_")] = plain if len(json.dumps(plain)) <= _MAX_CHARACTERS else digest_of(plain)
+    return settings | _describe_data(node)
+
+
+def _describe_data(node: Node) -> dict[str, JsonValue]:
+    """What a node reads, if its attributes do not tell."""
+    source = internals.source_of(node)
+    if source is not None:
+        return {"source": "the node before" if isinstance(source, grain.MapDataset) else identify(source)}
+    if paths := _paths_of(node):
+        return {"path" if is_named(node, internals.TFRECORD) else "paths": identify_paths(paths)}
+    if is_named(node, internals.MIX):
+        choice = private(node, "selection_map")
+        return {"selection": digest_of([list(choice[index]) for index in range(min(_MAX_CHOICES, len(choice)))])}
+    if is_named(node, internals.INTERLEAVE):
+        return _describe_datasets(private(node, "datasets"))
+    if isinstance(node, grain.MapDataset) and internals.is_unknown(node):
+        return {"content": _digest_records(node, _spread(len(node)))}
+    return {}
+
+
+def _describe_datasets(datasets: Datasets) -> dict[str, JsonValue]:
+    """Datasets of an interleave: their number, the pipeline that makes them, and a digest of their descriptions."""
+    count = len(datasets)
+    described: dict[str, JsonValue] = {"datasets": count}
+    if isinstance(datasets, grain.MapDataset):
+        described["made_by"] = describe(datasets)["pipeline"]
+        some = range(min(count, 1))
+    else:
+        some = range(count) if count <= _MAX_DATASETS else _spread(count)
+    chosen = [datasets[index] for index in some]
+    each = [None if dataset is None else describe(lanes.without_prefetch(dataset)) for dataset in chosen]
+    return {**described, "content": digest_of(each)}
+
+
+def _paths_of(node: Node) -> Sequence[str | os.PathLike[str]]:
+    """Paths of the files of a Parquet or TFRecord node; empty for other nodes."""
+    if is_named(node, internals.PARQUET):
+        return private(node, "paths")
+    return [private(node, "path")] if is_named(node, internals.TFRECORD) else []
+
+
+def file_names(dataset: Node) -> list[str]:
+    """Paths of the files that a pipeline reads, as far as its nodes and data sources expose them."""
+    names: list[object] = []
+    for node in lanes.walk(dataset):
+        source = internals.source_of(node)
+        source = source.source if isinstance(source, internals.BatchedSource) else source
+        paths = getattr(source, "paths", ())
+        names += [*_paths_of(node), *([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    return [os.fspath(name) for name in names if isinstance(name, str | os.PathLike)]
+
+
+def identify(source: Any) -> JsonValue:
+    """Identity of a data source: its own fingerprint if it has one, otherwise its files and a digest of 4 records.
+
+    A list of file names is identified by the files alone.
+    """
+    source = source.source if isinstance(source, internals.BatchedSource) else source
+    own = hooks.find(source, hooks.Fingerprinted)
+    if own is not None:
+        return own.fingerprint()
+    identity: dict[str, JsonValue] = {"type": type(source).__name__}
+    count = len(source) if hasattr(source, "__len__") else None
+    if count is not None:
+        identity["records"] = count
+    paths = getattr(source, "paths", None)
+    if paths is None and _is_list_of_files(source):
+        return {**identity, "files": identify_paths(source)}
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if _are_paths(paths):
+        identity["files"] = identify_paths(paths)
+    if count:
+        identity["content"] = _digest_records(source, _spread(count))
+    return identity
+
+
+def identify_paths(paths: Sequence[str | bytes | os.PathLike[str]]) -> JsonValue:
+    """Identity of files by base name and size, which does not change if the folder is moved."""
+    names = [os.fspath(path) for path in paths]
+    names = [name.decode() if isinstance(name, bytes) else name for name in names]
+    try:
+        return file_paths.identify_files(names, file_paths.file_sizes(names, source="Grain"))
+    except SourceError:  # a URL whose size needs fsspec, which is missing; Grain reads it by other means
+        return file_paths.identify_files(names, [0] * len(names))
+
+
+def _are_paths(items: object) -> TypeGuard[Sequence[str | os.PathLike[str]]]:
+    return isinstance(items, Sequence) and bool(items) and all(isinstance(item, str | os.PathLike) for item in items)
+
+
+def _is_list_of_files(source: object) -> bool:
+    if not isinstance(source, list | tuple) or not _are_paths(source):
+        return False
+    return all(file_paths.is_url(os.fspath(path)) or os.path.isfile(path) for path in source)
+
+
+def _spread(count: int) -> list[int]:
+    return [count * probe // _PROBES for probe in range(_PROBES)] if count > _PROBES else list(range(count))
+
+
+def _digest_records(source: RandomAccessSource, indices: Sequence[int]) -> str:
+    digest = xxhash.xxh3_64()
+    for index in indices:
+        try:
+            record = source[index]
+        except Exception:  # the feed reports or replaces an unreadable record when it reads it
+            digest.update(b"unreadable")
+            continue
+        leaves, structure = jax.tree_util.tree_flatten(record)
+        digest.update(str(structure).encode())
+        for leaf in leaves:
+            digest.update(_bytes_of(leaf))
+    return digest.hexdigest()
+
+
+def _bytes_of(leaf: object) -> bytes:
+    if isinstance(leaf, bytes | bytearray):
+        return bytes(leaf)
+    if isinstance(leaf, bool | int | float | str):
+        return f"{type(leaf).__name__}:{leaf!r}".encode()
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+        return f"{leaf.dtype.str}{leaf.shape}".encode() + leaf.tobytes()
+    return type(leaf).__name__.encode()  # its repr may hold an address
+
+
+def _plain(value: object) -> Any:
+    """``value`` as JSON that is the same in every process; ``_NOT_PLAIN`` if it has no such form."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, functools.partial):
+        return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
+    if isinstance(value, type) or hasattr(value, "__code__") or hasattr(value, "__func__"):
+        return getattr(value, "__name__", _NOT_PLAIN)
+    return _plain_content(value)
+
+
+def _plain_content(value: object) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **_plain_items(fields)}
+    if isinstance(value, Mapping) and len(value) <= _MAX_ITEMS and all(isinstance(key, str) for key in value):
+        return _plain_items(value)
+    if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
+        return [item for item in map(_plain, value) if item is not _NOT_PLAIN]
+    named = callable(value) or isinstance(value, _TRANSFORMS)
+    return type(value).__name__ if named else _NOT_PLAIN
+
+
+def _plain_items(values: Mapping[str, object]) -> dict[str, Any]:
+    plain = {key: _plain(value) for key, value in values.items()}
+    return {key: item for key, item in plain.items() if item is not _NOT_PLAIN}

@@ -2,7 +2,7 @@
 
 Grain has no public way to examine a pipeline, or to split one among more than its own workers. A node whose class or
 attributes are not those listed here is refused by :func:`check_known`, or described by its elements
-(``fingerprint.py``); other parts only save time, and are done without.
+(``datasets.py``); other parts only save time, and are done without.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ CHANGE_NO_RECORD = {
 }
 """Attributes that a fingerprint leaves out."""
 REDUNDANT = {"_selection_map", "_map_fn", "original_start", "original_len", "_paths", "_path"}
-"""Attributes that a fingerprint leaves out because others, or ``fingerprint.py``, describe them."""
+"""Attributes that a fingerprint leaves out because others, or ``datasets.py``, describe them."""
 
 HOW_TO_OPEN = """\
 Split it yourself instead, with one pipeline per lane:

@@ -1,1 +1,1 @@
-"""Hugging Face datasets as random-access sources or as lanes. Read first: ``source.py``."""
+"""Hugging Face datasets as random-access sources or as lanes. Read first: ``table.py``, then ``stream.py``."""

@@ -8,6 +8,7 @@ be imported if a function is missing. Only map-style datasets have a public way 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -234,6 +235,17 @@ def has_exact_state(node: Node) -> bool:
 def function_of(node: Node) -> Callable[..., object] | None:
     """The user's function of a ``map`` or ``filter``; None for other nodes."""
     return getattr(node, "mask_function", None) or getattr(node, "function", None)
+
+
+def function_name(function: Callable[..., object] | None) -> str:
+    """A function's qualified name, which is the same in every process, including those of functions that it wraps."""
+    if function is None:
+        return "none"
+    if isinstance(function, functools.partial):
+        inner = [function.func, *(arg for arg in function.args if callable(arg))]
+        return "partial(" + ", ".join(function_name(part) for part in inner) + ")"
+    name = getattr(function, "__qualname__", None)
+    return name if name is not None else type(function).__qualname__
 
 
 class Leaf:

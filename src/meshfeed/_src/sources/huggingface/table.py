@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, cast
@@ -16,6 +17,7 @@ from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.order.mixture import group_by
+from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.huggingface.arrow import (
     ColumnRows,
@@ -25,8 +27,7 @@ from meshfeed._src.sources.huggingface.arrow import (
     usable_columns,
     value_to_numpy,
 )
-from meshfeed._src.sources.huggingface.fingerprint import content_digest, function_name
-from meshfeed._src.sources.huggingface.internals import require_decoding, row_indices
+from meshfeed._src.sources.huggingface.internals import function_name, require_decoding, row_indices
 
 
 class _Records:
@@ -185,7 +186,7 @@ class HuggingFaceTable(_Records):
             "kind": "huggingface",
             "records": len(self),
             "columns": {name: repr(self._dataset.features[name]) for name in self._columns},
-            "content": content_digest(self._dataset, self._columns),
+            "content": _content_digest(self._dataset, self._columns),
         }
 
 
@@ -250,7 +251,7 @@ class HuggingFaceRows(_Records):
             "columns": None if self._columns is None else list(self._columns),
             "features": {name: repr(self._dataset.features[name]) for name in stored},
             "transform": function_name(self._dataset.format["format_kwargs"].get("transform")),
-            "content": content_digest(self._dataset, stored),
+            "content": _content_digest(self._dataset, stored),
         }
 
 
@@ -267,3 +268,18 @@ def _stack(name: str, values: list[Any], ids: np.ndarray) -> Any:
                 record_id=int(record_id),
             )
     return np.stack(values)
+
+
+def _content_digest(dataset: Dataset, columns: Sequence[str]) -> str:
+    """A digest of 4 evenly spaced records of a map-style dataset, as stored.
+
+    Args:
+      dataset: a ``datasets.Dataset`` of at least one record.
+      columns: names of stored columns.
+    """
+
+    def digest(ids: np.ndarray) -> str:
+        table = dataset.with_format("arrow")[ids.tolist()].select(list(columns))
+        return hashlib.sha256(repr(table.to_pylist()).encode()).hexdigest()[:16]
+
+    return probe_digest(len(dataset), digest)

@@ -15,10 +15,11 @@ from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.types import JsonValue, Record, public
 from meshfeed._src.sources.array_record.source import ArrayRecord
-from meshfeed._src.sources.checks import check_ids
+from meshfeed._src.sources.checks import check_ids, missing_package
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.stream import FileCut, Piece, cut_files
+from meshfeed._src.sources.tf_internals import import_tensorflow
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -205,27 +206,24 @@ class TFDSLane:
         self._raw = None
 
     def _open_piece(self, piece: Piece, done: int) -> Iterator[bytes]:
-        import tensorflow as tf
-
         assert piece.stop is not None
         first = piece.file_row(done)
-        records = tf.data.TFRecordDataset(self._split.paths[piece.file_index]).skip(first).take(piece.stop - first)
+        files = import_tensorflow().data.TFRecordDataset(self._split.paths[piece.file_index])
+        records = files.skip(first).take(piece.stop - first)
         for batch in records.batch(_RECORDS_AT_ONCE):  # one iterator call costs more than one record
             yield from batch.numpy().tolist()
 
     def _next_raw(self, raw: Iterator[bytes], piece: Piece) -> bytes:
-        import tensorflow as tf
-
-        path, row = self._split.paths[piece.file_index], piece.file_row(self._row)
+        errors, path, row = import_tensorflow().errors, self._split.paths[piece.file_index], piece.file_row(self._row)
         try:
             return next(raw)
         except StopIteration:
             what = f"ends before record {row:,}, and tfds counts {piece.stop:,}"
-        except tf.errors.DataLossError as error:
+        except errors.DataLossError as error:
             what = f"is damaged at record {row:,} or a little after ({error.message})"
-        except tf.errors.NotFoundError as error:
+        except errors.NotFoundError as error:
             raise FileNotFoundError(f"lane {self._lane_index}: {path} is gone: {error.message}") from error
-        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError) as error:
+        except (errors.UnavailableError, errors.AbortedError, errors.DeadlineExceededError) as error:
             raise OSError(f"lane {self._lane_index}: reading {path} failed: {error.message}") from error
         raise CorruptDataError(
             f"{path} {what}. Expected what tfds wrote. Prepare the dataset again.",
@@ -319,10 +317,7 @@ def _open_builder(
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise SourceError(
-            f"TFDS needs tensorflow_datasets, which cannot be imported: {error}. Install it: "
-            "pip install tensorflow-datasets."
-        ) from error
+        raise missing_package("TFDS", error, "tfds") from error
 
     if isinstance(name_or_builder, tfds.core.DatasetBuilder):
         return name_or_builder

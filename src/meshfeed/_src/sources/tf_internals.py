@@ -13,8 +13,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
+from meshfeed._src.sources.checks import missing_package
 
 _SEEDS = ("_seed", "_seed2")  # both 0: none was given
+
+
+def import_tensorflow() -> Any:
+    """Returns the module.
+
+    Raises:
+      SourceError: TensorFlow is not installed.
+    """
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise missing_package("reading with tf.data", error, "tf") from error
+    return tf
 
 
 class Dataset(Protocol):
@@ -53,7 +67,7 @@ def probe() -> type:
     Raises:
       SourceError: a name is missing, or means something else.
     """
-    import tensorflow as tf
+    tf = import_tensorflow()
 
     def draw(_: object) -> object:
         return tf.random.uniform((), seed=1)
@@ -85,12 +99,10 @@ def _private(step: Dataset, name: str) -> Any:
 
 
 def _unknown(what: str) -> SourceError:
-    import tensorflow as tf
-
     return SourceError(
-        f"TensorFlow {tf.__version__} does not expose {what}, so a pipeline cannot be checked for randomness that differs "
-        "between hosts. Upgrade meshfeed, install an older version of TensorFlow, or read the records with "
-        "meshfeed.sources.Stream(open), where open returns an iterator."
+        f"TensorFlow {import_tensorflow().__version__} does not expose {what}, so a pipeline cannot be checked for "
+        "randomness that differs between hosts. Upgrade meshfeed, install an older version of TensorFlow, or read the "
+        "records with meshfeed.sources.Stream(open), where open returns an iterator."
     )
 
 

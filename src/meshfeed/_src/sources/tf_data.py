@@ -14,7 +14,14 @@ from typing import Any
 from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError, hides_own_frames
 from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.types import JsonValue, Record, public
-from meshfeed._src.sources.tf.internals import Dataset, find_randomness, reshuffles, step_name, steps_of
+from meshfeed._src.sources.tf_internals import (
+    Dataset,
+    find_randomness,
+    import_tensorflow,
+    reshuffles,
+    step_name,
+    steps_of,
+)
 
 _log = logging.getLogger("meshfeed.sources.tfdata")
 _END = object()
@@ -33,9 +40,7 @@ class TFDataLane:
     """
 
     def __init__(self, make: Callable[[], Dataset], lane_index: int) -> None:
-        import tensorflow as tf
-
-        self._tf, self._make, self._lane_index = tf, make, lane_index
+        self._tf, self._make, self._lane_index = import_tensorflow(), make, lane_index
         self._pipeline: list[str] = []
         self._iterator: Iterator[object] = self._start()
         self._records = 0  # records returned since the start
@@ -254,10 +259,8 @@ class TFData:
         return {"kind": "tf.data"} if self._fingerprint is None else {"kind": "tf.data", "given": self._fingerprint}
 
 
-def _checked_dataset(made: object, lane_index: int) -> Dataset:
-    import tensorflow as tf
-
-    if isinstance(made, tf.data.Dataset):
+def _checked_dataset(made: Any, lane_index: int) -> Dataset:
+    if isinstance(made, import_tensorflow().data.Dataset):
         return made
     raise SourceError(
         f"open returned a {type(made).__name__} for lane {lane_index}. Expected a tf.data.Dataset of records. Return the "

@@ -20,16 +20,151 @@ from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface import internals
 from meshfeed._src.sources.huggingface.arrow import chosen, is_number, record_to_numpy, stored_values, table_rows
-from meshfeed._src.sources.huggingface.cut import LaneCut, check_tree, cut_tree, find_leaves, walk
-from meshfeed._src.sources.huggingface.files import Counts, FeatureCast, file_sizes, open_files
-from meshfeed._src.sources.huggingface.fingerprint import describe_node
-from meshfeed._src.sources.huggingface.internals import Node, require_decoding, tree_of
+from meshfeed._src.sources.huggingface.cut import (
+    Counts,
+    FeatureCast,
+    LaneCut,
+    check_tree,
+    cut_tree,
+    file_sizes,
+    find_leaves,
+    open_files,
+    walk,
+)
+from meshfeed._src.sources.huggingface.internals import Node, function_name, kind_of, require_decoding, tree_of
 from meshfeed._src.sources.stream import StreamLane
 from meshfeed._src.sources.window_shuffle import WindowShuffle, shuffle_windows, window_of
 
 _log = logging.getLogger("meshfeed.sources.huggingface")
 _BLOCK_BYTES = 4 << 20
 _MAX_LISTED = 4
+# Settings of nodes that change the stream.
+_SETTINGS = (
+    *("batch_size", "batched", "drop_last_batch", "remove_columns", "input_columns", "with_indices", "column_names"),
+    *("n", "num_times", "stopping_strategy", "probabilities", "step", "offset"),
+)
+
+
+class HuggingFaceStream:
+    """A ``datasets.IterableDataset`` as lanes that resume exactly.
+
+    Args:
+      dataset: a streaming dataset of one split; it is not modified and may be used elsewhere.
+      columns: the columns of a record; None for all.
+      shuffle_buffer: size of the shuffle buffer in records, over all lanes; 0 for none.
+
+    Raises:
+      SourceError: the dataset is already split by node, or has its own shuffle buffer.
+      SettingsError: ``columns`` has a name that the dataset does not have.
+    """
+
+    def __init__(self, dataset: IterableDataset, columns: Sequence[str] | None, shuffle_buffer: int) -> None:
+        self._tree = tree_of(dataset)
+        check_tree(self._tree)
+        known = None if dataset.features is None else list(dataset.features)
+        missing = [name for name in columns or () if known is not None and name not in known]
+        if missing:
+            raise SettingsError(f"unknown columns {missing}; the dataset has {known}.", setting="columns")
+        self._dataset = dataset
+        self._columns = list(columns) if columns is not None else known
+        self._shuffle_buffer = shuffle_buffer
+        self._warned: set[int] = set()
+        self._counts: dict[int, Counts] = {}
+        self._converts = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_counts": {}}  # keyed by id(), which is only valid in this process
+
+    def unconverted(self) -> HuggingFaceStream:
+        """Returns the stream with its records as they are stored, such as with text."""
+        other = copy.copy(self)
+        other._converts = False
+        return other
+
+    def open(
+        self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
+    ) -> TableLane | ExampleLane | StreamLane | WindowShuffle:
+        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning: dicts of numpy values.
+
+        With ``shuffle_buffer``, ``seed`` and ``epoch`` determine their order. The lane has ``get_state`` and
+        ``set_state`` unless a node's state is not exact.
+        """
+        cut = LaneCut(lane_index, num_lanes, seed, epoch, self._shuffle_buffer > 0, counts=self._counts)
+        tree = cut_tree(self._tree, cut, self._columns)
+        self._warn(cut)
+        lane = self._lane(tree, cut)
+        if not self._shuffle_buffer:
+            return lane
+        window = window_of(self._shuffle_buffer, num_lanes)
+        if self._shuffle_buffer < 2 * num_lanes and lane_index == 0:
+            _log.warning(
+                "shuffle_buffer=%d over %d lanes is less than two records a lane: each shuffles windows of %d, and the "
+                "order of its files; give at least %d, and better some thousands",
+                *(self._shuffle_buffer, num_lanes, window, 2 * num_lanes),
+            )
+        return shuffle_windows(lane, window, (seed, epoch, lane_index))
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({type(self._dataset).__name__})"
+
+    def file_names(self) -> list[str]:
+        """Paths and URLs of the dataset's files."""
+        return [path for leaf in find_leaves(self._tree) for path in open_files(leaf, None).paths or ()]
+
+    def fingerprint(self) -> JsonValue:
+        """Identity: files by base name and size, columns, and the dataset's steps with their function names."""
+        opened = [(leaf, open_files(leaf, None)) for leaf in find_leaves(self._tree)]
+        paths = [path for _, files in opened for path in files.paths or ()]
+        sizes = [size for leaf, files in opened for size in file_sizes(leaf, files.paths or ())]
+        rows = sum(len(shard) for _, files in opened for shard in getattr(files, "shards", ()))
+        identity: dict[str, Any] = {
+            "kind": "huggingface stream",
+            "columns": self._columns,
+            "structure": [_describe_node(node) for node in walk(self._tree)],
+            "shuffle_buffer": self._shuffle_buffer,
+        }
+        if paths:
+            identity["files"] = file_paths.identify_files(paths, sizes)
+        if rows:
+            identity["rows"] = rows
+        return identity
+
+    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | StreamLane:
+        features = self._dataset.features
+        decoded = any(require_decoding(features[name]) for name in self._columns or features) if features else False
+        if tree.iter_arrow is not None and not decoded:
+            lane = TableLane(tree, cut, self._columns, features)
+        else:
+            lane = ExampleLane(internals.dataset_of(tree, self._dataset), cut, self._columns)
+        exact = all(map(internals.has_exact_state, walk(tree)))
+        if exact and self._converts:
+            return lane
+        return StreamLane(lane, None if self._converts else lane.next_stored, stateful=exact)  # not stacked
+
+    def _warn(self, cut: LaneCut) -> None:
+        if not cut.costs or cut.num_lanes in self._warned:
+            return
+        self._warned.add(cut.num_lanes)  # warn once, not once per lane
+        listed = "; ".join(cut.costs[:_MAX_LISTED])
+        more = f"; and {len(cut.costs) - _MAX_LISTED} more" if len(cut.costs) > _MAX_LISTED else ""
+        _log.warning(
+            "read amplification with %d lanes: %s%s. A number of files, or of Parquet row groups, that num_lanes "
+            "divides is read once.",
+            *(cut.num_lanes, listed, more),
+        )
+
+
+def _describe_node(node: Node) -> JsonValue:
+    """A description of a node of a streaming dataset: its class, its function's name and its settings."""
+    settings = {}
+    for name in _SETTINGS:
+        value = getattr(node, name, None)
+        if value is not None:
+            settings[name] = value if isinstance(value, bool | int | float | str) else [str(item) for item in value]
+    function = internals.function_of(node)
+    if function is not None:
+        settings["function"] = function_name(function)
+    return [kind_of(node), settings]
 
 
 class _Lane:
@@ -304,112 +439,3 @@ def _dtypes_of(features: Features | None) -> dict[str, np.dtype]:
         if isinstance(inner, Value | ClassLabel) and arrow_type is not None and is_number(arrow_type):
             found[name] = np.dtype(arrow_type.to_pandas_dtype())
     return found
-
-
-class HuggingFaceStream:
-    """A ``datasets.IterableDataset`` as lanes that resume exactly.
-
-    Args:
-      dataset: a streaming dataset of one split; it is not modified and may be used elsewhere.
-      columns: the columns of a record; None for all.
-      shuffle_buffer: size of the shuffle buffer in records, over all lanes; 0 for none.
-
-    Raises:
-      SourceError: the dataset is already split by node, or has its own shuffle buffer.
-      SettingsError: ``columns`` has a name that the dataset does not have.
-    """
-
-    def __init__(self, dataset: IterableDataset, columns: Sequence[str] | None, shuffle_buffer: int) -> None:
-        self._tree = tree_of(dataset)
-        check_tree(self._tree)
-        known = None if dataset.features is None else list(dataset.features)
-        missing = [name for name in columns or () if known is not None and name not in known]
-        if missing:
-            raise SettingsError(f"unknown columns {missing}; the dataset has {known}.", setting="columns")
-        self._dataset = dataset
-        self._columns = list(columns) if columns is not None else known
-        self._shuffle_buffer = shuffle_buffer
-        self._warned: set[int] = set()
-        self._counts: dict[int, Counts] = {}
-        self._converts = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_counts": {}}  # keyed by id(), which is only valid in this process
-
-    def unconverted(self) -> HuggingFaceStream:
-        """Returns the stream with its records as they are stored, such as with text."""
-        other = copy.copy(self)
-        other._converts = False
-        return other
-
-    def open(
-        self, lane_index: int, num_lanes: int, epoch: int = 0, seed: int = 0
-    ) -> TableLane | ExampleLane | StreamLane | WindowShuffle:
-        """The records of lane ``lane_index`` of ``num_lanes``, from the beginning: dicts of numpy values.
-
-        With ``shuffle_buffer``, ``seed`` and ``epoch`` determine their order. The lane has ``get_state`` and
-        ``set_state`` unless a node's state is not exact.
-        """
-        cut = LaneCut(lane_index, num_lanes, seed, epoch, self._shuffle_buffer > 0, counts=self._counts)
-        tree = cut_tree(self._tree, cut, self._columns)
-        self._warn(cut)
-        lane = self._lane(tree, cut)
-        if not self._shuffle_buffer:
-            return lane
-        window = window_of(self._shuffle_buffer, num_lanes)
-        if self._shuffle_buffer < 2 * num_lanes and lane_index == 0:
-            _log.warning(
-                "shuffle_buffer=%d over %d lanes is less than two records a lane: each shuffles windows of %d, and the "
-                "order of its files; give at least %d, and better some thousands",
-                *(self._shuffle_buffer, num_lanes, window, 2 * num_lanes),
-            )
-        return shuffle_windows(lane, window, (seed, epoch, lane_index))
-
-    def __repr__(self) -> str:
-        return f"HuggingFace({type(self._dataset).__name__})"
-
-    def file_names(self) -> list[str]:
-        """Paths and URLs of the dataset's files."""
-        return [path for leaf in find_leaves(self._tree) for path in open_files(leaf, None).paths or ()]
-
-    def fingerprint(self) -> JsonValue:
-        """Identity: files by base name and size, columns, and the dataset's steps with their function names."""
-        opened = [(leaf, open_files(leaf, None)) for leaf in find_leaves(self._tree)]
-        paths = [path for _, files in opened for path in files.paths or ()]
-        sizes = [size for leaf, files in opened for size in file_sizes(leaf, files.paths or ())]
-        rows = sum(len(shard) for _, files in opened for shard in getattr(files, "shards", ()))
-        identity: dict[str, Any] = {
-            "kind": "huggingface stream",
-            "columns": self._columns,
-            "structure": [describe_node(node) for node in walk(self._tree)],
-            "shuffle_buffer": self._shuffle_buffer,
-        }
-        if paths:
-            identity["files"] = file_paths.identify_files(paths, sizes)
-        if rows:
-            identity["rows"] = rows
-        return identity
-
-    def _lane(self, tree: Node, cut: LaneCut) -> TableLane | ExampleLane | StreamLane:
-        features = self._dataset.features
-        decoded = any(require_decoding(features[name]) for name in self._columns or features) if features else False
-        if tree.iter_arrow is not None and not decoded:
-            lane = TableLane(tree, cut, self._columns, features)
-        else:
-            lane = ExampleLane(internals.dataset_of(tree, self._dataset), cut, self._columns)
-        exact = all(map(internals.has_exact_state, walk(tree)))
-        if exact and self._converts:
-            return lane
-        return StreamLane(lane, None if self._converts else lane.next_stored, stateful=exact)  # not stacked
-
-    def _warn(self, cut: LaneCut) -> None:
-        if not cut.costs or cut.num_lanes in self._warned:
-            return
-        self._warned.add(cut.num_lanes)  # warn once, not once per lane
-        listed = "; ".join(cut.costs[:_MAX_LISTED])
-        more = f"; and {len(cut.costs) - _MAX_LISTED} more" if len(cut.costs) > _MAX_LISTED else ""
-        _log.warning(
-            "read amplification with %d lanes: %s%s. A number of files, or of Parquet row groups, that num_lanes "
-            "divides is read once.",
-            *(cut.num_lanes, listed, more),
-        )

@@ -1,0 +1,910 @@
+"""Lanes of a Grain pipeline: copies of its tree of datasets, each of which reads its part of the data.
+
+Grain splits a pipeline among its workers in the same way: each gets a copy whose sources are sliced. Here:
+
+* a reader of a MapDataset (``to_iter_dataset``) takes elements i, i + L, i + 2L, …; in epoch e, those of Grain's own
+  epoch e, whose shuffles differ;
+* an interleave takes whole datasets and splits the remaining ones; Parquet files are split by files, then row groups,
+  then row ranges; a TFRecord file by records;
+* seeds of ``random_map``, ``WindowShuffle`` and packing become (seed, lane, epoch), since otherwise all lanes would
+  draw the same numbers; lane 0 of epoch 0 keeps the seed.
+
+Prefetching changes no record but starts threads or processes for every lane. It is removed at every level, which makes
+the stream independent of the number of workers: below ``mp_prefetch``, Grain would pack or batch the elements of each
+worker separately. Grain's own leaves are replaced too: they keep a whole row group of each Parquet file in memory, and
+start 16 threads per ``to_iter_dataset`` and one per file of an interleave, a thousand or more with 64 lanes. Here all
+lanes of a process share one pool.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+
+import grain
+import numpy as np
+
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
+from meshfeed._src.base.threads import Call, Threads
+from meshfeed._src.sources.array_record.source import ArrayRecord
+from meshfeed._src.sources.files import stream as file_stream
+from meshfeed._src.sources.files.parquet import ParquetFile
+from meshfeed._src.sources.grain import internals
+from meshfeed._src.sources.grain.internals import (
+    NODES,
+    GrainIterator,
+    Node,
+    Pipeline,
+    Records,
+    is_named,
+    parents,
+    private,
+    shallow_copy,
+)
+
+N = TypeVar("N", bound=Node)
+Copy: TypeAlias = Callable[[Node], Node]
+Replace: TypeAlias = Callable[[Node], "Node | None"]
+Datasets: TypeAlias = "Sequence[Node | None] | Records"
+
+_logger = logging.getLogger("meshfeed.sources")
+
+ENDLESS = 1 << 62  # the most records that a feed can number; repeat() without a count has twice as many
+_BLOCK_ELEMENTS = 512  # over all lanes: about as many as Grain buffers for one iterator (500)
+_MAX_BLOCK = 64
+_BLOCK_ROWS = 8192  # decoded at a time, over all lanes
+_BUFFER_BYTES = 1 << 23  # read buffers of column chunks, over all lanes
+_PARQUET_CYCLE = 16  # files that Grain interleaves
+_OPEN_PARTS = 64  # open files over all lanes, to keep memory independent of the number of lanes
+_MANY = 1 << 16  # above this, parts are not listed: an infinite dataset of datasets has 2**63
+_LENGTH = struct.Struct("<QI")  # TFRecord header: uint64 length, masked CRC of the length
+_CRC_BYTES = 4
+_MIN_WAIT_SECONDS = 1e-3  # per block; a shorter read is not worth a second thread
+_NUM_THREADS = 16  # that one Grain iterator uses by default
+_END = object()
+
+_POOLS: weakref.WeakValueDictionary[int, Threads] = weakref.WeakValueDictionary()  # by process: forks have no threads
+_POOLS_LOCK = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which part of a pipeline's data to read.
+
+    Attributes:
+      lane_index: index of the part, 0 … num_lanes - 1.
+      num_lanes: number of parts into which this node's data is split.
+      epoch: the epoch.
+      all_lanes: number of lanes of the whole pipeline, which share the memory limits.
+      salt: integers that make the seeds of this part differ from those of other parts.
+    """
+
+    lane_index: int
+    num_lanes: int
+    epoch: int
+    all_lanes: int
+    salt: tuple[int, ...]
+
+    @property
+    def open_parts(self) -> int:
+        """The most files or datasets that a lane has open at a time."""
+        return max(1, _OPEN_PARTS // self.all_lanes)
+
+
+def cut(dataset: Pipeline, place: Place) -> Pipeline:
+    """One lane of a pipeline: an IterDataset over its part of the data.
+
+    Raises:
+      SourceError: a node cannot be split into lanes; names the node and shows how to write ``Stream(open)``.
+    """
+    check(dataset, place.num_lanes)
+    copies: dict[int, Node] = {}
+
+    def replace(node: Node) -> Node | None:
+        if isinstance(node, grain.MapDataset):  # below a user's IterDataset
+            return _elements(node, place)
+        for names, cutter in _CUTTERS:
+            if is_named(node, names):
+                return cutter(node, place, lambda child: copy_tree(child, replace, copies))
+        return _cut_foreign(node, place) if _is_sliceable(node) else None
+
+    return internals.skip_traceback_filter(copy_tree(dataset, replace, copies))
+
+
+def check(dataset: Pipeline, num_lanes: int) -> None:
+    """Checks that a pipeline can be split into lanes; reads no data.
+
+    Raises:
+      SourceError: a node cannot be split into lanes; names the node.
+    """
+    if found := find_uncuttable(dataset, num_lanes):
+        raise _refusal(*found, num_lanes)
+
+
+def find_uncuttable(dataset: Pipeline, num_lanes: int) -> tuple[Node, str] | None:
+    """The first node that cannot be split into ``num_lanes`` lanes, and the reason; None if all can. Reads no data.
+
+    Raises:
+      SourceError: a node that this version of meshfeed does not support.
+    """
+    for node in walk(dataset):
+        internals.check_known(node)
+        if is_named(node, internals.SHARDED):
+            return node, "it batches and shards by itself; pass the dataset that it was made of"
+        if num_lanes == 1 or isinstance(node, grain.MapDataset):
+            continue
+        if is_named(node, internals.ZIP) and (inner := _not_one_to_one(node)):
+            return node, f"below it, {inner} drops, adds or moves elements, so that lanes would pair other ones"
+        if is_named(node, internals.INTERLEAVE):
+            if found := _find_uncuttable_share(private(node, "datasets"), num_lanes):
+                return found
+        elif not (parents(node) or _is_sliceable(node) or is_named(node, _LEAVES)):
+            return node, "it is a source without set_slice(slice, sequential_slice), so every lane would read all of it"
+    return None
+
+
+def _find_uncuttable_share(datasets: Datasets, num_lanes: int) -> tuple[Node, str] | None:
+    """As :func:`find_uncuttable`, for an interleave of fewer datasets than lanes, which share the first ones."""
+    first = _first_left(datasets, num_lanes) if len(datasets) < num_lanes else None
+    found = None if first is None else find_uncuttable(first, num_lanes)
+    return found and (found[0], f"{found[1]}, and {len(datasets)} datasets are fewer than {num_lanes} lanes")
+
+
+def _refusal(node: Node, reason: str, num_lanes: int) -> SourceError:
+    name = type(node).__name__
+    lanes = f"{num_lanes} lanes" if num_lanes > 1 else "lanes"
+    return SourceError(f"cannot cut {name} into {lanes}: {reason}. {internals.HOW_TO_OPEN}")
+
+
+def _elements(records: Records, place: Place) -> Records:
+    """The part's elements of a MapDataset."""
+    if place.epoch:
+        records = internals.EpochMapDataset(records, place.epoch)
+    return records if place.num_lanes == 1 else records.slice(slice(place.lane_index, None, place.num_lanes))
+
+
+def _cut_read(node: Node, place: Place, _copy: Copy) -> Node:
+    options = private(node, "read_options")
+    block = max(1, min(_MAX_BLOCK, _BLOCK_ELEMENTS // place.all_lanes))
+    if options.prefetch_buffer_size > 0:  # never more elements at once than the user allowed
+        block = min(block, options.prefetch_buffer_size)
+    read_ahead = options.num_threads > 0 and options.prefetch_buffer_size > 0
+    records = internals.parent(node)
+    assert isinstance(records, grain.MapDataset)
+    return LaneLeaf(ReadIterator, _elements(records, place), block, read_ahead)
+
+
+def _cut_interleave(node: Node, place: Place, _copy: Copy) -> Node:
+    datasets = private(node, "datasets")
+    whole, shares = _assign_datasets(datasets, place)
+    # A MapDataset of datasets continues with its later epochs past its length.
+    later = place.epoch * len(datasets) if isinstance(datasets, grain.MapDataset) else 0
+
+    def make_part(part_index: int) -> Pipeline | None:
+        past = part_index - len(whole)
+        index, lane_index, num_lanes = (whole[part_index], 0, 1) if past < 0 else shares[past]
+        part = datasets[index + later]
+        if part is None:
+            return None
+        salt = (*place.salt, index, lane_index)
+        inner = dataclasses.replace(place, lane_index=lane_index, num_lanes=num_lanes, salt=salt)
+        return cut(without_prefetch(part), inner)
+
+    cycle = min(private(node, "cycle_length"), place.open_parts)
+    unit = "records" if shares else "datasets"
+    return LaneLeaf(InterleaveIterator, make_part, len(whole) + len(shares), cycle, unit)
+
+
+def _assign_datasets(datasets: Datasets, place: Place) -> tuple[range, list[tuple[int, int, int]]]:
+    """Assigns whole datasets round-robin, and splits those that remain, which keeps the lanes even.
+
+    Returns:
+      The indices of the lane's whole datasets, and its shares of others: index, lane index within it, number of lanes.
+    """
+    count, num_lanes = len(datasets), place.num_lanes
+    left = _first_left(datasets, num_lanes)
+    if left is None or find_uncuttable(left, num_lanes) is not None:
+        return range(place.lane_index, count, num_lanes), []
+    # Each remaining dataset is split into num_lanes shares, and each lane takes num_left of all these shares.
+    num_left = count % num_lanes
+    mine = range(place.lane_index * num_left, (place.lane_index + 1) * num_left)
+    shares = [(count - num_left + share // num_lanes, share % num_lanes, num_lanes) for share in mine]
+    return range(place.lane_index, count - num_left, num_lanes), shares
+
+
+def _first_left(datasets: Datasets, num_lanes: int) -> Pipeline | None:
+    """The first dataset that remains after whole rounds of ``num_lanes``; None if there is none."""
+    count = len(datasets)
+    if not count % num_lanes or count // num_lanes >= _MANY:
+        return None
+    first = datasets[count - count % num_lanes]
+    return None if first is None else without_prefetch(first)
+
+
+def _cut_parquet(node: Node, place: Place, _copy: Copy) -> Node:
+    paths, options = private(node, "paths"), private(node, "read_kwargs")
+
+    def rows_of(file_index: int) -> list[int]:
+        with ParquetFile(paths[file_index], **options) as file:
+            return file.group_rows
+
+    files = [file_stream.Piece(index) for index in range(len(paths))]
+    mine = file_stream.cut_files(files, place.lane_index, place.num_lanes, rows_of)
+    if mine.times_read > 1:
+        _warn_shared(len(mine.left), len(paths), place.num_lanes, round(mine.times_read, 1), str(paths[0]))
+    if not {"buffer_size", "pre_buffer", "filesystem"} & set(options):
+        # By default Arrow buffers a whole row group of each file.
+        options = {**options, "pre_buffer": False, "buffer_size": max(1 << 16, _BUFFER_BYTES // place.all_lanes)}
+    cycle = min(_PARQUET_CYCLE, place.open_parts)
+    # The memory of all open files of all lanes together stays constant.
+    block_rows = max(64, _BLOCK_ROWS // place.all_lanes // cycle)
+
+    def make_part(index: int) -> Pipeline:
+        piece = mine.pieces[index]
+        path = paths[piece.file_index]
+        return LaneLeaf(ParquetIterator, path, piece.start, piece.stop, block_rows, options)
+
+    return LaneLeaf(InterleaveIterator, make_part, len(mine.pieces), cycle, mine.unit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_shared(num_shared: int, num_files: int, num_lanes: int, times: float, first: str) -> None:
+    """Logs read amplification once per dataset and number of lanes, not once per lane (hence the cache)."""
+    _logger.warning(
+        "%d of the %d Parquet files from %s on are shared by %d lanes and have too few row groups: their rows are decoded "
+        "%.1f times. More files, smaller row groups or fewer lanes avoid that",
+        *(num_shared, num_files, first, num_lanes, times),
+    )
+
+
+def _cut_tfrecord(node: Node, place: Place, _copy: Copy) -> Node:
+    return LaneLeaf(TFRecordIterator, private(node, "path"), place.lane_index, place.num_lanes)
+
+
+def _cut_limit(node: Node, place: Place, copy: Copy) -> Node:
+    # The lanes' counts add up to the limit.
+    count = len(range(place.lane_index, private(node, "count"), place.num_lanes))
+    return _with_parents(node, copy, count=count) if count else LaneLeaf(NoRecordsIterator)
+
+
+def _cut_index(node: Node, place: Place, copy: Copy) -> Node:
+    # The function expects the index in the whole stream, not in the lane.
+    function, first, step = private(node, "map_fn"), place.lane_index, place.num_lanes
+    return _with_parents(node, copy, map_fn=lambda index, element: function(first + index * step, element))
+
+
+def _cut_seeded(node: Node, place: Place, copy: Copy) -> Node:
+    seed = int(private(node, "seed"))
+    if any(place.salt):
+        # 31 bits, since Grain adds counters to the seed, which must stay below 2**32.
+        seed = int(np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF, *place.salt]).generate_state(1)[0]) >> 1
+    return _with_parents(node, copy, seed=seed)
+
+
+def _with_parents(node: Node, copy: Copy, **changed: object) -> Node:
+    return shallow_copy(node, parents=tuple(map(copy, parents(node))), **changed)
+
+
+def _is_sliceable(node: Node) -> bool:
+    return isinstance(node, grain.IterDataset) and callable(getattr(node, "set_slice", None))
+
+
+def _cut_foreign(node: Node, place: Place) -> Node:
+    """A user's source, split by its own ``set_slice`` as Grain does for its workers."""
+    new: Any = copy_tree(node, lambda child: child if isinstance(child, grain.MapDataset) else None)
+    if place.num_lanes == 1:
+        return new
+    before = _contents(new)
+    # sequential_slice=False: strided elements, not a contiguous range.
+    new.set_slice(slice(place.lane_index, None, place.num_lanes), False)
+    if _contents(new) == before:
+        raise _refusal(node, "its set_slice changed no attribute, so every lane would read all of it", place.num_lanes)
+    return new
+
+
+def _contents(node: Node) -> dict[str, object]:
+    """Ids of the objects that a node's attributes hold, including items of lists, dicts and sets."""
+    return {
+        name: [id(value), *map(id, value)] if isinstance(value, list | dict | set) else id(value)
+        for name, value in vars(node).items()
+    }
+
+
+def _not_one_to_one(node: Node) -> str | None:
+    """The class name of a node below a zip that does not map elements one to one; None if all do."""
+    for child in parents(node):
+        if isinstance(child, grain.MapDataset):
+            found = sparse_node(child)
+        elif is_named(child, internals.ONE_TO_ONE):
+            if name := _not_one_to_one(child):
+                return name
+            continue
+        else:
+            found = child
+        if found is not None:
+            return type(found).__name__
+    return None
+
+
+_CUTTERS: tuple[tuple[Sequence[str], Callable[[Node, Place, Copy], Node]], ...] = (
+    (internals.READ, _cut_read),
+    (internals.INTERLEAVE, _cut_interleave),
+    (internals.PARQUET, _cut_parquet),
+    (internals.TFRECORD, _cut_tfrecord),
+    (internals.LIMIT, _cut_limit),
+    (internals.INDEXED, _cut_index),
+    (internals.SEEDED, _cut_seeded),
+)
+_LEAVES = (*internals.READ, *internals.INTERLEAVE, *internals.PARQUET, *internals.TFRECORD)
+
+
+def walk(node: Node) -> list[Node]:
+    """The node and all nodes below it, sources first, each once."""
+    found: dict[int, Node] = {}
+
+    def visit(current: Node) -> None:
+        if id(current) not in found:
+            inner = internals.source_of(current)
+            for parent in (*parents(current), *((inner,) if isinstance(inner, NODES) else ())):
+                visit(parent)
+            found[id(current)] = current
+
+    visit(node)
+    return list(found.values())
+
+
+def copy_tree(node: N, replace: Replace, copies: dict[int, Node] | None = None) -> N:
+    """A copy of the tree below ``node`` that shares its data, files and the user's functions.
+
+    ``copy.deepcopy``, which Grain uses, would also copy in-memory data, once per lane.
+
+    Args:
+      node: the root of the tree, the last transform.
+      replace: node → its replacement, or None to copy it.
+      copies: id of a node → its copy, which keeps a node that is used twice a single node.
+    """
+    copies = {} if copies is None else copies
+    if id(node) not in copies:
+        new = replace(node)
+        if new is None:
+            new, foreign = shallow_copy(node), internals.is_foreign(node)
+            for name, value in list(vars(new).items()):
+                vars(new)[name] = _swap(value, lambda child: copy_tree(child, replace, copies), foreign)
+        copies[id(node)] = new
+    return cast(N, copies[id(node)])
+
+
+def _swap(value: object, copy_node: Callable[[Node], Node], foreign: bool) -> object:
+    if isinstance(value, NODES):
+        return copy_node(value)
+    if isinstance(value, dict) and _holds_nodes(value):
+        return {key: _swap(item, copy_node, foreign) for key, item in value.items()}
+    if isinstance(value, list | tuple) and _holds_nodes(value):
+        items = [_swap(item, copy_node, foreign) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    # A user's set_slice may change its own list in place.
+    return copy.copy(value) if foreign and isinstance(value, list | dict | set) else value
+
+
+def _holds_nodes(value: object) -> bool:
+    items = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(items, NODES) or (isinstance(items, list | tuple) and any(map(_holds_nodes, items)))
+
+
+def batched_sources(node: Node) -> Node | None:
+    """The replacement for a source node, without Grain's record metrics and with batched reads if it supports them.
+
+    None for other nodes; see :func:`copy_tree`.
+    """
+    source = internals.source_of(node)
+    if source is None or isinstance(source, NODES) or internals.is_read_at_once(source):
+        return None
+    if hasattr(source, "__getitems__"):
+        source = internals.BatchedSource(source, _array_record(source) or source)
+    # Measuring the records' bytes for Grain's statistics costs more than reading them.
+    return shallow_copy(node, source=source, record_metrics=False)
+
+
+def _array_record(source: object) -> internals.ReadsMany | None:
+    """A meshfeed reader for the same ArrayRecord files, or None for other sources.
+
+    Unlike ArrayRecord's own reader, it starts no threads per call and names damaged files.
+
+    Raises:
+      CorruptDataError: a file is damaged; ArrayRecord's own reader would treat it as empty.
+    """
+    files = internals.array_record_files(source)
+    if not files:
+        return None
+    try:
+        reader = ArrayRecord([path for path, _ in files])
+    except CorruptDataError:
+        raise
+    except (SourceError, SettingsError):  # a path that only ArrayRecord's own reader can open
+        return None
+    # Only if both readers agree on the number of records of every file.
+    return reader if [file.num_records for file in reader._shards.files] == [records for _, records in files] else None
+
+
+def sparse_node(records: Node) -> Node | None:
+    """The first node that may make elements of a MapDataset missing (filter, flat_map); None if there is none."""
+    return next((node for node in walk(records) if is_named(node, internals.SPARSE)), None)
+
+
+def without_prefetch(dataset: Node) -> Pipeline:
+    """A copy of the pipeline, as an IterDataset, in which only ``to_iter_dataset`` reads ahead.
+
+    Its data sources read many records at once if they support it; lanes share them.
+    """
+    if isinstance(dataset, grain.MapDataset):
+        dataset = dataset.to_iter_dataset()
+    copies: dict[int, Node] = {}
+    elements: dict[int, Node] = {}
+
+    def replace(node: Node) -> Node | None:
+        if isinstance(node, grain.MapDataset):
+            return copy_tree(node, batched_sources, elements)
+        workers = _worker_shards(node)
+        if workers:
+            _logger.info(
+                "mp_prefetch(num_workers=%d) is left out of the lanes; give the feed num_workers", len(workers)
+            )
+            node = workers[0]
+            if internals.initializes_workers(node):
+                _logger.warning(
+                    "worker_init_fn of mp_prefetch is not called: lanes have no worker processes of their own"
+                )
+        elif not is_named(node, internals.PREFETCH):
+            return _own_memory(node, copy)
+        while is_named(node, internals.PREFETCH):
+            node = internals.parent(node)
+        return copy(node)
+
+    def copy(node: N) -> N:
+        return copy_tree(node, replace, copies)
+
+    return copy(dataset)
+
+
+def _worker_shards(node: Node) -> list[Node]:
+    """The workers of an ``mp_prefetch``, which Grain represents as an interleave; empty for other nodes."""
+    shards = private(node, "datasets") if is_named(node, internals.INTERLEAVE) else None
+    return shards if isinstance(shards, list) and all(is_named(s, internals.PROCESSES) for s in shards) else []
+
+
+def _own_memory(node: Node, copy: Callable[[Node], Node]) -> Node | None:
+    """A batch node without the shared-memory output that ``mp_prefetch`` enables; None for other nodes."""
+    is_batch = is_named(node, internals.BATCH) and not is_named(node, internals.REBATCH)
+    make_batch = internals.without_shared_memory(private(node, "batch_fn")) if is_batch else None
+    if make_batch is None:
+        return None
+    return shallow_copy(node, parents=tuple(map(copy, parents(node))), batch_fn=make_batch)
+
+
+def _last_batch(node: Node) -> Node | None:
+    """The batch node at the end of a pipeline; None if it ends in a different node."""
+    while is_named(node, internals.OPTIONS):
+        node = internals.parent(node)
+    return node if is_named(node, internals.BATCH) else None
+
+
+def warn_batched(dataset: Node) -> None:
+    """Warns if a pipeline ends in ``batch``: usually the feed is meant to do the batching."""
+    node = _last_batch(dataset)
+    if node is not None:
+        _logger.warning(
+            "the Grain pipeline ends in batch(%d), which makes each of its batches one record of the feed; leave batch() "
+            "out, and give its size as global_batch_size",
+            private(node, "batch_size"),
+        )
+
+
+def check_batched(dataset: Node, num_lanes: int = 1) -> None:
+    """Rejects a pipeline that ends in ``batch`` and whose last batch is known to be short: records must have one shape.
+
+    Raises:
+      SourceError: the last batch is short in one of ``num_lanes`` lanes.
+    """
+    node = _last_batch(dataset)
+    if node is None or is_named(node, internals.REBATCH):
+        return
+    if private(node, "drop_remainder") or internals.pads_batches(node):
+        return
+    length, size = _known_length(internals.parent(node)), private(node, "batch_size")
+    if length is None or not any(part % size for part in (length // num_lanes, -(-length // num_lanes))):
+        return
+    lanes = "" if num_lanes == 1 else f" in each of {num_lanes} lanes"
+    raise SourceError(
+        f"the Grain pipeline ends in batch({size}), and its {length:,} elements do not fill the last batch{lanes}: each "
+        "batch is one record of the feed, and records must have one shape. Leave batch() out and give the feed "
+        "global_batch_size, or pass drop_remainder=True to batch()."
+    )
+
+
+def _known_length(node: Node) -> int | None:
+    """Number of elements of a pipeline over all lanes; None if a node may drop or add some, or if it is infinite."""
+    while is_named(node, internals.KEEP_LENGTH):
+        node = internals.parent(node)
+    if isinstance(node, grain.MapDataset) and sparse_node(node) is None and len(node) < ENDLESS:
+        return len(node)
+    return None
+
+
+class LaneLeaf(grain.IterDataset):
+    """A dataset that makes one of the iterators below, with the given arguments."""
+
+    def __init__(self, make: Callable[..., GrainIterator], *args: Any) -> None:
+        super().__init__([arg for arg in args if isinstance(arg, grain.MapDataset)])
+        self._make = make
+        self._args = args
+
+    def __iter__(self) -> GrainIterator:
+        return self._make(*self._args)
+
+    def __str__(self) -> str:
+        return f"{self._make.__name__}{self._args}"
+
+
+class ReadIterator(grain.DatasetIterator):
+    """Reads a MapDataset from the beginning to the end, one block of elements at a time; skips missing elements.
+
+    Args:
+      records: the MapDataset, already restricted to the lane.
+      block_size: elements per block.
+      read_ahead: whether a thread may read the next block in the background. This happens only if reading mostly waits:
+        if it computes, the two threads would contend for the GIL, at some milliseconds per switch.
+    """
+
+    def __init__(self, records: Records, block_size: int, read_ahead: bool) -> None:
+        super().__init__()
+        self._ahead: tuple[int, Call[Sequence[Any]]] | None = None  # first: __del__ closes a partly constructed one too
+        self._threads: Threads | None = None
+        self._records, self._length = records, len(records)
+        self._block_size, self._read_ahead = block_size, read_ahead
+        self._waits = False
+        self._block: Sequence[Any] = ()
+        self._next_index = self._block_start = self._singly_until = 0
+        internals.set_up(records)
+
+    def __next__(self) -> Any:
+        while self._next_index < self._length:
+            offset = self._next_index - self._block_start
+            if not 0 <= offset < len(self._block):
+                self._load()
+                offset = 0
+            element = self._block[offset]
+            self._next_index += 1
+            if element is not None:
+                return element
+        raise StopIteration
+
+    def _load(self) -> None:
+        start = self._next_index
+        stop = min(start + self._block_size, self._length)
+        block: Sequence[Any] = ()
+        if start >= self._singly_until:
+            ahead, self._ahead = self._ahead, None
+            try:
+                block = ahead[1].result() if ahead is not None and ahead[0] == start else self._read(start, stop)
+            except Exception:
+                # Some element is unreadable. Read one by one: deliver those before it, then raise its own error.
+                self._singly_until = stop
+        if start < self._singly_until:
+            try:
+                block = [self._records[start]]
+            except StopIteration as error:
+                raise SourceError(
+                    f"element {start} of the lane raised StopIteration, which does not end the data. Raise ValueError for a "
+                    "bad record."
+                ) from error
+        self._block, self._block_start = block, start
+        if start >= self._singly_until and self._read_ahead and self._waits and stop < self._length:
+            self._threads = self._threads or _shared_threads()
+            self._ahead = stop, self._threads.submit(self._read, stop, min(stop + self._block_size, self._length))
+
+    def _read(self, start: int, stop: int) -> Sequence[Any]:
+        began, worked = time.monotonic(), time.thread_time()
+        block = internals.read_many(self._records, range(start, stop))
+        seconds, working = time.monotonic() - began, time.thread_time() - worked
+        # thread_time counts CPU time only: below half of the wall time, the read mostly waits.
+        self._waits = seconds > _MIN_WAIT_SECONDS and working < seconds / 2
+        return block
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next_index": self._next_index}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if not 0 <= state["next_index"] <= self._length:
+            raise IndexError(f"element {state['next_index']} of {self._length} elements")
+        self._next_index = state["next_index"]
+        self._drop_ahead()
+
+    def close(self) -> None:
+        super().close()
+        self._drop_ahead()
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._ahead = self._threads = None
+
+
+def _shared_threads() -> Threads:
+    """The threads of all lanes of this process, which end when no lane holds them any more."""
+    with _POOLS_LOCK:
+        return _POOLS.setdefault(os.getpid(), Threads(_NUM_THREADS, "meshfeed-grain"))
+
+
+_Slot: TypeAlias = "tuple[int, GrainIterator]"
+"""Index of a part, and its open iterator."""
+
+
+class InterleaveIterator(grain.DatasetIterator):
+    """Interleaves parts element by element, in the order of Grain's interleave but without its threads.
+
+    Args:
+      make_part: part index → the part's IterDataset, or None if the part is missing.
+      num_parts: number of parts of this lane.
+      cycle_length: number of parts open at a time.
+      unit: how the parts were split ("files", "records", …); saved in the state.
+    """
+
+    def __init__(
+        self, make_part: Callable[[int], Pipeline | None], num_parts: int, cycle_length: int, unit: str
+    ) -> None:
+        super().__init__()
+        self._make_part, self._num_parts, self._unit = make_part, num_parts, unit
+        self._slots: list[_Slot | None] = [None] * max(1, min(cycle_length, num_parts))
+        self._next_slot = self._next_part = 0
+
+    def __next__(self) -> Any:
+        while self._next_part < self._num_parts or any(self._slots):
+            slot = self._slots[self._next_slot]
+            if slot is None and self._next_part < self._num_parts:
+                slot = self._slots[self._next_slot] = self._next_part, self._open(self._next_part)
+                self._next_part += 1
+            element = _END if slot is None else next(slot[1], _END)
+            if slot is not None and element is _END:
+                slot[1].close()
+                self._slots[self._next_slot] = None
+            self._next_slot = (self._next_slot + 1) % len(self._slots)
+            if element is not _END:
+                return element
+        raise StopIteration
+
+    def _open(self, part_index: int) -> GrainIterator:
+        part = self._make_part(part_index)
+        if part is None:
+            return NoRecordsIterator()
+        iterator = internals.skip_traceback_filter(part).__iter__()
+        internals.inherit_options(self, iterator)
+        return iterator
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "cut": self._unit,
+            "next_slot": self._next_slot,
+            "next_part": self._next_part,
+            "slots": [None if slot is None else [slot[0], slot[1].get_state()] for slot in self._slots],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if len(state["slots"]) != len(self._slots) or state["cut"] != self._unit:
+            raise ValueError(f"parts cut by {state['cut']}, {len(state['slots'])} at a time")
+        opened = [None if entry is None else (entry[0], self._open(entry[0])) for entry in state["slots"]]
+        for entry, slot in zip(state["slots"], opened, strict=True):
+            if slot is not None:
+                slot[1].set_state(entry[1])
+        self._close_slots()
+        self._slots, self._next_slot, self._next_part = opened, state["next_slot"], state["next_part"]
+
+    def close(self) -> None:
+        super().close()
+        self._close_slots()
+
+    def _close_slots(self) -> None:
+        for slot in filter(None, self._slots):
+            slot[1].close()
+
+
+class TFRecordIterator(grain.DatasetIterator):
+    """Every ``num_lanes``-th record of a TFRecord file, starting at record ``lane_index``.
+
+    A record's offset is known only from the record before it, so each lane reads all lengths and skips the data of
+    other lanes' records.
+    """
+
+    def __init__(self, path: str, lane_index: int, num_lanes: int) -> None:
+        super().__init__()
+        self._path, self._lane_index, self._num_lanes = path, lane_index, num_lanes
+        self._file: BinaryIO | None = None
+        self._size = self._offset = self._record = 0
+
+    def __next__(self) -> bytes:
+        if self._file is None:
+            self._file = open(self._path, "rb")  # noqa: SIM115  # stays open between records; close() closes it
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._file.seek(self._offset)
+        while True:
+            header = self._file.read(_LENGTH.size)
+            if not header:
+                raise StopIteration
+            length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else -1
+            end = self._offset + _LENGTH.size + length + _CRC_BYTES
+            if length < 0 or end > self._size:
+                raise CorruptDataError(
+                    f"record {self._record} of {self._path} begins at byte {self._offset} and would end at byte {end}, "
+                    f"but the file has {self._size} bytes. Expected TFRecords, uncompressed and whole. The file is cut "
+                    "short or is something else.",
+                    path=str(self._path),
+                )
+            mine = self._record % self._num_lanes == self._lane_index
+            data = self._file.read(length) if mine else b""
+            self._file.seek(end)
+            self._offset, self._record = end, self._record + 1
+            if mine:
+                return data
+
+    def get_state(self) -> dict[str, Any]:
+        return {"offset": self._offset, "record": self._record}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._offset, self._record = state["offset"], state["record"]
+        if self._file is not None:
+            self._file.seek(self._offset)
+
+    def close(self) -> None:
+        super().close()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+class NoRecordsIterator(grain.DatasetIterator):
+    """A lane, or a part of one, without records."""
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+_Block: TypeAlias = "tuple[int, int, dict[str, Any]]"
+"""First row in the file, row after the last, columns."""
+
+
+class ParquetIterator(grain.DatasetIterator):
+    """Rows ``[start, stop)`` of one Parquet file, each as a dict of column values; its state is the next row.
+
+    Args:
+      path: path of the file.
+      start: first row.
+      stop: row after the last one; None for the end of the file.
+      block_rows: rows decoded at a time.
+      options: keyword arguments of ``pyarrow.parquet.ParquetFile``.
+    """
+
+    def __init__(self, path: str, start: int, stop: int | None, block_rows: int, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._path, self._stop, self._block_rows, self._options = path, stop, block_rows, options
+        self._blocks: Generator[_Block, None, None] | None = None
+        self._columns: dict[str, Any] = {}
+        self._row = self._block_start = self._block_stop = start
+
+    def __next__(self) -> dict[str, Any]:
+        while not self._block_start <= self._row < self._block_stop:
+            self._blocks = self._blocks or self._read_from(self._row)
+            try:
+                self._block_start, self._block_stop, self._columns = next(self._blocks)
+            except Exception as error:
+                if not isinstance(error, StopIteration):
+                    self._drop_block()  # a generator that has raised would end silently on the next call
+                raise
+        offset = self._row - self._block_start
+        self._row += 1
+        return {name: column[offset] for name, column in self._columns.items()}
+
+    def _read_from(self, row: int) -> Generator[_Block, None, None]:
+        """Blocks of rows, starting at ``row``."""
+        with ParquetFile(self._path, **self._options) as file:
+            first = 0
+            for group, count in enumerate(file.group_rows):
+                stop = first + count if self._stop is None else min(first + count, self._stop)
+                if max(row, first) < stop:
+                    yield from self._read_group(file, group, first, max(row, first), stop)
+                first += count
+
+    def _read_group(
+        self, file: ParquetFile, group: int, first: int, row: int, stop: int
+    ) -> Generator[_Block, None, None]:
+        if not _may_hold_nulls(file, group):
+            for start, batch in file.batches(row, stop, batch_rows=self._block_rows):
+                yield start, start + batch.num_rows, _to_numpy(batch)
+            return
+        # Arrow converts integers with nulls to floats per block, so a row's dtype would depend on the block boundaries:
+        # decode the whole row group instead.
+        columns = _to_numpy(file.read_group(group))
+        yield row, stop, {name: column[row - first : stop - first] for name, column in columns.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"row": self._row}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._row = state["row"]
+        if not self._block_start <= self._row < self._block_stop:
+            self._drop_block()
+
+    def close(self) -> None:
+        super().close()
+        self._drop_block()
+
+    def _drop_block(self) -> None:
+        if self._blocks is not None:
+            self._blocks.close()  # which closes the file
+        self._blocks, self._columns, self._block_start, self._block_stop = None, {}, 0, 0
+
+
+class _Lists:
+    """Rows of a list column as views of its values; Arrow would make one Python object per row, which takes 1 ms."""
+
+    def __init__(self, values: np.ndarray, bounds: np.ndarray) -> None:
+        self._values = values
+        self._bounds = bounds
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return _Lists(self._values, self._bounds[row.start : row.stop + 1])
+        return self._values[self._bounds[row] : self._bounds[row + 1]]
+
+
+def _to_numpy(rows: Any) -> dict[str, Any]:
+    columns = {}
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        array = column.combine_chunks() if hasattr(column, "chunks") else column
+        columns[name] = _lists(array) or array.to_numpy(zero_copy_only=False)
+    return columns
+
+
+def _lists(column: Any) -> _Lists | None:
+    """A list column of numbers without nulls; None for other columns."""
+    from pyarrow import types
+
+    kind = column.type
+    if not hasattr(column, "flatten") or not getattr(kind, "num_fields", 0) or column.null_count:
+        return None
+    if types.is_fixed_size_list(kind):
+        bounds = np.arange(len(column) + 1) * kind.list_size
+    elif types.is_list(kind) or types.is_large_list(kind):
+        bounds = column.offsets.to_numpy()
+        bounds = bounds - bounds[0]
+    else:
+        return None
+    values = column.flatten()
+    if values.null_count or not (types.is_integer(values.type) or types.is_floating(values.type)):
+        return None
+    return _Lists(values.to_numpy(), bounds)
+
+
+def _may_hold_nulls(file: ParquetFile, group: int) -> bool:
+    columns = file.metadata.row_group(group)
+    for index in range(columns.num_columns):
+        if file.metadata.schema.column(index).max_definition_level == 0:  # a required column cannot hold nulls
+            continue
+        # Without statistics, assume that there are nulls.
+        statistics = columns.column(index).statistics
+        if statistics is None or not statistics.has_null_count or statistics.null_count:
+            return True
+    return False

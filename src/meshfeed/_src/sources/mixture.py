@@ -1,0 +1,1052 @@
+"""Mixes several sources into one, with shares that are exact in every block.
+
+Random-access components make a random-access mixture. With at least one stream among them, all are read as lanes: lane i
+draws from lane i of each component, in blocks laid out as in a random-access mixture but with its own key. Its state is
+its position and, for each component, the epoch and the cursor within it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, Unpack, cast
+
+import jax
+import numpy as np
+
+from meshfeed._src.base import hooks
+from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError, hides_own_frames
+from meshfeed._src.base.ownership import own_batch
+from meshfeed._src.base.rng import philox
+from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, Rngs, public
+from meshfeed._src.order import permutation
+from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.order.mixture import (
+    MIXTURE_VERSION,
+    MixtureOrder,
+    Stage,
+    StagedBlocks,
+    StagedWeights,
+    block_counts,
+    check_all_named,
+    check_end,
+    check_stages,
+    group_by,
+    join_ids,
+    nest_stages,
+    parse_weights,
+    split_ids,
+)
+from meshfeed._src.order.permutation import derive_key
+from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
+from meshfeed._src.reading.identity import source_identity
+from meshfeed._src.reading.records import SourceReader, file_of, wants_rng
+from meshfeed._src.reading.stacking import RecordSpec, RecordStack
+from meshfeed._src.sources.checks import is_count
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source
+from meshfeed._src.state.state import digest_of
+
+T = TypeVar("T")
+Part = tuple[str, np.ndarray[Any, Any], PyTree]
+"""Component name, its rows of the batch (int64[k], ascending), and its records, a pytree of arrays ``[k, ...]``."""
+
+_NO_IDS = np.empty(0, np.int64)
+_LANE_LAYOUT, _COMPONENT_SEED = 103, 104  # purposes of derived keys; differ from those in order/mixture.py
+
+
+@public("meshfeed.sources")
+@hides_own_frames
+def Mixture(
+    components: Mapping[str, Any],
+    weights: Any,
+    block: int = 2048,
+    *,
+    on_end: str = "repeat",
+    shuffle: bool | int = False,
+    take: Mapping[str, int | float] | None = None,
+    repeat: Mapping[str, int] | None = None,
+) -> RandomMixture | StreamMixture:
+    """Mixes several sources into one, by weight.
+
+    Every block of ``block`` records holds the same number of records of each component (the weights' shares, rounded by
+    largest remainder), in an order specific to the block. Each component keeps its own order and its own epochs: one
+    that is drawn from twice as fast as another of the same length starts its second epoch when the other is halfway
+    through its first. The records of step k depend only on k.
+
+    Weights may change at given steps: ``[(0, {"web": 3, "code": 1}), (5000, {"web": 1})]``. A state can resume as long
+    as the stages that have begun are unchanged. Later stages may change, and components may be added at the end of the
+    dict.
+
+    If every component is random access, so is the mixture: a record id is ``component << 48 | id``, with components
+    numbered in the order of the dict. If any component is a stream, all are read as lanes and each lane is mixed
+    independently.
+
+    Args:
+      components: name → source, or any object that the feed accepts as one. All records must have the same structure.
+      weights: name → relative weight; or stages ``[(first_step, {name: weight}), ...]``. Every component must be named
+        in at least one stage. A component with weight 0 in a stage, or not named in it, is not read in that stage.
+      block: number of records in which the shares are exact; a weight below ``1 / block`` of the total is an error.
+      on_end: what happens when a component has been read ``num_epochs`` times. ``"repeat"``: it repeats until every
+        component of the last stage has been read ``num_epochs`` times in full, which ends the mixture. ``"stop"``: the
+        mixture ends.
+      shuffle: order of random-access components that are read as lanes, like the feed's ``shuffle`` (which streams do
+        not support). Not for random-access mixtures, which use the feed's.
+      take: name → the records of a component that are used, from its first: an int, or a float up to 1.0 for a fraction
+        of a random-access component.
+      repeat: name → how often a component is read in full per epoch of the mixture; 1 if not named. It determines when
+        the mixture ends, and the weights how often records are drawn.
+
+    A component may be a mixture itself: its components become those of this mixture, named ``outer/inner``, and share
+    the weight of the inner mixture by its own weights. ``block`` and ``on_end`` are those of the outer mixture.
+
+    Returns:
+      A random-access source if every component is one, otherwise a stream source.
+
+    Raises:
+      SettingsError: ``weights``, ``block``, ``on_end``, ``shuffle``, ``take`` or ``repeat`` is invalid.
+      SourceError: no component, or a component that is not a source of records.
+    """
+    if not isinstance(components, Mapping) or not components:
+        raise SourceError(
+            f"Mixture got {type(components).__name__} {components!r:.80}. Expected a dict of at least one source, "
+            'such as Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}).'
+        )
+    sources = {name: _component(name, component) for name, component in components.items()}
+    given = list(sources)
+    sources, stages, parts = _flatten(sources, parse_weights(weights, given), Parts.of(sources, take, repeat))
+    names = list(sources)
+    if not is_count(block):
+        raise SettingsError(f"block={block!r}; it takes a number of records of at least 1.", setting="block")
+    for _, stage_weights in stages:
+        block_counts(stage_weights, names, int(block))  # raises if a weight is too small for the block
+    check_all_named(weights, given)
+    if on_end not in ("repeat", "stop"):
+        raise SettingsError(f"on_end={on_end!r}; it takes 'repeat' or 'stop'.", setting="on_end")
+    if any(hooks.is_stream(source) for source in sources.values()):
+        return StreamMixture(sources, stages, int(block), on_end, shuffle, parts)
+    if shuffle is not False:
+        raise SettingsError(
+            f"shuffle={shuffle!r} of a Mixture is for mixtures with a stream among them. All components here are "
+            "read at random: pass shuffle= to the feed.",
+            setting="shuffle",
+        )
+    return RandomMixture(sources, stages, int(block), on_end, parts)
+
+
+def _component(name: object, component: object) -> Any:
+    """The source for one component that the user gave."""
+    if not isinstance(name, str) or not name:
+        raise SourceError(f"Mixture got a component named {name!r}. Expected a string that is not empty.")
+    source = as_source(component)
+    if isinstance(source, HostBatches):
+        raise SourceError(f"component {name!r} is batches of this host. Expected a source of records. Pass records.")
+    if hooks.find(source, hooks.NumbersRecords) is not None and not isinstance(source, RandomMixture):
+        raise SourceError(
+            f"component {name!r} is of kind {getattr(source, 'kind', type(source).__name__)!r}, which orders its records "
+            "itself. Expected a source of plain records: pad them with Padded instead of Buckets, and map the "
+            "components of a mixture instead of the mixture."
+        )
+    return source
+
+
+def _flatten(
+    sources: dict[str, Any], stages: StagedWeights, parts: Parts
+) -> tuple[dict[str, Any], StagedWeights, Parts]:
+    """Replaces components that are mixtures by their own components."""
+    for name, source in list(sources.items()):
+        if not isinstance(source, RandomMixture | StreamMixture):
+            continue
+        if name in parts.take or name in parts.repeat:
+            raise SettingsError(
+                f"component {name!r} is a mixture, to which take= and repeat= do not apply. Give them to that mixture.",
+                setting="take" if name in parts.take else "repeat",
+            )
+        inner = _within(name, source.components)
+        if clash := sorted(inner.keys() & sources.keys()):
+            raise SourceError(f"the component {clash[0]!r} is named twice: also as a part of {name!r}. Rename one.")
+        sources = {
+            key: component
+            for outer in sources
+            for key, component in (inner if outer == name else {outer: sources[outer]}).items()
+        }
+        stages = nest_stages(stages, name, source.stages)
+        own = source.parts
+        parts = Parts(parts.take | _within(name, own.take), parts.repeat | _within(name, own.repeat))
+    return sources, stages, parts
+
+
+def _within(outer: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {f"{outer}/{name}": value for name, value in named.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Which part of each component is used, and how often.
+
+    Attributes:
+      take: component → number of records, or a fraction of them.
+      repeat: component → times that it is read per epoch.
+    """
+
+    take: dict[str, int | float] = dataclasses.field(default_factory=dict)
+    repeat: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sources: Mapping[str, Any], take: object, repeat: object) -> Parts:
+        """Checks the user's ``take`` and ``repeat``.
+
+        Raises:
+          SettingsError: one of them is not a mapping of components to numbers in range.
+        """
+        for setting, value in (("take", take), ("repeat", repeat)):
+            if value is not None and not (isinstance(value, Mapping) and value.keys() <= sources.keys()):
+                raise SettingsError(
+                    f"{setting}={value!r}; it takes {{name: number}} with names among {list(sources)}.", setting=setting
+                )
+        found = cls(dict(cast("Mapping[str, Any]", take or {})), dict(cast("Mapping[str, Any]", repeat or {})))
+        for name, times in found.repeat.items():
+            if not is_count(times):
+                raise SettingsError(f"repeat[{name!r}]={times!r}; it takes an int of at least 1.", setting="repeat")
+        for name, part in found.take.items():
+            if wanted := _wrong_take(part, sources[name]):
+                raise SettingsError(f"take[{name!r}]={part!r}; {wanted}", setting="take")
+        return found
+
+    def length(self, name: str, source: Any) -> int:
+        """Number of records of a random-access component that are used."""
+        part = self.take.get(name)
+        if part is None:
+            return len(source)
+        return int(part * len(source)) if isinstance(part, float) else part
+
+    def of_lane(self, name: str, lane_index: int, num_lanes: int) -> int | None:
+        """Number of records per epoch of one lane of a stream; None for all."""
+        part = self.take.get(name)
+        return None if part is None else (int(part) + num_lanes - 1 - lane_index) // num_lanes
+
+    def identities(self, components: Mapping[str, Any]) -> dict[str, JsonValue]:
+        """Name → identity of each component, with long values replaced by digests: a state holds all of them."""
+        used = {"take": self.take, "repeat": self.repeat}
+        return {
+            name: {key: _short(value) for key, value in source_identity(source).items()}
+            | {key: part[name] for key, part in used.items() if name in part}
+            for name, source in components.items()
+        }
+
+
+def _short(value: JsonValue) -> JsonValue:
+    small = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= 16)
+    return value if small else digest_of(value)[:8]
+
+
+def _wrong_take(part: object, source: Any) -> str:
+    """What ``take`` of a component takes instead of ``part``; empty if ``part`` is right."""
+    if hooks.is_stream(source):
+        wanted = "the component is a stream, whose length is unknown, so it takes a number of records of at least 1."
+        return "" if is_count(part) else wanted
+    number = len(source)
+    if (isinstance(part, float) and 0 < part <= 1 and int(part * number)) or (is_count(part) and part <= number):
+        return ""
+    return f"it takes a number of records from 1 to {number}, or a float above 0 and up to 1.0 that is at least one record."
+
+
+class RandomMixture:
+    """A :func:`Mixture` of random-access sources; made by that function.
+
+    A read groups the ids and reads each group once per batch, in the caller's thread. Components that read and decode
+    alike, such as ArrayRecord files with one decoder, are one group: 35 of them cost about as much as one. Others are
+    groups of their own.
+    """
+
+    kind = "mixture"
+    fresh_arrays = True  # SourceReader copies memory that a component may reuse
+
+    def __init__(
+        self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str, parts: Parts
+    ) -> None:
+        self.components, self.stages, self.parts = dict(components), stages, parts
+        self._names = tuple(components)
+        self._sources = tuple(components.values())
+        self._block, self._on_end = block, on_end
+        self.wants_rng = any(map(wants_rng, self._sources))
+        self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
+        if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
+            Joiner().join([(name, _NO_IDS, _no_rows(source)) for name, source in components.items()], 0)
+        self._joiner = Joiner()
+        self._lengths = np.array([parts.length(name, source) for name, source in components.items()], np.int64)
+        groups, self._group_of, self._first_id = _concatenate(self._sources)
+        self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
+        self._compared = np.zeros(len(self._sources), bool)  # whether a component's structure has been checked
+
+    def __repr__(self) -> str:
+        lengths = zip(self._names, self._lengths.tolist(), strict=True)
+        return f"Mixture({', '.join(f'{name}: {length:,} records' for name, length in lengths)})"
+
+    def __len__(self) -> int:
+        """Total number of records of all components."""
+        return int(self._lengths.sum())
+
+    def __getitem__(self, record_id: Any) -> Record:
+        """The record with the id ``component << 48 | id``, as views of a batch of one."""
+        return jax.tree.map(lambda leaf: leaf[0], self.read_batch([record_id]))
+
+    @property
+    def first_record_id(self) -> int:
+        """Id of the record from which to infer the structure: the first of the first stage's first component."""
+        return join_ids(self._names.index(next(iter(self.stages[0][1]))), 0)
+
+    @functools.cached_property
+    def _identities(self) -> dict[str, JsonValue]:
+        return self.parts.identities(self.components)
+
+    def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder:
+        """The order of the mixture for a feed's settings."""
+        return MixtureOrder(
+            dict(zip(self._names, self._lengths.tolist(), strict=True)),
+            stages=[Stage(settings["position_of_step"](step), weights, step) for step, weights in self.stages],
+            block=self._block,
+            shuffle=settings["shuffle"],
+            seed=settings["seed"],
+            num_epochs=settings["num_epochs"],
+            on_end=self._on_end,
+            repeat=self.parts.repeat,
+            identities=self._identities,
+        )
+
+    def check_record_ids(self, record_ids: RecordIds) -> None:
+        """Checks that ids exist.
+
+        Raises:
+          SourceError: an id refers to a component that does not exist, or to a record past its end.
+        """
+        self._located(record_ids)
+
+    def _located(self, record_ids: RecordIds | Sequence[int]) -> tuple[RecordIds, RecordIds]:
+        """Numbers of the components, and ids within them; checks them."""
+        numbers, ids = split_ids(np.asarray(record_ids, np.int64))
+        known = (numbers >= 0) & (numbers < len(self._sources))
+        if not known.all():
+            wrong = int(np.argmin(known))
+            raise SourceError(
+                f"record id {record_ids[wrong]} names component {numbers[wrong]}; this mixture has the components 0 to "
+                f"{len(self._sources) - 1}, and ids are component << 48 | id.",
+                record_id=int(record_ids[wrong]),
+            )
+        past = ids >= self._lengths[numbers]
+        if past.any():
+            wrong = int(np.argmax(past))
+            raise SourceError(
+                f"record id {record_ids[wrong]} names record {ids[wrong]} of component {self._names[numbers[wrong]]!r}, "
+                f"which has {self._lengths[numbers[wrong]]} records.",
+                record_id=int(record_ids[wrong]),
+            )
+        return numbers, ids
+
+    def element_shapes(self) -> PyTree:
+        """Pytree of ``jax.ShapeDtypeStruct`` of one record, from the first component; only if ``reads_columns``."""
+        return self._sources[0].element_shapes()
+
+    def read_batch(
+        self,
+        record_ids: RecordIds | Sequence[int],
+        columns: ColumnSlices | None = None,
+        rngs: Rngs | None = None,
+    ) -> PyTree:
+        """Reads records, decoded and stacked.
+
+        Args:
+          record_ids: int64[n], ``component << 48 | id``, in any order, repeats allowed.
+          columns: leaf path → slices of the dimensions after the first; only if every component reads columns.
+          rngs: one generator per record, for decoders that take ``rng=``.
+
+        Returns:
+          Pytree of arrays ``[n, ...]``; row i is the record ``record_ids[i]``.
+
+        Raises:
+          SourceError: an id has no record, or records of two components differ; names the components and the leaf.
+          Any error that a component raises, with a note naming it.
+        """
+        numbers, ids = self._located(record_ids)
+        if self._compared[numbers].all():
+            try:
+                group_ids = ids + self._first_id[numbers]
+                return self._read(self._group_readers, self._group_of[numbers], group_ids, columns, rngs)
+            except Exception:  # read again by component, to name the one that fails
+                if len(self._group_readers) == len(self._readers):
+                    raise
+        batch = self._read(self._readers, numbers, ids, columns, rngs)
+        if columns is None:
+            self._compared[numbers] = True
+        return batch
+
+    def _read(
+        self,
+        readers: Sequence[SourceReader],
+        numbers: RecordIds,
+        ids: RecordIds,
+        columns: ColumnSlices | None,
+        rngs: Rngs | None,
+    ) -> PyTree:
+        """Reads record ``ids[i]`` of ``readers[numbers[i]]`` as row i."""
+        parts = []
+        for number, rows in group_by(numbers):
+            reader = readers[number]
+            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and wants_rng(reader.source) else None
+            name = self._names[number if readers is self._readers else int(np.argmax(self._group_of == number))]
+            try:
+                tree = reader.read(ids[rows], own_rngs, columns=columns)
+            except Exception as error:
+                error.add_note(f"in component {name!r} of the mixture")
+                raise
+            parts.append((name, rows, tree))
+        return self._joiner.join(parts, len(ids), whole=columns is None)
+
+    def cached_files(self, record_ids: RecordIds) -> list[hooks.CachedFile] | None:
+        """Returns the files that hold these records and are read through a cache; None if no component has one."""
+        if not self._cached:
+            return None
+        numbers, ids = split_ids(record_ids)
+        groups = [(self._cached[number], rows) for number, rows in group_by(numbers) if number in self._cached]
+        return [file for source, rows in groups for file in source.cached_files(ids[rows]) or ()]
+
+    @functools.cached_property
+    def _cached(self) -> dict[int, hooks.CachesFiles]:
+        """The components that read files through a cache."""
+        found = enumerate(map(_caching, self._sources))
+        return {number: source for number, source in found if source is not None}
+
+    def replacement_id(self, seed: int, epoch: int, record_id: int, attempt: int) -> int:
+        """Id of the record that replaces a bad one: a different record of the same component."""
+        number, own_id = split_ids(record_id)
+        replacement = permutation.replacement_id(seed, epoch, own_id, attempt, int(self._lengths[number]))
+        return join_ids(number, replacement)
+
+    def row_lengths(self, record_ids: RecordIds) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of all segments of records, and the first segment of each record; reads nothing.
+
+        Raises:
+          SettingsError: a component does not know them.
+        """
+        numbers, ids = split_ids(record_ids)
+        by_row: dict[int, np.ndarray] = {}
+        for number, rows in group_by(numbers):
+            known = hooks.find(self._sources[number], hooks.RowLengths)
+            if known is None:
+                raise SettingsError(
+                    f"balance= needs the lengths of records, which component {self._names[number]!r} does not know. Use "
+                    "Packed for all components.",
+                    setting="balance",
+                )
+            lengths, splits = known.row_lengths(ids[rows])
+            by_row |= zip(rows.tolist(), np.split(lengths, splits[1:-1]), strict=True)
+        parts = [by_row[row] for row in range(len(ids))]
+        return np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+
+    def file_of(self, record_id: int) -> str | None:
+        """The component that holds a record, and the file if known."""
+        number, own_id = split_ids(record_id)
+        path = file_of(self._sources[number], own_id)
+        return f"component {self._names[number]!r}" + (f", {path}" if path else "")
+
+    def fingerprint(self) -> JsonValue:
+        """Identity without the components, since a later stage may add some; the order's stages compare them."""
+        return {"kind": "mixture", "records": "by component"}
+
+    def close(self) -> None:
+        """Closes the components that have a ``close``."""
+        for source in self._sources:
+            hooks.close(source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_joiner": Joiner()}  # a copy takes the structure from its own first batch
+
+
+def _concatenate(sources: Sequence[Any]) -> tuple[tuple[Any, ...], RecordIds, RecordIds]:
+    """Joins the sources that read and decode alike.
+
+    Returns:
+      The groups, and for each source: its group and the id of its first record there, int64[num_sources] each.
+    """
+    members: list[list[Any]] = []
+    group_of, first_id = [], []
+    for source in sources:
+        joinable = hooks.find(source, hooks.Concatenates)
+        alike = (n for n, group in enumerate(members) if joinable and joinable.concatenate([group[0]]) is not None)
+        number = next(alike, len(members))
+        if number == len(members):
+            members.append([])
+        group_of.append(number)
+        first_id.append(sum(map(len, members[number])))
+        members[number].append(source)
+    groups = tuple(first.concatenate(rest) if rest else first for first, *rest in members)
+    return groups, np.array(group_of, np.int64), np.array(first_id, np.int64)
+
+
+def _no_rows(source: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: np.empty((0, *leaf.shape), leaf.dtype), source.element_shapes())
+
+
+def _caching(source: object) -> hooks.CachesFiles | None:
+    """The source if it reads files through a cache, otherwise None."""
+    files = hooks.find(source, hooks.CachesFiles)
+    return None if files is None or files.cached_files(_NO_IDS) is None else files
+
+
+class StreamMixture:
+    """A :func:`meshfeed.sources.Mixture` with at least one stream component; made by that function."""
+
+    kind = "mixture"
+
+    def __init__(
+        self,
+        components: Mapping[str, Any],
+        stages: StagedWeights,
+        block: int,
+        on_end: str,
+        shuffle: bool | int,
+        parts: Parts,
+    ) -> None:
+        self.components = dict(components)
+        self.stages, self.block, self.on_end, self.shuffle, self.parts = stages, block, on_end, shuffle, parts
+        for source in components.values():
+            if not hooks.is_stream(source):
+                EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
+        self._is_bound = False  # to a feed, which gives these settings:
+        self._first_positions: Sequence[int] = (0,) * len(stages)
+        self._seed = 0
+        self._num_epochs: int | None = 1
+        self._identities: list[tuple[str, JsonValue]] = []  # shared by all copies: computing them may read records
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self.components)}, read as lanes)"
+
+    def bind(self, *, seed: int, num_epochs: int | None, position_of_step: Callable[[int], int]) -> StreamMixture:
+        """A copy of this mixture with a feed's settings.
+
+        Raises:
+          SettingsError: ``on_end="stop"`` without ``num_epochs``.
+        """
+        check_end(self.on_end, num_epochs)
+        clone = copy.copy(self)
+        clone._is_bound, clone._seed, clone._num_epochs = True, seed, num_epochs
+        clone._first_positions = [position_of_step(step) for step, _ in self.stages]
+        return clone
+
+    def open(self, lane_index: int, num_lanes: int) -> MixtureLane:
+        """Lane ``lane_index`` of ``num_lanes``, mixed from that lane of every component.
+
+        Raises:
+          SettingsError: the mixture has stages but is not bound to a feed, which maps their steps to positions.
+        """
+        if not self._is_bound and len(self.stages) > 1:
+            raise SettingsError(
+                "a mixture with stages begins them at steps, so it can only be opened by a feed.", setting="weights"
+            )
+        # Stages start at positions of the global stream; each lane has 1 / num_lanes of these positions.
+        stages = self._stages_at([first // num_lanes for first in self._first_positions])
+        key = derive_key(self._seed, _LANE_LAYOUT, lane_index)
+        return MixtureLane(
+            [ComponentLane(self, n, lane_index, num_lanes, self._seed) for n in range(len(self.components))],
+            StagedBlocks(list(self.components), stages, self.block, key),
+            stages[-1].weights,
+            self._num_epochs,
+            self.on_end == "stop",
+        )
+
+    def _stages_at(self, positions: Sequence[int]) -> list[Stage]:
+        return [Stage(first, weights, step) for first, (step, weights) in zip(positions, self.stages, strict=True)]
+
+    def fingerprint(self) -> JsonValue:
+        """Identity without the components, since a later stage may add some; ``check_saved`` compares them."""
+        return {"kind": "mixture"}
+
+    def mixture_config(self) -> JsonValue:
+        """Stages and components, for ``check_saved``."""
+        if not self._identities:
+            self._identities += self.parts.identities(self.components).items()
+        return {
+            "version": MIXTURE_VERSION,
+            "block": self.block,
+            "on_end": self.on_end,
+            "shuffle": self.shuffle,
+            "components": [list(identity) for identity in self._identities],
+            "stages": [stage.to_json() for stage in self._stages_at(self._first_positions)],
+        }
+
+    def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
+        """See :func:`meshfeed._src.order.mixture.check_stages`."""
+        check_stages(saved_mixture, self.mixture_config(), position, step=step)
+
+    def close(self) -> None:
+        """Closes the components that have a ``close``."""
+        for source in self.components.values():
+            hooks.close(source)
+
+
+class MixtureLane:
+    """Records of one lane; a :class:`meshfeed._src.base.types.LaneIterator`.
+
+    With ``on_end="stop"``, the lane ends before the first record that a component would have to repeat after
+    ``num_epochs``. With ``"repeat"``, it ends when every component of the last stage has completed ``num_epochs`` and
+    the last of them is drawn again.
+
+    Args:
+      components: the components, ordered by number.
+      blocks: which component supplies which record.
+      last_stage: names of the last stage's components.
+      num_epochs: number of epochs of each component; None to repeat forever.
+      stops: whether ``on_end`` is "stop".
+    """
+
+    fresh_arrays = True  # components read into their own memory
+
+    def __init__(
+        self,
+        components: Sequence[ComponentLane],
+        blocks: StagedBlocks,
+        last_stage: Mapping[str, float],
+        num_epochs: int | None,
+        stops: bool,
+    ) -> None:
+        self._components, self._blocks, self._num_epochs, self._stops = components, blocks, num_epochs, stops
+        self._deciding = [component for component in components if stops or component.name in last_stage]
+        self._position, self._ended = 0, False
+        self._joiner = Joiner()
+
+    def __iter__(self) -> MixtureLane:
+        return self
+
+    def __next__(self) -> Record:
+        """The next record."""
+        return jax.tree.map(lambda leaf: leaf[0], self.next_batch(1))
+
+    def next_batch(self, num_records: int) -> PyTree:
+        """Up to ``num_records`` records, stacked.
+
+        Raises:
+          StopIteration: the lane has ended.
+          SourceError: a component has no records, or the components' records differ in structure, shape or dtype.
+        """
+        if self._ended:
+            raise StopIteration
+        numbers = self._blocks.components_from(self._position, num_records)
+        parts: list[Part] = []
+        ends: list[int] = []  # rows at which deciding components have completed their epochs
+        for number, rows in group_by(numbers):
+            component = self._components[number]
+            end = self._take(component, rows, parts)
+            if end is not None and component in self._deciding:
+                ends.append(end)
+        count = len(numbers)
+        if ends and (self._stops or self._all_read()):
+            self._ended = True
+            count = min(ends) if self._stops else max(ends)
+            if not count:
+                raise StopIteration
+            parts = [_cut(part, count) for part in parts if part[1][0] < count]
+        batch = self._joiner.join(parts, count)
+        self._position += count
+        return batch
+
+    def coming_files(self, num_records: int) -> Iterator[Sequence[hooks.CachedFile]] | None:
+        """The files of the next reads; see :class:`meshfeed._src.base.hooks.PlansFiles`."""
+        found = {number: component.coming(self._num_epochs) for number, component in enumerate(self._components)}
+        coming = {number: files for number, files in found.items() if files is not None}
+        return self._plan_files(num_records, self._position, coming) if coming else None
+
+    def _plan_files(
+        self, num_records: int, position: int, coming: Mapping[int, ComingFiles]
+    ) -> Iterator[Sequence[hooks.CachedFile]]:
+        blocks = copy.copy(self._blocks)  # it keeps its last layout
+        while not all(files.ended for files in coming.values()):
+            files: list[hooks.CachedFile] = []
+            stop = position + num_records
+            while position < stop:
+                numbers = blocks.components_from(position, stop - position)
+                position += len(numbers)
+                for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+                    if number in coming:
+                        files += coming[int(number)].take(int(count))
+            yield list(dict.fromkeys(files))
+
+    def _take(self, component: ComponentLane, rows: RecordIds, parts: list[Part]) -> int | None:
+        """Reads records for ``rows`` and appends them to ``parts``.
+
+        Returns:
+          The row at which the component had completed ``num_epochs``, if that happened in this call, otherwise None.
+        """
+        end, done = None, 0
+        while True:
+            for batch, count in component.read(len(rows) - done):
+                parts.append((component.name, rows[done : done + count], batch))
+                done += count
+            if done == len(rows):
+                return end
+            if self._num_epochs is not None and component.epoch + 1 == self._num_epochs * component.repeat:
+                end = int(rows[done])
+                if self._stops:
+                    return end
+            component.next_epoch()
+
+    def _all_read(self) -> bool:
+        return all(component.epoch >= (self._num_epochs or 0) * component.repeat for component in self._deciding)
+
+    def get_state(self) -> JsonValue:
+        """Position in the lane, and the state of each component that has been read."""
+        return {
+            "position": self._position,
+            "ended": self._ended,
+            "components": {
+                component.name: state
+                for component in self._components
+                if (state := component.get_state())[:2] != [0, 0]
+            },
+        }
+
+    def set_state(self, state: JsonValue) -> None:
+        """Resumes after the record at which ``state`` was taken; opens nothing yet."""
+        for component in self._components:
+            component.set_state(state["components"].get(component.name, [0, 0, None, 0]))
+        self._position, self._ended = state["position"], state["ended"]
+
+    def close(self) -> None:
+        """Closes all components."""
+        for component in self._components:
+            component.close()
+
+
+def _cut(part: Part, count: int) -> Part:
+    name, rows, batch = part
+    kept = int(np.searchsorted(rows, count))
+    return name, rows[:kept], jax.tree.map(lambda leaf: leaf[:kept], batch)
+
+
+class ComponentLane:
+    """Reads one component for one mixture lane, over its own epochs. Opens the source on the first read.
+
+    Args:
+      mixture: the mixture.
+      number: the component's index in it.
+      lane_index, num_lanes, seed: as for ``open``.
+    """
+
+    def __init__(self, mixture: StreamMixture, number: int, lane_index: int, num_lanes: int, seed: int) -> None:
+        self.name, self._source = list(mixture.components.items())[number]
+        self._number, self._lane_index, self._num_lanes, self._seed = number, lane_index, num_lanes, seed
+        self._shuffle, self._parts = mixture.shuffle, mixture.parts
+        self.repeat = self._parts.repeat.get(self.name, 1)
+        self._is_stream = hooks.is_stream(self._source)
+        self._limit = self._parts.of_lane(self.name, lane_index, num_lanes) if self._is_stream else None
+        decodes = hooks.find(self._source, hooks.Decodes) if self._is_stream else None
+        self._decode = None if decodes is None else decodes.decode
+        self._decode_rng = hooks.accepts_keyword(self._decode, "rng")
+        self.epoch = self._taken = self._skip = 0
+        self._state: JsonValue = None
+        self._iterator: Any = None
+        self._spec: RecordSpec | None = None
+
+    @functools.cached_property
+    def _order(self) -> LaneOrder:
+        length = self._parts.length(self.name, self._source)
+        seed = derive_key(self._seed, _COMPONENT_SEED, self._number)
+        order = EpochOrder(length, shuffle=self._shuffle, seed=seed, num_epochs=None)
+        return LaneOrder(order, self._lane_index, self._num_lanes)
+
+    def read(self, num_records: int) -> list[tuple[PyTree, int]]:
+        """Reads ``num_records`` records, or fewer if the epoch ends first.
+
+        Returns:
+          ``[(batch, number of records in it), ...]``.
+
+        Raises:
+          SourceError: the component raised StopIteration while it was being opened or decoded.
+          Any error that the component raises, with a note naming it. Do not use this object after an error.
+        """
+        try:
+            if self._iterator is None:
+                self._reopen()
+            batches, missing = [], num_records
+            if self._limit is not None:
+                missing = min(missing, self._limit - self._taken)
+            while missing:
+                batch, count = self._next(missing)
+                if not count:
+                    break
+                batches.append((batch, count))
+                self._taken += count
+                missing -= count
+            return batches
+        except StopIteration as error:
+            raise self._error(f"raised StopIteration outside of its records, in lane {self._lane_index}.") from error
+        except Exception as error:
+            error.add_note(f"in component {self.name!r} of the mixture, lane {self._lane_index}, epoch {self.epoch}")
+            raise
+
+    def coming(self, num_epochs: int | None) -> ComingFiles | None:
+        """The files to come, or None if the component reads none through a cache."""
+        files = None if self._is_stream else _caching(self._source)
+        if files is None:
+            return None
+        last = None if num_epochs is None else num_epochs * self.repeat
+        return ComingFiles(files, self._order, self.epoch, self._taken, last)
+
+    def next_epoch(self) -> None:
+        """Starts the component's next epoch.
+
+        Raises:
+          SourceError: the current epoch had no records, so repeating it would loop forever.
+          SettingsError: ``take`` leaves no record for this lane.
+        """
+        if not self._taken and self._limit == 0:
+            raise SettingsError(
+                f"take[{self.name!r}]={self._parts.take[self.name]} leaves no record for lane {self._lane_index} of "
+                f"{self._num_lanes}, among which the records of a stream are divided. Take at least {self._num_lanes} "
+                "records, or use fewer lanes (num_lanes=).",
+                setting="take",
+            )
+        if not self._taken:
+            raise self._error(
+                f"of the mixture has no record in lane {self._lane_index} of {self._num_lanes} (epoch {self.epoch}), so "
+                "that it cannot be repeated. Use fewer lanes (num_lanes=), or give each lane data."
+            )
+        self.set_state([self.epoch + 1, 0, None, 0])
+
+    def get_state(self) -> JsonValue:
+        """``[epoch, records taken, [the source's state] or None, records to skip from it]``."""
+        if self._iterator is None:  # not opened since set_state: return the restored state
+            return [self.epoch, self._taken, self._state, self._skip]
+        resumable = hooks.find(self._iterator, hooks.Resumable)
+        if self._taken and resumable is not None:
+            return [self.epoch, self._taken, [resumable.get_state()], 0]
+        return [self.epoch, self._taken, None, self._taken]
+
+    def set_state(self, state: JsonValue) -> None:
+        """Resumes after the record at which ``state`` was taken; opens nothing yet."""
+        self.close()
+        self.epoch, self._taken, self._state, self._skip = state
+
+    def close(self) -> None:
+        """Closes the open iterator."""
+        iterator, self._iterator = self._iterator, None
+        hooks.close(iterator)
+
+    def _error(self, what: str) -> SourceError:
+        return SourceError(f"component {self.name!r} {what}", lane_index=self._lane_index)
+
+    def _reopen(self) -> None:
+        if self._is_stream:
+            iterator = hooks.open_lane(
+                self._source, self._lane_index, self._num_lanes, epoch=self.epoch, seed=self._seed
+            )
+        else:
+            iterator = RecordsLane(self._source, self._order, self.epoch, self._seed)
+        if self._state is not None:
+            resumable = hooks.find(iterator, hooks.Resumable)
+            if resumable is None:
+                raise StateMismatchError(
+                    f"lanes.{self._lane_index}.mixture.{self.name}",
+                    "a state of the component",
+                    f"{type(iterator).__name__} has no set_state",
+                    "Pass the component that the state was saved with.",
+                )
+            resumable.set_state(self._state[0])
+        self._iterator = iterator
+        left = self._skip
+        with Dropping(f"component {self.name!r} of lane {self._lane_index}", left) as dropping:
+            while left:
+                _, count = self._next(left, decode=False)
+                if not count:
+                    raise self._error(
+                        f"ended {left} records before the place where lane {self._lane_index} is to be continued; the "
+                        "data has become shorter."
+                    )
+                left -= count
+                dropping.add(count)
+
+    def _next(self, num_records: int, *, decode: bool = True) -> tuple[PyTree, int]:
+        """A batch of up to ``num_records`` records and its size, which is 0 at the end of the epoch."""
+        iterator = self._iterator
+        stacked = hooks.find(iterator, hooks.StackedLane) if self._decode is None else None
+        if stacked is not None:
+            try:
+                batch = own_batch(stacked.next_batch(num_records), iterator, "next_batch")
+            except StopIteration:
+                return None, 0
+            return batch, num_rows(batch)
+        stack, count = RecordStack(num_records, self._spec, lane_index=self._lane_index), 0
+        while count < num_records:
+            try:
+                record = next(iterator)
+            except StopIteration:
+                break
+            if decode:
+                stack.add(self._decoded(record, count))
+            count += 1
+        if not count or not decode:  # skipped to resume: only their number counts
+            return None, count
+        batch, self._spec = stack.take()
+        return batch, count
+
+    def _decoded(self, record: object, ahead: int) -> Any:
+        if self._decode is None:
+            return record
+        if not self._decode_rng:
+            return self._decode(record)
+        # Unique across components, like the record ids of a random-access mixture.
+        record_id = join_ids(self._number, self._taken + ahead)
+        return self._decode(record, rng=philox(derive_key(self._seed, self._lane_index), self.epoch, record_id))
+
+
+class RecordsLane:
+    """One epoch of a lane of a random-access source; its state is the number of records read.
+
+    Args:
+      source: a random-access source.
+      order: the lane's records.
+      epoch: the component's epoch.
+      seed: seed of the decoders' random numbers.
+    """
+
+    fresh_arrays = True
+
+    def __init__(self, source: Any, order: LaneOrder, epoch: int, seed: int) -> None:
+        self._reader, self._order, self._epoch, self._seed = SourceReader(source), order, epoch, seed
+        self._wants_rng = wants_rng(source)
+        self._taken = 0
+
+    def next_batch(self, num_records: int) -> PyTree:
+        """Up to ``num_records`` records, stacked.
+
+        Raises:
+          StopIteration: the epoch has ended.
+        """
+        ids = self._order.ids(self._epoch, self._taken, self._taken + num_records)
+        if not ids.size:
+            raise StopIteration
+        rngs = [philox(self._seed, self._epoch, record_id) for record_id in ids.tolist()] if self._wants_rng else None
+        batch = self._reader.read(ids, rngs)
+        self._taken += ids.size
+        return batch
+
+    def get_state(self) -> int:
+        """Number of records read."""
+        return self._taken
+
+    def set_state(self, state: int) -> None:
+        """Resumes after ``state`` records."""
+        self._taken = state
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneOrder:
+    """The record ids of one lane of a random-access component: every ``num_lanes``-th of the order of an epoch."""
+
+    order: EpochOrder
+    lane_index: int
+    num_lanes: int
+
+    def ids(self, epoch: int, first: int, stop: int) -> RecordIds:
+        """The ids of records ``[first, stop)`` of the lane in an epoch, or fewer at its end."""
+        size = self.order.num_records
+        offsets = self.lane_index + self.num_lanes * np.arange(first, stop)
+        return self.order.ids_at(epoch * size + offsets[offsets < size])[0]
+
+
+@dataclasses.dataclass
+class ComingFiles:
+    """The files that a component of a mixture lane will read through a cache.
+
+    Attributes:
+      files: the component.
+      order: the lane's records.
+      epoch: the epoch of the next record.
+      taken: records before it in the epoch.
+      num_epochs: the component's epochs, or None if it is repeated without end.
+    """
+
+    files: hooks.CachesFiles
+    order: LaneOrder
+    epoch: int
+    taken: int
+    num_epochs: int | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the component has been read in all its epochs; a mixture may read it again."""
+        return self.num_epochs is not None and self.epoch >= self.num_epochs
+
+    def take(self, num_records: int) -> list[hooks.CachedFile]:
+        """Returns the files of the next records."""
+        found: list[hooks.CachedFile] = []
+        while num_records and not self.ended:
+            ids = self.order.ids(self.epoch, self.taken, self.taken + num_records)
+            found += self.files.cached_files(ids) or ()
+            self.taken += ids.size
+            num_records -= ids.size
+            if num_records:
+                if not self.taken:  # the lane has no record of this component: the read raises
+                    break
+                self.epoch, self.taken = self.epoch + 1, 0
+        return found
+
+
+class Joiner:
+    """Joins the components' parts into batches; all parts must match the structure of the first one seen."""
+
+    def __init__(self) -> None:
+        self._first: tuple[RecordSpec, str] | None = None  # and the component that has this structure
+
+    def join(self, parts: Sequence[Part], num_rows: int, *, whole: bool = True) -> PyTree:
+        """Joins parts that together cover each row once into one batch ``[num_rows, ...]``.
+
+        Args:
+          parts: at least one part.
+          num_rows: rows in the batch.
+          whole: whether the leaves hold all columns. If not, the parts are compared only with each other.
+
+        Raises:
+          SourceError: records of two components differ in structure, shape or dtype; names the components and the leaf.
+        """
+        first = self._first if whole else None
+        for name, rows, tree in parts:
+            if first is None or not first[0].fits(tree, len(rows)):
+                spec = spec_of_batch(tree, len(rows), what=f"component {name!r}")
+                if first is not None and spec != first[0]:
+                    raise SourceError(_difference(name, spec, first[1], first[0]))
+                first = first or (spec, name)
+        if whole:
+            self._first = first
+        if len(parts) == 1 and len(parts[0][1]) == num_rows:  # one component fills the batch: no copy
+            return parts[0][2]
+        assert first is not None
+        joined = first[0].empty(num_rows)
+        outputs = jax.tree.leaves(joined)
+        for _, rows, tree in parts:
+            for output, leaf in zip(outputs, jax.tree.leaves(tree), strict=True):
+                output[rows] = leaf
+        return joined
+
+
+def _difference(name: str, spec: RecordSpec, other: str, other_spec: RecordSpec) -> str:
+    remedy = (
+        "Records of a mixture must be alike: rename, pad or cast them in the component's decode (nothing is promoted "
+        "silently)."
+    )
+    if name == other:
+        who = f"records of component {name!r} differ from its first"
+    else:
+        who = f"components {name!r} and {other!r} have unlike records"
+    here, there = ({leaf.path: leaf for leaf in found.leaves} for found in (spec, other_spec))
+    if here.keys() != there.keys():
+        return (
+            f"{who}: {name!r} has the leaves {', '.join(map(repr, here))}, {other!r} has "
+            f"{', '.join(map(repr, there))}. {remedy}"
+        )
+    for path, leaf in here.items():
+        if leaf != there[path]:
+            return f"{who}: {leaf.describe()} in {name!r}, {there[path].describe()} in {other!r}. {remedy}"
+    return f"{who}: {spec.treedef} in {name!r}, {other_spec.treedef} in {other!r}. {remedy}"

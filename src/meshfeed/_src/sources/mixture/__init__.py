@@ -1,1 +1,0 @@
-"""Mixtures of sources. Read first: ``source.py``."""

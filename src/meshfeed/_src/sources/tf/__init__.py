@@ -1,1 +1,0 @@
-"""tf.data and TFDS as sources. Read first: ``tf_data.py`` and ``tfds.py``."""
