@@ -18,11 +18,10 @@ from array_record_files import some_records, write
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.sources.array_record import readers
-from meshfeed._src.sources.array_record import rows as rows_module
-from meshfeed._src.sources.array_record import source as array_record
-from meshfeed._src.sources.array_record.rows import expected_microseconds
+from meshfeed._src.sources.array_record import rows as array_record
+from meshfeed._src.sources.array_record.readers import expected_microseconds
 from meshfeed._src.sources.array_record.source import ArrayRecord
-from meshfeed._src.sources.files import shards
+from meshfeed._src.sources.files import open_files
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def three_files(tmp_path_factory) -> tuple[list[str], list[bytes]]:
 def use_library(monkeypatch, as_list: bool) -> None:
     """Has scattered rows read by the library, one way or the other."""
     monkeypatch.setattr(array_record, "read_direct", lambda *_: None)
-    monkeypatch.setattr(rows_module, "expected_microseconds", lambda *_: (2.0, 1.0) if as_list else (1.0, 2.0))
+    monkeypatch.setattr(readers, "expected_microseconds", lambda *_: (2.0, 1.0) if as_list else (1.0, 2.0))
 
 
 @given(ids=st.lists(st.integers(0, 339), max_size=60))
@@ -100,7 +99,7 @@ def test_single_reads_only_of_what_the_page_cache_has(tmp_path) -> None:
     opened = readers.OpenFile(path, os.stat(path), Library, None)
     rows = np.arange(0, 2000, 100)
     pathlib.Path(path).read_bytes()
-    assert len(rows_module.read_by_library(opened, file, rows, 0)) == 20
+    assert len(readers.read_by_library(opened, file, rows, 0)) == 20
     assert set(taken) == {"single"}
     with open(path, "rb") as stored:
         os.fsync(stored.fileno())
@@ -112,7 +111,7 @@ def test_single_reads_only_of_what_the_page_cache_has(tmp_path) -> None:
         else:
             pytest.skip("this file system keeps its pages")
     taken.clear()
-    assert len(rows_module.read_by_library(opened, file, rows, 0)) == 20
+    assert len(readers.read_by_library(opened, file, rows, 0)) == 20
     assert taken == ["list"]
 
 
@@ -281,13 +280,13 @@ def test_fingerprint(three_files, tmp_path) -> None:
 def test_open_readers_are_bounded(tmp_path) -> None:
     paths = [write(tmp_path / f"{i}", some_records(2, i)) for i in range(9)]
     source = ArrayRecord(paths)
-    source._pool = pool = shards.ShardPool(max_files=3)
+    source._pool = pool = open_files.ShardPool(max_files=3)
     assert source.read_raw(np.arange(18)[::-1])[-1] == some_records(1)[0]
     assert len(pool) == 3
     source.close()
     assert len(pool) == 0
     assert source[17] == some_records(1, 9)[0]
-    few_chunks = shards.ShardPool(max_entries=2 * shards._LEAST_ENTRIES)
+    few_chunks = open_files.ShardPool(max_entries=2 * open_files._LEAST_ENTRIES)
     source._pool = few_chunks
     source.read_raw(np.arange(18))
     assert len(few_chunks._known) == 2
@@ -297,7 +296,7 @@ def test_threads_read_right_while_readers_are_dropped(tmp_path) -> None:
     paths = [write(tmp_path / f"{i}", some_records(50, 50 * i)) for i in range(6)]
     records = some_records(300)
     source = ArrayRecord(paths)
-    source._pool = shards.ShardPool(max_files=2)
+    source._pool = open_files.ShardPool(max_files=2)
     wrong: list[object] = []
 
     def read(seed: int) -> None:

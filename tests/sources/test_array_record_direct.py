@@ -21,9 +21,8 @@ from meshfeed._src.base.memory import is_aligned
 from meshfeed._src.reading.records import read_records
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.rows import read_direct, read_into
-from meshfeed._src.sources.files import open_files as files_open_files
-from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.files.shards import ShardPool
+from meshfeed._src.sources.files import shards as files_shards
+from meshfeed._src.sources.files.open_files import Descriptor, ShardPool
 from meshfeed.sources import ArrayRecord, DecodeRaw
 
 riegeli = pytest.importorskip(
@@ -491,9 +490,7 @@ def test_files_are_closed_when_nobody_holds_them(folder: pathlib.Path) -> None:
 
 
 def test_most_of_the_files_that_a_process_may_open_are_left_to_others(monkeypatch) -> None:
-    monkeypatch.setattr(files_open_files.resource, "getrlimit", lambda _: (1024, 1024))
-    assert files_open_files.max_open_files() == 256
-    monkeypatch.setattr(
-        files_open_files.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    )
-    assert files_open_files.max_open_files() == 1024
+    monkeypatch.setattr(files_shards.resource, "getrlimit", lambda _: (1024, 1024))
+    assert files_shards.max_open_files() == 256
+    monkeypatch.setattr(files_shards.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert files_shards.max_open_files() == 1024

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from token_files import write_llm_c, write_megatron
 
 import meshfeed
-from meshfeed._src.sources.files import shards
+from meshfeed._src.sources.files import open_files
 from meshfeed._src.sources.tokens import files
 from meshfeed.sources import Tokens
 
@@ -381,7 +381,7 @@ def test_many_files_share_the_bound_on_open_files(
     parts = [some_tokens(40, "uint16" if number % 2 else "uint32") for number in range(100)]
     for number, part in enumerate(parts):
         np.save(tmp_path / f"{number:03d}.npy", part)
-    files = shards.ShardPool(max_files=5)
+    files = open_files.ShardPool(max_files=5)
     monkeypatch.setattr("meshfeed._src.sources.tokens.files.shared_pool", files)
     check(Tokens(str(tmp_path / "*.npy"), 10), [window for part in parts for window in windows(part, 10, 10)])
     assert len(files) == 5

@@ -10,7 +10,7 @@ import numpy as np
 from meshfeed._src.convert.buffers import binary
 from meshfeed._src.convert.inputs import Input, Scan
 from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.files.shards import read_spans
+from meshfeed._src.sources.files.shard_reader import read_spans
 from meshfeed._src.sources.webdataset import TarIndex
 from meshfeed._src.sources.webdataset import scan as scan_tar
 

@@ -10,6 +10,8 @@ The extension (``_riegeli.c``) reads, checks and copies a batch in one call with
 hashes match; everything else is left to the library, which also reports damage.
 
 Counts the records of a remote ArrayRecord file from its footer, without downloading the records.
+
+:func:`read_by_library` reads records that the extension does not; it maps exceptions of the library to those of meshfeed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import logging
 import os
 import re
@@ -32,8 +35,8 @@ from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import reader_hint
-from meshfeed._src.sources.files.open_files import Descriptor
-from meshfeed._src.sources.files.shards import Shard, ShardPool, changed, local_copy
+from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, changed, local_copy
+from meshfeed._src.sources.files.shards import Shard
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -505,3 +508,120 @@ def _no_library() -> None:
 
 def _read_varint(encoded: bytes) -> int:
     return sum((byte & 0x7F) << (7 * digit) for digit, byte in enumerate(encoded))
+
+
+_PROBES = 4
+
+
+def read_by_library(opened: OpenFile, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
+    """Reads records ``rows`` of one file, in that order, with the array_record library.
+
+    Args:
+      opened: ``file``, opened.
+      file: used to choose the library call, and in messages.
+      rows: int64[n], row numbers within the file.
+      first_record_id: record id of row 0 of the file, for messages.
+
+    Raises:
+      CorruptDataError: if a stored byte is damaged; names the file and the record.
+      SourceError: if the file has been truncated since it was opened.
+      OSError: if the file cannot be read.
+    """
+    library = opened.library()
+    try:
+        records = _call_library(library.read, opened.path, file, rows)
+    except (RuntimeError, IndexError) as error:
+        raise _explain(library, file, rows.tolist(), first_record_id, error) from error
+    if not all(records):
+        _check_length(opened, file)
+    return records
+
+
+def _call_library(read: Any, path: str, file: ShardFile, rows: np.ndarray) -> list[bytes]:
+    """Reads rows with the fastest calls of the library.
+
+    Reading a list of rows iterates over all chunks of the file and wakes the library's threads, which read in parallel.
+    Reading single rows does neither, but waits for storage sequentially: it is faster only for a few rows of a large
+    file, if they are in the page cache.
+    """
+    ends = _ends_of_runs(rows)
+    if 2 * len(ends) < len(rows) or len(rows) == 1:
+        runs = [rows] if not len(ends) else np.split(rows, ends)
+        return list(itertools.chain.from_iterable(read(int(run[0]), int(run[-1]) + 1) for run in runs))
+    singles, together = expected_microseconds(file, rows)
+    if singles < together and _are_cached(path, file, rows):
+        return [read(row, row + 1)[0] for row in rows.tolist()]
+    return read(rows.tolist())
+
+
+def _are_cached(path: str, file: ShardFile, rows: np.ndarray) -> bool:
+    """Whether bytes near a sample of the rows are in the page cache; False if the system cannot report it."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    sample = rows[:: -(-len(rows) // _PROBES)]
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for offset in (sample * (file.num_bytes / file.num_records)).astype(np.int64).tolist():
+                os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        finally:
+            os.close(fd)
+    except OSError:  # BlockingIOError: the read would wait for storage
+        return False
+    return True
+
+
+def _check_length(opened: OpenFile, file: ShardFile) -> None:
+    """Raises SourceError if the file was truncated while open: the library then returns empty records without an error."""
+    try:
+        found = os.stat(opened.path)
+    except FileNotFoundError:  # a deleted file stays readable while open
+        return
+    num_bytes = found.st_size
+    if num_bytes != file.num_bytes and os.path.samestat(found, opened.status):
+        raise SourceError(
+            f"the ArrayRecord file {file.path} has changed since the source was made: {file.num_bytes:,} bytes then, "
+            f"{num_bytes:,} now. Put it back as it was, or build the source again."
+        )
+
+
+def _ends_of_runs(rows: np.ndarray) -> np.ndarray:
+    """Returns the ends of all runs of consecutive rows except the last."""
+    return np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
+
+
+def expected_microseconds(file: ShardFile, rows: np.ndarray) -> tuple[float, float]:
+    """Estimates the cost in µs of reading scattered rows from the page cache, with single reads and with one list.
+
+    Measured with records of 200 to 8,192 bytes. A single read costs 3.3 µs plus the decoding of its chunk. A list costs
+    0.002 µs per chunk of the file, about 200 µs to wake the library's threads, 2.7 µs per row, and the decoding of each
+    chunk once. Chunks decode at about 5 bytes per nanosecond.
+    """
+    num_chunks = max(file.num_chunks, 1)
+    num_touched = len(rows) if file.group_size == 1 else len(np.unique(rows // file.group_size))
+    decoding = 0.0002 * file.num_bytes / num_chunks
+    waking = 200.0 if num_touched > 1 else 0.0  # one chunk is read on the calling thread
+    singles = len(rows) * (3.3 + decoding)
+    return singles, 0.002 * num_chunks + waking + num_touched * (2.7 + decoding) + 0.5 * (len(rows) - num_touched)
+
+
+def _explain(reader: Any, file: ShardFile, rows: list[int], first_record_id: int, error: Exception) -> Exception:
+    """Returns the exception to raise for ``error``; reads the rows one by one to find the damaged one."""
+    row, message = None, str(error)
+    for candidate in rows:
+        try:
+            reader.read(candidate, candidate + 1)
+        except (RuntimeError, IndexError) as single:
+            row, message = candidate, str(single)
+            break
+    if "read()" in message and "failed" in message:  # a failed pread() is an I/O error, not corruption
+        return OSError(f"{file.path}: {message}")
+    record_id = None if row is None else first_record_id + row
+    which = "a record" if row is None else f"record {record_id} (row {row} of the file)"
+    return CorruptDataError(
+        f"{file.path}: {which} is damaged: {message}. Its bytes are not those that were written. Copy the file "
+        "again from where it came, or let the feed replace such records: "
+        "bad_records=meshfeed.SkipBad(max_fraction=1e-4).",
+        path=file.path,
+        record_id=record_id,
+    )

@@ -1,22 +1,192 @@
-"""Reads rows of open ArrayRecord files the fastest way; maps exceptions of the library to those of meshfeed."""
+"""Reads records of ArrayRecord files by id: a batch with one call of the extension, or with the array_record library."""
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base import memory
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.sources.array_record import readers
-from meshfeed._src.sources.array_record.readers import DirectFile, OpenFile, ShardFile
+from meshfeed._src.sources.array_record.readers import (
+    DirectFile,
+    OpenFile,
+    ShardFile,
+    need_single_records,
+    open_ahead,
+    open_remote,
+    read_by_library,
+    readers_of,
+)
+from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import SparseFile
-from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.open_files import Descriptor, fetch_together, read_again_if_damaged, shared_pool
+from meshfeed._src.sources.files.shards import Shards
+
+if TYPE_CHECKING:
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _ROWS_PER_CALL = 1024
-_PROBES = 4
+
+
+class RecordFiles:
+    """ArrayRecord files whose records are read by id, in batches. Safe to read from several threads.
+
+    Args:
+      shards: the files.
+      cache: keeps copies of remote files.
+
+    Raises:
+      SettingsError: remote files need a cache and there is none.
+    """
+
+    fresh_arrays = True
+
+    def __init__(self, shards: Shards[ShardFile], cache: ShardCache | None) -> None:
+        self._shards = shards
+        self._cache = cache
+        self._one_record_a_chunk = all(file.group_size == 1 for file in shards.files)
+        remote = [file_paths.is_url(file.path) for file in shards.files]
+        self._is_direct = self._cache is None and any(remote)
+        if self._is_direct and not all(remote):
+            raise SettingsError(
+                "ArrayRecord got local files and URLs, and no cache. Pass cache=meshfeed.ShardCache(directory, max_bytes=…), "
+                "or join two sources with meshfeed.sources.Mixture.",
+                setting="cache",
+            )
+        if self._is_direct:
+            need_single_records(shards.files)
+        self._rows_differ = False  # known once read_rows finds records of different sizes
+        self._pool = shared_pool
+
+    def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
+        """Reads records without decoding them.
+
+        Args:
+          record_ids: int64[n], in any order, with repeats allowed.
+
+        Returns:
+          The bytes of n records, in the order of ``record_ids``.
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+          CorruptDataError: if stored bytes are damaged; names the file and the record.
+          SourceError: if a file has been removed or changed since the source was created.
+          OSError: if a file cannot be read.
+        """
+        ids = self._shards.checked(record_ids)
+        records = [b""] * len(ids)
+        for files, file_index, rows, slots in self._shards.parts(ids):
+            found = self._read_part(files, file_index, rows)
+            if slots is None:
+                return found
+            for slot, record in zip(slots.tolist(), found, strict=True):
+                records[slot] = record
+        return records
+
+    def read_rows(self, record_ids: np.ndarray | Sequence[int]) -> np.ndarray | None:
+        """Reads records of one size into one array without holding the GIL.
+
+        Supports local files with one record per chunk, uncompressed or zstd, if the C extension is installed.
+
+        Args:
+          record_ids: int64[n], in any order, with repeats allowed.
+
+        Returns:
+          A new uint8 array ``[n, bytes per record]``, aligned to 64 bytes; or None if a file has several records per
+          chunk, or the records differ in size, cannot be read this way, or are damaged. :meth:`read_raw` then reads the
+          records or reports the error.
+
+        Raises:
+          IndexError, SourceError: as for :meth:`read_raw`.
+        """
+        if self._rows_differ or not self._one_record_a_chunk or readers.riegeli is None:  # avoid a futile attempt
+            return None
+        ids = self._shards.checked(record_ids)
+        out: np.ndarray | None = None
+        for numbers, file_index, rows, slots in self._shards.parts(ids):
+            try:
+                opened = self._open(numbers, file_index, rows)
+            except CorruptDataError:  # perhaps only the cached copy: read_raw fetches it again
+                return None
+            files = [file.direct for file in opened if file.direct is not None]
+            if len(files) < len(opened):
+                return None
+            width = common_width(files)
+            if not width or (out is not None and out.shape[1] != width):
+                self._rows_differ = True
+                return None
+            if out is None:
+                out = memory.empty((len(ids), width), np.uint8)
+            places = (np.arange(len(ids)) if slots is None else slots) * width
+            if not read_into(files, file_index, rows, places, out.reshape(-1), width=width):
+                return None
+        return out
+
+    def _open(self, numbers: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[OpenFile]:
+        files = [self._shards.files[number] for number in numbers]
+        if self._is_direct:
+            return open_remote(files, file_index, rows, self._pool)
+        if self._cache is not None:
+            fetch_together(files, self._cache, self._pool, lambda file: open_ahead(file, self._cache, self._pool))
+        return self._pool.all_checked(files) or [readers_of(file, self._cache, self._pool) for file in files]
+
+    def _read_part(self, files: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes]:
+        try:
+            found = read_direct(self._open(files, file_index, rows), file_index, rows)
+        except CorruptDataError:  # perhaps only the cached copy, which _read_file fetches again
+            found = None
+        if found is not None:
+            return found
+        if file_index is None:
+            return self._read_file(files[0], rows)
+        records = [b""] * len(rows)
+        for number, file in enumerate(files):
+            mine = np.flatnonzero(file_index == number)
+            for slot, record in zip(mine.tolist(), self._read_file(file, rows[mine]), strict=True):
+                records[slot] = record
+        return records
+
+    def _read_file(self, number: int, rows: np.ndarray) -> list[bytes]:
+        file, first_record_id = self._shards.files[number], int(self._shards.starts[number])
+
+        if self._is_direct:
+            return [self._read_remote(file, row, first_record_id) for row in rows.tolist()]
+
+        def read() -> list[bytes]:
+            opened = readers_of(file, self._cache, self._pool)
+            return read_direct([opened], None, rows) or read_by_library(opened, file, rows, first_record_id)
+
+        return read_again_if_damaged(read, file, self._cache, self._pool)
+
+    def _read_remote(self, file: ShardFile, row: int, first_record_id: int) -> bytes:
+        """Reads one record, to find the damaged one of several."""
+        rows = np.array([row])
+        found = read_direct(open_remote([file], None, rows, self._pool), None, rows)
+        if found is None:
+            record_id = first_record_id + row
+            raise CorruptDataError(
+                f"{file.path}: record {record_id} is damaged: its bytes do not have the hash that was stored with them. "
+                "Write or copy the file again.",
+                path=file.path,
+                record_id=record_id,
+            )
+        return found[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["_pool"]  # open files and locks belong to the process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = shared_pool
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._pool.drop(self._shards.files)
 
 
 def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes] | None:
@@ -104,117 +274,3 @@ def common_width(files: Sequence[DirectFile]) -> int:
     """Returns the size in bytes of every record of all files; 0 if the sizes differ."""
     widths = {file.width for file in files}
     return widths.pop() if len(widths) == 1 else 0
-
-
-def read_by_library(opened: OpenFile, file: ShardFile, rows: np.ndarray, first_record_id: int) -> list[bytes]:
-    """Reads records ``rows`` of one file, in that order, with the array_record library.
-
-    Args:
-      opened: ``file``, opened.
-      file: used to choose the library call, and in messages.
-      rows: int64[n], row numbers within the file.
-      first_record_id: record id of row 0 of the file, for messages.
-
-    Raises:
-      CorruptDataError: if a stored byte is damaged; names the file and the record.
-      SourceError: if the file has been truncated since it was opened.
-      OSError: if the file cannot be read.
-    """
-    library = opened.library()
-    try:
-        records = _call_library(library.read, opened.path, file, rows)
-    except (RuntimeError, IndexError) as error:
-        raise _explain(library, file, rows.tolist(), first_record_id, error) from error
-    if not all(records):
-        _check_length(opened, file)
-    return records
-
-
-def _call_library(read: Any, path: str, file: ShardFile, rows: np.ndarray) -> list[bytes]:
-    """Reads rows with the fastest calls of the library.
-
-    Reading a list of rows iterates over all chunks of the file and wakes the library's threads, which read in parallel.
-    Reading single rows does neither, but waits for storage sequentially: it is faster only for a few rows of a large
-    file, if they are in the page cache.
-    """
-    ends = _ends_of_runs(rows)
-    if 2 * len(ends) < len(rows) or len(rows) == 1:
-        runs = [rows] if not len(ends) else np.split(rows, ends)
-        return list(itertools.chain.from_iterable(read(int(run[0]), int(run[-1]) + 1) for run in runs))
-    singles, together = expected_microseconds(file, rows)
-    if singles < together and _are_cached(path, file, rows):
-        return [read(row, row + 1)[0] for row in rows.tolist()]
-    return read(rows.tolist())
-
-
-def _are_cached(path: str, file: ShardFile, rows: np.ndarray) -> bool:
-    """Whether bytes near a sample of the rows are in the page cache; False if the system cannot report it."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    sample = rows[:: -(-len(rows) // _PROBES)]
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for offset in (sample * (file.num_bytes / file.num_records)).astype(np.int64).tolist():
-                os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-        finally:
-            os.close(fd)
-    except OSError:  # BlockingIOError: the read would wait for storage
-        return False
-    return True
-
-
-def _check_length(opened: OpenFile, file: ShardFile) -> None:
-    """Raises SourceError if the file was truncated while open: the library then returns empty records without an error."""
-    try:
-        found = os.stat(opened.path)
-    except FileNotFoundError:  # a deleted file stays readable while open
-        return
-    num_bytes = found.st_size
-    if num_bytes != file.num_bytes and os.path.samestat(found, opened.status):
-        raise SourceError(
-            f"the ArrayRecord file {file.path} has changed since the source was made: {file.num_bytes:,} bytes then, "
-            f"{num_bytes:,} now. Put it back as it was, or build the source again."
-        )
-
-
-def _ends_of_runs(rows: np.ndarray) -> np.ndarray:
-    """Returns the ends of all runs of consecutive rows except the last."""
-    return np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
-
-
-def expected_microseconds(file: ShardFile, rows: np.ndarray) -> tuple[float, float]:
-    """Estimates the cost in µs of reading scattered rows from the page cache, with single reads and with one list.
-
-    Measured with records of 200 to 8,192 bytes. A single read costs 3.3 µs plus the decoding of its chunk. A list costs
-    0.002 µs per chunk of the file, about 200 µs to wake the library's threads, 2.7 µs per row, and the decoding of each
-    chunk once. Chunks decode at about 5 bytes per nanosecond.
-    """
-    num_chunks = max(file.num_chunks, 1)
-    num_touched = len(rows) if file.group_size == 1 else len(np.unique(rows // file.group_size))
-    decoding = 0.0002 * file.num_bytes / num_chunks
-    waking = 200.0 if num_touched > 1 else 0.0  # one chunk is read on the calling thread
-    singles = len(rows) * (3.3 + decoding)
-    return singles, 0.002 * num_chunks + waking + num_touched * (2.7 + decoding) + 0.5 * (len(rows) - num_touched)
-
-
-def _explain(reader: Any, file: ShardFile, rows: list[int], first_record_id: int, error: Exception) -> Exception:
-    """Returns the exception to raise for ``error``; reads the rows one by one to find the damaged one."""
-    row, message = None, str(error)
-    for candidate in rows:
-        try:
-            reader.read(candidate, candidate + 1)
-        except (RuntimeError, IndexError) as single:
-            row, message = candidate, str(single)
-            break
-    if "read()" in message and "failed" in message:  # a failed pread() is an I/O error, not corruption
-        return OSError(f"{file.path}: {message}")
-    record_id = None if row is None else first_record_id + row
-    which = "a record" if row is None else f"record {record_id} (row {row} of the file)"
-    return CorruptDataError(
-        f"{file.path}: {which} is damaged: {message}. Its bytes are not those that were written. Copy the file "
-        "again from where it came, or let the feed replace such records: "
-        "bad_records=meshfeed.SkipBad(max_fraction=1e-4).",
-        path=file.path,
-        record_id=record_id,
-    )

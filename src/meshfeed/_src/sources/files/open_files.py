@@ -1,17 +1,28 @@
-"""Bounds the number of open files: drops the least recently used first, and never closes one that is in use."""
+"""Open files: a bounded number stays open, and the least recently used are dropped first, unless in use.
+
+A shard is checked once, when it is first opened: its local copy must be the file that the source was created with.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import os
-import resource
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-_MAX_OPEN_FILES = 1024
+from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.shard_cache import ShardCache
+from meshfeed._src.sources.files.shards import S, Shard, max_open_files
+
+_MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
+_LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
+T = TypeVar("T")
+Opened = TypeVar("Opened", covariant=True)
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -107,12 +118,189 @@ class Lru(Generic[K, V]):
                 self.weight -= self._values.pop(key, (None, 0))[1]
 
 
-def max_open_files() -> int:
-    """Returns a quarter of the process limit, at most 1024: the rest is for the program and for fetches."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, soft // 4))
+class OpenCopy(Protocol[Opened]):
+    """Opens a local copy; returns what was opened and the number of 8-byte entries that it holds in memory."""
+
+    def __call__(self, shard: Shard, path: str, status: os.stat_result, /) -> tuple[Opened, int]: ...
 
 
-def is_out_of_files(error: OSError) -> bool:
-    """Whether the process or the system has too many open files."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
+class ShardPool:
+    """LRU caches of checked files and of open files. Thread-safe.
+
+    A checked file occupies memory, and an open file a descriptor. The two are bounded separately, because checking a file
+    takes a hundred times as long as opening it: with more shards than a process may open, a batch in random order reopens
+    most of its files.
+
+    Args:
+      max_files: maximum number of open files; by default, a share of the process limit.
+      max_entries: maximum number of 8-byte entries in memory, for checked files and separately for open ones.
+    """
+
+    def __init__(self, max_files: int | None = None, max_entries: int = _MAX_ENTRIES) -> None:
+        self._known: Lru[str, object] = Lru(lambda: max_entries, max_entries)
+        self._open: Lru[tuple[str, str], tuple[Shard, object]] = Lru(lambda: max_files or max_open_files(), max_entries)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def is_open(self, shard: Shard) -> bool:
+        """Whether ``shard`` is open, in any way."""
+        return (shard.key, "direct") in self._open or (shard.key, "library") in self._open
+
+    def checked(self, shard: Shard, check: Callable[[], tuple[T, int]], kind: str = "") -> T:
+        """Returns what ``check`` made of a file; calls it if the file is not in memory.
+
+        Args:
+          shard: the file.
+          check: returns what is kept, and the number of 8-byte entries that it holds.
+          kind: tells different things that are kept of one file apart.
+        """
+
+        def make() -> tuple[object, int]:
+            found, num_entries = check()
+            return found, max(num_entries, _LEAST_ENTRIES)
+
+        key = kind + shard.key
+        return self._known.find(key) or self._known.get(key, make)  # type: ignore[return-value]
+
+    def all_checked(self, shards: Sequence[Shard]) -> list[Any] | None:
+        """Returns what :meth:`checked` keeps of each file; None if one of them is not in memory."""
+        return self._known.find_all([shard.key for shard in shards])
+
+    def opened(self, shard: Shard, kind: str, cache: ShardCache | None, open_copy: OpenCopy[T]) -> T:
+        """Returns an open file, through ``cache`` if its path is a URL.
+
+        Args:
+          shard: the file.
+          kind: what ``open_copy`` opens: "direct" or "library".
+          cache: the cache of the source.
+          open_copy: opens the local copy.
+
+        Raises:
+          SourceError: if the file has been removed or changed since the source was created.
+        """
+        found = self._open.find((shard.key, kind))
+        if found is not None:
+            return found[1]  # type: ignore[return-value]
+
+        def open_once() -> tuple[tuple[Shard, object], int]:
+            with local_copy(shard, cache) as (path, status):
+                made, num_entries = open_copy(shard, path, status)
+                return (shard, made), num_entries
+
+        def make() -> tuple[tuple[Shard, object], int]:
+            try:
+                return open_once()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not len(self._open):
+                    raise
+                # The rest of the program uses too many descriptors: close all files of the pool and retry.
+                self._open.drop([key for key, _ in self._open.oldest_first()])
+                return open_once()
+
+        made = self._open.get((shard.key, kind), make)[1]
+        if cache is not None and cache.max_bytes is not None:
+            self._drop_copies(shard, cache.max_bytes // 4)
+        return made  # type: ignore[return-value]
+
+    def descriptor(self, shard: Shard, cache: ShardCache | None) -> Callable[[], Descriptor]:
+        """Returns a function that opens a file, or returns it if it is still open."""
+        last: weakref.ref[Descriptor] | None = None
+
+        def open_file() -> Descriptor:
+            nonlocal last
+            # Bypass the pool while the file is open: looking up every file of a batch takes 10 % of the batch.
+            found = None if last is None else last()
+            if found is None:
+                found = self.opened(shard, "direct", cache, open_descriptor)
+                last = weakref.ref(found)
+            return found
+
+        return open_file
+
+    def drop(self, shards: Sequence[Shard]) -> None:
+        """Removes ``shards`` from both caches."""
+        self._known.drop([shard.key for shard in shards])
+        self._open.drop([(shard.key, kind) for shard in shards for kind in ("direct", "library")])
+
+    def _drop_copies(self, newest: Shard, max_bytes: int) -> None:
+        """Closes the oldest cached copies beyond ``max_bytes``: an evicted copy keeps its disk space while open."""
+        copies = [(key, shard) for key, (shard, _) in self._open.oldest_first() if shard.is_cached]
+        excess = sum(shard.num_bytes for _, shard in copies) - max_bytes
+        for key, shard in copies:
+            if excess <= 0:
+                break
+            if shard.key != newest.key:
+                self._open.drop([key])
+                excess -= shard.num_bytes
+
+
+# One pool per process, because open files and memory are limited per process: a mixture of 35 sources with one pool
+# each would exhaust both.
+shared_pool = ShardPool()
+
+
+def read_again_if_damaged(read: Callable[[], T], shard: Shard, cache: ShardCache | None, pool: ShardPool) -> T:
+    """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries once."""
+    try:
+        return read()
+    except CorruptDataError:
+        if cache is None or not shard.is_cached:
+            raise
+    pool.drop([shard])
+    cache.discard(shard.path, compression=shard.compression)
+    return read()
+
+
+def fetch_together(
+    shards: Sequence[S], cache: ShardCache | None, pool: ShardPool, open_shard: Callable[[S], object]
+) -> None:
+    """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
+    if cache is not None and len(shards) > 1:
+        file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])
+
+
+@contextlib.contextmanager
+def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os.stat_result]]:
+    """Yields the local path and status of a file, and keeps a cached copy from eviction within the ``with`` block.
+
+    Raises:
+      SourceError: if the file has been removed or changed since the source was created.
+    """
+    try:
+        if cache is None or not shard.is_cached:
+            status = os.stat(shard.path)
+            _check_unchanged(shard, shard.path, status, str(status.st_mtime_ns))
+            yield shard.path, status
+            return
+        with cache.open(shard.path, compression=shard.compression, num_bytes=shard.num_bytes) as copy:
+            status = os.stat(copy)
+            _check_unchanged(shard, str(copy), status, cache.identify(shard.path)[1])
+            yield str(copy), status
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"the {shard.source} file {shard.path} is gone; it was there when the source was made. Put it back, or "
+            "build the source again."
+        ) from error
+
+
+def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: str) -> None:
+    if (shard.num_bytes and status.st_size != shard.num_bytes) or shard.version not in ("", version):
+        raise changed(shard, path)
+
+
+def changed(shard: Shard, path: str) -> SourceError:
+    """Returns the error for a file that is no longer the one that the source was created with."""
+    return file_paths.changed(f"the {shard.source} file {shard.path}", shard.describe_change(path), shard.manifest)
+
+
+def open_descriptor(shard: Shard, path: str, status: os.stat_result) -> tuple[Descriptor, int]:
+    """Opens a checked copy; returns the descriptor and its weight in a pool.
+
+    Raises:
+      SourceError: if ``path`` has been replaced since ``status`` was read.
+    """
+    opened = Descriptor(path)
+    if not os.path.samestat(opened.status, status) or opened.status.st_size != status.st_size:
+        raise changed(shard, path)
+    return opened, 0

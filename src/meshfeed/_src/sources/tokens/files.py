@@ -33,9 +33,9 @@ from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged
-from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.open_files import Descriptor, open_descriptor, shared_pool
 from meshfeed._src.sources.files.paths import is_url
-from meshfeed._src.sources.files.shards import Shard, files_per_call, open_descriptor, shared_pool
+from meshfeed._src.sources.files.shards import Shard, files_per_call
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache

@@ -1,0 +1,280 @@
+"""Reads records of files by id, one file after the other, or byte ranges of many files at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.types import RecordIds
+from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
+from meshfeed._src.sources.files.formats import compression_of, reader_hint
+from meshfeed._src.sources.files.open_files import Descriptor, fetch_together, read_again_if_damaged, shared_pool
+from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+from meshfeed._src.sources.files.shards import S, Shards
+
+_GAP_BYTES = 4096  # bytes between two records that cost less to read than a second call
+_SPAN_BYTES = 8 << 20
+T = TypeVar("T")
+R = TypeVar("R")
+
+OpenFile = Callable[[], "Descriptor | RemoteBytes"]
+"""Returns the open file, and opens it again if it has been closed; a remote file that is read without a cache as it is."""
+
+
+class Spans(NamedTuple):
+    """Byte ranges of one file.
+
+    Attributes:
+      open: returns the open file.
+      starts: int64[n], the first byte of each range.
+      stops: int64[n], the byte after its last one.
+    """
+
+    open: OpenFile
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+ReadRows = Callable[[T, np.ndarray, int], Sequence[R]]
+"""Reads rows, int64[n], of a checked file; gets the record id of its row 0 too, for errors."""
+
+
+class ShardReader(Generic[S, T]):
+    """Reads records of shards by id, one file after the other.
+
+    Args:
+      shards: the files.
+      cache: the cache of the source.
+      check: checks a file once, when it is first read. Returns what the source keeps of it, and the number of 8-byte
+        entries that this holds in memory.
+
+    Attributes:
+      shards: the files.
+      is_direct: whether remote files are read without a cache.
+    """
+
+    def __init__(
+        self, shards: Shards[S], cache: ShardCache | None, check: Callable[[S, OpenFile], tuple[T, int]]
+    ) -> None:
+        self.shards = shards
+        self._cache = cache
+        self._check = check
+        self.is_direct = cache is None and any(is_url(shard.path) for shard in shards.files)
+        self._pool = shared_pool
+
+    def __getstate__(self) -> dict[str, object]:
+        state = dict(self.__dict__)
+        del state["_pool"]  # open files and locks belong to the process
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._pool = shared_pool
+
+    def read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[T, R]) -> list[R]:
+        """Reads records, in the order of ``record_ids``.
+
+        Args:
+          record_ids: int64[n], in any order, with repeats allowed.
+          read_rows: reads rows, int64[n], of one checked file; also gets the record id of its row 0.
+
+        Raises:
+          IndexError: if an id is not in [0, len).
+          CorruptDataError: if a file is damaged, also after it was fetched again.
+          SourceError: if a file has been removed or changed since the source was created.
+        """
+        parts = self.shards.by_file(self.shards.checked(record_ids))
+        fetch_together([self.shards.files[part[0]] for part in parts], self._cache, self._pool, self._checked)
+        records: list[R | None] = [None] * sum(len(rows) for _, rows, _ in parts)
+        read_all = file_paths.in_threads if self.is_direct else map
+        found = read_all(lambda part: self._read_file(part[0], part[1], read_rows), parts)
+        for (_, _, slots), part in zip(parts, found, strict=True):
+            for slot, record in zip(slots.tolist(), part, strict=True):
+                records[slot] = record
+        return records  # type: ignore[return-value]
+
+    def read_by_spans(
+        self,
+        record_ids: np.ndarray | Sequence[int],
+        spans_of: Callable[[T, np.ndarray], Spans],
+        build: Callable[[T, np.ndarray, int, list[bytes]], Sequence[R]],
+    ) -> list[R]:
+        """Reads records that are byte ranges of their files; of remote files without a cache, all at the same time.
+
+        Args:
+          record_ids: int64[n], in any order, with repeats allowed.
+          spans_of: returns the ranges of rows, int64[n], of one checked file.
+          build: makes records of rows, int64[n], of one checked file; gets the record id of its row 0, and the bytes of
+            each range, fewer than requested if the file ends before.
+
+        Raises:
+          IndexError, CorruptDataError, SourceError: as for :meth:`read`.
+        """
+
+        def read_rows(checked: T, rows: np.ndarray, first: int) -> Sequence[R]:
+            spans = spans_of(checked, rows)
+            return build(checked, rows, first, read_spans(spans.open(), spans.starts, spans.stops))
+
+        ids = self.shards.checked(record_ids)
+        parts = self.shards.by_file(ids)
+        if not self.is_direct:
+            return self.read(ids, read_rows)
+        remote = [part for part in parts if is_url(self.shards.files[part[0]].path)]
+        checked = file_paths.in_threads(lambda part: self._checked(self.shards.files[part[0]]), remote)
+        ranges = [
+            ByteRange(self.shards.files[number].remote, start, stop)
+            for file, (number, rows, _) in zip(checked, remote, strict=True)
+            for spans in [spans_of(file, rows)]
+            for start, stop in zip(spans.starts.tolist(), spans.stops.tolist(), strict=True)
+        ]
+        contents = iter(read_ranges(ranges))
+        records: list[R | None] = [None] * len(ids)
+        for file, (number, rows, slots) in zip(checked, remote, strict=True):
+            built = build(file, rows, int(self.shards.starts[number]), list(itertools.islice(contents, len(rows))))
+            for slot, record in zip(slots.tolist(), built, strict=True):
+                records[slot] = record
+        for number, rows, slots in parts:
+            if not is_url(self.shards.files[number].path):
+                for slot, record in zip(slots.tolist(), self._read_file(number, rows, read_rows), strict=True):
+                    records[slot] = record
+        return records  # type: ignore[return-value]
+
+    def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[T, R]) -> Sequence[R]:
+        shard, first = self.shards.files[number], int(self.shards.starts[number])
+        return read_again_if_damaged(
+            lambda: read_rows(self._checked(shard), rows, first), shard, self._cache, self._pool
+        )
+
+    def _checked(self, shard: S) -> T:
+        direct = self._cache is None and is_url(shard.path)
+        open_file = (lambda: shard.remote) if direct else self._pool.descriptor(shard, self._cache)
+        return self._pool.checked(shard, lambda: self._check(shard, open_file))
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
+        """See :class:`meshfeed._src.base.hooks.CachesFiles`."""
+        return self.shards.cached_files(record_ids, self._cache)
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._pool.drop(self.shards.files)
+
+
+class ShardSource(Generic[S, T]):
+    """What sources that read through a :class:`ShardReader` share.
+
+    Args:
+      reader: reads the files.
+    """
+
+    def __init__(self, reader: ShardReader[S, T]) -> None:
+        self._shard_reader = reader
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shard_reader.shards!r})"
+
+    def __len__(self) -> int:
+        return len(self._shard_reader.shards)
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if remote files are read without a cache."""
+        return READ_THREADS if self._shard_reader.is_direct else None
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64[files]."""
+        return self._shard_reader.shards.lengths
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
+        return self._shard_reader.shards.stored_lengths(key)
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that contains a record."""
+        return self._shard_reader.shards.file_of(record_id)
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
+        """Returns the files that hold these records, int64[n], and are read through the cache; None without one."""
+        return self._shard_reader.cached_files(record_ids)
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._shard_reader.close()
+
+
+def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
+    """Reads byte ranges of a file; neighbors are read with one call.
+
+    Args:
+      file: the open file.
+      starts: int64[n], first byte of each range, in any order.
+      stops: int64[n], byte after the last one.
+
+    Returns:
+      The bytes of each range; fewer than requested if the file ends before.
+    """
+    if isinstance(file, RemoteBytes):
+        pairs = zip(starts.tolist(), stops.tolist(), strict=True)
+        return read_ranges([ByteRange(file, *pair) for pair in pairs])
+    if len(starts) == 1:
+        low = int(starts[0])
+        return [os.pread(file.number, int(stops[0]) - low, low)]
+    order = np.argsort(starts, kind="stable")
+    lows, highs = starts[order], stops[order]
+    apart = (lows[1:] > highs[:-1] + _GAP_BYTES) | (lows[1:] < highs[:-1])
+    found = [b""] * len(starts)
+    low_list, high_list, order_list = lows.tolist(), highs.tolist(), order.tolist()
+    first = 0
+    for last in [*np.flatnonzero(apart).tolist(), len(starts) - 1]:
+        while first <= last:
+            first = _read_run(file, low_list, high_list, order_list, first, last, found)
+    return found
+
+
+def _read_run(
+    file: Descriptor, lows: list[int], highs: list[int], order: list[int], first: int, last: int, found: list[bytes]
+) -> int:
+    """Reads ranges ``first`` to ``last``, or as many as one call should; returns the index after the last one read."""
+    start, stop = lows[first], first
+    while stop < last and highs[stop + 1] - start <= _SPAN_BYTES:
+        stop += 1
+    content = os.pread(file.number, highs[stop] - start, start)
+    if stop == first:
+        found[order[first]] = content
+        return first + 1
+    for number in range(first, stop + 1):
+        found[order[number]] = content[lows[number] - start : highs[number] - start]
+    return stop + 1
+
+
+def check_cache(cache: object, *, source: str) -> None:
+    """Raises SettingsError if ``cache`` is neither a ShardCache nor None."""
+    if cache is not None and not callable(getattr(cache, "identify", None)):
+        raise SettingsError(
+            f"{source} got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).", setting="cache"
+        )
+
+
+def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
+    """Checks that compressed files come with a cache.
+
+    Raises:
+      SettingsError: if they do not.
+      SourceError: if the name of a compressed file is that of another source's format.
+    """
+    packed = [name for name in names if compression_of(name)]
+    if packed and cache is None:
+        hint = reader_hint(packed[0], unless=source)
+        if hint:
+            raise SourceError(f"{source} got the compressed file {packed[0]!r}.{hint}")
+        raise SettingsError(
+            f"{source} got the compressed file {packed[0]!r} and no cache. Compressed files cannot be read at random: pass "
+            "cache=meshfeed.ShardCache(directory, max_bytes=…), which keeps decompressed copies, or decompress the files.",
+            setting="cache",
+        )
