@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import array_record_files
@@ -97,7 +98,7 @@ def test_mds(store: Store) -> None:
 
 @pytest.mark.parametrize("with_index", [True, False])
 def test_webdataset(store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, with_index: bool) -> None:
-    monkeypatch.setattr(direct.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     folder = pathlib.Path(shutil.copytree(FOLDER / "tar", tmp_path / "tar"))
     local = WebDataset(f"{folder}/shard-*.tar")

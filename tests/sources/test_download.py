@@ -153,7 +153,7 @@ def test_all_connections_serve_the_file_that_is_needed_next(tmp_path: pathlib.Pa
         assert downloads._take(near) is None  # a read that waits for it is not held up by others
         assert downloads._take(far)[:2] == (far, 0)
         uses["near"] = math.inf
-        near.give_back(0, 4 << 20)
+        near.given_back.append((0, 4 << 20))
         assert downloads._take(near)[:2] == (near, 0)  # of unknown server: no second block before the first
         near.close()
         far.close()

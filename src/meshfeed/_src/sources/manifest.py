@@ -11,14 +11,13 @@ from numpy.typing import DTypeLike
 
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.sources import parquet
-from meshfeed._src.sources import webdataset as webdataset
+from meshfeed._src.sources import parquet, webdataset
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.source import ArrayRecord
 from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.documents import lengths_of
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import RemoteBytes, digest_remote
+from meshfeed._src.sources.files.direct import digest_remote
 from meshfeed._src.sources.files.formats import source_of
 from meshfeed._src.sources.files.manifest import (
     NAME,
@@ -83,9 +82,8 @@ def make_manifest(
         )
     names = _SELECT.get(source, list)(names)
     need_cache(names, None, source=source)
-    inspect = _inspector(source, dtype)
     output = output or _default_output(names)
-    files = file_paths.in_threads(lambda name: _finished(*inspect(name), digests), names, workers)
+    files = file_paths.in_threads(lambda name: _describe(name, source, dtype, digests), names, workers)
     made = _made(output, files)
     wanted = {}
     if lengths is not None or eod is not None:
@@ -113,22 +111,24 @@ _SELECT: dict[str, Callable[[list[str]], list[str]]] = {
 }
 
 
-def _inspector(source: str, dtype: DTypeLike | None) -> Callable[[str], tuple[FileEntry, RemoteBytes]]:
-    """Returns a function that looks at a file, and returns what a manifest lists and the file as a remote one."""
-    inspect: dict[str, Callable[[str], Shard]] = {
-        "ArrayRecord": lambda name: readers.inspect(name, None),
-        "Parquet": lambda name: parquet.inspect(name, None),
-        "WebDataset": lambda name: webdataset.inspect(name, None),
-    }
-    if source in inspect:
-        return lambda name: (lambda found: (found.entry(), found.remote))(inspect[source](name))
-    wanted = None if dtype is None else np.dtype(dtype)
-    return lambda name: (lambda found: (found.entry(), found.stored.remote))(token_files.inspect(name, wanted, None))
+_INSPECT: dict[str, Callable[[str, None], Shard]] = {
+    "ArrayRecord": readers.inspect,
+    "Parquet": parquet.inspect,
+    "WebDataset": webdataset.inspect,
+}
 
 
-def _finished(entry: FileEntry, remote: RemoteBytes, digests: bool) -> FileEntry:
-    digest = (digest_remote(remote) if file_paths.is_url(entry.path) else digest_file(entry.path)) if digests else None
-    return dataclasses.replace(entry, digest=digest)
+def _describe(name: str, source: str, dtype: DTypeLike | None, digests: bool) -> FileEntry:
+    """Looks at a file; reads all of it for its digest."""
+    if source == "Tokens":
+        found = token_files.inspect(name, None if dtype is None else np.dtype(dtype), None)
+        entry, remote = found.entry(), found.stored.remote
+    else:
+        shard = _INSPECT[source](name, None)
+        entry, remote = shard.entry(), shard.remote
+    if not digests:
+        return entry
+    return dataclasses.replace(entry, digest=digest_remote(remote) if file_paths.is_url(name) else digest_file(name))
 
 
 def _default_output(names: list[str]) -> str:

@@ -93,7 +93,6 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
         need_cache(folders, cache, source="MDS")
         found = file_paths.in_threads(lambda folder: _read_index(folder, cache), folders)
         self._columns = _same_columns(found, folders)
-        self._layout = Layout(self._columns)
         chosen = _choose(self._columns, columns, folders[0])
         check_columns([column for _, column in chosen], what=folders[0])
         self._chosen = [
@@ -162,7 +161,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
 
     def _samples(self, ids: np.ndarray) -> tuple[list[bytes], np.ndarray]:
         samples = self._shard_reader.read_by_spans(ids, _spans_of, _build)
-        bounds, wrong = self._layout.bounds(samples)
+        bounds, wrong = value_bounds(self._columns, samples)
         if wrong is not None:
             raise self._corrupt(int(ids[wrong]), "the sizes of its columns do not add up to its size")
         return samples, bounds
@@ -375,34 +374,26 @@ class Column:
     size: int | None
 
 
-class Layout:
-    """The columns of a data set's samples, in stored order."""
+def value_bounds(columns: Sequence[Column], samples: Sequence[bytes]) -> tuple[np.ndarray, int | None]:
+    """Returns where the values of each sample begin and end, given all columns in stored order.
 
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self.columns = tuple(columns)
-        self._varying = [number for number, column in enumerate(self.columns) if column.size is None]
-        self._sizes = np.array([column.size or 0 for column in self.columns], np.int64)
-
-    def bounds(self, samples: Sequence[bytes]) -> tuple[np.ndarray, int | None]:
-        """Returns where the values of each sample begin and end.
-
-        Returns:
-          int64[n, columns + 1], the first byte of each value and the end of the last one; and the index of a sample whose
-          size is not the sum of its parts, or None.
-        """
-        num_bytes = np.fromiter(map(len, samples), np.int64, len(samples))
-        head = _WORD.itemsize * len(self._varying)
-        if len(samples) and int(num_bytes.min()) < head:
-            return np.empty((0, 0), np.int64), int(num_bytes.argmin())
-        sizes = np.empty((len(samples), len(self.columns) + 1), np.int64)
-        sizes[:, 0] = head
-        sizes[:, 1:] = self._sizes
-        if self._varying:
-            heads = b"".join([sample[:head] for sample in samples])
-            sizes[:, 1 + np.array(self._varying)] = np.frombuffer(heads, _WORD).reshape(len(samples), -1)
-        bounds = np.cumsum(sizes, axis=1)
-        wrong = np.flatnonzero(bounds[:, -1] != num_bytes)
-        return bounds, int(wrong[0]) if len(wrong) else None
+    Returns:
+      int64[n, columns + 1], the first byte of each value and the end of the last one; and the index of a sample whose size is
+      not the sum of its parts, or None.
+    """
+    varying = [number for number, column in enumerate(columns, 1) if column.size is None]
+    num_bytes = np.fromiter(map(len, samples), np.int64, len(samples))
+    head = _WORD.itemsize * len(varying)
+    if len(samples) and int(num_bytes.min()) < head:
+        return np.empty((0, 0), np.int64), int(num_bytes.argmin())
+    sizes = np.empty((len(samples), len(columns) + 1), np.int64)
+    sizes[:] = [head, *(column.size or 0 for column in columns)]
+    if varying:
+        heads = b"".join([sample[:head] for sample in samples])
+        sizes[:, varying] = np.frombuffer(heads, _WORD).reshape(len(samples), -1)
+    bounds = np.cumsum(sizes, axis=1)
+    wrong = np.flatnonzero(bounds[:, -1] != num_bytes)
+    return bounds, int(wrong[0]) if len(wrong) else None
 
 
 def check_columns(columns: Sequence[Column], *, what: str) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import os
-import tempfile
 import threading
 import time
 import weakref
@@ -165,14 +164,11 @@ def _join(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int]]:
     joined: list[ByteRange] = []
     slots = []
     for one in ranges:
-        last = joined[-1] if joined else None
-        near = last is not None and last.file.url == one.file.url and one.start <= last.stop + _GAP_BYTES
-        if (
-            last is not None
-            and near
-            and max(one.stop, last.stop) - last.start <= max(_JOINED_BYTES, last.stop - last.start)
-        ):
-            joined[-1] = last._replace(stop=max(one.stop, last.stop))
+        last = joined[-1] if joined else one
+        stop = max(one.stop, last.stop)
+        near = last.file.url == one.file.url and one.start <= last.stop + _GAP_BYTES
+        if joined and near and stop - last.start <= max(_JOINED_BYTES, last.stop - last.start):
+            joined[-1] = last._replace(stop=stop)
         else:
             joined.append(one)
         slots.append(len(joined) - 1)
@@ -362,11 +358,7 @@ class SparseFile:
     """A file in memory, open as ``number``, that has some ranges of a remote one at their offsets, and zeros elsewhere."""
 
     def __init__(self, num_bytes: int) -> None:
-        if hasattr(os, "memfd_create"):
-            self.number = os.memfd_create("meshfeed")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.number = os.dup(file.fileno())
+        self.number = os.memfd_create("meshfeed")
         weakref.finalize(self, os.close, self.number).atexit = False
         os.ftruncate(self.number, num_bytes)
         self.status = os.fstat(self.number)
@@ -384,11 +376,9 @@ def sparse_files(
     Raises:
       SourceError, OSError: as for :func:`read_ranges`.
     """
-    numbers, lows = file_index.tolist(), starts.tolist()
-    ranges = [
-        ByteRange(files[number], low, high) for number, low, high in zip(numbers, lows, stops.tolist(), strict=True)
-    ]
+    places = list(zip(file_index.tolist(), starts.tolist(), stops.tolist(), strict=True))
+    contents = read_ranges([ByteRange(files[number], low, high) for number, low, high in places])
     copies = [SparseFile(file.num_bytes) for file in files]
-    for number, low, content in zip(numbers, lows, read_ranges(ranges), strict=True):
+    for (number, low, _), content in zip(places, contents, strict=True):
         copies[number].write(low, content)
     return copies

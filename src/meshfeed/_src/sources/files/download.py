@@ -52,13 +52,13 @@ class Download:
         self.in_flight = 0
         self.wake = WakeUp()
         self._requested = 0
-        self._given_back: list[tuple[int, int]] = []
+        self.given_back: list[tuple[int, int]] = []  # blocks that were taken and not fetched
         self._handle = os.dup(handle)  # closed after the last write, also if the caller is interrupted before
 
     @property
     def has_blocks(self) -> bool:
         """Whether a block can be taken."""
-        return not self.probing and self.error is None and (bool(self._given_back) or self._requested < self.num_bytes)
+        return not self.probing and self.error is None and (bool(self.given_back) or self._requested < self.num_bytes)
 
     @property
     def done(self) -> bool:
@@ -68,15 +68,11 @@ class Download:
     def take(self, num_bytes: int) -> tuple[int, int]:
         """Takes a block of at most ``num_bytes``, or one that was given back; returns its first byte and its end."""
         self.in_flight += 1
-        if self._given_back:
-            return self._given_back.pop()
+        if self.given_back:
+            return self.given_back.pop()
         start = self._requested
         self._requested = min(start + num_bytes, self.num_bytes)
         return start, self._requested
-
-    def give_back(self, start: int, stop: int) -> None:
-        """Returns a block that was taken and not fetched."""
-        self._given_back.append((start, stop))
 
     def finish(self) -> None:
         """Drops the blocks not taken yet: the whole file has arrived."""
@@ -171,7 +167,7 @@ class Downloads:
         elif fetched and download.probing:
             self._with_ranges.add(_server(download.url))
         elif not fetched and download.error is None:  # interrupted
-            download.give_back(*block)
+            download.given_back.append(block)
         download.probing = False
         download.in_flight -= 1
         if not download.in_flight and download not in self._active:
