@@ -32,6 +32,8 @@ from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.jax_internals import KeyValueStore, key_value_store
 
 _BRIEFLY_SECONDS = 2.0
+NAMED_HOSTS = 8
+"""Messages stay short in jobs with thousands of hosts."""
 Finalizer: TypeAlias = "weakref.finalize[..., Any]"
 INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
 _COUNTS = (
@@ -119,13 +121,13 @@ def next_use(name: str) -> int:
     return _counters.next(name)
 
 
-def format_hosts(hosts: Sequence[int], limit: int = 8) -> str:
+def format_hosts(hosts: Sequence[int]) -> str:
     """Formats hosts for messages: ``host 3`` or ``hosts 0, 1, 2, … (4,096 in all)``."""
     hosts = sorted(hosts)
     if len(hosts) == 1:
         return f"host {hosts[0]}"
-    shown = ", ".join(str(host) for host in hosts[:limit])
-    return f"hosts {shown}" if len(hosts) <= limit else f"hosts {shown}, … ({len(hosts):,} in all)"
+    shown = ", ".join(str(host) for host in hosts[:NAMED_HOSTS])
+    return f"hosts {shown}" if len(hosts) <= NAMED_HOSTS else f"hosts {shown}, … ({len(hosts):,} in all)"
 
 
 def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_hosts
+from meshfeed._src.base.coordination import NAMED_HOSTS, KeyValueStore, call_briefly, format_hosts
 from meshfeed._src.base.errors import StalledError
 from meshfeed._src.base.stats import PROGRESS
 from meshfeed._src.base.types import JsonValue
@@ -38,7 +38,6 @@ _PAUSE_SECONDS_PER_HOST = 2.5e-5
 _MAX_PAUSE_SECONDS = 0.1
 _FIRST_NOTE_SECONDS = 0.2
 _NOTE_SECONDS = 1.0
-_NAMED_HOSTS = 8  # messages and notes stay short in jobs with thousands of hosts
 _REPORT_SECONDS = 5.0
 _ANNOUNCING_SECONDS = 2.0  # longer than a reducer with all values takes to announce, and than the age of a note
 
@@ -57,7 +56,7 @@ class Stragglers(NamedTuple):
     @classmethod
     def of(cls, hosts: Collection[int]) -> Stragglers:
         """Keeps the first 8 of ``hosts``."""
-        return cls(tuple(sorted(hosts)[:_NAMED_HOSTS]), len(hosts))
+        return cls(tuple(sorted(hosts)[:NAMED_HOSTS]), len(hosts))
 
     def __str__(self) -> str:
         more = self.total - len(self.hosts)
@@ -369,7 +368,7 @@ class Patience:
     def renew(self, late: Sequence[int]) -> bool:
         """Extends the deadline if there was progress since the last call; returns whether there was."""
         before = self.resuming
-        found = {host: self._store.try_get(_resuming_key(host)) for host in late[:_NAMED_HOSTS]}
+        found = {host: self._store.try_get(_resuming_key(host)) for host in late[:NAMED_HOSTS]}
         self.resuming = {host: text for host, text in found.items() if text is not None}
         moved = any(before.get(host) != text for host, text in self.resuming.items()) or not (
             before.keys() <= self.resuming.keys()  # a host that no longer drops records has finished, or arrived

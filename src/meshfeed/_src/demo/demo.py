@@ -41,6 +41,7 @@ _EXIT_SECONDS = 30.0
 _LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib"}
 _SILENCE_SECONDS = 300.0
 _POLL_SECONDS = 0.1
+_NUM_FILES = 4
 BREAKS = {
     "seed": ("--seed", "1"),  # set_state raises StateMismatchError
     "position": ("--forget-position",),  # the arrays are restored but the data restarts, as without meshfeed
@@ -191,7 +192,7 @@ class Corpus(NamedTuple):
     num_sources: int
 
 
-def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int, num_files: int = 4) -> Corpus:
+def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int) -> Corpus:
     """Writes the text of the standard library, in order of file name, as records, which the files share evenly."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -207,10 +208,10 @@ def build_corpus(directory: pathlib.Path, *, num_records: int, record_bytes: int
             "omit modules: use a complete Python (PYTHON=...)."
         )
     directory.mkdir(parents=True, exist_ok=True)
-    bounds = [num_records * number // num_files for number in range(num_files + 1)]
+    bounds = [num_records * number // _NUM_FILES for number in range(_NUM_FILES + 1)]
     paths = []
     for number, (first, stop) in enumerate(itertools.pairwise(bounds)):
-        paths.append(directory / f"text-{number:05d}-of-{num_files:05d}.array_record")
+        paths.append(directory / f"text-{number:05d}-of-{_NUM_FILES:05d}.array_record")
         writer = ArrayRecordWriter(str(paths[-1]), "group_size:1,uncompressed")
         for record in range(first, stop):
             writer.write(bytes(text[record * record_bytes : (record + 1) * record_bytes]))

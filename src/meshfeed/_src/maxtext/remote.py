@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -189,8 +189,10 @@ class RemoteIteratorWrapper:
         make_payload(get_ds_fn, setting="get_ds_fn", what=what)
         make_payload(preprocessing_fn, setting="preprocessing_fn", what=what)
         rows = None if global_shape is None else tuple(int(size) for size in global_shape)
-        recipe = _Recipe(get_ds_fn, preprocessing_fn, rows, str(checkpoint_path), elastic)
-        payload = make_payload(recipe, setting="checkpoint_path", what="a path")
+        make_target = functools.partial(
+            _IteratorTarget, get_ds_fn, preprocessing_fn, rows, str(checkpoint_path), elastic
+        )
+        payload = make_payload(make_target, setting="checkpoint_path", what="a path")
         self._client = RemoteClient(payload, global_mesh)
         self._client.know_spec()
         self.cpu_mesh = self._client.cpu_mesh
@@ -246,28 +248,19 @@ class RemoteIteratorWrapper:
         self._client.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recipe:
-    """Creates the target on a host, given the mesh of CPU devices."""
-
-    get_ds_fn: Callable[..., Any]
-    preprocessing_fn: Callable[..., Any]
-    global_shape: tuple[int, ...] | None
-    checkpoint_path: str
-    elastic: bool
-
-    def __call__(self, mesh: Mesh) -> _IteratorTarget:
-        remote = RemoteIterator(
-            self.get_ds_fn, self.preprocessing_fn, self.global_shape, self.checkpoint_path, self.elastic
-        )
-        return _IteratorTarget(remote, mesh)
-
-
 class _IteratorTarget:
-    """The target of a :class:`meshfeed._src.remote.client.Endpoint`."""
+    """The target of a :class:`meshfeed._src.remote.client.Endpoint`: a RemoteIterator over a mesh of CPU devices."""
 
-    def __init__(self, remote: RemoteIterator, mesh: Mesh) -> None:
-        self._remote = remote
+    def __init__(
+        self,
+        get_ds_fn: Callable[..., Any],
+        preprocessing_fn: Callable[..., Any],
+        global_shape: tuple[int, ...] | None,
+        checkpoint_path: str,
+        elastic: bool,
+        mesh: Mesh,
+    ) -> None:
+        self._remote = remote = RemoteIterator(get_ds_fn, preprocessing_fn, global_shape, checkpoint_path, elastic)
         self._mesh = mesh
         self._size = 0
         self.calls: dict[str, Any] = {

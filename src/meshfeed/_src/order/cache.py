@@ -95,11 +95,9 @@ def simulate_cache(
         new_bytes = sum(int(shard_bytes[shard]) for shard in missing)
         held += new_bytes
         if number >= skip:
-            num_uses, num_downloads, num_bytes = (
-                num_uses + len(step),
-                num_downloads + len(missing),
-                num_bytes + new_bytes,
-            )
+            num_uses += len(step)
+            num_downloads += len(missing)
+            num_bytes += new_bytes
         while held > max_bytes and heap:
             first, shard = heapq.heappop(heap)
             if rank.get(shard) == first:  # if not, the shard has been used since

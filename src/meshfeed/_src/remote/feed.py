@@ -5,14 +5,15 @@
     feed = meshfeed.remote.RemoteFeed(make_source, sharding, global_batch_size=1024, shuffle=True)
     for batch in feed: ...
 
-The controller holds no data: each host runs a :class:`meshfeed.Feed` over its CPU devices, created from a pickled
-:class:`FeedRecipe`, and its batches are copied to the accelerators attached to that host. On CPU, everything runs in one
+The controller holds no data: each host runs a :class:`meshfeed.Feed` over its CPU devices, created from the
+pickled factory, and its batches are copied to the accelerators attached to that host. On CPU, everything runs in one
 process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -38,26 +39,26 @@ from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
 
 
-@dataclasses.dataclass(frozen=True)
-class FeedRecipe:
-    """Creates the target on a host, given the mesh of CPU devices.
+def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
+    """Returns a pickled function from a mesh of CPU devices to a :class:`FeedTarget`."""
+    what = "a function without arguments that can be imported on those hosts, or pickled with all that it refers to"
+    if not callable(make_source):
+        raise SettingsError(f"make_source={make_source!r}; it takes {what}.", setting="make_source")
+    # Pickle the factory alone first: the error then names make_source rather than the settings.
+    make_payload(make_source, setting="make_source", what=what)
+    specs = jax.tree.map(lambda sharding: sharding.spec, prefix)  # shardings refer to the controller's devices
+    make_target = functools.partial(FeedTarget, make_source, specs, settings)
+    return make_payload(make_target, setting="settings", what="values that can be pickled")
 
-    Attributes:
-      make_source: the user's source factory.
-      specs: pytree prefix of PartitionSpecs; not shardings, because those refer to the controller's devices.
-      settings: keywords of the feed.
-    """
 
-    make_source: Callable[[], Any]
-    specs: PyTree
-    settings: Mapping[str, Any]
+class FeedTarget:
+    """The target of a :class:`meshfeed._src.remote.client.Endpoint`: a feed over the CPU devices of the host's mesh."""
 
-    def __call__(self, mesh: Mesh) -> FeedTarget:
-        """Returns the target over ``mesh``."""
+    def __init__(self, make_source: Callable[[], Any], specs: PyTree, settings: Mapping[str, Any], mesh: Mesh) -> None:
         sharding = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
-        feed = Feed(self.make_source(), sharding, **self.settings)
+        self._feed = feed = Feed(make_source(), sharding, **settings)
         if "buckets" in feed.config()["fingerprint"]:
             feed.close()
             raise SettingsError(
@@ -65,25 +66,6 @@ class FeedRecipe:
                 "Padded or Packed.",
                 setting="make_source",
             )
-        return FeedTarget(feed)
-
-
-def make_feed_payload(make_source: object, prefix: PyTree, settings: Mapping[str, Any]) -> bytes:
-    """Returns a pickled :class:`FeedRecipe`."""
-    what = "a function without arguments that can be imported on those hosts, or pickled with all that it refers to"
-    if not callable(make_source):
-        raise SettingsError(f"make_source={make_source!r}; it takes {what}.", setting="make_source")
-    # Pickle the factory alone first: the error then names make_source rather than the settings.
-    make_payload(make_source, setting="make_source", what=what)
-    specs = jax.tree.map(lambda sharding: sharding.spec, prefix)
-    return make_payload(FeedRecipe(make_source, specs, settings), setting="settings", what="values that can be pickled")
-
-
-class FeedTarget:
-    """The target of a :class:`meshfeed._src.remote.client.Endpoint`."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
         self._size = 0
         schedule = feed.config()["global_batch_size"]
         self._varies = isinstance(schedule, list)  # a constant size is looked up only once
