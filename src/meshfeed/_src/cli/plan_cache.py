@@ -9,7 +9,8 @@ import numpy as np
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.settings import BatchSchedule
-from meshfeed._src.order.cache import DownloadCounts, Order, shards_of_steps, simulate_cache
+from meshfeed._src.base.types import RecordOrder
+from meshfeed._src.order.cache import DownloadCounts, shards_of_steps, simulate_cache
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.shards import ShardOrder, default_num_lanes
 from meshfeed._src.order.steps import StepSchedule
@@ -35,7 +36,7 @@ class ShardSet:
     shuffle: bool | int | str
     num_lanes: int | None
 
-    def order(self, batch_size: int) -> Order:
+    def order(self, batch_size: int) -> RecordOrder:
         """Returns the order of two epochs, of the seed 0."""
         lengths = np.full(self.num_shards, self.shard_records)
         if self.shuffle != "shards":

@@ -105,7 +105,6 @@ class MultiHostDataLoadIterator:
             name=f"maxtext-{number}",
         )
         self._like: PyTree | None = None  # with padding: the spec of the last delivered batch, and of a padding batch
-        self._padding_rounds = 0
         self._held: PyTree | None = None  # a batch taken from the feed that __next__ has not returned yet
         self._before_held = self._feed._cursor  # the feed's cursor before that batch
         self._ended = False  # whether all hosts have run out of data
@@ -219,11 +218,10 @@ class MultiHostDataLoadIterator:
         """Returns the global spec of a padding batch, taken from some host's first batch."""
         if self._no_data:
             raise ValueError(_NO_DATA)
-        self._padding_rounds += 1  # each reduction needs its own number
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
         result = reduce_json(
             f"{self._feed.name}/padding",
-            self._padding_rounds - 1,
+            coordination.next_use(f"{self._feed.name}/padding"),  # each reduction needs its own number
             self._local_shape(),
             lambda values: next((value for value in values.values() if value is not None), None),
             participants=hosts,

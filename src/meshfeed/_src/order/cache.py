@@ -6,22 +6,14 @@ import collections
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshfeed._src.base.types import RecordIds
+from meshfeed._src.base.types import RecordIds, RecordOrder
 
 Evict = Literal["farthest", "oldest"]
-
-
-class Order(Protocol):
-    """See :class:`meshfeed._src.base.types.RecordOrder`."""
-
-    def ids_at(self, positions: RecordIds, /) -> tuple[RecordIds, RecordIds]:
-        """Returns the record ids and epochs at ``positions``, each int64 ``[n]``."""
-        ...
 
 
 class DownloadCounts(NamedTuple):
@@ -44,7 +36,7 @@ class DownloadCounts(NamedTuple):
 
 
 def shards_of_steps(
-    order: Order, lengths: RecordIds, *, batch_size: int, rows: Sequence[tuple[int, int]], steps: range
+    order: RecordOrder, lengths: RecordIds, *, batch_size: int, rows: Sequence[tuple[int, int]], steps: range
 ) -> Iterator[RecordIds]:
     """Yields the shards that each step needs on a host.
 

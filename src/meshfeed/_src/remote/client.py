@@ -274,8 +274,7 @@ class RemoteClient:
             Mesh(np.array(devices), ("host",), axis_types=(AxisType.Auto,)), PartitionSpec("host")
         )
         make: Any = colocated_python.colocated_python_class(Endpoint)
-        held = {"endpoint": make(payload)}
-        self._held = held
+        self._held = held = {"endpoint": make(payload)}
         # Also at exit: JAX fails to delete a colocated object once its own modules are being torn down.
         self._finalizer = finalize(self, held.clear)
         self._owner = Owner()

@@ -389,8 +389,6 @@ class HostPool:
         self._await_results(self.timeout_seconds if timeout_seconds is None else timeout_seconds, grace_seconds)
         results = [host.result for host in self._hosts if host.result is not None]
         errors = [result.error for result in results if result.error is not None]
-        if any(isinstance(error, ChildProcessError | TimeoutError) for error in errors):
-            self._dirty = self._dirty or self._any_ended()
         if check and errors:
             self._dirty = True
             raise HostRunError(results) from errors[0]
