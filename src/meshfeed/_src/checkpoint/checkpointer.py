@@ -304,38 +304,27 @@ class Checkpointer:
         if not steps:
             return 0, abstract_or_concrete_state
         reasons = []
-        while steps:
-            # Host 0 chooses and publishes the step, so hosts never restore different ones.
-            found = agreement.publish(lambda steps=steps: self._newest_whole(steps))
-            for number, reason in found["passed"]:
-                reasons.append(self._pass_over(int(number), reason))
-            if found["step"] is None:
-                break
-            number = int(found["step"])
+        for number in sorted(steps, reverse=True):
+            # Host 0 checks each step for all, so hosts never restore different ones.
+            reason = agreement.publish(lambda number=number: self._problem(number))
             try:
-                return number, self._restore_step(number, abstract_or_concrete_state, feed, agreement)
+                if reason is None:
+                    return number, self._restore_step(number, abstract_or_concrete_state, feed, agreement)
             except DamagedCheckpointError as error:
-                reasons.append(self._pass_over(number, str(error)))
-                steps = [other for other in steps if other < number]
+                reason = str(error)
+            self._damaged.add(number)
+            _log.warning("step %d in %s is passed over: %s", number, self._directory, reason)
+            reasons.append(f"step {number}: {reason}")
         raise CheckpointError(
             f"{self._directory}: none of its steps is intact: {'; '.join(reasons)}. Move the folder away to start over."
         )
 
-    def _newest_whole(self, steps: list[int]) -> dict[str, JsonValue]:
-        passed = []
-        for number in sorted(steps, reverse=True):
-            try:
-                read_step(self._directory, number)
-            except CheckpointError as error:
-                passed.append([number, str(error)])
-            else:
-                return {"step": number, "passed": passed}
-        return {"step": None, "passed": passed}
-
-    def _pass_over(self, step: int, reason: str) -> str:
-        self._damaged.add(step)
-        _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
-        return f"step {step}: {reason}"
+    def _problem(self, step: int) -> str | None:
+        try:
+            read_step(self._directory, step)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def _restore_step(self, step: int, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)

@@ -140,23 +140,14 @@ def _batch_size(feed: HasState) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _OldRun:
-    """The position of a run as recorded in its files, and the feed that will continue it.
+    """The position of a run as recorded in its files, and the feed that will continue it."""
 
-    Attributes:
-      directory: the folder of the files.
-      states: host → its state.
-      count: number of hosts; None for an elastic state.
-      step: number of batches delivered, or None if unknown.
-      template: state of the feed before its first batch.
-      size: the feed's global batch size.
-    """
-
-    directory: epath.PathLike
-    states: Mapping[int, JsonValue]
-    count: int | None
-    step: int | None
-    template: Mapping[str, JsonValue]
-    size: int
+    directory: epath.PathLike  # of the files
+    states: Mapping[int, JsonValue]  # by host
+    count: int | None  # number of hosts; None for an elastic state
+    step: int | None  # number of batches delivered, or None if unknown
+    template: Mapping[str, JsonValue]  # state of the feed before its first batch
+    size: int  # the feed's global batch size
 
     def refused(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.directory}: {problem}")

@@ -84,14 +84,10 @@ class Grid:
     """A regular grid over an array, starting at the origin; the last cell of each dimension may be truncated.
 
     A scalar has one cell, number 0, whose box is ``()``.
-
-    Attributes:
-      shape: shape of the array.
-      cell: shape of a whole cell; every entry is at least 1.
     """
 
-    shape: Shape
-    cell: Shape
+    shape: Shape  # of the array
+    cell: Shape  # of a whole cell; every entry is at least 1
 
     @functools.cached_property
     def counts(self) -> Shape:
@@ -260,25 +256,15 @@ HOST: Device = _Host()
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """How one leaf is read.
+    """How one leaf is read."""
 
-    Attributes:
-      sharding: the requested sharding; None for a numpy array on every process.
-      shape: the requested global shape (of the key data for PRNG keys).
-      dimension: the dimension along which pieces are cut; unused without ``gather`` and ``moved``.
-      gather: mesh axes to gather over.
-      moved: (mesh axis, dimension that it shards), in the order of the all-to-alls.
-      broadcast: mesh axis and the index on it from which whole pieces are sent, or None.
-      piece: rows of ``dimension`` in each piece; the last pieces are padded.
-    """
-
-    sharding: Sharding | None
-    shape: Shape
-    dimension: int = 0
-    gather: Axes = ()
-    moved: tuple[tuple[str, int], ...] = ()
-    broadcast: tuple[str, int] | None = None
-    piece: int = 0
+    sharding: Sharding | None  # requested; None for a numpy array on every process
+    shape: Shape  # requested global shape (of the key data for PRNG keys)
+    dimension: int = 0  # along which pieces are cut; unused without ``gather`` and ``moved``
+    gather: Axes = ()  # mesh axes to gather over
+    moved: tuple[tuple[str, int], ...] = ()  # (mesh axis, dimension that it shards), in the order of the all-to-alls
+    broadcast: tuple[str, int] | None = None  # mesh axis and the index on it from which whole pieces are sent
+    piece: int = 0  # rows of ``dimension`` in each piece; the last pieces are padded
 
     @property
     def direct(self) -> bool:

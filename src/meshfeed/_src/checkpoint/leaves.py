@@ -196,32 +196,19 @@ def check_fits(where: str, values: NDArray[np.generic], wanted: DTypeLike) -> No
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedLeaf:
-    """A leaf as it was in the saved tree, and how its values are stored.
+    """A leaf as it was in the saved tree, and how its values are stored."""
 
-    Attributes:
-      name: Orbax's parameter name.
-      kind: a key of :data:`KINDS`.
-      shape: its shape; for PRNG keys, the shape of the keys.
-      dtype: its dtype; for PRNG keys, the dtype of the key data.
-      encoding: how its values are stored: a key of :data:`CARRIERS`, BYTES, NOTHING or VALUE; None means unchanged.
-      impl: implementation of PRNG keys, or None.
-      value: the value of a Python number, text or bytes.
-      sharding: the saved NamedSharding as JSON, or None.
-      cell: shape of the boxes that have a digest, or None.
-      chunk: shape of the stored chunks; () if no values are stored.
-      digests: digest by cell number.
-    """
-
-    name: str
-    kind: str
-    shape: Shape
-    dtype: np.dtype[np.generic]
-    encoding: str | None = None
-    impl: str | None = None
-    value: bool | int | float | complex | str | bytes | None = None
-    sharding: JsonValue = None
-    cell: Shape | None = None
-    chunk: Shape = ()
+    name: str  # Orbax's parameter name
+    kind: str  # a key of KINDS
+    shape: Shape  # for PRNG keys, the shape of the keys
+    dtype: np.dtype[np.generic]  # for PRNG keys, the dtype of the key data
+    encoding: str | None = None  # a key of CARRIERS, BYTES, NOTHING or VALUE; None means that values are unchanged
+    impl: str | None = None  # implementation of PRNG keys
+    value: bool | int | float | complex | str | bytes | None = None  # of a Python number, text or bytes
+    sharding: JsonValue = None  # the saved NamedSharding
+    cell: Shape | None = None  # shape of the boxes that have a digest
+    chunk: Shape = ()  # shape of the stored chunks; () if no values are stored
+    # By cell number.
     digests: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property

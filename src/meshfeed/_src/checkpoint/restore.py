@@ -365,14 +365,8 @@ def plan_array(
 ) -> Planned:
     """Plans the restore of a ``jax.Array``.
 
-    Args:
-      stored: the item.
-      name: parameter name.
-      shape: requested shape; None means the stored shape.
-      dtype: requested dtype, which may be a PRNG key dtype; None means the stored dtype.
-      placement: requested placement; None is accepted for numbers only.
-      strict: reject a shape that differs from the stored one. If False, truncate the array or pad it with zeros.
-      any_cast: cast as numpy does, even if more than precision is lost.
+    None as shape or dtype means the stored one; None as placement is accepted for numbers only. Unless ``strict``, an array
+    of another shape is truncated or padded with zeros. ``any_cast`` casts as numpy does, even if more than precision is lost.
 
     Raises:
       CheckpointError: the shapes or kinds of dtypes differ, or no sharding is given or known.
@@ -586,13 +580,6 @@ class LeafRequest:
       dtype: requested dtype.
       sharding: requested sharding; None for a numpy array on every process.
       any_cast: let integers that do not fit in ``dtype`` wrap around instead of raising an error.
-
-    Attributes:
-      plan: how it is read; each device reads what it needs until :func:`plan_all` finds a better plan.
-      packed: whether each unit is read by one host and sent to all.
-      rows: first row and number of rows of each piece that are read now; None means all.
-      buffers: device → the host buffer that it reads into.
-      result: the restored values.
     """
 
     def __init__(
@@ -605,10 +592,10 @@ class LeafRequest:
     ) -> None:
         self.leaf = leaf
         self.dtype = dtype
-        self.plan = LoadPlan(sharding, shape)
-        self.packed = False
-        self.rows: tuple[int, int] | None = None
-        self.buffers: dict[Device, NDArray[np.generic]] = {}
+        self.plan = LoadPlan(sharding, shape)  # direct until plan_all finds a better one
+        self.packed = False  # whether each unit is read by one host and sent to all
+        self.rows: tuple[int, int] | None = None  # first row and number of rows of each piece to read now; None: all
+        self.buffers: dict[Device, NDArray[np.generic]] = {}  # that devices read into
         self.result: Restored = np.empty(0)
         # The values must be checked before they are cast.
         self.must_fit = not any_cast and may_overflow(leaf.stored_dtype, dtype)

@@ -266,11 +266,11 @@ def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> F
         problems += [f"{path}: {problem}" for path, problem in file_problems(item, stored.manifest, content=True)]
         names = stored.array_names()
         stored.open_soon(names)
+        reader = UnitReader(stored, verify=True, bytes_in_flight=None)
         for name in names:
-            reader = UnitReader(stored, verify=True, bytes_in_flight=None)
-            problems += _problems(lambda name=name, reader=reader: _read_leaf(stored.saved(name), reader))
-            count += reader.bytes_read
+            problems += _problems(lambda name=name: _read_leaf(stored.saved(name), reader))
             without += not stored.manifest.digests.get(name)
+        count = reader.bytes_read
     except MeshfeedError as error:
         problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
