@@ -32,7 +32,7 @@ from meshfeed._src.sources.files.manifest import (
 from meshfeed._src.sources.files.shard_reader import need_cache
 from meshfeed._src.sources.files.shards import Shard
 from meshfeed._src.sources.tokens import files as token_files
-from meshfeed._src.sources.tokens.source import LENGTHS_KEY, Tokens
+from meshfeed._src.sources.tokens.source import Tokens
 
 SOURCES = ("ArrayRecord", "Parquet", "Tokens", "WebDataset")
 WORKERS = 16
@@ -154,7 +154,7 @@ def _lengths(
 ) -> dict[str, Lengths]:
     if source == "Tokens":
         documents = Tokens.documents(manifest, dtype=dtype, eod=eod)
-        return {LENGTHS_KEY: Lengths(documents.lengths(), documents.documents_per_file(), eod)}
+        return {token_files.LENGTHS_KEY: Lengths(documents.lengths(), documents.documents_per_file(), eod)}
     if key is None:
         raise SettingsError(f"eod={eod} is for token files, and these are for {source}. Pass --lengths.", setting="eod")
     if source == "Parquet":

@@ -23,22 +23,21 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshfeed._src.base import memory
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import reader_hint
-from meshfeed._src.sources.files.manifest import FileEntry, damaged
+from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, open_descriptor, shared_pool
 from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 from meshfeed._src.sources.files.shards import Shard, files_per_call
-
-if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 _NPY_MAGIC = b"\x93NUMPY"
 LLM_C_BYTES = 1024
@@ -74,10 +73,6 @@ class StoredFile(Shard):
                 raise
             what = f"it had {self.num_bytes:,} bytes when the source was made and has {now:,} now"
             raise cut_short(self.path, what) from error
-
-    def close(self) -> None:
-        """Closes the file once no read uses it."""
-        shared_pool.drop([self])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +331,7 @@ def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None)
     return np.diff(bounds)
 
 
-def ends_with(file: TokenFile, token: int | None, cache: ShardCache | None) -> bool:
+def _ends_with(file: TokenFile, token: int | None, cache: ShardCache | None) -> bool:
     """Whether the last token of a file is ``token``."""
     if not file.num_tokens:
         return False
@@ -373,24 +368,75 @@ except ImportError as error:  # installed without a C compiler, or built for ano
     logging.getLogger("meshfeed").debug("token files are read by Python code, which is slower: %s", error)
     extension: Any = None
 
+LENGTHS_KEY = "tokens"
+"""Where a manifest lists the lengths of documents; the name of the leaf is a setting of the reader."""
+
 _FEW = 16  # so many files are all opened for a batch, since finding those that it needs takes longer
 _RANGES_PER_CALL = 1024  # Ctrl-C takes effect only between calls
 _NATIVE = ("=", "|", "<" if sys.byteorder == "little" else ">")
 _INT32 = np.iinfo(np.int32)
 
 
-class FileSet:
-    """The files of a source, with what is needed to read them at hand."""
+class _Ranges(NamedTuple):
+    """Ranges of tokens: file, first token in it, length, place in the result, and record id for errors, int64[n] each."""
 
-    def __init__(self, files: Sequence[TokenFile]) -> None:
-        self.files = files
+    file_index: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    places: np.ndarray
+    record_ids: np.ndarray
+
+
+class TokenFiles:
+    """The token files of a source, with what is needed to read them at hand.
+
+    Args:
+      files: the files.
+      manifests: paths of the manifests that list some of them.
+      cache: for URLs.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], manifests: Sequence[str], cache: ShardCache | None) -> None:
+        self.files, self._manifests, self._cache = files, manifests, cache
+        self.is_direct = cache is None and any(is_url(file.stored.path) for file in files)
+        self._any_cached = any(file.stored.is_cached for file in files)
         self._headers = np.array([file.offset for file in files], np.int64)
         self._kinds = [(file.dtype.str, is_url(file.stored.path)) for file in files]
         alike = len(set(self._kinds)) == 1 and not self._kinds[0][1]  # opening a remote file fetches it
         self._all = list(range(len(files))) if len(files) <= _FEW and alike else None
 
-    def groups(self, file_index: np.ndarray) -> list[list[int]]:
-        """Returns the files of ranges, int64[n], in groups of one dtype, local or remote, few enough to be open at once."""
+    def read(
+        self, file_index: np.ndarray, starts: np.ndarray, lengths: np.ndarray, record_ids: np.ndarray
+    ) -> np.ndarray:
+        """Reads ranges of tokens, in any order, with repeats and overlaps allowed.
+
+        Args:
+          file_index: int64[n], the file of each range.
+          starts: int64[n], the first token of each range in its file.
+          lengths: int64[n], the number of tokens of each range.
+          record_ids: int64[n], for errors.
+
+        Returns:
+          The ranges one after the other, int32[sum of the lengths].
+
+        Raises:
+          CorruptDataError: if a file ends before the end of a range; names the file and the record.
+          SourceError: if a token does not fit into int32, or a file has changed; names the file.
+          OSError: if a file cannot be read.
+        """
+        out = memory.empty((int(lengths.sum()),), np.int32)
+        ranges = _Ranges(file_index, starts, lengths, np.cumsum(lengths) - lengths, record_ids)
+        groups = self._groups(file_index) if out.size else []
+        for numbers in groups:
+            rows = None if len(groups) == 1 else np.flatnonzero(np.isin(file_index, numbers))
+            for first in range(0, len(starts) if rows is None else len(rows), _RANGES_PER_CALL):
+                part = slice(first, first + _RANGES_PER_CALL)
+                chosen = part if rows is None else rows[part]
+                self._read_part(numbers, _Ranges(*(column[chosen] for column in ranges)), out)
+        return out
+
+    def _groups(self, file_index: np.ndarray) -> list[list[int]]:
+        """Returns the files of ranges, in groups of one dtype, local or remote, few enough to be open at once."""
         if self._all is not None:
             return [self._all]
         by_kind: dict[tuple[str, bool], list[int]] = {}
@@ -399,82 +445,78 @@ class FileSet:
         limit = files_per_call()
         return [part[i : i + limit] for part in by_kind.values() for i in range(0, len(part), limit)]
 
-    def places(
-        self,
-        numbers: Sequence[int],
-        file_index: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        cache: ShardCache | None,
-    ) -> tuple[Sequence[Descriptor | SparseFile], np.ndarray, np.ndarray]:
-        """Opens the files ``numbers``; of remote ones without a cache, only the ranges are there.
+    def _read_part(self, numbers: Sequence[int], ranges: _Ranges, out: np.ndarray) -> None:
+        """Reads ranges of the files ``numbers``, which have one dtype."""
+        dtype = self.files[numbers[0]].dtype
+        of_file = ranges.file_index if numbers is self._all else np.searchsorted(numbers, ranges.file_index)
+        offsets = self._headers[ranges.file_index] + ranges.starts * dtype.itemsize
+        opened = self._open(numbers, of_file, offsets, offsets + ranges.lengths * dtype.itemsize)
+        fds = np.array([descriptor.number for descriptor in opened], np.int64)[of_file]
+        done = 0
+        if extension is not None and dtype.byteorder in _NATIVE:
+            done = extension.read(fds, offsets, ranges.lengths, ranges.places, out, dtype.kind, dtype.itemsize)
+        for i in range(done, len(fds)):
+            file, start = self.files[int(ranges.file_index[i])], int(ranges.places[i])
+            tokens = out[start : start + int(ranges.lengths[i])]
+            _read_range(file, int(ranges.record_ids[i]), int(fds[i]), int(offsets[i]), tokens)
+        del opened  # not earlier: the number of a closed descriptor may be reused
 
-        Returns:
-          What must be held until everything is read, since the number of a closed descriptor may be reused; and for each
-          range, int64[n], its descriptor and its first byte.
+    def _open(
+        self, numbers: Sequence[int], of_file: np.ndarray, offsets: np.ndarray, stops: np.ndarray
+    ) -> Sequence[Descriptor | SparseFile]:
+        """Opens files; of remote ones without a cache, only the ranges are there."""
+        stored = [self.files[number].stored for number in numbers]
+        if self._cache is None and self._kinds[numbers[0]][1]:
+            return sparse_files([file.remote for file in stored], of_file, offsets, stops)
+        return [file.open(self._cache) for file in stored]
+
+    def document_lengths(self, eod: int | None) -> list[np.ndarray]:
+        """Returns the lengths of the documents of each file.
+
+        Raises:
+          SettingsError: none of the files that are searched contains ``eod``; also see :func:`document_lengths`.
         """
-        stored, itemsize = [self.files[number].stored for number in numbers], self.files[numbers[0]].dtype.itemsize
-        of_file = file_index if numbers is self._all else np.searchsorted(numbers, file_index)
-        offsets = self._headers[file_index] + starts * itemsize
-        if cache is None and self._kinds[numbers[0]][1]:
-            opened = sparse_files([file.remote for file in stored], of_file, offsets, offsets + lengths * itemsize)
-        else:
-            opened = [file.open(cache) for file in stored]
-        fds = np.array([descriptor.number for descriptor in opened], np.int64)
-        return opened, fds[of_file], offsets
+        listed = lengths_by_file(self._manifests, LENGTHS_KEY, eod)
 
+        def find(file: TokenFile) -> np.ndarray:
+            found = listed.get(file.stored.path)
+            if found is None or int(found.sum(dtype=np.int64)) != file.num_tokens:
+                return document_lengths(file, eod, self._cache)
+            return found.astype(np.int64)
 
-class Ranges(NamedTuple):
-    """Ranges of tokens, to be read one after the other into one array.
+        lengths = file_paths.in_threads(find, self.files)
+        searched = [
+            (file, len(found))
+            for file, found in zip(self.files, lengths, strict=True)
+            if file.index is None and file.stored.path not in listed
+        ]
+        # A file of one document may or may not end with the token.
+        if searched and not any(number > 1 or _ends_with(file, eod, self._cache) for file, number in searched):
+            others = f" or the {len(searched) - 1:,} other file(s)" if len(searched) > 1 else ""
+            raise SettingsError(
+                f"eod={eod} does not occur in {searched[0][0].stored.path}{others}. Pass the token that ends a document.",
+                setting="eod",
+            )
+        return lengths
 
-    Range i, int64[n] each, has ``lengths[i]`` tokens of the file ``file_index[i]`` of ``files``, from token ``starts[i]`` on.
-    ``record_ids`` is for errors.
-    """
+    def cached(self, file_index: np.ndarray) -> list[RemoteFile] | None:
+        """Returns the files of reads, int64[n], that come through the cache; None if no file does."""
+        if self._cache is None or not self._cache.ahead_bytes or not self._any_cached:
+            return None
+        stored = [self.files[number].stored for number in np.unique(file_index).tolist()]
+        return [RemoteFile(self._cache, file.path, None, file.num_bytes) for file in stored if file.is_cached]
 
-    files: FileSet
-    file_index: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    record_ids: np.ndarray
+    def names(self) -> list[str]:
+        """Returns the paths and URLs of the files."""
+        return [file.stored.path for file in self.files]
 
+    def fingerprint(self) -> JsonValue:
+        """Returns the identity of the files."""
+        return file_paths.identify_files(self.names(), [file.stored.num_bytes for file in self.files])
 
-def read_ranges(ranges: Ranges, out: np.ndarray, cache: ShardCache | None) -> None:
-    """Reads ranges of files of any dtypes, in any order, with repeats and overlaps, into ``out``, int32[sum of the lengths].
-
-    Raises:
-      CorruptDataError: if a file ends before the end of a range; names the file and the record.
-      SourceError: if a token does not fit into int32, or a file has changed; names the file.
-      OSError: if a file cannot be read.
-    """
-    places = np.cumsum(ranges.lengths) - ranges.lengths
-    groups = ranges.files.groups(ranges.file_index)
-    for numbers in groups:
-        rows = None if len(groups) == 1 else np.flatnonzero(np.isin(ranges.file_index, numbers))
-        for first in range(0, len(places) if rows is None else len(rows), _RANGES_PER_CALL):
-            part = slice(first, first + _RANGES_PER_CALL)
-            _read_rows(ranges, numbers, part if rows is None else rows[part], places, out, cache)
-
-
-def _read_rows(
-    ranges: Ranges,
-    numbers: Sequence[int],
-    rows: slice | np.ndarray,
-    places: np.ndarray,
-    out: np.ndarray,
-    cache: ShardCache | None,
-) -> None:
-    """Reads the ranges ``rows``, which are in the files ``numbers`` of one dtype."""
-    file_index, record_ids = ranges.file_index[rows], ranges.record_ids[rows]
-    lengths, places = ranges.lengths[rows], places[rows]
-    opened, fds, offsets = ranges.files.places(numbers, file_index, ranges.starts[rows], lengths, cache)
-    dtype = ranges.files.files[numbers[0]].dtype
-    done = 0
-    if extension is not None and dtype.byteorder in _NATIVE:
-        done = extension.read(fds, offsets, lengths, places, out, dtype.kind, dtype.itemsize)
-    for i in range(done, len(fds)):
-        file, start = ranges.files.files[int(file_index[i])], int(places[i])
-        _read_range(file, int(record_ids[i]), int(fds[i]), int(offsets[i]), out[start : start + int(lengths[i])])
-    del opened
+    def close(self) -> None:
+        """Closes the files once no read uses them."""
+        shared_pool.drop([file.stored for file in self.files])
 
 
 def _read_range(file: TokenFile, record_id: int, fd: int, offset: int, out: np.ndarray) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
@@ -12,7 +11,6 @@ import numpy as np
 import xxhash
 from numpy.typing import DTypeLike
 
-from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
@@ -20,103 +18,24 @@ from meshfeed._src.sources.checks import check_ids, is_count
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS
 from meshfeed._src.sources.files.lookup import FileFormat, find_files
-from meshfeed._src.sources.files.manifest import lengths_by_file
-from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard_cache import RemoteFile
-from meshfeed._src.sources.tokens.files import (
-    FileSet,
-    Ranges,
-    TokenFile,
-    document_lengths,
-    ends_with,
-    inspect,
-    listed,
-    read_ranges,
-    token_files,
-)
+from meshfeed._src.sources.tokens.files import TokenFiles, inspect, listed, token_files
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
 
 
-LENGTHS_KEY = "tokens"
-"""Where a manifest lists the lengths of documents; the name of the leaf is a setting of the reader."""
-
-
-class _Files:
-    """The token files of a source."""
-
-    def __init__(self, paths: file_paths.Paths, dtype: DTypeLike | None, cache: ShardCache | None) -> None:
-        wanted = None if dtype is None else _token_dtype(dtype)
-        self.cache = cache
-        form = FileFormat(
-            "Tokens",
-            lambda name: inspect(name, wanted, cache),
-            lambda file: (file.entry(), file.stored.version),
-            lambda entry, version, manifest: listed(entry, version, manifest, wanted),
-            token_files,
-        )
-        found = find_files(paths, cache, form)
-        self.files, self.manifests = found.files, found.manifests
-        self.set = FileSet(self.files)
-        self.is_direct = cache is None and any(is_url(file.stored.path) for file in self.files)
-
-    def read(self, ranges: Ranges) -> np.ndarray:
-        """Reads ranges one after the other, int32[sum of the lengths]."""
-        out = memory.empty((int(ranges.lengths.sum()),), np.int32)
-        if out.size:
-            read_ranges(ranges, out, self.cache)
-        return out
-
-    def document_lengths(self, eod: int | None) -> list[np.ndarray]:
-        """Lengths of the documents of each file.
-
-        Raises:
-          SettingsError: none of the files that are searched contains ``eod``; also see :func:`document_lengths`.
-        """
-        listed = lengths_by_file(self.manifests, LENGTHS_KEY, eod)
-
-        def find(file: TokenFile) -> np.ndarray:
-            found = listed.get(file.stored.path)
-            if found is None or int(found.sum(dtype=np.int64)) != file.num_tokens:
-                return document_lengths(file, eod, self.cache)
-            return found.astype(np.int64)
-
-        lengths = file_paths.in_threads(find, self.files)
-        searched = [
-            (file, len(found))
-            for file, found in zip(self.files, lengths, strict=True)
-            if file.index is None and file.stored.path not in listed
-        ]
-        # A file of one document may or may not end with the token.
-        if searched and not any(number > 1 or ends_with(file, eod, self.cache) for file, number in searched):
-            others = f" or the {len(searched) - 1:,} other file(s)" if len(searched) > 1 else ""
-            raise SettingsError(
-                f"eod={eod} does not occur in {searched[0][0].stored.path}{others}. Pass the token that ends a document.",
-                setting="eod",
-            )
-        return lengths
-
-    def cached(self, file_index: np.ndarray) -> list[RemoteFile] | None:
-        """The files of reads, int64[n], that come through the cache; None if no file does."""
-        if self.cache is None or not self.cache.ahead_bytes or not self._any_cached:
-            return None
-        stored = [self.files[number].stored for number in np.unique(file_index).tolist()]
-        return [RemoteFile(self.cache, file.path, None, file.num_bytes) for file in stored if file.is_cached]
-
-    @functools.cached_property
-    def _any_cached(self) -> bool:
-        return any(file.stored.is_cached for file in self.files)
-
-    def names(self) -> list[str]:
-        return [file.stored.path for file in self.files]
-
-    def fingerprint(self) -> JsonValue:
-        return file_paths.identify_files(self.names(), [file.stored.num_bytes for file in self.files])
-
-    def close(self) -> None:
-        for file in self.files:
-            file.stored.close()
+def _find(paths: file_paths.Paths, dtype: DTypeLike | None, cache: ShardCache | None) -> TokenFiles:
+    wanted = None if dtype is None else _token_dtype(dtype)
+    form = FileFormat(
+        "Tokens",
+        lambda name: inspect(name, wanted, cache),
+        lambda file: (file.entry(), file.stored.version),
+        lambda entry, version, manifest: listed(entry, version, manifest, wanted),
+        token_files,
+    )
+    found = find_files(paths, cache, form)
+    return TokenFiles(found.files, found.manifests, cache)
 
 
 class _Pieces(NamedTuple):
@@ -136,7 +55,7 @@ class _Pieces(NamedTuple):
 class _TokenSource:
     """What windows and documents share."""
 
-    _files: _Files
+    _files: TokenFiles
 
     def _file_index(self, record_ids: RecordIds) -> RecordIds:
         """Returns the index of the file of each record, int64[n]."""
@@ -221,7 +140,7 @@ class Tokens(_TokenSource):
             raise SettingsError(f"next_token={next_token!r}; it takes True or False.", setting="next_token")
         self._eod, self._key = _checked_eod(eod), _checked_key(key)
         self._width = self._length + int(next_token)
-        self._files = _Files(paths, dtype, cache)
+        self._files = _find(paths, dtype, cache)
         self._pieces = self._find_pieces()
         if not self._pieces.ends.size:
             longest = max(file.num_tokens for file in self._files.files)
@@ -316,8 +235,8 @@ class Tokens(_TokenSource):
         width = max(0, stop - first)
         piece = np.searchsorted(self._pieces.ends, ids, side="right")
         starts = self._pieces.starts[piece] + (ids * self._stride + first)
-        ranges = Ranges(self._files.set, self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
-        return {self._key: self._files.read(ranges).reshape(len(ids), width)}
+        tokens = self._files.read(self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
+        return {self._key: tokens.reshape(len(ids), width)}
 
     def shard_lengths(self) -> RecordIds:
         """Returns the number of windows of each file, int64[files]."""
@@ -346,7 +265,7 @@ class TokenDocuments(_TokenSource):
     def __init__(
         self, paths: file_paths.Paths, *, dtype: DTypeLike | None, eod: int | None, key: str, cache: ShardCache | None
     ) -> None:
-        self._key, self._files = _checked_key(key), _Files(paths, dtype, cache)
+        self._key, self._files = _checked_key(key), _find(paths, dtype, cache)
         lengths = self._files.document_lengths(_checked_eod(eod))
         self._ends = np.cumsum([len(part) for part in lengths])  # documents up to and including each file
         joined = np.concatenate(lengths)
@@ -407,8 +326,7 @@ class TokenDocuments(_TokenSource):
             begins[rows] = _starts(
                 self._lengths[first : int(self._ends[number])], self._checkpoints[number], within[rows]
             )
-        ranges = Ranges(self._files.set, file_index, begins + starts, lengths, record_ids)
-        return {self._key: self._files.read(ranges)}
+        return {self._key: self._files.read(file_index, begins + starts, lengths, record_ids)}
 
     def shard_lengths(self) -> RecordIds:
         """Returns the number of documents of each file, int64[files]."""
