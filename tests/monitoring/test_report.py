@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import meshfeed
 from meshfeed._src.base.stats import FeedStats, Sample
 from meshfeed._src.cli import main
-from meshfeed._src.pictures.chart import Bar, Series, bar_chart, line_chart, nice_ticks
+from meshfeed._src.pictures.drawing import Bar, Series, bar_chart, line_chart, nice_ticks
 from meshfeed._src.pictures.report import HostLog, report_figures, report_page
 
 

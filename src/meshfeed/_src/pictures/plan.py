@@ -165,9 +165,6 @@ def plan_of_batch(element_spec: PyTree) -> MeshPlan:
     )
 
 
-# ---------------------------------------------------------------------- the drawing
-
-
 @dataclasses.dataclass(frozen=True)
 class _Grid:
     """Mesh positions in bands: each band holds consecutive rows of the batch.

@@ -14,8 +14,7 @@ import numpy as np
 
 from meshfeed._src.base.stats import Sample, rates, total_stats
 from meshfeed._src.base.types import JsonValue
-from meshfeed._src.pictures.chart import MAX_LINES, Bar, Series, bar_chart, line_chart
-from meshfeed._src.pictures.drawing import Drawing, page
+from meshfeed._src.pictures.drawing import MAX_LINES, Bar, Drawing, Series, bar_chart, line_chart, page
 
 _POINTS = 96
 _SHOWN_HOSTS = 32
@@ -31,9 +30,6 @@ class HostLog:
     feed: str
     host: int
     samples: Sequence[Sample]
-
-
-# ---------------------------------------------------------------------- figures
 
 
 def report_figures(logs: Sequence[HostLog]) -> dict[str, JsonValue]:
@@ -97,9 +93,6 @@ def _intervals(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     if len(moved) > 2 and moved[-1].time - moved[-2].time < 0.5 * (moved[-2].time - moved[-3].time):
         del moved[-2]  # the last sample comes with the end, at any time after the one before
     return list(itertools.pairwise(moved))
-
-
-# ---------------------------------------------------------------------- the page
 
 
 def report_page(figures: dict[str, JsonValue]) -> str:
