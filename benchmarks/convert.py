@@ -28,7 +28,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from benchmarks._measure import Table, Way, main, rates, take_turns
 from meshfeed._src.convert.run import convert, run_here
-from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.writers import Settings
 from meshfeed.sources import ArrayRecord, DecodeExample
 
 KINDS = ("parquet", "jsonl", "csv", "txt")

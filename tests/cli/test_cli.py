@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -74,7 +75,7 @@ def test_plan_with_a_cache_shows_downloads() -> None:
 
 
 def test_plan_leaves_out_the_middle_unless_asked() -> None:
-    assert "4,080 more hosts" in run(BIG).output
+    assert "4,080 more hosts; --all or --json shows them" in run(BIG).output
     assert len(run(f"{BIG} --all").output.splitlines()) == 1 + 4096 + 2
 
 
@@ -139,6 +140,39 @@ def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 0
     assert "plan" in ended.stdout
+
+
+_INTERRUPTED_AT = """
+import os, signal, sys
+
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == module:
+        os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.addaudithook(interrupt)
+from meshfeed._src.cli.entry import run
+run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "status"),
+    [
+        ("meshfeed._src.cli.main", -signal.SIGINT),
+        ("click", -signal.SIGINT),
+        ("meshfeed._src.cli.plan", -signal.SIGINT),
+        ("meshfeed._src.pictures.plan", 130),  # the command itself imports it
+        ("jax", 130),
+    ],
+)
+def test_an_early_interrupt_ends_quietly(module: str, status: int) -> None:
+    command = f"{SMALL} --mesh data=8 --spec data --global-batch-size 16"
+    ended = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED_AT, module, *command.split()], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
 
 
 def test_completion() -> None:

@@ -109,7 +109,9 @@ def test_it_shows_the_records_of_the_same_files_only(tmp_path: pathlib.Path) -> 
         (tmp_path / "state.json").write_text(json.dumps(feed.get_state()))
     result = run(tmp_path / "state.json", "--array-record", paths, "--json")
     assert [record["begins"] for record in json.loads(result.output)["records"]] == [f"a record {row}" for row in rows]
-    assert "a.array_record" in run(tmp_path / "state.json", "--array-record", paths).output
+    lines = run(tmp_path / "state.json", "--array-record", paths).output.splitlines()
+    assert f"from {tmp_path}" in lines
+    assert all("  a.array_record  a record " in line and len(line) <= 100 for line in lines[4:])
     other = run(tmp_path / "state.json", "--array-record", tmp_path / "b.array_record")
     assert other.exit_code == 1
     assert "state mismatch in 'source" in other.output

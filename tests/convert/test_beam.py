@@ -15,7 +15,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert.run import convert, run_here
-from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.writers import Settings
 
 pytest.importorskip("apache_beam")
 RUNNERS = [("DirectRunner", []), ("DirectRunner", ["--direct_running_mode=multi_threading", "--direct_num_workers=2"])]

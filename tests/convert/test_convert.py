@@ -16,7 +16,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert.run import Converted, RunInWorkers, convert, run_here
-from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.writers import Settings
 from meshfeed.sources import ArrayRecord, DecodeExample, Tokens
 
 
@@ -112,6 +112,17 @@ def test_types_that_the_first_block_does_not_show(tmp_path: pathlib.Path) -> Non
         assert found[-1]["n"] == [1.5]
     assert found[7]["t"] == b"7"
     assert features_of(tmp_path / "jsonl")[-1]["new"] == b"x"
+
+
+def test_a_named_column_may_first_appear_after_the_first_block(tmp_path: pathlib.Path) -> None:
+    rows = [{"pad": "p" * 1000} for _ in range(1200)] + [{"pad": "", "late": "x"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(tmp_path / "a.jsonl", tmp_path / "out", columns=["late"])
+    found = features_of(tmp_path / "out")
+    assert (len(found), found[0], found[-1]) == (1201, {}, {"late": b"x"})
+    with pytest.raises(SourceError, match=r"unknown columns \['never'\]; the data has \['pad', 'late'\]"):
+        run(tmp_path / "a.jsonl", tmp_path / "other", columns=["never"])
+    assert not (tmp_path / "other").exists()
 
 
 def test_lines_of_text(tmp_path: pathlib.Path) -> None:

@@ -20,7 +20,7 @@ import meshfeed
 from meshfeed._src.convert import run as convert_run
 from meshfeed._src.convert.job import Phase
 from meshfeed._src.convert.run import convert, run_here
-from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.writers import Settings
 from meshfeed._src.sources.manifest import make_manifest
 
 

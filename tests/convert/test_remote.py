@@ -11,7 +11,7 @@ import pytest
 
 import meshfeed
 from meshfeed._src.convert.run import RunInWorkers, convert, run_here
-from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.writers import Settings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "sources"))
 from http_store import Store

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshfeed
-from meshfeed._src.convert.csv_files import record_starts
+from meshfeed._src.convert.lines import line_starts, record_starts, without_blank
 from meshfeed._src.convert.run import convert, run_here
-from meshfeed._src.convert.settings import Settings
-from meshfeed._src.convert.text_files import line_starts, without_blank
+from meshfeed._src.convert.writers import Settings
 
 COUNT = 70_000  # more than one block
 

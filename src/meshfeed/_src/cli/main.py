@@ -1,7 +1,7 @@
 """The ``meshfeed`` command line. Each command imports its dependencies when it runs, which keeps ``--help`` fast.
 
 A :class:`~meshfeed.MeshfeedError` is printed as a message without a traceback. The exit status is 2 for an invalid
-argument and 1 for any other error.
+argument, 130 after Ctrl-C, and 1 for any other error.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import click
 from meshfeed import __version__
 from meshfeed._src.base.errors import MeshfeedError, PlanError, SettingsError
 from meshfeed._src.cli import checkpoint as cli_checkpoint
-from meshfeed._src.cli import convert as cli_convert
+from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
-from meshfeed._src.cli import manifest as cli_manifest
 from meshfeed._src.cli import plan as cli_plan
+from meshfeed._src.cli.entry import INTERRUPTED
 from meshfeed._src.cli.text import at_least, counted, json_option
 
 _EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
@@ -28,6 +28,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
         except MeshfeedError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(2 if isinstance(error, SettingsError | PlanError) else 1)
@@ -170,12 +172,12 @@ def report(logs: tuple[str, ...], output: pathlib.Path, as_json: bool) -> None:
 cli_plan.plan.epilog = _example(
     "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --spec data --global-batch-size 64"
 )
-cli_manifest.manifest.epilog = _example("manifest 'data/*.array_record'")
+cli_data.manifest.epilog = _example("manifest 'data/*.array_record'")
 for _command in (
     cli_plan.plan,
-    cli_convert.convert,
+    cli_data.convert,
     cli_doctor.doctor,
-    cli_manifest.manifest,
+    cli_data.manifest,
     *cli_checkpoint.COMMANDS,
 ):
     main.add_command(_command)

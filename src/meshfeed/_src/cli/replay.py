@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from meshfeed._src.state import files as state_files
 from meshfeed._src.state import state as feed_state
 
 _SHOWN_BYTES = 48
+_SHOWN = 40  # characters of a record on a line of text
 
 
 def load_state(path: str) -> feed_state.FeedState:
@@ -127,16 +129,25 @@ def lines(found: dict[str, Any], records: list[dict[str, Any]] | None) -> list[s
     """Formats the result of :func:`replay`, with its ids as a list, and of :func:`describe_records`, as lines of text."""
     ids, start, (first, last) = found["record_ids"], found["first_position"], found["epochs"]
     when = "delivered" if found["delivered"] else "not yet delivered"
+    folder = os.path.commonprefix([record["file"] for record in records or ()]).rpartition("/")[0]
     shown = [
-        f"{record['record_id']:>12}  {record['bytes']:>10,} B  {record['file']}  {record['begins']}"
+        f"{record['record_id']:>12}  {record['bytes']:>10,} B  {_after(folder, record['file'])}  {_short(record['begins'])}"
         for record in records or ()
     ]
     return [
         f"state: feed step {found['feed_step']:,}, position {found['position']:,}",
         f"batch index {found['batch_index']:,}, {when}: positions {start:,}..{start + len(ids) - 1:,}",
         f"{len(ids):,} records of epoch {first}" + (f" to {last}" if last != first else ""),
-        *(shown or [" ".join(map(str, ids))]),
+        *([f"from {folder}", *shown] if shown else [" ".join(map(str, ids))]),
     ]
+
+
+def _after(folder: str, file: str) -> str:
+    return file[len(folder) + 1 :] if folder else file
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 def describe_records(state: feed_state.FeedState, paths: list[str], record_ids: RecordIds) -> list[dict[str, Any]]:

@@ -1,22 +1,324 @@
-"""Encodes Arrow columns as serialized ``tf.train.Example`` messages.
+"""Encodes Arrow columns as serialized ``tf.train.Example`` messages: bytes, floats or integers, one or several per row.
 
-Features are in order of name, so equal rows have equal bytes. ``sources/decode.py``
-describes the message and decodes it.
+============================================  =================================================================
+text, binary                                  bytes
+integers, booleans, dates, times, timestamps  integers; dates and times as the number that Arrow stores
+floats                                        floats of 32 bits, which is all that an Example can hold
+a list                                        several values
+a list of lists, an array                     its values in row-major order, and ``<name>/shape``
+a struct                                      ``<name>/<field>``
+Hugging Face's Image or Audio, not decoded    the bytes of the file
+============================================  =================================================================
+
+Features are in order of name, so equal rows have equal bytes. ``sources/decode.py`` describes the message and decodes it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from meshfeed._src.convert.columns import Values, values_of
+from meshfeed._src.base.errors import SourceError
+from meshfeed._src.convert.buffers import binary, flags, integers, null_mask, numbers, to_bytes
 from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+KIND_NAMES = {BYTES: "bytes", FLOAT: "float", INT64: "int64"}
+
+_Column: TypeAlias = "tuple[str, pa.Array]"
+_CHOOSE = "Choose other columns with --columns, or convert this one before."
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """The values of a column.
+
+    Attributes:
+      kind: the kind of feature.
+      payloads: for numbers, the packed values of each row; for bytes, each value.
+      lengths: int64[rows], values of bytes per row; None if every row has one, and for numbers.
+      nulls: bool[rows], or None if no row is null.
+    """
+
+    kind: int
+    payloads: Sequence[bytes | memoryview]
+    lengths: np.ndarray | None
+    nulls: np.ndarray | None
+
+
+def flatten(batch: pa.RecordBatch, first_record: int = 0) -> list[_Column]:
+    """Returns the features of a batch of rows as columns of values or lists of values.
+
+    Raises:
+      SourceError: a column has a type that an Example cannot hold, or an array is ragged; names the column and the record.
+    """
+    found = [
+        column
+        for name, array in zip(batch.schema.names, batch.columns, strict=True)
+        for column in _flatten(name, array, first_record)
+    ]
+    names = [name for name, _ in found]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError(
+            f"two columns become the feature {twice!r}. Rename one of them, or leave it out with --columns."
+        )
+    return found
+
+
+def feature_kinds(schema: pa.Schema) -> dict[str, dict[str, Any]]:
+    """Returns name → kind of every feature that rows of ``schema`` have, and whether it is a list.
+
+    Raises:
+      SourceError: a column has a type that an Example cannot hold; names it.
+    """
+    import pyarrow as pa
+
+    kinds: dict[str, dict[str, Any]] = {}
+    empty = pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in schema.types], schema=schema)
+    for name, array in sorted(flatten(empty)):
+        leaf = array.type.value_type if _is_list(array.type) else array.type
+        kinds[name] = {"kind": KIND_NAMES[_kind(name, leaf)], "list": _is_list(array.type)}
+    return kinds
+
+
+def values_of(name: str, array: pa.Array, first_record: int) -> Values:
+    """Returns the values of a column that :func:`flatten` returned.
+
+    Args:
+      name: the column.
+      array: its values.
+      first_record: number of the first row, for messages.
+
+    Raises:
+      SourceError: a value does not fit; names the column and the record.
+    """
+    nulls = null_mask(array)
+    lengths = None
+    if _is_list(array.type):
+        lengths = _list_lengths(array, null=0)
+        array = array.flatten()
+        if array.null_count:
+            value = int(np.flatnonzero(flags(array.is_null()))[0])
+            row = int(np.searchsorted(np.cumsum(lengths), value, side="right"))
+            raise SourceError(
+                f"record {first_record + row}: the list in column {name!r} holds a null, which an Example cannot. "
+                f"{_CHOOSE}"
+            )
+    kind = _kind(name, array.type)
+    if kind == BYTES:
+        return Values(kind, to_bytes(array), lengths, nulls)
+    ends = np.cumsum(np.ones(len(array), np.int64) if lengths is None else lengths)
+    if kind == FLOAT:
+        packed, edges = _floats(name, array, ends, first_record).tobytes(), ends * 4
+    else:
+        packed, value_ends = pack_varints(_integers(name, array, ends, first_record))
+        edges = np.concatenate([[0], value_ends])[ends]
+    stops = edges.tolist()
+    return Values(kind, [packed[low:high] for low, high in zip([0, *stops[:-1]], stops, strict=True)], None, nulls)
+
+
+def pack_varints(values: np.ndarray) -> tuple[bytes, np.ndarray]:
+    """Encodes int64[n] in 7 bits per byte.
+
+    Returns:
+      The bytes, and int64[n], the end of each value.
+    """
+    unsigned = values.view(np.uint64)
+    sizes = np.ones(len(values), np.int64)
+    top = int(unsigned.max(initial=0))
+    places = range(1, max(1, -(-top.bit_length() // 7)))
+    for place in places:
+        sizes += unsigned >= np.uint64(1 << 7 * place)
+    ends = np.cumsum(sizes)
+    out = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
+    starts = ends - sizes
+    out[starts] = (unsigned & np.uint64(127)).astype(np.uint8) | np.where(sizes > 1, 128, 0).astype(np.uint8)
+    for place in places:
+        long = sizes > place
+        part = (unsigned[long] >> np.uint64(7 * place) & np.uint64(127)).astype(np.uint8)
+        out[starts[long] + place] = part | np.where(sizes[long] > place + 1, 128, 0).astype(np.uint8)
+    return out.tobytes(), ends
+
+
+# ------------------------------------------------------------------------ types
+
+
+def _flatten(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]:
+    import pyarrow as pa
+
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_struct(array.type):
+        yield from _flatten_struct(name, array, first_record)
+    elif _is_list(array.type) and _is_list(_storage(array.type.value_type)):
+        yield from _flatten_nested(name, array, first_record)
+    elif pa.types.is_null(array.type):
+        yield name, array.cast(pa.large_binary())  # no row has a value
+    else:
+        _kind(name, array.type.value_type if _is_list(array.type) else array.type)
+        yield name, array
+
+
+def _storage(kind: pa.DataType) -> pa.DataType:
+    import pyarrow as pa
+
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def _flatten_struct(name: str, array: pa.StructArray, first_record: int) -> Iterator[_Column]:
+    fields = [field.name for field in array.type]
+    children = array.flatten()
+    if sorted(fields) == ["bytes", "path"]:
+        yield name, _file_bytes(name, children[fields.index("bytes")], children[fields.index("path")], first_record)
+        return
+    for field, child in zip(fields, children, strict=True):
+        yield from _flatten(f"{name}/{field}", child, first_record)
+
+
+def _file_bytes(name: str, contents: pa.Array, paths: pa.Array, first_record: int) -> pa.Array:
+    """Returns the bytes of images or sounds that Hugging Face stores in place, or as the path of a file."""
+    outside = np.flatnonzero(flags(contents.is_null()) & flags(paths.is_valid())).tolist()
+    if not outside:
+        return contents
+    values = contents.to_pylist()
+    for row in outside:
+        path = paths[row].as_py()
+        if not os.path.isfile(path):
+            raise SourceError(
+                f"record {first_record + row}: the file {path!r} of column {name!r} does not exist. Save the dataset with "
+                "the files in it: dataset.save_to_disk after dataset.map, or embed_table_storage."
+            )
+        with open(path, "rb") as file:
+            values[row] = file.read()
+    return binary(values)
+
+
+def _flatten_nested(name: str, array: pa.Array, first_record: int) -> Iterator[_Column]:
+    """Yields the values of an array of two or more dimensions, and its shape."""
+    import pyarrow as pa
+
+    nulls = array.is_null()
+    sizes = [_list_lengths(array, null=0)]
+    counts = sizes[0]
+    values = array.flatten()
+    while _is_list(_storage(values.type)):
+        values = values.storage if isinstance(values, pa.ExtensionArray) else values
+        lengths = _list_lengths(values, null=-1)
+        firsts = np.zeros(len(counts), np.int64)
+        filled = counts > 0
+        firsts[filled] = lengths[(np.cumsum(counts) - counts)[filled]]
+        ragged = np.flatnonzero((np.repeat(firsts, counts) != lengths) | (lengths < 0))
+        if len(ragged):
+            row = int(np.searchsorted(np.cumsum(counts), ragged[0], side="right"))
+            raise SourceError(
+                f"record {first_record + row}: column {name!r} holds lists of lists of different lengths, or nulls; an "
+                f"Example can hold arrays only. {_CHOOSE}"
+            )
+        sizes.append(firsts)
+        counts = counts * firsts
+        values = values.flatten()
+    _kind(name, values.type)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    yield name, pa.LargeListArray.from_arrays(integers(offsets), values, mask=nulls)
+    ranks = np.arange(len(array) + 1) * len(sizes)
+    shapes = np.stack(sizes, axis=1).reshape(-1)
+    yield f"{name}/shape", pa.LargeListArray.from_arrays(integers(ranks), integers(shapes), mask=nulls)
+
+
+def _list_lengths(array: pa.Array, *, null: int) -> np.ndarray:
+    """Returns the length of each list, int64[n], and ``null`` for a null."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found = pc.call_function("list_value_length", [array])
+    dtype = np.dtype(np.int64 if pa.types.is_large_list(array.type) else np.int32)
+    lengths, nulls = numbers(found, dtype).astype(np.int64), null_mask(found)
+    if nulls is not None:
+        lengths[nulls] = null
+    return lengths
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _kind(name: str, kind: pa.DataType) -> int:
+    import pyarrow.types as types
+
+    if is_text_or_bytes(kind):
+        return BYTES
+    if types.is_floating(kind):
+        return FLOAT
+    if types.is_integer(kind) or types.is_boolean(kind) or (types.is_temporal(kind) and not types.is_interval(kind)):
+        return INT64
+    raise SourceError(
+        f"column {name!r} has the type {kind}, which an Example cannot hold. Expected text, binary, numbers, dates, or lists "
+        f"and structs of them. {_CHOOSE}"
+    )
+
+
+def is_text_or_bytes(kind: pa.DataType) -> bool:
+    """Whether a type is text or binary."""
+    import pyarrow.types as types
+
+    tests = (types.is_string, types.is_large_string, types.is_string_view)
+    more = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    return any(test(kind) for test in (*tests, *more))
+
+
+def _without_nulls(array: pa.Array, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns the values as numpy, and 0 for a null."""
+    values, nulls = numbers(array, dtype), null_mask(array)
+    return values if nulls is None else np.where(nulls, np.zeros((), dtype), values)
+
+
+def _integers(name: str, array: pa.Array, ends: np.ndarray, first_record: int) -> np.ndarray:
+    import pyarrow as pa
+
+    if pa.types.is_date32(array.type) or pa.types.is_time32(array.type):
+        array = array.cast(pa.int32())
+    if pa.types.is_uint64(array.type):
+        values = _without_nulls(array, np.dtype(np.uint64))
+        large = np.flatnonzero(values > np.uint64(np.iinfo(np.int64).max))
+        if len(large):
+            row = int(np.searchsorted(ends, large[0], side="right"))
+            raise SourceError(
+                f"record {first_record + row}: column {name!r} holds {values[large[0]]}, and the integers of an Example have "
+                f"63 bits. {_CHOOSE}"
+            )
+        return values.view(np.int64)
+    return _without_nulls(array.cast(pa.int64()), np.dtype(np.int64))
+
+
+def _floats(name: str, array: pa.Array, ends: np.ndarray, first_record: int) -> np.ndarray:
+    values = _without_nulls(array, np.dtype(f"f{array.type.bit_width // 8}"))
+    with np.errstate(over="ignore"):
+        narrow = values.astype("<f4")
+    if values.dtype.itemsize > 4:
+        large = np.flatnonzero(np.isinf(narrow) & np.isfinite(values))
+        if len(large):
+            row = int(np.searchsorted(ends, large[0], side="right"))
+            raise SourceError(
+                f"record {first_record + row}: column {name!r} holds {values[large[0]]}, and the floats of an Example "
+                f"have 32 bits. {_CHOOSE}"
+            )
+    return narrow
+
 
 _VALUES_TAG = b"\x0a"  # field 1, with a length
 _CACHED_SIZES = 1 << 16
@@ -26,7 +328,7 @@ def encode_examples(columns: Sequence[tuple[str, pa.Array]], first_record: int) 
     """Encodes rows as Examples.
 
     Args:
-      columns: name and values of each feature, as :func:`meshfeed._src.convert.columns.flatten` returns them.
+      columns: name and values of each feature, as :func:`meshfeed._src.convert.example.flatten` returns them.
       first_record: number of the first row, for messages.
 
     Returns:
@@ -44,13 +346,10 @@ def _entries(name: str, values: Values) -> list[bytes]:
     """Returns each row's entry of the map of features; empty for a null."""
     payloads, tag = values.payloads, _tag(values.kind)
     wrap = _wrapper(name, tag, one=True)
-    if values.kind == BYTES:
-        if values.lengths is None:
-            entries = [wrap(len(payload)) + payload for payload in payloads]
-        else:
-            entries = _byte_lists(name, tag, payloads, values.lengths)
-    else:
+    if values.lengths is None:
         entries = [wrap(len(payload)) + payload for payload in payloads]
+    else:
+        entries = _byte_lists(name, tag, payloads, values.lengths)
     if values.nulls is not None:
         for row in np.flatnonzero(values.nulls).tolist():
             entries[row] = b""
@@ -105,6 +404,3 @@ def varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-__all__ = ["BYTES", "FLOAT", "INT64", "encode_examples", "varint"]

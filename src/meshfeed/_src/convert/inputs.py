@@ -64,12 +64,14 @@ class Input(abc.ABC):
     Attributes:
       name: name of the format.
       examples: whether records are Examples already, in the one column ``record``.
+      late_columns: whether a column may first appear after the records whose types :meth:`scan` finds.
       types: all columns of all inputs; set before :meth:`read` is called.
       scratch: folder for temporary files. Names there end in ``.part``, so that they are removed after a kill.
     """
 
     name: str
     examples = False
+    late_columns = False
     types: pa.Schema
     scratch: pathlib.Path
 

@@ -32,18 +32,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
-from meshfeed._src.convert import columns as convert_columns
-from meshfeed._src.convert.formats import open_format
+from meshfeed._src.convert.example import feature_kinds
+from meshfeed._src.convert.formats import download, open_format, path_of
 from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, align, choose, read_schema
-from meshfeed._src.convert.remote import download, path_of
-from meshfeed._src.convert.settings import Settings
-from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, TokenWriter, check_column
+from meshfeed._src.convert.writers import ArrayRecordFile, OutputFile, Settings, TokenWriter, check_column
 from meshfeed._src.sources.files.formats import compression_of, decompress
 from meshfeed._src.sources.files.manifest import FileEntry, describe_file
 from meshfeed._src.sources.files.paths import is_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 FOLDER = ".convert"
 _SHARD_BYTES = 256 << 20  # of input per output file, by default
@@ -117,6 +116,10 @@ class Conversion:
         """Whether types are those of all blocks of text files, not only of the first ones."""
         return (self.folder / "all-types").exists()
 
+    def ask_for_all_types(self) -> None:
+        """Makes the plan void."""
+        (self.folder / "all-types").touch()
+
     def scan(self, number: int) -> None:
         """Scans an input, unless that is done."""
         target = self._scan_path(number)
@@ -184,6 +187,7 @@ class Conversion:
 
         Raises:
           SourceError: there are no records, or inputs have different columns.
+          TypesChanged: a column that was named may be in later blocks only.
           SettingsError: there are more output files than records, or a column does not fit the encoding.
         """
         path = self.folder / "plan.json"
@@ -223,10 +227,13 @@ class Conversion:
                     setting="columns",
                 )
             return schema
+        named = {*(settings.columns or ()), *([settings.column] if settings.column else [])}
+        if self.input.late_columns and not self.all_types and not named <= set(schema.names):
+            raise TypesChanged("a column that was named is not in the first blocks")
         chosen = choose(schema, settings.columns)
         if settings.encoding != "example":
             return check_column(chosen, settings.encoding, settings.column)
-        convert_columns.feature_kinds(chosen)  # raises for types that do not fit
+        feature_kinds(chosen)  # raises for types that do not fit
         return chosen
 
     # ------------------------------------------------------------------ the output files
@@ -263,7 +270,7 @@ class Conversion:
         except TypesChanged as error:
             if self.plan.all_types:
                 raise SourceError(f"{error}. Expected values of one type per column. Correct the file.") from error
-            (self.folder / "all-types").touch()
+            self.ask_for_all_types()
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
@@ -420,8 +427,9 @@ def remove_unfinished(folder: pathlib.Path) -> None:
 
 def discard_plan(job: Conversion) -> None:
     """Removes the scans, the output files and the plan of a job whose types are to be found again."""
-    for shard in range(job.plan.num_shards):
-        job.shard_path(shard).unlink(missing_ok=True)
+    if (job.folder / "plan.json").exists():
+        for shard in range(job.plan.num_shards):
+            job.shard_path(shard).unlink(missing_ok=True)
     for path in (job.folder / "scans").iterdir():
         path.unlink()
     (job.folder / "plan.json").unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import os
 import pathlib
 import shutil
@@ -14,17 +15,31 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshfeed._src.base.errors import MeshfeedError, SettingsError
-from meshfeed._src.convert.features import describe_features
-from meshfeed._src.convert.formats import open_format, recognize
-from meshfeed._src.convert.inputs import Input
-from meshfeed._src.convert.job import FOLDER, Conversion, Phase, discard_plan, remove_unfinished, sync, write_json
-from meshfeed._src.convert.remote import remote_files
-from meshfeed._src.convert.settings import Settings
-from meshfeed._src.convert.workers import run_in_workers
-from meshfeed._src.convert.writers import eod_id, load_tokenizer, manifest_details
+from meshfeed._src.base.errors import MeshfeedError, SettingsError, StalledError
+from meshfeed._src.convert.example import KIND_NAMES, feature_kinds
+from meshfeed._src.convert.formats import open_format, recognize, remote_files
+from meshfeed._src.convert.inputs import Input, TypesChanged
+from meshfeed._src.convert.job import (
+    FOLDER,
+    Conversion,
+    Phase,
+    Task,
+    discard_plan,
+    remove_unfinished,
+    sync,
+    write_json,
+)
+from meshfeed._src.convert.writers import Settings, eod_id, load_tokenizer, manifest_details, token_format
+from meshfeed._src.reading.workers import WorkerPool, pickle_task
+from meshfeed._src.sources.decode import BYTES, FLOAT, INT64, parse_example
 from meshfeed._src.sources.files.manifest import NAME, digest_of, read_manifest, write_manifest
 from meshfeed._src.sources.files.paths import identify_files, in_threads, is_url
+
+_POLL_SECONDS = 0.02
+
+
+_SAMPLE = 100
+
 
 _VERSION = 1
 
@@ -260,12 +275,17 @@ def _check_same(found: dict[str, Any], given: dict[str, Any], directory: str) ->
 def _run(
     directory: str, engine: Engine, show: Callable[[Conversion, Phase], contextlib.AbstractContextManager[object]]
 ) -> None:
-    """Runs the tasks that are missing; twice if the types of the first blocks did not fit later ones."""
+    """Runs the tasks that are missing; twice if the types of the first blocks were not enough."""
     while True:
         job = Conversion(directory)
         with show(job, "scan"):
             engine(directory, "scan", job.missing_scans())
-        num_shards = job.plan.num_shards
+        try:
+            num_shards = job.plan.num_shards
+        except TypesChanged:
+            job.ask_for_all_types()
+            discard_plan(job)
+            continue
         if not job.types_changed:
             np.zeros(num_shards, np.int64).tofile(job.folder / "progress")
             with show(job, "write"):
@@ -341,3 +361,59 @@ class RunInWorkers:
             run_here(directory, phase, numbers)
             return
         run_in_workers(directory, phase, numbers, num_workers)
+
+
+def run_in_workers(directory: str, phase: Phase, numbers: Sequence[int], num_workers: int) -> None:
+    """Runs tasks of one phase in ``num_workers`` processes; raises the error of one that failed."""
+    make_task = functools.partial(Task, directory, phase)
+    pool: WorkerPool[int, None] = WorkerPool(num_workers, pickle_task(make_task), name="convert", gc_every=0)
+    try:
+        _work(pool, list(reversed(numbers)), num_workers)
+    finally:
+        pool.close()
+
+
+def _work(pool: WorkerPool[int, None], waiting: list[int], num_workers: int) -> None:
+    """Gives each worker the next number when it is done with one."""
+    busy = {worker for worker in range(num_workers) if waiting}
+    for worker in busy:
+        pool.submit(worker, waiting.pop())
+    while busy:
+        for worker in sorted(busy):
+            try:
+                pool.result(worker, _POLL_SECONDS)
+            except StalledError:
+                continue
+            if waiting:
+                pool.submit(worker, waiting.pop())
+            else:
+                busy.remove(worker)
+
+
+def describe_features(job: Conversion) -> dict[str, dict[str, Any]]:
+    """Returns name → kind, and whether there may be several values, once the output files are written.
+
+    With "bytes", the only entry is the column; with "tokens", its kind is the dtype of the tokens. The features of Examples
+    that were copied are those of the first records.
+    """
+    settings, schema = job.settings, job.plan.schema
+    if settings.encoding == "tokens":
+        assert settings.tokenizer is not None  # run.py checks it
+        _, _, dtype = token_format(load_tokenizer(settings.tokenizer))
+        return {schema.names[0]: {"kind": dtype.name, "list": True}}
+    if settings.encoding == "bytes":
+        return {schema.names[0]: {"kind": "bytes", "list": False}}
+    return _sample(job) if job.input.examples else feature_kinds(schema)
+
+
+def _sample(job: Conversion) -> dict[str, dict[str, Any]]:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(job.shard_path(0)))
+    found: dict[str, dict[str, Any]] = {}
+    for record in reader.read(0, min(_SAMPLE, reader.num_records())):
+        for name, values in parse_example(record).items():
+            kind = BYTES if isinstance(values, list) else FLOAT if values.dtype.kind == "f" else INT64
+            before = found.get(name, {"list": False})
+            found[name] = {"kind": KIND_NAMES[kind], "list": before["list"] or len(values) != 1}
+    return dict(sorted(found.items()))

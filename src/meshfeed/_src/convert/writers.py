@@ -1,24 +1,23 @@
-"""Output files: ArrayRecord with Examples or bytes, and token files."""
+"""Output files, and what the user can set for them: ArrayRecord with Examples or bytes, and token files."""
 
 from __future__ import annotations
 
 import abc
 import collections
 import contextlib
+import dataclasses
 import functools
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert.buffers import flags, to_bytes
-from meshfeed._src.convert.columns import flatten, is_text_or_bytes
-from meshfeed._src.convert.example import encode_examples
-from meshfeed._src.convert.settings import Settings
+from meshfeed._src.convert.example import encode_examples, flatten, is_text_or_bytes
 from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.tokens.files import LLM_C_BYTES, LLM_C_DTYPES
 
@@ -27,6 +26,29 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MAX_TOKENS = np.iinfo(np.int32).max  # what the header of a token file can state
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What decides the content of the output files, with the input.
+
+    Attributes:
+      encoding: "example", "bytes" or "tokens".
+      columns: the columns to write; None for all.
+      column: the column to write with "bytes" and "tokens"; None for the only one that fits.
+      tokenizer: path of the tokenizer for "tokens".
+      eod: the token that ends a document.
+      compression: of ArrayRecord, "zstd" or "none".
+      shards: number of output files; None for one per 256 MiB of input.
+    """
+
+    encoding: str = "example"
+    columns: Sequence[str] | None = None
+    column: str | None = None
+    tokenizer: str | None = None
+    eod: str | None = None
+    compression: str = "zstd"
+    shards: int | None = None
 
 
 class OutputFile(abc.ABC):

@@ -55,8 +55,13 @@ class MeshPlan:
             ]
         }
 
-    def lines(self, *, show_all: bool = True) -> list[str]:
-        """Returns a table of hosts and rows as lines of text, without the middle unless ``show_all``, and a summary."""
+    def lines(self, *, show_all: bool = True, hint: str = "") -> list[str]:
+        """Returns a table of hosts and rows as lines of text, and a summary.
+
+        Args:
+          show_all: whether hosts in the middle of a long table are shown.
+          hint: how to see those that are left out.
+        """
         table, half = self.table, _SHOWN_HOSTS // 2
         counts, ranges = table.num_rows(), table.row_ranges()
         lines = [f"{'host':>8}  {'rows':>10}  which"]
@@ -73,7 +78,7 @@ class MeshPlan:
         shown = list(range(table.num_hosts))
         if not show_all and table.num_hosts > _SHOWN_HOSTS:
             lines += map(line, shown[:half])
-            lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts; --all or --json shows them")
+            lines.append(f"{'…':>8}  {'':>10}  {table.num_hosts - 2 * half:,} more hosts{hint}")
             shown = shown[-half:]
         return [*lines, *map(line, shown), "", *self._summary()]
 

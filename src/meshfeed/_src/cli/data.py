@@ -1,4 +1,4 @@
-"""``meshfeed convert``: other formats to ArrayRecord or tokens."""
+"""Commands that write data sets: ``meshfeed convert`` and ``meshfeed manifest``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.cli.entry import INTERRUPTED
 from meshfeed._src.cli.text import counted, size_text
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from meshfeed._src.convert.job import Conversion, Phase
     from meshfeed._src.convert.run import Converted, Engine
 
+
 _FORMATS = ("csv", "huggingface", "images", "jsonl", "mds", "parquet", "text", "tfrecord", "webdataset")
-_INTERRUPTED = 130  # as shells report the end by Ctrl-C
 
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> list[str] | None:
@@ -85,7 +86,7 @@ def convert(
     The output is the same for any number of workers. After a crash or Ctrl-C, the same command continues.
     """
     from meshfeed._src.convert import run
-    from meshfeed._src.convert.settings import Settings
+    from meshfeed._src.convert.writers import Settings
 
     start = time.monotonic()
     engine = _engine(workers, runner, options)
@@ -95,7 +96,7 @@ def convert(
         result = run.convert(data, directory, chosen, engine, named_format=named_format, show=show)
     except KeyboardInterrupt:
         click.echo("Interrupted. Run the same command again to continue.", err=True)
-        raise SystemExit(_INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         raise MeshfeedError(f"{error}. After correcting this, run the same command again to continue.") from error
     click.echo(
@@ -176,3 +177,35 @@ def _shown() -> Callable[[Conversion, Phase], contextlib.AbstractContextManager[
             yield
 
     return show
+
+
+@click.command(short_help="List the files of a data set, so that it opens with one request.")
+@click.argument("files", nargs=-1, required=True)
+@click.option(
+    "--output", type=click.Path(), default=None, help="Path or URL to write; default: manifest.json beside the files."
+)
+@click.option(
+    "--source", default=None, help="Source that reads the files, such as ArrayRecord; default: by their names."
+)
+@click.option(
+    "--lengths", default=None, metavar="KEY", help="Also list the length of this leaf per record, for Packed."
+)
+@click.option("--dtype", default=None, help="Integer dtype of tokens without a header: in files, records or bytes.")
+@click.option("--eod", type=int, default=None, help="Token that ends a document: also list the documents' lengths.")
+@click.option("--digests/--no-digests", default=True, show_default=True, help="Whether to read the files for digests.")
+@click.option("--workers", type=click.IntRange(1), default=16, show_default=True, help="Files that are read at once.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def manifest(files: tuple[str, ...], output: str | None, as_json: bool, **settings: Any) -> None:
+    """Write a manifest: files, records, sizes and digests of a data set in one small file.
+
+    FILES are files, URLs or globs of ArrayRecord, Parquet, tar or token files. Sources find manifest.json beside the
+    files by themselves, or take its path, and then look at no file before they read it.
+    """
+    from meshfeed._src.sources.manifest import make_manifest
+
+    made = make_manifest(list(files), output, **settings)
+    records, num_bytes = (sum(getattr(file, name) for file in made.files) for name in ("num_records", "num_bytes"))
+    if as_json:
+        click.echo(json.dumps({"path": made.path, "files": len(made.files), "records": records, "bytes": num_bytes}))
+        return
+    click.echo(f"{made.path}: {len(made.files):,} files, {records:,} records, {num_bytes:,} bytes")
