@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import meshfeed
-from meshfeed._src.base.coordination import Owner, finalize
+from meshfeed._src.base.fork import Owner, finalize
 
 SCRIPT = """
 import json, os, signal, sys, time

@@ -120,7 +120,7 @@ def test_a_named_column_may_first_appear_after_the_first_block(tmp_path: pathlib
     run(tmp_path / "a.jsonl", tmp_path / "out", columns=["late"])
     found = features_of(tmp_path / "out")
     assert (len(found), found[0], found[-1]) == (1201, {}, {"late": b"x"})
-    with pytest.raises(SourceError, match=r"unknown columns \['never'\]; the data has \['pad', 'late'\]"):
+    with pytest.raises(meshfeed.SourceError, match=r"unknown columns \['never'\]; the data has \['pad', 'late'\]"):
         run(tmp_path / "a.jsonl", tmp_path / "other", columns=["never"])
     assert not (tmp_path / "other").exists()
 

@@ -1,4 +1,4 @@
-"""Processes: their place in the job, the key-value store through which they exchange short texts, and forked children.
+"""Processes: their place in the job, the key-value store through which they exchange short texts.
 
 Only this module queries JAX's process index and count. A single-process job needs no store. A multi-process job without
 one is an error (:func:`require_store`): its hosts could not report failures to each other and would hang in the next
@@ -8,10 +8,6 @@ In a job of several processes without ``jax.distributed.initialize()``, each pro
 of the data and writes to the same checkpoint folder. :func:`forgotten_processes` detects this from the launcher's
 environment variables, but only from those set per task: in a Slurm batch script or an interactive ``salloc`` shell,
 ``SLURM_NTASKS`` is the size of the allocation, and a single process is correct there.
-
-A fork copies every object but no threads, and shares sockets, locks and child processes with the parent. A child that ran
-its parent's finalizers would close, on all hosts, a feed that the parent still uses. An object that owns resources
-therefore records the process that created it (:class:`Owner`), and its copies in forked children release nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -34,7 +30,6 @@ from meshfeed._src.base.jax_internals import KeyValueStore, key_value_store
 _BRIEFLY_SECONDS = 2.0
 NAMED_HOSTS = 8
 """Messages stay short in jobs with thousands of hosts."""
-Finalizer: TypeAlias = "weakref.finalize[..., Any]"
 INDEPENDENT = "MESHFEED_INDEPENDENT_PROCESSES"
 _COUNTS = (
     "SLURM_STEP_NUM_TASKS",  # set by srun; absent outside a step, and 1 in an interactive step
@@ -155,37 +150,6 @@ def call_briefly(function: Callable[[], None], *, name: str, at_exit: bool) -> N
             call()
     else:
         thread.join(_BRIEFLY_SECONDS)
-
-
-class Owner:
-    """The process that created an object."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the process that created the object; False in a forked child."""
-        return os.getpid() == self._pid
-
-    def check(self, what: str) -> None:
-        """Raises a MeshfeedError about ``what`` in a forked child."""
-        if not self.is_here:
-            raise MeshfeedError(
-                f"{what} belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}, which has "
-                "none of its threads and connections. Create a new one in the child, or start the child with "
-                'multiprocessing\'s "spawn" method.'
-            )
-
-    def call(self, function: Callable[..., Any], *args: object) -> None:
-        """Calls ``function`` unless this is a forked child."""
-        if self.is_here:
-            function(*args)
-
-
-def finalize(target: object, function: Callable[..., Any], *args: object) -> Finalizer:
-    """``weakref.finalize`` that does nothing in a forked child."""
-    return weakref.finalize(target, Owner().call, function, *args)
 
 
 def other_processes(environment: Mapping[str, str], *, on_tpu: bool) -> str | None:

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from meshfeed._src.base.coordination import Owner, forgotten_processes, process_count
+from meshfeed._src.base.coordination import forgotten_processes, process_count
 from meshfeed._src.base.errors import (
     CheckpointError,
     Failure,
@@ -28,6 +28,7 @@ from meshfeed._src.base.errors import (
     hides_own_frames,
     suggests_keywords,
 )
+from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.checkpoint.collectives import Agreement

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshfeed._src.base.errors import MeshfeedError
-from meshfeed._src.cli.entry import INTERRUPTED
-from meshfeed._src.cli.text import counted, size_text
+from meshfeed._src.cli.text import INTERRUPTED, counted, size_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

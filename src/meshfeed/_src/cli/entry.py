@@ -3,8 +3,6 @@
 import signal
 import sys
 
-INTERRUPTED = 130  # as shells report the end by Ctrl-C
-
 
 def run() -> None:
     """Runs the command line."""
@@ -15,4 +13,4 @@ def run() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(128 + signal.SIGINT)  # as shells report it

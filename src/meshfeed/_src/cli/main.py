@@ -18,8 +18,7 @@ from meshfeed._src.cli import checkpoint as cli_checkpoint
 from meshfeed._src.cli import data as cli_data
 from meshfeed._src.cli import doctor as cli_doctor
 from meshfeed._src.cli import plan as cli_plan
-from meshfeed._src.cli.entry import INTERRUPTED
-from meshfeed._src.cli.text import at_least, counted, json_option
+from meshfeed._src.cli.text import INTERRUPTED, at_least, counted, json_option
 
 _EXAMPLE_WIDTH = 66  # 80 columns minus the command's name and click's margins
 

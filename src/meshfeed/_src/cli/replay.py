@@ -129,7 +129,8 @@ def lines(found: dict[str, Any], records: list[dict[str, Any]] | None) -> list[s
     """Formats the result of :func:`replay`, with its ids as a list, and of :func:`describe_records`, as lines of text."""
     ids, start, (first, last) = found["record_ids"], found["first_position"], found["epochs"]
     when = "delivered" if found["delivered"] else "not yet delivered"
-    folder = os.path.commonprefix([record["file"] for record in records or ()]).rpartition("/")[0]
+    files = [record["file"] for record in records or ()]
+    folder = os.path.commonprefix(files).rpartition("/")[0]  # noqa: RUF071 (these may be URLs)
     shown = [
         f"{record['record_id']:>12}  {record['bytes']:>10,} B  {_after(folder, record['file'])}  {_short(record['begins'])}"
         for record in records or ()

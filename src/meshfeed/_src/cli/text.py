@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+INTERRUPTED = 128 + signal.SIGINT  # the exit status, as shells report it
 
 F = TypeVar("F", bound=Callable[..., object])
 

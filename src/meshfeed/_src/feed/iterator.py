@@ -22,7 +22,7 @@ from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.arrays.placer import Placer, make_placer
 from meshfeed._src.base import coordination
-from meshfeed._src.base.coordination import Finalizer, Owner, finalize, warn_if_forgotten
+from meshfeed._src.base.coordination import warn_if_forgotten
 from meshfeed._src.base.errors import (
     MeshfeedError,
     SettingsError,
@@ -31,6 +31,7 @@ from meshfeed._src.base.errors import (
     hides_own_frames,
     suggests_keywords,
 )
+from meshfeed._src.base.fork import Finalizer, Owner, finalize
 from meshfeed._src.base.hooks import Resumable, is_stream
 from meshfeed._src.base.reduction import ProgressReport
 from meshfeed._src.base.settings import (

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshfeed._src.arrays.device_put import narrowed_dtype
 from meshfeed._src.base import coordination, memory
-from meshfeed._src.base.coordination import Owner
 from meshfeed._src.base.errors import (
     MeshfeedError,
     PlanError,
@@ -33,6 +32,7 @@ from meshfeed._src.base.errors import (
     hide_own_frames,
     hides_own_frames,
 )
+from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own, seal
 from meshfeed._src.base.reduction import reduce_json

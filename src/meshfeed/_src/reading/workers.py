@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshfeed._src.base import child as child_process
 from meshfeed._src.base.child import ChildProcess, ErrorDescription
-from meshfeed._src.base.coordination import finalize
 from meshfeed._src.base.errors import MeshfeedError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.settings import Workers
 from meshfeed._src.base.stats import CACHES, PROGRESS
 from meshfeed._src.base.types import ColumnSlices, RecordIds

@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.coordination import Owner, finalize
 from meshfeed._src.base.errors import Failure, MeshfeedError, PeerError, SettingsError
+from meshfeed._src.base.fork import Owner, finalize
 from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json, tree_to_json
 from meshfeed._src.base.types import JsonValue, PyTree
 

@@ -42,8 +42,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from meshfeed._src.base.coordination import finalize
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StalledError
+from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import CACHES
 from meshfeed._src.base.types import public
