@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import SupportsIndex, TypeGuard
 
 import numpy as np
@@ -55,6 +55,20 @@ def checked_count(value: object, setting: str, least: int = 1) -> int:
     if not is_count(value, least):
         raise SettingsError(f"{setting}={value!r}; it takes an int of at least {least}.", setting=setting)
     return int(value)
+
+
+def check_lengths(lengths: Mapping[str, int], whose: str, remedy: str = "") -> None:
+    """Checks that all leaves have the same number of records.
+
+    Raises:
+      SourceError: they do not; lists the length of each.
+    """
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{path} has {length:,}" for path, length in lengths.items())
+        raise SourceError(
+            f"{whose} differ in length: {listed}. Expected the same number of records in every leaf, since record i is row "
+            f"i of all of them.{remedy}"
+        )
 
 
 def missing_package(user: str, error: ImportError, extra: str) -> SourceError:

@@ -14,7 +14,7 @@ from meshfeed._src.base.errors import SourceError, hides_own_frames
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, public
 from meshfeed._src.reading.identity import probe_ids
 from meshfeed._src.reading.stacking import is_ragged
-from meshfeed._src.sources.checks import as_run, check_ids, checked_id
+from meshfeed._src.sources.checks import as_run, check_ids, check_lengths, checked_id
 from meshfeed._src.sources.files.formats import reader_hint
 
 
@@ -45,12 +45,7 @@ class Memory:
                 'such as {"tokens": array}.'
             )
         lengths = {path: len(array) for path, array in zip(self._paths, self._arrays, strict=True)}
-        if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{path or 'the array'} has {length:,}" for path, length in lengths.items())
-            raise SourceError(
-                f"Memory's arrays differ in length: {listed}. Expected the same number of rows in every leaf, since "
-                "record i is row i of all of them. Cut or fill the arrays to one length."
-            )
+        check_lengths(lengths, "Memory's arrays", " Cut or fill the arrays to one length.")
         self._length = len(self._arrays[0])
         if not self._length:
             where, shape = f"leaf {self._paths[0]}" if self._paths[0] else "the array", self._arrays[0].shape

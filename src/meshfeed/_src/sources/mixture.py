@@ -1012,12 +1012,8 @@ class Joiner:
           SourceError: records of two components differ in structure, shape or dtype; names the components and the leaf.
         """
         first = self._first if whole else None
-        for name, rows, tree in parts:
-            if first is None or not first[0].fits(tree, len(rows)):
-                spec = spec_of_batch(tree, len(rows), what=f"component {name!r}")
-                if first is not None and spec != first[0]:
-                    raise SourceError(_difference(name, spec, first[1], first[0]))
-                first = first or (spec, name)
+        for part in parts:
+            first = _check_alike(part, first)
         if whole:
             self._first = first
         if len(parts) == 1 and len(parts[0][1]) == num_rows:  # one component fills the batch: no copy
@@ -1029,6 +1025,17 @@ class Joiner:
             for output, leaf in zip(outputs, jax.tree.leaves(tree), strict=True):
                 output[rows] = leaf
         return joined
+
+
+def _check_alike(part: Part, first: tuple[RecordSpec, str] | None) -> tuple[RecordSpec, str]:
+    """``first``, or the part's structure and component if there is none yet."""
+    name, rows, tree = part
+    if first is not None and first[0].fits(tree, len(rows)):
+        return first
+    spec = spec_of_batch(tree, len(rows), what=f"component {name!r}")
+    if first is not None and spec != first[0]:
+        raise SourceError(_difference(name, spec, first[1], first[0]))
+    return first or (spec, name)
 
 
 def _difference(name: str, spec: RecordSpec, other: str, other_spec: RecordSpec) -> str:

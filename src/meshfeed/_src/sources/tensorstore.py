@@ -16,7 +16,7 @@ from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SettingsE
 from meshfeed._src.base.types import ColumnSlices, JsonValue, PyTree, Record, RecordIds, public
 from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import digest_tree, probe_digest
-from meshfeed._src.sources.checks import as_run, check_ids, is_count
+from meshfeed._src.sources.checks import as_run, check_ids, check_lengths, is_count
 from meshfeed._src.sources.files.formats import reader_hint
 
 _STRICT_DRIVERS = ("zarr", "zarr2", "zarr3", "n5")
@@ -260,13 +260,7 @@ class TensorStore:
             _Leaf(path, leaves[name], self._window, fill_missing, int(cache_bytes))
             for path, name in zip(self._paths, names, strict=True)
         ]
-        lengths = {leaf.path: len(leaf) for leaf in self._leaves}
-        if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{path} has {length:,}" for path, length in lengths.items())
-            raise SourceError(
-                f"TensorStore's leaves differ in length: {listed}. Expected the same number of records in every leaf, "
-                "since record i is row i of all of them."
-            )
+        check_lengths({leaf.path: len(leaf) for leaf in self._leaves}, "TensorStore's leaves")
 
     def __repr__(self) -> str:
         return f"TensorStore({len(self):,} records, {', '.join(leaf.describe() for leaf in self._leaves)})"
@@ -353,6 +347,15 @@ class _Leaf:
             inspect_array(spec, self.path, window, fill_missing=fill_missing, cache_bytes=cache_bytes)
             for spec in (specs if listed else [specs])
         ]
+        self._check_alike()
+        first = self.arrays[0]
+        self._ends = np.cumsum([array.num_records for array in self.arrays], dtype=np.int64)
+        if not self._ends[-1]:
+            what = "rows" if window is None else f"windows of {window:,}"
+            raise SourceError(f"{first.where} has 0 {what} (shape {tuple(first.stored_shape)}). Expected at least one.")
+        self.shape, self.dtype = first.shape, first.dtype
+
+    def _check_alike(self) -> None:
         first = self.arrays[0]
         for array in self.arrays[1:]:
             if array.shape != first.shape or array.dtype != first.dtype:
@@ -360,11 +363,6 @@ class _Leaf:
                     f"arrays of {self.path} differ: {first.where} has records {first.dtype}{list(first.shape)}, "
                     f"{array.where} has {array.dtype}{list(array.shape)}. Expected one dtype and shape in a list of arrays."
                 )
-        self._ends = np.cumsum([array.num_records for array in self.arrays], dtype=np.int64)
-        if not self._ends[-1]:
-            what = "rows" if window is None else f"windows of {window:,}"
-            raise SourceError(f"{first.where} has 0 {what} (shape {tuple(first.stored_shape)}). Expected at least one.")
-        self.shape, self.dtype = first.shape, first.dtype
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -7,7 +7,7 @@ randomness that differs between hosts would go unnoticed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -149,10 +149,15 @@ def _draws(nodes: Iterable[Any]) -> Iterator[tuple[str, bool, bool]]:
         if "seed" in node.attr and "seed2" in node.attr:
             yield f"tf.random ({node.op})", bool(node.attr["seed"].i or node.attr["seed2"].i), True
         elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
-            first = 0 if node.op.startswith("RandomDataset") else 2
-            inputs = [name.split(":")[0] for name in node.input[first : first + 2]]
-            known = [_integer(constants[name]) for name in inputs if name in constants]
-            yield _words(node.op), len(known) < 2 or any(known), False
+            yield _words(node.op), _is_seeded(node, constants), False
+
+
+def _is_seeded(node: Any, constants: Mapping[str, Any]) -> bool:
+    """Whether a step that draws has a seed other than 0, or one that is computed."""
+    first = 0 if node.op.startswith("RandomDataset") else 2
+    inputs = [name.split(":")[0] for name in node.input[first : first + 2]]
+    known = [_integer(constants[name]) for name in inputs if name in constants]
+    return len(known) < 2 or any(known)
 
 
 def _integer(tensor: Any) -> int:

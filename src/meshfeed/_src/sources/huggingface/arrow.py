@@ -7,7 +7,7 @@ a dict. Text, nulls and ragged lists raise errors that name the column.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -73,14 +73,24 @@ def chosen(record: Mapping[str, Any], columns: Sequence[str] | None, **where: Un
     Raises:
       SourceError: a column is missing.
     """
-    for name in columns or ():
-        if name not in record:
+    check_columns(record, columns or (), **where)
+    return dict(record) if columns is None else {name: record[name] for name in columns}
+
+
+def check_columns(found: Collection[str], columns: Sequence[str], **where: Unpack[Where]) -> None:
+    """Checks that a record has the chosen columns.
+
+    Raises:
+      SourceError: one is missing.
+    """
+    place = f" of lane {where['lane_index']}" if "lane_index" in where else ""
+    for name in columns:
+        if name not in found:
             raise SourceError(
-                f"a record has no column {name!r}; it has {sorted(record)}. Expected the columns {list(columns or ())} in "
+                f"a record{place} has no column {name!r}; it has {sorted(found)}. Expected the columns {list(columns)} in "
                 "every record. Correct columns=, or the map() that makes the records.",
                 **where,
             )
-    return dict(record) if columns is None else {name: record[name] for name in columns}
 
 
 def value_to_numpy(
@@ -107,17 +117,11 @@ def value_to_numpy(
     """
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         return value if dtype is None else value.astype(dtype)
-    place = f" in record {where['record_id']:,}" if "record_id" in where else ""
     if isinstance(value, Mapping):
         return {key: value_to_numpy(item, f"{name}.{key}", all_columns, **where) for key, item in value.items()}
-    all_samples = getattr(value, "get_all_samples", None)
-    if all_samples is not None:  # datasets' AudioDecoder
-        samples = all_samples()
-        array = np.asarray(samples.data)
-        return {
-            "array": array[0] if array.ndim == 2 and array.shape[0] == 1 else array,
-            "sampling_rate": np.int64(samples.sample_rate),
-        }
+    if hasattr(value, "get_all_samples"):
+        return _samples(value)
+    place = f" in record {where['record_id']:,}" if "record_id" in where else ""
     without = _leave_out(name, all_columns)
     if isinstance(value, str | bytes | bytearray):
         raise _unusable(name, f"{type(value).__name__}{place}", "Turn it into token ids", without, **where)
@@ -128,21 +132,33 @@ def value_to_numpy(
             **where,
         )
     try:
-        array = np.asarray(value) if dtype is None else np.asarray(value, dtype)
+        array = np.asarray(value, dtype)
     except ValueError as error:
         raise SourceError(
             f"ragged rows: column {name!r} has lists of unequal lengths within one record{place} ({error}). Expected "
             f"rectangular lists. Pad or cut them with {MAP}.",
             **where,
         ) from None
-    # The bfloat16 of ml_dtypes has kind "V".
-    if array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16",):
+    if not _is_numeric(array.dtype):
         raise _unusable(name, f"{type(value).__name__} of dtype {array.dtype}{place}", "Convert it", without, **where)
     return array[()]  # a numpy scalar if it has no dimensions
 
 
+def _samples(audio: Any) -> dict[str, PyTree]:
+    """All samples of an AudioDecoder of datasets."""
+    samples = audio.get_all_samples()
+    array = np.asarray(samples.data)
+    return {
+        "array": array[0] if array.ndim == 2 and array.shape[0] == 1 else array,
+        "sampling_rate": np.int64(samples.sample_rate),
+    }
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    return dtype.kind in "biuf" or dtype.name == "bfloat16"  # of ml_dtypes, whose kind is "V"
+
+
 _MAX_CACHED_CHUNKS = 8192  # bounds the memory of readers for tables with very many chunks
-_UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def is_text(arrow_type: pa.DataType) -> bool:
@@ -360,21 +376,31 @@ class _ChunkRows:
             if len(steps) and (steps == steps[0]).all() and self._valid is None:
                 self._width = int(steps[0])
                 inner = inner.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-            self._offsets = offsets
+            else:
+                self._offsets = offsets
             self._child = _ChunkRows(inner, name)
-        elif pa.types.is_boolean(t):
-            self._values = array.fill_null(False).to_numpy(zero_copy_only=False)
         else:
-            # Read the buffer, since to_numpy converts integers with nulls to floats.
-            width = t.bit_width // 8
-            dtype = np.dtype(t.to_pandas_dtype())
-            data = array.buffers()[1]
-            size, first = len(array) * width, array.offset * width
-            raw = np.frombuffer(data, np.uint8, size, first) if data else np.empty(0, np.uint8)
-            self._values = raw.view(dtype)
+            self._values = _buffer_values(array)
 
     def read(self, rows: np.ndarray, record_ids: np.ndarray) -> PyTree:
         """Reads the rows ``rows`` of the chunk; errors refer to them by ``record_ids``."""
+        self._check_valid(rows, record_ids)
+        if self._fields is not None:
+            return {key: field.read(rows, record_ids) for key, field in self._fields.items()}
+        if self._values is not None:
+            return _take(self._values, rows)
+        assert self._child is not None
+        width, starts = self._lists_at(rows, record_ids)
+        if not width:
+            part = self._child._empty()
+        elif self._width is not None and (values := self._child._flat_values()) is not None:
+            return _take(values.reshape(-1, width), rows)
+        else:
+            inner = (starts[:, None] + np.arange(width)).ravel()
+            part = self._child.read(inner, np.repeat(record_ids, width))
+        return jax.tree.map(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
+
+    def _check_valid(self, rows: np.ndarray, record_ids: np.ndarray) -> None:
         if self._valid is not None and not self._valid[rows].all():
             record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
             raise SourceError(
@@ -382,28 +408,19 @@ class _ChunkRows:
                 f"with {MAP}, or filter such records out when the data is written.",
                 record_id=record_id,
             )
-        if self._fields is not None:
-            return {key: field.read(rows, record_ids) for key, field in self._fields.items()}
-        if self._values is not None:
-            return _take(self._values, rows)
-        assert self._child is not None
+
+    def _lists_at(self, rows: np.ndarray, record_ids: np.ndarray) -> tuple[int, np.ndarray]:
+        """The length of the lists in these rows, which must be equal, and where each begins among the values."""
         if self._width is not None:
-            width = self._width
-            values = self._child._flat_values()
-            if values is not None and width:
-                return _take(values.reshape(-1, width), rows)
-            starts = rows * width
-        else:
-            assert self._offsets is not None
-            starts = self._offsets[rows]
-            lengths = self._offsets[rows + 1] - starts
-            width = int(lengths[0])
-            if (lengths != width).any():
-                other = int(np.flatnonzero(lengths != width)[0])
-                raise _ragged(self._name, int(record_ids[other]), [int(lengths[other])], [width])
-        inner = (starts[:, None] + np.arange(width)).ravel()
-        part = self._child.read(inner, np.repeat(record_ids, width)) if width else self._child._empty()
-        return jax.tree.map(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
+            return self._width, rows * self._width
+        assert self._offsets is not None
+        starts = self._offsets[rows]
+        lengths = self._offsets[rows + 1] - starts
+        width = int(lengths[0])
+        if (lengths != width).any():
+            other = int(np.flatnonzero(lengths != width)[0])
+            raise _ragged(self._name, int(record_ids[other]), [int(lengths[other])], [width])
+        return width, starts
 
     def view(self, start: int, stop: int) -> PyTree | None:
         """Rows ``[start, stop)`` without a copy, or None if :meth:`read` must check each row."""
@@ -423,6 +440,16 @@ class _ChunkRows:
         if self._fields is not None:
             return {key: field._empty() for key, field in self._fields.items()}
         return np.empty(0, self._values.dtype) if self._values is not None else np.empty((0, 0), np.int64)
+
+
+def _buffer_values(array: pa.Array) -> np.ndarray:
+    """The numbers or booleans of an array, as a view if possible; any number in place of a null."""
+    if pa.types.is_boolean(array.type):
+        return array.fill_null(False).to_numpy(zero_copy_only=False)
+    # Read the buffer, since to_numpy converts integers with nulls to floats.
+    width, data = array.type.bit_width // 8, array.buffers()[1]
+    raw = np.frombuffer(data, np.uint8, len(array) * width, array.offset * width) if data else np.empty(0, np.uint8)
+    return raw.view(np.dtype(array.type.to_pandas_dtype()))
 
 
 def _take(values: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -128,23 +128,35 @@ def cut_tree(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Node:
         return _cut_files(node, cut, columns)
     if kind in (internals.SKIPPED, internals.TAKEN):
         return _cut_range(node, cut, columns) or _take_turns(node, cut)
-    if kind in (internals.MAPPED, internals.FILTERED):
-        if node.with_indices:
-            return _take_turns(node, cut)
-        columns = None  # the function may read any column
-        typed = _cut_typed(node, cut)
-        if typed is not None:
-            return typed
-    elif kind == internals.SELECTED:
-        columns = [name for name in node.column_names if columns is None or name in columns]
-    elif kind == internals.FORMATTED and node.features is not None:
-        columns = None  # the node would fill missing columns with nulls
-    elif kind not in (*internals.ROW_BY_ROW, *internals.BY_PART):
+    if not _is_cut_below(node):
         return _take_turns(node, cut)
-    mine = _without_threads(with_children(node, lambda child: cut_tree(child, cut, columns)), cut)
+    typed = _cut_typed(node, cut) if kind in (internals.MAPPED, internals.FILTERED) else None
+    if typed is not None:
+        return typed
+    below = _columns_below(node, columns)
+    mine = _without_threads(with_children(node, lambda child: cut_tree(child, cut, below)), cut)
     if kind == internals.SELECTED:
-        mine.column_names = columns
+        mine.column_names = below
     return mine
+
+
+def _is_cut_below(node: Any) -> bool:
+    """Whether a node gives the same rows if what is below it is cut: it does not depend on positions in the stream."""
+    if kind_of(node) in (internals.MAPPED, internals.FILTERED):
+        return not node.with_indices
+    return kind_of(node) in (*internals.ROW_BY_ROW, *internals.BY_PART)
+
+
+def _columns_below(node: Any, columns: Sequence[str] | None) -> Sequence[str] | None:
+    """The columns that a node needs of those below it to give ``columns``."""
+    kind = kind_of(node)
+    if kind == internals.SELECTED:
+        return [name for name in node.column_names if columns is None or name in columns]
+    # A function may read any column, and a typed format would fill missing ones with nulls.
+    reads_all = kind in (internals.MAPPED, internals.FILTERED) or (
+        kind == internals.FORMATTED and node.features is not None
+    )
+    return None if reads_all else columns
 
 
 def _cut_files(leaf: Node, cut: LaneCut, columns: Sequence[str] | None, features: Features | None = None) -> Node:
@@ -208,22 +220,27 @@ def _cut_range(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Node |
         else:
             return None
         inner = inner.ex_iterable
-    first, stop = 0, None
-    for kind, n in reversed(ranges):
-        if kind == internals.SKIPPED:
-            first += n
-        else:
-            stop = first + n if stop is None else min(stop, first + n)
     if any(kind_of(found) not in (internals.SELECTED, internals.REBATCHED) for found in chain):
         columns = None
     files, counts = open_files(inner, columns), cut.counts_of(inner)
-    parts = keep_rows(files.count, first, stop, lambda index: counts.group_rows(files, index))
+    parts = keep_rows(files.count, *_row_range(ranges), lambda index: counts.group_rows(files, index))
     if parts is None:
         return None
     built = _cut_leaf(files, counts, parts, cut)
     for found in reversed(chain):
         built = with_children(found, lambda _, below=built: below)
     return built
+
+
+def _row_range(ranges: Sequence[tuple[str, int]]) -> tuple[int, int | None]:
+    """The first row and the row after the last of nested ``skip`` and ``take``, given from the outermost."""
+    first, stop = 0, None
+    for kind, n in reversed(ranges):
+        if kind == internals.SKIPPED:
+            first += n
+        else:
+            stop = first + n if stop is None else min(stop, first + n)
+    return first, stop
 
 
 def _take_turns(node: Node, cut: LaneCut) -> Node:

@@ -19,7 +19,14 @@ from meshfeed._src.base.ownership import own
 from meshfeed._src.base.types import JsonValue, PyTree
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.huggingface import internals
-from meshfeed._src.sources.huggingface.arrow import chosen, is_number, record_to_numpy, stored_values, table_rows
+from meshfeed._src.sources.huggingface.arrow import (
+    check_columns,
+    chosen,
+    is_number,
+    record_to_numpy,
+    stored_values,
+    table_rows,
+)
 from meshfeed._src.sources.huggingface.cut import (
     Counts,
     FeatureCast,
@@ -113,10 +120,14 @@ class HuggingFaceStream:
 
     def fingerprint(self) -> JsonValue:
         """Identity: files by base name and size, columns, and the dataset's steps with their function names."""
-        opened = [(leaf, open_files(leaf, None)) for leaf in find_leaves(self._tree)]
-        paths = [path for _, files in opened for path in files.paths or ()]
-        sizes = [size for leaf, files in opened for size in file_sizes(leaf, files.paths or ())]
-        rows = sum(len(shard) for _, files in opened for shard in getattr(files, "shards", ()))
+        paths: list[str] = []
+        sizes: list[int] = []
+        rows = 0
+        for leaf in find_leaves(self._tree):
+            files = open_files(leaf, None)
+            paths += files.paths or ()
+            sizes += file_sizes(leaf, files.paths or ())
+            rows += sum(map(len, getattr(files, "shards", ())))
         identity: dict[str, Any] = {
             "kind": "huggingface stream",
             "columns": self._columns,
@@ -261,7 +272,7 @@ class TableLane(_Lane):
             parts.append(part)
             self._row += count
             size += count
-        return parts[0] if len(parts) == 1 else _concatenate(parts)
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def next_stored(self) -> dict[str, Any]:
         """The next record as it is stored; not to be mixed with the other methods."""
@@ -321,13 +332,7 @@ class TableLane(_Lane):
 
     def _typed(self, table: pa.Table) -> pa.Table:
         if self._columns is not None:
-            missing = [name for name in self._columns if name not in table.column_names]
-            if missing:
-                raise SourceError(
-                    f"a record of lane {self._lane_index} has no column {missing[0]!r}; it has {table.column_names}. "
-                    f"Expected the columns {list(self._columns)}. Correct columns=, or the map() that makes records.",
-                    lane_index=self._lane_index,
-                )
+            check_columns(table.column_names, self._columns, lane_index=self._lane_index)
             table = table.select(list(self._columns))
         return self._cast(table)
 
@@ -352,7 +357,7 @@ def _stored_rows(table: pa.Table, start: int, stop: int) -> list[dict[str, Any]]
 
 def _tables_of(tree: Node) -> Iterator[tuple[object, pa.Table]]:
     assert tree.iter_arrow is not None
-    return iter(tree.iter_arrow())
+    return tree.iter_arrow()
 
 
 class ExampleLane(_Lane):
@@ -409,15 +414,6 @@ def _rows_of(block: dict[str, PyTree], rows: int | slice) -> dict[str, PyTree]:
     return {
         name: value[rows] if isinstance(value, np.ndarray) else jax.tree.map(lambda leaf: leaf[rows], value)
         for name, value in block.items()
-    }
-
-
-def _concatenate(parts: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
-    return {
-        name: np.concatenate([part[name] for part in parts])
-        if isinstance(value, np.ndarray)
-        else jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part[name] for part in parts))
-        for name, value in parts[0].items()
     }
 
 
