@@ -197,11 +197,7 @@ class Parts:
 
     @classmethod
     def of(cls, sources: Mapping[str, Any], take: object, repeat: object) -> Parts:
-        """Checks the user's ``take`` and ``repeat``.
-
-        Raises:
-          SettingsError: one of them is not a mapping of components to numbers in range.
-        """
+        """Checks that the user's ``take`` and ``repeat`` map components to numbers in range."""
         for setting, value in (("take", take), ("repeat", repeat)):
             if value is not None and not (isinstance(value, Mapping) and value.keys() <= sources.keys()):
                 raise SettingsError(
@@ -594,12 +590,7 @@ class MixtureLane:
     ``num_epochs``. With ``"repeat"``, it ends when every component of the last stage has completed ``num_epochs`` and
     the last of them is drawn again.
 
-    Args:
-      components: the components, ordered by number.
-      blocks: which component supplies which record.
-      last_stage: names of the last stage's components.
-      num_epochs: number of epochs of each component; None to repeat forever.
-      stops: whether ``on_end`` is "stop".
+    ``blocks`` gives the component of each record.
     """
 
     fresh_arrays = True  # components read into their own memory
@@ -674,11 +665,7 @@ class MixtureLane:
             yield list(dict.fromkeys(files))
 
     def _take(self, component: ComponentLane, rows: RecordIds, parts: list[Part]) -> int | None:
-        """Reads records for ``rows`` and appends them to ``parts``.
-
-        Returns:
-          The row at which the component had completed ``num_epochs``, if that happened in this call, otherwise None.
-        """
+        """Appends records for ``rows`` to ``parts``; returns the row at which ``num_epochs`` were completed, if any."""
         end, done = None, 0
         while True:
             for batch, count in component.read(len(rows) - done):
@@ -726,13 +713,7 @@ def _cut(part: Part, count: int) -> Part:
 
 
 class ComponentLane:
-    """Reads one component for one mixture lane, over its own epochs. Opens the source on the first read.
-
-    Args:
-      mixture: the mixture.
-      number: the component's index in it.
-      lane_index, num_lanes, seed: as for ``open``.
-    """
+    """Reads component ``number`` for one mixture lane, over its own epochs. Opens the source on the first read."""
 
     def __init__(self, mixture: StreamMixture, number: int, lane_index: int, num_lanes: int, seed: int) -> None:
         self.name, self._source = list(mixture.components.items())[number]
@@ -902,14 +883,7 @@ class ComponentLane:
 
 
 class RecordsLane:
-    """One epoch of a lane of a random-access source; its state is the number of records read.
-
-    Args:
-      source: a random-access source.
-      order: the lane's records.
-      epoch: the component's epoch.
-      seed: seed of the decoders' random numbers.
-    """
+    """One epoch of a lane of a random-access source; its state is the number of records read."""
 
     fresh_arrays = True
 
@@ -958,21 +932,13 @@ class LaneOrder:
 
 @dataclasses.dataclass
 class ComingFiles:
-    """The files that a component of a mixture lane will read through a cache.
-
-    Attributes:
-      files: the component.
-      order: the lane's records.
-      epoch: the epoch of the next record.
-      taken: records before it in the epoch.
-      num_epochs: the component's epochs, or None if it is repeated without end.
-    """
+    """The files that a component of a mixture lane will read through a cache."""
 
     files: hooks.CachesFiles
     order: LaneOrder
-    epoch: int
-    taken: int
-    num_epochs: int | None
+    epoch: int  # of the next record
+    taken: int  # records before it in the epoch
+    num_epochs: int | None  # None if the component is repeated without end
 
     @property
     def ended(self) -> bool:

@@ -57,16 +57,7 @@ class Array:
         self._store = None
 
     def start(self, ids: RecordIds, part: tuple[slice, ...], output: np.ndarray[Any, Any]) -> Callable[[], None]:
-        """Starts reading records into ``output``.
-
-        Args:
-          ids: int64[n], n at least 1.
-          part: slices of the first dimensions of a record.
-          output: C-contiguous ``[n, ...]``.
-
-        Returns:
-          A function that waits until ``output`` is filled.
-        """
+        """Starts reading the ``part`` of records into ``output``, C-contiguous ``[n, ...]``; the result waits for the end."""
         import tensorstore as ts
 
         store = self._store
@@ -242,12 +233,7 @@ class TensorStore:
         fill_missing: bool = False,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        if window is not None and not is_count(window):
-            raise SettingsError(
-                f"window={window!r}; it takes a number of elements of at least 1, or None for rows.", setting="window"
-            )
-        if not is_count(cache_bytes, 0):
-            raise SettingsError(f"cache_bytes={cache_bytes!r}; it takes a number of at least 0.", setting="cache_bytes")
+        _check_settings(window, cache_bytes)
         self._window = None if window is None else int(window)
         named = isinstance(spec_or_specs, Mapping) and not _is_spec(spec_or_specs)
         leaves: dict[str, Any] = dict(spec_or_specs) if named else {"": spec_or_specs}
@@ -417,6 +403,15 @@ def _scattered(
         output[rows] = piece
 
     return finish
+
+
+def _check_settings(window: object, cache_bytes: object) -> None:
+    if window is not None and not is_count(window):
+        raise SettingsError(
+            f"window={window!r}; it takes a number of elements of at least 1, or None for rows.", setting="window"
+        )
+    if not is_count(cache_bytes, 0):
+        raise SettingsError(f"cache_bytes={cache_bytes!r}; it takes a number of at least 0.", setting="cache_bytes")
 
 
 def _is_spec(value: Mapping[str, Any]) -> bool:

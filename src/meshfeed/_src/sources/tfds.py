@@ -30,12 +30,7 @@ Decode: TypeAlias = "Callable[..., Record] | tfds.decode.PartialDecoding | Mappi
 
 
 def record_decoder(builder: Builder, decode: Decode) -> Callable[..., Record]:
-    """A function that decodes the bytes of a serialized example into a record.
-
-    Args:
-      builder: the dataset's builder.
-      decode: a function of the bytes, decoders as tfds takes them, or None for the dataset's features.
-    """
+    """A function that decodes the bytes of a serialized example into a record."""
     if callable(decode):
         return decode
     features: Any = builder.info.features
@@ -47,14 +42,7 @@ def record_decoder(builder: Builder, decode: Decode) -> Callable[..., Record]:
 
 
 class _Split:
-    """A split of a prepared dataset.
-
-    Args:
-      builder: builder of the dataset.
-      split: name of the split, or a slice of one.
-      instructions: the files of the split, with the rows of each.
-      decode: see :func:`record_decoder`.
-    """
+    """A split of a prepared dataset; ``instructions`` are its files, with the rows of each."""
 
     def __init__(self, builder: Builder, split: str, instructions: Sequence[FileInstruction], decode: Decode) -> None:
         self._identity = {"kind": "tfds", "dataset": builder.info.full_name, "split": split}
@@ -144,13 +132,7 @@ class TFDSShards(_Split):
 
 
 class TFDSLane:
-    """One lane: ranges of TFRecord files with known lengths, so its state is just the piece and the row.
-
-    Args:
-      split: the split.
-      cut: the pieces of its files that the lane reads.
-      lane_index, epoch, seed: as for ``open``.
-    """
+    """One lane: ranges of TFRecord files with known lengths, so its state is just the piece and the row."""
 
     def __init__(self, split: TFDSShards, cut: FileCut, lane_index: int, epoch: int, seed: int) -> None:
         self._split, self._cut, self._lane_index, self._epoch, self._seed = split, cut, lane_index, epoch, seed

@@ -210,12 +210,7 @@ def read_many(records: Records, indices: Sequence[int]) -> Sequence[Any]:
 
 
 class BatchedSource:
-    """A data source from which Grain reads many records at once, through its private method ``_getitems``.
-
-    Args:
-      source: the user's data source.
-      reader: reads the same records in its place.
-    """
+    """A user's data source from which Grain reads many records at once, through its private method ``_getitems``."""
 
     def __init__(self, source: RandomAccessSource, reader: ReadsMany) -> None:
         self.source = source

@@ -78,21 +78,13 @@ _POOLS_LOCK = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which part of a pipeline's data to read.
-
-    Attributes:
-      lane_index: index of the part, 0 … num_lanes - 1.
-      num_lanes: number of parts into which this node's data is split.
-      epoch: the epoch.
-      all_lanes: number of lanes of the whole pipeline, which share the memory limits.
-      salt: integers that make the seeds of this part differ from those of other parts.
-    """
+    """Which part of a pipeline's data to read: part ``lane_index`` of ``num_lanes``."""
 
     lane_index: int
     num_lanes: int
     epoch: int
-    all_lanes: int
-    salt: tuple[int, ...]
+    all_lanes: int  # of the whole pipeline, which share the memory limits
+    salt: tuple[int, ...]  # makes the seeds of this part differ from those of other parts
 
     @property
     def open_parts(self) -> int:
@@ -121,21 +113,13 @@ def cut(dataset: Pipeline, place: Place) -> Pipeline:
 
 
 def check(dataset: Pipeline, num_lanes: int) -> None:
-    """Checks that a pipeline can be split into lanes; reads no data.
-
-    Raises:
-      SourceError: a node cannot be split into lanes; names the node.
-    """
+    """Raises a SourceError that names the first node which cannot be split into lanes; reads no data."""
     if found := find_uncuttable(dataset, num_lanes):
         raise _refusal(*found, num_lanes)
 
 
 def find_uncuttable(dataset: Pipeline, num_lanes: int) -> tuple[Node, str] | None:
-    """The first node that cannot be split into ``num_lanes`` lanes, and the reason; None if all can. Reads no data.
-
-    Raises:
-      SourceError: a node that this version of meshfeed does not support.
-    """
+    """The first node that cannot be split into ``num_lanes`` lanes, and the reason; None if all can. Reads no data."""
     for node in walk(dataset):
         internals.check_known(node)
         if is_named(node, internals.SHARDED):
@@ -365,12 +349,8 @@ def walk(node: Node) -> list[Node]:
 def copy_tree(node: N, replace: Replace, copies: dict[int, Node] | None = None) -> N:
     """A copy of the tree below ``node`` that shares its data, files and the user's functions.
 
-    ``copy.deepcopy``, which Grain uses, would also copy in-memory data, once per lane.
-
-    Args:
-      node: the root of the tree, the last transform.
-      replace: node → its replacement, or None to copy it.
-      copies: id of a node → its copy, which keeps a node that is used twice a single node.
+    ``replace`` returns a node's replacement, or None to copy it. ``copies``, by id of a node, keeps a node that is used
+    twice a single one. ``copy.deepcopy``, which Grain uses, would also copy in-memory data, once per lane.
     """
     copies = {} if copies is None else copies
     if id(node) not in copies:
@@ -417,10 +397,7 @@ def batched_sources(node: Node) -> Node | None:
 def _array_record(source: object) -> internals.ReadsMany | None:
     """A meshfeed reader for the same ArrayRecord files, or None for other sources.
 
-    Unlike ArrayRecord's own reader, it starts no threads per call and names damaged files.
-
-    Raises:
-      CorruptDataError: a file is damaged; ArrayRecord's own reader would treat it as empty.
+    Unlike ArrayRecord's own reader, it starts no threads per call and names damaged files, which that treats as empty.
     """
     files = internals.array_record_files(source)
     if not files:
@@ -557,11 +534,8 @@ class LaneLeaf(grain.IterDataset):
 class ReadIterator(grain.DatasetIterator):
     """Reads a MapDataset from the beginning to the end, one block of elements at a time; skips missing elements.
 
-    Args:
-      records: the MapDataset, already restricted to the lane.
-      block_size: elements per block.
-      read_ahead: whether a thread may read the next block in the background. This happens only if reading mostly waits:
-        if it computes, the two threads would contend for the GIL, at some milliseconds per switch.
+    With ``read_ahead``, a thread reads the next block in the background if reading mostly waits: if it computes, the two
+    threads would contend for the GIL, at some milliseconds per switch.
     """
 
     def __init__(self, records: Records, block_size: int, read_ahead: bool) -> None:
@@ -651,11 +625,8 @@ _Slot: TypeAlias = "tuple[int, GrainIterator]"
 class InterleaveIterator(grain.DatasetIterator):
     """Interleaves parts element by element, in the order of Grain's interleave but without its threads.
 
-    Args:
-      make_part: part index → the part's IterDataset, or None if the part is missing.
-      num_parts: number of parts of this lane.
-      cycle_length: number of parts open at a time.
-      unit: how the parts were split ("files", "records", …); saved in the state.
+    ``make_part`` returns the IterDataset of a part, or None if it is missing; ``unit``, how the parts were split, is saved
+    in the state.
     """
 
     def __init__(
@@ -789,12 +760,7 @@ _Block: TypeAlias = "tuple[int, int, dict[str, Any]]"
 class ParquetIterator(grain.DatasetIterator):
     """Rows ``[start, stop)`` of one Parquet file, each as a dict of column values; its state is the next row.
 
-    Args:
-      path: path of the file.
-      start: first row.
-      stop: row after the last one; None for the end of the file.
-      block_rows: rows decoded at a time.
-      options: keyword arguments of ``pyarrow.parquet.ParquetFile``.
+    Decodes ``block_rows`` at a time; ``options`` are those of ``pyarrow.parquet.ParquetFile``.
     """
 
     def __init__(self, path: str, start: int, stop: int | None, block_rows: int, options: Mapping[str, Any]) -> None:

@@ -31,12 +31,7 @@ class Where(TypedDict, total=False):
 
 
 def _leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
-    """The end of an error's fix: how to read a dataset without a column. Empty if no other column remains.
-
-    Args:
-      name: the column to leave out.
-      all_columns: the columns that may be kept, or a record, whose text and nulls are left out.
-    """
+    """The end of an error's fix: how to read ``all_columns``, or a record without text and nulls, without one column."""
     others = [column for column in all_columns if column != name]
     if isinstance(all_columns, Mapping):
         others = [column for column in others if not isinstance(all_columns[column], str | bytes | None)]
@@ -49,17 +44,7 @@ def record_to_numpy(
     dtypes: Mapping[str, np.dtype],
     **where: Unpack[Where],
 ) -> dict[str, PyTree]:
-    """Converts a record's values to numpy.
-
-    Args:
-      record: column name → value.
-      columns: the columns to keep; None for all.
-      dtypes: column name → dtype, if known.
-      **where: for errors.
-
-    Raises:
-      SourceError: a column is missing, or has text, a null or ragged lists.
-    """
+    """Converts the chosen columns of a record to numpy; see :func:`value_to_numpy`."""
     advised = record if columns is None else columns
     return {
         name: value_to_numpy(value, name, advised, dtype=dtypes.get(name), **where)
@@ -68,21 +53,13 @@ def record_to_numpy(
 
 
 def chosen(record: Mapping[str, Any], columns: Sequence[str] | None, **where: Unpack[Where]) -> dict[str, Any]:
-    """Returns the chosen columns of a record, as they are; see :func:`record_to_numpy`.
-
-    Raises:
-      SourceError: a column is missing.
-    """
+    """Returns the chosen columns of a record as they are; checks that they are there."""
     check_columns(record, columns or (), **where)
     return dict(record) if columns is None else {name: record[name] for name in columns}
 
 
 def check_columns(found: Collection[str], columns: Sequence[str], **where: Unpack[Where]) -> None:
-    """Checks that a record has the chosen columns.
-
-    Raises:
-      SourceError: one is missing.
-    """
+    """Raises a SourceError if a record lacks one of the chosen columns."""
     place = f" of lane {where['lane_index']}" if "lane_index" in where else ""
     for name in columns:
         if name not in found:
@@ -108,9 +85,9 @@ def value_to_numpy(
     Args:
       value: the value.
       name: the column, for errors.
-      all_columns: see :func:`_leave_out`.
+      all_columns: the columns or the record, for errors; see :func:`_leave_out`.
       dtype: dtype of the array, if known.
-      **where: for errors.
+      **where: the place of the record, for errors.
 
     Raises:
       SourceError: text, a null, ragged lists, or an object without an array form.
@@ -195,12 +172,7 @@ def _unusable(column: str, what: object, remedy: str, without: str, **where: Unp
 
 
 def stored_values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None = None) -> list[Any]:
-    """Returns the values of a column: numpy scalars, arrays for lists of numbers, and Python objects for all else.
-
-    Args:
-      column: of any type, nulls allowed.
-      dtype: to which numbers are cast; None for the column's own.
-    """
+    """Returns the values of a column: numpy scalars, arrays for lists of numbers, and Python objects for all else."""
     values: list[Any] = []
     for chunk in column.chunks:
         if isinstance(chunk, pa.ExtensionArray):

@@ -56,24 +56,16 @@ _MAX_LOOKED_INTO = 4096
 
 @dataclasses.dataclass
 class LaneCut:
-    """The lane to build, and what was found while building it.
-
-    Attributes:
-      lane_index, num_lanes, seed, epoch: as for ``open``.
-      shuffle_files: whether the order of the pieces of each list of files depends on seed and epoch.
-      units: how each list of files was split, in the order of the tree.
-      costs: descriptions of what is read more than once.
-      counts: id() of a leaf → row counts of its files; shared by all lanes of a source.
-    """
+    """The lane to build, and what was found while building it."""
 
     lane_index: int
     num_lanes: int
     seed: int = 0
     epoch: int = 0
-    shuffle_files: bool = False
-    units: list[str] = dataclasses.field(default_factory=list)
-    costs: list[str] = dataclasses.field(default_factory=list)
-    counts: dict[int, Counts] = dataclasses.field(default_factory=dict)
+    shuffle_files: bool = False  # by seed and epoch
+    units: list[str] = dataclasses.field(default_factory=list)  # how each list of files was split, in the tree's order
+    costs: list[str] = dataclasses.field(default_factory=list)  # descriptions of what is read more than once
+    counts: dict[int, Counts] = dataclasses.field(default_factory=dict)  # by id() of a leaf; shared by all lanes
     _ordinal: int = 0
 
     def counts_of(self, leaf: Node) -> Counts:
@@ -116,13 +108,7 @@ def check_tree(node: Node) -> None:
 
 
 def cut_tree(node: Any, cut: LaneCut, columns: Sequence[str] | None) -> Node:
-    """The part of a tree that one lane reads, which shares no iteration state with ``node``.
-
-    Args:
-      node: the last node.
-      cut: the lane; what is found is added to it.
-      columns: the columns that are needed of the node's records; None for all.
-    """
+    """The part of the tree of ``node`` that one lane reads: a copy, whose records have at least ``columns``."""
     kind = kind_of(node)
     if kind in internals.LEAVES:
         return _cut_files(node, cut, columns)
@@ -281,11 +267,7 @@ class Interleave(ExamplesNode):
     """Interleaves the examples of several sources.
 
     The state holds the number of turns taken, the state of each source before its next example, and which sources have
-    ended.
-
-    Args:
-      node: the node of datasets in whose place this one is; it gives the sources and the rules.
-      draws: key of the random choices; None for round-robin.
+    ended. Sources and rules are those of ``node``; ``draws`` is the key of random choices, or None for round-robin.
     """
 
     def __init__(self, node: Any, draws: tuple[int, ...] | None) -> None:
@@ -384,12 +366,8 @@ class _Pieces(ExamplesNode):
 class TablePieces(_Pieces):
     """Pieces of files that are read as Arrow tables.
 
-    Args:
-      files: the files.
-      pieces: the rows of the files to read.
-      features: types to which tables are cast before their rows become examples for ``map`` and ``filter``; None to
-        keep the stored types.
-      columns: columns of the tables to keep, with ``features``; None for all.
+    With ``features``, the ``columns`` of tables are cast to these types before their rows become examples for ``map`` and
+    ``filter``.
     """
 
     def __init__(
@@ -474,12 +452,7 @@ row on. Table boundaries depend only on the file.
 
 
 def open_files(node: Node, columns: Sequence[str] | None) -> Files:
-    """The files of a leaf of a dataset's tree.
-
-    Args:
-      node: the leaf.
-      columns: the columns to read, or None for all; only for files whose columns can be read separately.
-    """
+    """The files of a leaf of a dataset's tree; ``columns`` are read alone if the format allows it."""
     leaf = Leaf(node)
     if leaf.shards is not None:
         return _DatasetShards(*leaf.shards, columns)

@@ -249,14 +249,7 @@ def function_name(function: Callable[..., object] | None) -> str:
 
 
 class Leaf:
-    """What a leaf reads: the generator of tables or examples, and its arguments.
-
-    Attributes:
-      generate: the generator, called with ``kwargs``.
-      kwargs: its arguments; lists hold one item per file.
-      is_table: whether it yields Arrow tables.
-      builder: the dataset builder that it belongs to; None if there is none.
-    """
+    """What a leaf reads: a generator of tables or examples, and its arguments, in which lists hold one item per file."""
 
     def __init__(self, node: Any) -> None:
         self.is_table = kind_of(node) == ARROW_LEAF

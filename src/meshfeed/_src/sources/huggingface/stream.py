@@ -179,12 +179,7 @@ def _describe_node(node: Node) -> JsonValue:
 
 
 class _Lane:
-    """Common parts of both kinds of lane: the error that ended the lane, and the checks of a state.
-
-    Args:
-      cut: what the lane reads.
-      columns: the columns of a record; None for all.
-    """
+    """Common parts of both kinds of lane: the error that ended the lane, and the checks of a state."""
 
     def __init__(self, cut: LaneCut, columns: Sequence[str] | None) -> None:
         self._lane_index, self._columns = cut.lane_index, columns

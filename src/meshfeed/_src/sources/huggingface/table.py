@@ -271,12 +271,7 @@ def _stack(name: str, values: list[Any], ids: np.ndarray) -> Any:
 
 
 def _content_digest(dataset: Dataset, columns: Sequence[str]) -> str:
-    """A digest of 4 evenly spaced records of a map-style dataset, as stored.
-
-    Args:
-      dataset: a ``datasets.Dataset`` of at least one record.
-      columns: names of stored columns.
-    """
+    """A digest of 4 evenly spaced records of a map-style dataset, as stored."""
 
     def digest(ids: np.ndarray) -> str:
         table = dataset.with_format("arrow")[ids.tolist()].select(list(columns))
