@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import logging
 import pathlib
 import tempfile
@@ -25,6 +24,7 @@ from meshfeed._src.sources.tf_internals import (
 
 _log = logging.getLogger("meshfeed.sources.tfdata")
 _END = object()
+_FOLDER = "meshfeed-tfdata-"
 
 
 class TFDataLane:
@@ -144,7 +144,7 @@ class TFDataLane:
     def _take_checkpoint(self) -> dict[str, str] | None:
         """The files of a checkpoint: suffix → base64 of zlib data. None if tf.data cannot checkpoint the pipeline."""
         errors = self._tf.errors
-        with _temporary_folder() as folder:
+        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
             try:
                 self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/state")
             except (errors.FailedPreconditionError, errors.UnimplementedError, errors.InvalidArgumentError) as error:
@@ -156,13 +156,13 @@ class TFDataLane:
                     error.message,
                 )
                 return None
-            files = {path.name.removeprefix("state"): path.read_bytes() for path in folder.iterdir()}
+            files = {path.name.removeprefix("state"): path.read_bytes() for path in pathlib.Path(folder).iterdir()}
         return {name: base64.b64encode(zlib.compress(data, 1)).decode() for name, data in files.items()}
 
     def _restore_checkpoint(self, checkpoint: dict[str, str]) -> None:
-        with _temporary_folder() as folder:
+        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
             for name, text in checkpoint.items():
-                (folder / f"state{name}").write_bytes(zlib.decompress(base64.b64decode(text)))
+                pathlib.Path(folder, f"state{name}").write_bytes(zlib.decompress(base64.b64decode(text)))
             try:
                 restored = self._tf.train.Checkpoint(iterator=self._iterator).read(f"{folder}/state")
                 restored.assert_existing_objects_matched()
@@ -173,12 +173,6 @@ class TFDataLane:
                     f"a pipeline into which TensorFlow {self._tf.__version__} cannot restore it ({error})",
                     "Return the pipeline that the state was saved with, under the same version of TensorFlow.",
                 ) from error
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[pathlib.Path]:
-    with tempfile.TemporaryDirectory(prefix="meshfeed-tfdata-") as folder:
-        yield pathlib.Path(folder)
 
 
 def _describe(dataset: Dataset, lane_index: int) -> list[str]:
