@@ -46,8 +46,7 @@ def milliseconds(num_devices: int, num_leaves: int, rounds: int, num_bytes: int)
     from jax._src.lib import xla_client
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from meshfeed._src.arrays.device_put import DevicePut
-    from meshfeed._src.arrays.placer import Assembler
+    from meshfeed._src.arrays.device_put import Assembler, DevicePut
     from meshfeed._src.base import memory
     from meshfeed._src.plan.plan import plan_host
 

@@ -103,7 +103,7 @@ def bookkeeping(options: argparse.Namespace) -> Table:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from meshfeed._src.arrays.placer import Assembler
+    from meshfeed._src.arrays.device_put import Assembler
     from meshfeed._src.plan.plan import plan_host
 
     source = Slow(0.0)

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshfeed._src.arrays.device_put import DevicePut, narrow
-from meshfeed._src.arrays.placer import Assembler
+from meshfeed._src.arrays.device_put import Assembler, DevicePut
+from meshfeed._src.arrays.dtypes import narrow
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SourceError
 from meshfeed._src.base.jax_internals import probe_fast_call

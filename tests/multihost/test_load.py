@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshfeed import testing
 from meshfeed._src.arrays import load_once
-from meshfeed._src.arrays.device_put import DevicePut
+from meshfeed._src.arrays.device_put import Assembler, DevicePut
 from meshfeed._src.arrays.load_once import RowAssignment
-from meshfeed._src.arrays.placer import Assembler
 from meshfeed._src.base.jax_internals import probe_fast_call
 from meshfeed._src.plan.plan import plan_host
 

@@ -27,15 +27,8 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._src.arrays.device_put import (
-    BlockDevicePut,
-    DevicePut,
-    batch_spec,
-    contiguous,
-    leaf_spec,
-    narrow,
-    x64_types,
-)
+from meshfeed._src.arrays.device_put import BlockDevicePut, DevicePut, contiguous
+from meshfeed._src.arrays.dtypes import batch_spec, leaf_spec, narrow, x64_types
 from meshfeed._src.arrays.reshard import bit_width, constraint_sharding, from_bits, without_ambient_mesh
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SettingsError, SourceError

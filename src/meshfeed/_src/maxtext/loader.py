@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._src.arrays.device_put import narrowed_dtype
+from meshfeed._src.arrays.dtypes import narrowed_dtype
 from meshfeed._src.base import coordination, memory
 from meshfeed._src.base.errors import (
     MeshfeedError,

@@ -29,8 +29,7 @@ from meshfeed._src.sources.files.manifest import (
     read_manifest,
     write_manifest,
 )
-from meshfeed._src.sources.files.shard_reader import need_cache
-from meshfeed._src.sources.files.shards import Shard
+from meshfeed._src.sources.files.shard import Shard, need_cache
 from meshfeed._src.sources.tokens import files as token_files
 from meshfeed._src.sources.tokens.source import Tokens
 

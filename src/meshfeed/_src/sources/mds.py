@@ -25,8 +25,9 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource, Spans, check_cache, need_cache
-from meshfeed._src.sources.files.shards import Shard, Shards
+from meshfeed._src.sources.files.shard import Shard, check_cache, need_cache
+from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource, Spans
+from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache

@@ -21,10 +21,10 @@ from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, identify, sparse_files
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
-from meshfeed._src.sources.files.open_files import Lru, local_copy
+from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile, damaged
+from meshfeed._src.sources.files.shard import Shard, local_copy
 from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource
-from meshfeed._src.sources.files.shards import Shard
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -31,9 +31,9 @@ from meshfeed._src.sources.files.direct import RemoteBytes, identify
 from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.manifest import FileEntry
-from meshfeed._src.sources.files.open_files import Descriptor, changed
+from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.shard import Shard, changed
 from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource, Spans
-from meshfeed._src.sources.files.shards import Shard
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache

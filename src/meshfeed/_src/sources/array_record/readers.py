@@ -35,8 +35,8 @@ from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
 from meshfeed._src.sources.files.formats import reader_hint
-from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, changed, local_copy
-from meshfeed._src.sources.files.shards import Shard
+from meshfeed._src.sources.files.open_files import Descriptor, ShardPool
+from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache

@@ -30,8 +30,8 @@ from meshfeed._src.sources.files import manifest as manifests
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.manifest import DataManifest, FileEntry
 from meshfeed._src.sources.files.paths import is_url
-from meshfeed._src.sources.files.shard_reader import check_cache, need_cache
-from meshfeed._src.sources.files.shards import Shard, Shards
+from meshfeed._src.sources.files.shard import Shard, check_cache, need_cache
+from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache

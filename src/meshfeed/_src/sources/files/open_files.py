@@ -6,18 +6,18 @@ A shard is checked once, when it is first opened: its local copy must be the fil
 from __future__ import annotations
 
 import collections
-import contextlib
 import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.sources.files import paths as file_paths
+from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 from meshfeed._src.sources.files.shard_cache import ShardCache
-from meshfeed._src.sources.files.shards import S, Shard, max_open_files
+from meshfeed._src.sources.files.shards import S, max_open_files
 
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
 _LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
@@ -258,40 +258,6 @@ def fetch_together(
     """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
     if cache is not None and len(shards) > 1:
         file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])
-
-
-@contextlib.contextmanager
-def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields the local path and status of a file, and keeps a cached copy from eviction within the ``with`` block.
-
-    Raises:
-      SourceError: if the file has been removed or changed since the source was created.
-    """
-    try:
-        if cache is None or not shard.is_cached:
-            status = os.stat(shard.path)
-            _check_unchanged(shard, shard.path, status, str(status.st_mtime_ns))
-            yield shard.path, status
-            return
-        with cache.open(shard.path, compression=shard.compression, num_bytes=shard.num_bytes) as copy:
-            status = os.stat(copy)
-            _check_unchanged(shard, str(copy), status, cache.identify(shard.path)[1])
-            yield str(copy), status
-    except FileNotFoundError as error:
-        raise SourceError(
-            f"the {shard.source} file {shard.path} is gone; it was there when the source was made. Put it back, or "
-            "build the source again."
-        ) from error
-
-
-def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: str) -> None:
-    if (shard.num_bytes and status.st_size != shard.num_bytes) or shard.version not in ("", version):
-        raise changed(shard, path)
-
-
-def changed(shard: Shard, path: str) -> SourceError:
-    """Returns the error for a file that is no longer the one that the source was created with."""
-    return file_paths.changed(f"the {shard.source} file {shard.path}", shard.describe_change(path), shard.manifest)
 
 
 def open_descriptor(shard: Shard, path: str, status: os.stat_result) -> tuple[Descriptor, int]:

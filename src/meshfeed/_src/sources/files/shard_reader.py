@@ -9,11 +9,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.types import RecordIds
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
-from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor, fetch_together, read_again_if_damaged, shared_pool
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
@@ -90,7 +88,7 @@ class ShardReader(Generic[S, T]):
           CorruptDataError: if a file is damaged, also after it was fetched again.
           SourceError: if a file has been removed or changed since the source was created.
         """
-        parts = self.shards.by_file(self.shards.checked(record_ids))
+        parts = _by_file(self.shards, self.shards.checked(record_ids))
         fetch_together([self.shards.files[part[0]] for part in parts], self._cache, self._pool, self._checked)
         records: list[R | None] = [None] * sum(len(rows) for _, rows, _ in parts)
         read_all = file_paths.in_threads if self.is_direct else map
@@ -123,7 +121,7 @@ class ShardReader(Generic[S, T]):
             return build(checked, rows, first, read_spans(spans.open(), spans.starts, spans.stops))
 
         ids = self.shards.checked(record_ids)
-        parts = self.shards.by_file(ids)
+        parts = _by_file(self.shards, ids)
         if not self.is_direct:
             return self.read(ids, read_rows)
         remote = [part for part in parts if is_url(self.shards.files[part[0]].path)]
@@ -253,28 +251,18 @@ def _read_run(
     return stop + 1
 
 
-def check_cache(cache: object, *, source: str) -> None:
-    """Raises SettingsError if ``cache`` is neither a ShardCache nor None."""
-    if cache is not None and not callable(getattr(cache, "identify", None)):
-        raise SettingsError(
-            f"{source} got cache={cache!r}. Expected a meshfeed.ShardCache(directory, max_bytes=…).", setting="cache"
-        )
-
-
-def need_cache(names: Sequence[str], cache: ShardCache | None, *, source: str) -> None:
-    """Checks that compressed files come with a cache.
-
-    Raises:
-      SettingsError: if they do not.
-      SourceError: if the name of a compressed file is that of another source's format.
-    """
-    packed = [name for name in names if compression_of(name)]
-    if packed and cache is None:
-        hint = reader_hint(packed[0], unless=source)
-        if hint:
-            raise SourceError(f"{source} got the compressed file {packed[0]!r}.{hint}")
-        raise SettingsError(
-            f"{source} got the compressed file {packed[0]!r} and no cache. Compressed files cannot be read at random: pass "
-            "cache=meshfeed.ShardCache(directory, max_bytes=…), which keeps decompressed copies, or decompress the files.",
-            setting="cache",
-        )
+def _by_file(shards: Shards[S], ids: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """Returns, for each file of a batch: its number, the rows to read, and their indices in ``ids``."""
+    if len(shards.files) == 1:
+        return [(0, ids, np.arange(len(ids)))] if ids.size else []
+    which = np.searchsorted(shards.ends, ids, side="right")
+    order = np.argsort(which, kind="stable")
+    sorted_files = which[order]
+    edges = np.flatnonzero(sorted_files[1:] != sorted_files[:-1]) + 1
+    rows = (ids - shards.starts[which])[order]
+    bounds = [0, *edges.tolist(), len(ids)]
+    return [
+        (int(sorted_files[low]), rows[low:high], order[low:high])
+        for low, high in itertools.pairwise(bounds)
+        if low < high
+    ]

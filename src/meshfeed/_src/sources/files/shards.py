@@ -6,104 +6,25 @@ them through a pool (``open_files.py``), which all sources of the process share.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import RemoteBytes
-from meshfeed._src.sources.files.formats import compression_of
-from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
-from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.manifest import lengths_by_file
+from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 
-S = TypeVar("S", bound="Shard")
+S = TypeVar("S", bound=Shard)
 _MAX_OPEN_FILES = 1024
 _MAX_FILES_PER_CALL = 32
 _CALLS_AT_ONCE = 16  # threads whose calls may hold files open, beside those that the pool keeps
 Part = tuple[list[int], "np.ndarray | None", np.ndarray, "np.ndarray | None"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """One file as it was when the source was created.
-
-    Attributes:
-      path: local path, or the URL of a file that is read through a cache.
-      num_bytes: file size in bytes, decompressed; 0 if not known.
-      version: modification time in nanoseconds; for a file of a cache, its version key; for other remote files, what the
-        store reports. Empty if not known.
-      num_records: number of records.
-      compression: how the stored file is compressed; None if it is not.
-      digest: digest of the stored file as a manifest lists it; None if not known.
-      manifest: path of the manifest that lists the file; empty if there is none.
-      key: identifies this file and version; a string, because strings cache their hash.
-    """
-
-    source: ClassVar[str] = "source"
-    path: str
-    num_bytes: int
-    version: str
-    num_records: int
-    compression: str | None = dataclasses.field(default=None, kw_only=True)
-    digest: str | None = dataclasses.field(default=None, kw_only=True, compare=False, repr=False)
-    manifest: str = dataclasses.field(default="", kw_only=True, compare=False, repr=False)
-    key: str = dataclasses.field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        key = f"{self.source}\n{self.path}\n{self.version or self.digest}\n{self.num_bytes}\n{self.num_records}"
-        object.__setattr__(self, "key", key)
-
-    @functools.cached_property
-    def remote(self) -> RemoteBytes:
-        """The file, if it is read without a copy."""
-        return RemoteBytes(self.path, self.num_bytes, self.version, self.source, self.manifest)
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the file is read from a copy in the cache."""
-        return self.compression is not None or is_url(self.path)
-
-    def details(self) -> dict[str, JsonValue]:
-        """Returns the fields that a subclass adds, as JSON."""
-        return {}
-
-    @classmethod
-    def from_details(cls, details: Mapping[str, JsonValue]) -> dict[str, Any]:
-        """Returns the fields that a subclass adds, from what :meth:`details` returned."""
-        return dict(details)
-
-    @classmethod
-    def from_entry(cls, entry: FileEntry, version: str, manifest: str) -> Self:
-        """Returns a file as the manifest at the path ``manifest`` lists it."""
-        compression = compression_of(entry.path)
-        num_bytes = 0 if compression else entry.num_bytes  # the size of the copy is known once it is there
-        known = {"compression": compression, "digest": entry.digest, "manifest": manifest}
-        try:
-            more = cls.from_details(entry.details)
-            return cls(entry.path, num_bytes, version, entry.num_records, **known, **more)
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(manifest, f"it lists {entry.path} with the details {dict(entry.details)}") from error
-
-    def entry(self) -> FileEntry:
-        """Returns what a manifest lists of the file."""
-        return FileEntry(self.path, self.num_bytes, self.num_records, self.digest, self.details())
-
-    def describe(self) -> tuple[FileEntry, str]:
-        """Returns what a manifest lists of the file, and its version."""
-        return self.entry(), self.version
-
-    def describe_change(self, path: str) -> str:
-        """Returns what the file was and what it is now, for an error."""
-        return f"{self.num_records:,} records in {self.num_bytes:,} bytes then, {os.path.getsize(path):,} now"
 
 
 class Shards(Generic[S]):
@@ -186,22 +107,6 @@ class Shards(Generic[S]):
         for first in range(0, len(touched), limit):
             slots = np.flatnonzero((index >= first) & (index < first + limit))
             yield touched[first : first + limit].tolist(), index[slots] - first, rows[slots], slots
-
-    def by_file(self, ids: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Returns, for each file of a batch: its number, the rows to read, and their indices in ``ids``."""
-        if len(self.files) == 1:
-            return [(0, ids, np.arange(len(ids)))] if ids.size else []
-        which = np.searchsorted(self.ends, ids, side="right")
-        order = np.argsort(which, kind="stable")
-        sorted_files = which[order]
-        edges = np.flatnonzero(sorted_files[1:] != sorted_files[:-1]) + 1
-        rows = (ids - self.starts[which])[order]
-        bounds = [0, *edges.tolist(), len(ids)]
-        return [
-            (int(sorted_files[low]), rows[low:high], order[low:high])
-            for low, high in itertools.pairwise(bounds)
-            if low < high
-        ]
 
     def file_of(self, record_id: int) -> str:
         """Returns the path or URL of the file that contains a record."""

@@ -36,8 +36,9 @@ from meshfeed._src.sources.files.formats import reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, open_descriptor, shared_pool
 from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
-from meshfeed._src.sources.files.shards import Shard, files_per_call
+from meshfeed._src.sources.files.shards import files_per_call
 
 _NPY_MAGIC = b"\x93NUMPY"
 LLM_C_BYTES = 1024
