@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import meshfeed
-from meshfeed._src.base import background, threads
+from meshfeed._src.base import read_ahead, threads
 
 FOREVER = threading.Event()
 
@@ -192,7 +192,7 @@ def stall(kind: str, *, close: bool) -> Any:
 
 
 def main() -> None:
-    background._JOIN_SECONDS = threads._CLOSE_SECONDS = 0.2
+    read_ahead._JOIN_SECONDS = threads._CLOSE_SECONDS = 0.2
     close, kinds = sys.argv[1] == "close", sys.argv[2:]
     feeds = [stall(kind, close=close) for kind in kinds]
     waited_for = [thread.name for thread in threading.enumerate() if not thread.daemon]

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshfeed._src.arrays.device_put import Assembler, DevicePut
-from meshfeed._src.arrays.dtypes import narrow
+from meshfeed._src.arrays.dtypes import batch_spec, narrow
+from meshfeed._src.arrays.placer import columns_of
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import PlanError, SourceError
 from meshfeed._src.base.jax_internals import probe_fast_call
@@ -100,7 +101,7 @@ def test_every_dtype_arrives_bit_for_bit(fast: bool, dtype: str) -> None:
 def test_columns_say_what_a_source_need_read() -> None:
     prefix = NamedSharding(fake_mesh({"data": 1, "seq": 4}, 2, 2), P("data", "seq"))
     record = {"tokens": jax.ShapeDtypeStruct((16,), np.int32), "length": jax.ShapeDtypeStruct((), np.int32)}
-    found = assembler(prefix, True).columns(record, plan_host(prefix, 4, 1))
+    found = columns_of(prefix, record, plan_host(prefix, 4, 1))
     assert found == {"['length']": (), "['tokens']": (slice(8, 16),)}
 
 
@@ -244,7 +245,7 @@ def test_64_bits_where_the_feed_was_made_with_them(fast: bool) -> None:
         array = assemble({"x": host}, plan)["x"]
         assert array.dtype == np.int64
         assert (np.asarray(array.addressable_shards[0].data) == 2**40).all()
-    spec = assemble.element_spec(jax.ShapeDtypeStruct((2,), np.int32), 8)
+    spec = batch_spec(sharding, jax.ShapeDtypeStruct((2,), np.int32), 8, assemble.x64)
     assert spec.dtype == np.int32
 
 
@@ -297,7 +298,7 @@ def test_leaves_that_do_not_fit_the_plan_are_refused() -> None:
     with pytest.raises(PlanError, match=r"dimension 1 of leaf \['x'\] of size 3 .*'model' of size 2"):
         assemble({"x": np.zeros((8, 3), np.int32)}, plan)
     with pytest.raises(PlanError, match=r"dimension 1 of leaf \['x'\] of size 3"):
-        assemble.element_spec({"x": jax.ShapeDtypeStruct((3,), np.int32)}, 8)
+        batch_spec(sharding, {"x": jax.ShapeDtypeStruct((3,), np.int32)}, 8, False)
 
 
 def test_element_spec_is_what_a_batch_is() -> None:
@@ -305,7 +306,7 @@ def test_element_spec_is_what_a_batch_is() -> None:
     sharding = NamedSharding(mesh, P("data", "model"))
     record = {"tokens": jax.ShapeDtypeStruct((4,), np.int64), "length": jax.ShapeDtypeStruct((), np.float64)}
     assemble = assembler(sharding, True)
-    spec = assemble.element_spec(record, 8)
+    spec = batch_spec(sharding, record, 8, False)
     batch = assemble({"tokens": np.zeros((8, 4), np.int64), "length": np.zeros(8)}, plan_host(sharding, 8, 0))
     found = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), batch)
     assert found == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), spec)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 import meshfeed
-from meshfeed._src.base import background
+from meshfeed._src.base import read_ahead
 from meshfeed._src.base import threads as base_threads
 
 
@@ -90,7 +90,7 @@ def test_a_close_that_hangs_is_not_waited_for(caplog) -> None:
 
 @pytest.mark.parametrize("kind", ["threads", "lane", "lanes", "batches"])
 def test_a_feed_whose_read_hangs_can_be_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(read_ahead, "_JOIN_SECONDS", 0.2)
     monkeypatch.setattr(base_threads, "_CLOSE_SECONDS", 0.2)
     go_on = threading.Event()
 
@@ -191,7 +191,7 @@ def test_a_function_runs_although_no_further_thread_can_be_started(monkeypatch: 
         raise RuntimeError("can't start new thread")
 
     done = threading.Event()
-    thread = background.Background(done.set, "last")
+    thread = base_threads.Background(done.set, "last")
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", cannot_start)
         thread.start()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshfeed._src.base import background
-from meshfeed._src.base.background import Closed, ReadAhead
+from meshfeed._src.base import read_ahead
+from meshfeed._src.base.read_ahead import Closed, ReadAhead
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_closing_frees_who_waits_and_ends_the_thread(start: Callable[..., ReadAh
 def test_an_interrupt_between_taking_off_and_saying_so_does_not_stop_the_thread(
     start: Callable[..., ReadAhead[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_TICK_SECONDS", 20.0)  # far longer than a busy machine makes a thread wait
+    monkeypatch.setattr(read_ahead, "TICK_SECONDS", 20.0)  # far longer than a busy machine makes a thread wait
     numbers = itertools.count()
     ahead = start(lambda: next(numbers), depth=1)
     until(lambda: ahead.ready)

@@ -15,6 +15,7 @@ from meshfeed import testing
 from meshfeed._src.arrays import load_once
 from meshfeed._src.arrays.device_put import Assembler, DevicePut
 from meshfeed._src.arrays.load_once import RowAssignment
+from meshfeed._src.arrays.placer import columns_of
 from meshfeed._src.base.jax_internals import probe_fast_call
 from meshfeed._src.plan.plan import plan_host
 
@@ -79,7 +80,7 @@ def _sharded(fast: bool) -> int:
             plan = plan_host(sharding, ROWS, here)
             assemble = Assembler(sharding, device_put=DevicePut(probe_fast_call() if fast else None, False))
             records = {key: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for key, leaf in whole.items()}
-            boxes = assemble.columns(records, plan)
+            boxes = columns_of(sharding, records, plan)
             rows = {key: leaf[plan.rows] for key, leaf in whole.items()}
             boxed = {key: leaf[(slice(None), *boxes[f"['{key}']"])] for key, leaf in rows.items()}
             for batch in (rows, rows, boxed, boxed):

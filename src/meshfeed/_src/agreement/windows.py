@@ -28,10 +28,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshfeed._src.agreement.window_report import AnnouncedContents, Announcement, Stop, WindowReport
-from meshfeed._src.base.background import Background
 from meshfeed._src.base.coordination import KeyValueStore, call_briefly
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers
+from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue
 
 _MIN_WINDOW = 8

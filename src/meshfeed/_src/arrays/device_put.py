@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from meshfeed._src.arrays.dtypes import batch_spec, narrow, narrowed_dtype, x64_types
+from meshfeed._src.arrays.dtypes import narrow, narrowed_dtype, x64_types
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.jax_internals import FastCall, probe_fast_call
@@ -100,20 +100,18 @@ class Assembler:
     Args:
       prefix: normalized shardings, a pytree prefix of the batch.
       device_put: how arrays are put on devices and whether 64-bit dtypes are kept; see :meth:`DevicePut.default`.
+
+    Attributes:
+      x64: whether 64-bit dtypes are kept.
     """
 
     def __init__(self, prefix: PyTree, *, device_put: DevicePut | None = None) -> None:
         self._prefix = prefix
         self._device_put = device_put or DevicePut.default()
-        self._x64 = self._device_put.x64
+        self.x64 = self._device_put.x64
         self._kinds: dict[_BatchKind, list[LeafDevicePut]] = {}
         self._last: tuple[_BatchKind | None, list[LeafDevicePut]] = (None, [])
         self._last_shapes: tuple[PyTree, _Shapes] = (None, ())
-
-    @property
-    def x64(self) -> bool:
-        """Whether 64-bit dtypes are kept."""
-        return self._x64
 
     def __call__(self, host_tree: PyTree, plan: HostPlan, record_shapes: PyTree = None) -> PyTree:
         """Returns a global array for each leaf.
@@ -162,7 +160,7 @@ class Assembler:
         self, host_tree: PyTree, leaves: list[np.ndarray], plan: HostPlan, record_shapes: _Shapes | None
     ) -> list[LeafDevicePut]:
         shardings = broadcast_shardings(self._prefix, host_tree)
-        paths = _paths(host_tree)
+        paths = [path for path, _ in flatten_with_paths(host_tree)[0]]
         widths: Sequence[tuple[int, ...]] = (
             [leaf.shape[1:] for leaf in leaves] if record_shapes is None else record_shapes
         )
@@ -176,34 +174,12 @@ class Assembler:
                     f"{plan.num_rows} rows first, the rows that host {plan.process_index} holds of a global batch of "
                     f"{plan.global_batch_size}"
                 )
-            narrow(leaf[:0], path, self._x64)  # rejects an unsupported dtype before any work
+            narrow(leaf[:0], path, self.x64)  # rejects an unsupported dtype before any work
             leaf_plan = plan.leaf(sharding, (plan.global_batch_size, *width), path)
             local = _local_indices(leaf, leaf_plan, path)
-            dtype = narrowed_dtype(leaf.dtype, self._x64)
+            dtype = narrowed_dtype(leaf.dtype, self.x64)
             device_puts.append(LeafDevicePut(self._device_put, leaf_plan, leaf.shape, dtype, local, path))
         return device_puts
-
-    def columns(self, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
-        """Leaf path → the columns that this host holds; a source need not read the others."""
-        shardings = broadcast_shardings(self._prefix, record_shapes)
-        specs = jax.tree.leaves(record_shapes)
-        return {
-            path: plan.leaf(sharding, (plan.global_batch_size, *spec.shape), path).columns
-            for path, spec, sharding in zip(_paths(record_shapes), specs, shardings, strict=True)
-        }
-
-    def element_spec(self, record_shapes: PyTree, global_batch_size: int) -> PyTree:
-        """Returns the spec of a batch: a pytree of ``jax.ShapeDtypeStruct`` with shardings.
-
-        Args:
-          record_shapes: pytree with the ``.shape`` and ``.dtype`` of each leaf of one record.
-          global_batch_size: rows of a global batch.
-
-        Raises:
-          PlanError: a dimension is not divisible by the mesh axes of its sharding.
-          SourceError: ``prefix`` does not match the structure of the record.
-        """
-        return batch_spec(self._prefix, record_shapes, global_batch_size, self._x64)
 
 
 class LeafDevicePut:
@@ -399,10 +375,6 @@ def _key(index: Iterable[slice]) -> tuple[tuple[int, int], ...]:
 def contiguous(part: np.ndarray) -> np.ndarray:
     """Returns ``part`` if it is C-contiguous, else a new aligned copy."""
     return part if part.flags.c_contiguous else memory.copy(part)
-
-
-def _paths(tree: PyTree) -> list[str]:
-    return [path for path, _ in flatten_with_paths(tree)[0]]
 
 
 def _local_indices(leaf: np.ndarray, plan: LeafPlan, path: str) -> list[tuple[slice, ...]]:

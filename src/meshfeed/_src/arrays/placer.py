@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshfeed._src.arrays.device_put import Assembler, HostBatchPut
+from meshfeed._src.arrays.device_put import HostBatchPut
+from meshfeed._src.arrays.dtypes import batch_spec
 from meshfeed._src.arrays.load_once import LoadOncePlacer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.errors import PlanError
@@ -85,7 +86,7 @@ class ShardedPlacer:
         self.participants = participants(prefix)
         self.put = HostBatchPut(prefix, process_index)
         self._prefix = prefix
-        self._of_records = Assembler(_without_mask(prefix, mask_key))
+        self._mask_key = mask_key
 
     def plan(self, global_batch_size: int) -> HostPlan:
         """Returns this host's plan; cached per batch size."""
@@ -100,7 +101,7 @@ class ShardedPlacer:
                 return None
             if size not in cached:
                 self.put.record_shapes = shapes = spec_of().shapes()
-                cached[size] = self._of_records.columns(shapes, self.plan(size))
+                cached[size] = columns_of(_without_mask(self._prefix, self._mask_key), shapes, self.plan(size))
             return cached[size]
 
         def rows(size: int) -> RecordIds:
@@ -135,7 +136,7 @@ class ShardedPlacer:
 
     def element_spec(self, spec: RecordSpec, global_batch_size: int) -> PyTree:
         """See :class:`Placer`."""
-        return self.put.assembler.element_spec(spec.shapes(), global_batch_size)
+        return batch_spec(self._prefix, spec.shapes(), global_batch_size, self.put.assembler.x64)
 
     def blocks(self, tree: PyTree, global_batch_size: int) -> dict[str, np.ndarray]:
         """See :class:`Placer`."""
@@ -154,6 +155,15 @@ class ShardedPlacer:
                 index = (block.local[0], *block.index[1:]) if whole else block.local
                 blocks[f"leaf {name}[{where}]"] = leaf[index]
         return blocks
+
+
+def columns_of(prefix: PyTree, record_shapes: PyTree, plan: HostPlan) -> dict[str, tuple[slice, ...]]:
+    """Leaf path → the columns that this host holds; a source need not read the others."""
+    specs = flatten_with_paths(record_shapes)[0]
+    return {
+        path: plan.leaf(sharding, (plan.global_batch_size, *spec.shape), path).columns
+        for (path, spec), sharding in zip(specs, broadcast_shardings(prefix, record_shapes), strict=True)
+    }
 
 
 def _row_shards(sharding: NamedSharding) -> int:

@@ -1,23 +1,110 @@
-"""Calls on daemon threads that Ctrl-C in the calling thread cannot lose: one call, or a pool of threads."""
+"""Daemon threads that Ctrl-C in the calling thread can neither leak, leave half-started, nor run twice.
+
+``concurrent.futures.ThreadPoolExecutor`` joins its threads at close and again at interpreter exit. A hanging read (a
+dead network disk) would then turn a reported timeout into a process that never exits. The threads here are daemons, and
+close waits for them for a limited time.
+
+Ctrl-C can arrive inside ``Thread.start()``, or between the start and the assignment of the object that owns the thread.
+Constructors therefore start nothing: the owner stores the object first, then calls ``start``, and may call it again
+after an interrupt. The calling thread also uses no ``threading.Condition`` (nor Event or Future, which contain one): an
+interrupt inside its ``__enter__`` leaves the lock held forever.
+"""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import logging
 import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from meshfeed._src.base.background import Background, WakeUp, claim
 from meshfeed._src.base.errors import MeshfeedError
 
 _log = logging.getLogger("meshfeed.threads")
 _CLOSE_SECONDS = 5.0
+TICK_SECONDS = 0.5
+"""Waits wake up this often, to call tick functions."""
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def _claim(unclaimed: list[None]) -> bool:
+    """Returns True to the first caller only. ``list.pop`` is atomic and takes no lock that an interrupt could leave held."""
+    try:
+        unclaimed.pop()
+    except IndexError:
+        return False
+    return True
+
+
+def _wait(event: queue.SimpleQueue[None], seconds: float = TICK_SECONDS) -> None:
+    """Waits for a one-time event. May return early; check the condition again."""
+    with contextlib.suppress(queue.Empty):
+        event.get(timeout=max(0.0, min(TICK_SECONDS, seconds)))
+
+
+class Background:
+    """A daemon thread that runs a function once."""
+
+    def __init__(self, function: Callable[[], object], name: str) -> None:
+        self._function, self._name = function, name
+        self._unclaimed = [None]  # popped by the one thread that runs the function
+        self._threads: list[threading.Thread] = []  # more than one only if start() was interrupted
+        self._requested = self._started = self._ended = False
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    @property
+    def unused(self) -> bool:
+        """Whether :meth:`start` has never been called."""
+        return not self._requested
+
+    def start(self) -> None:
+        """Starts the thread, once. Safe to call again after an interrupt."""
+        if self._started:
+            return
+        self._requested = True
+        # Thread.start() waits for an Event, so it runs on a thread that no interrupt reaches.
+        _thread.start_new_thread(self._start_thread, ())
+        self._started = True
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the process cannot start another thread; use this one, which is never joined
+            self._threads.remove(thread)
+            self._run()
+
+    def _run(self) -> None:
+        if _claim(self._unclaimed):
+            function, self._function = self._function, lambda: None  # the thread must not keep its owner alive
+            try:
+                function()
+            finally:
+                self._ended = True
+                self._end.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Waits for the function to return, unless called from its own thread. An unstarted thread can no longer start.
+
+        Returns:
+          True if the function has returned, will never run, or called this itself.
+        """
+        if threading.current_thread() in self._threads or (not self._started and _claim(self._unclaimed)):
+            return True
+        deadline = time.monotonic() + seconds
+        while not self._ended and self._requested and time.monotonic() < deadline:
+            _wait(self._end, deadline - time.monotonic())
+        for thread in self._threads if self._ended else ():
+            with contextlib.suppress(RuntimeError):  # a duplicate after an interrupt, not started yet; it has no work
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return self._ended or not self._requested
 
 
 class Call(Generic[R]):
@@ -30,7 +117,7 @@ class Call(Generic[R]):
         self._error: BaseException | None = None
         self._traceback: Any = None
         self._done = False
-        self._arrived = WakeUp()
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     @property
     def succeeded(self) -> bool:
@@ -40,7 +127,7 @@ class Call(Generic[R]):
     def run(self) -> None:
         """Runs the call; :meth:`result` raises its exception."""
         function = self._function
-        if not claim(self._unclaimed) or function is None:
+        if not _claim(self._unclaimed) or function is None:
             return
         try:
             self._value = function()
@@ -50,7 +137,7 @@ class Call(Generic[R]):
 
     def cancel(self) -> None:
         """Cancels a call that has not started; its :meth:`result` then raises MeshfeedError."""
-        if claim(self._unclaimed):
+        if _claim(self._unclaimed):
             self._error = MeshfeedError("the feed was closed")
             self._finish()
 
@@ -61,13 +148,13 @@ class Call(Generic[R]):
     def _finish(self) -> None:
         self._function = None
         self._done = True
-        self._arrived.ring()
+        self._arrived.put(None)
 
     def wait(self, tick: Callable[[float], None] | None = None) -> None:
         """Waits for the call to end, without raising its exception; see :meth:`result`."""
         start = time.monotonic()
         while not self._done:
-            self._arrived.wait(lambda: self._done)
+            _wait(self._arrived)
             if tick is not None and not self._done:
                 tick(time.monotonic() - start)
 

@@ -14,7 +14,8 @@ from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.base.types import RecordIds
 from meshfeed._src.order import epochs as epoch_order
 from meshfeed._src.order import permutation
-from meshfeed._src.order import steps as step_schedules
+from meshfeed._src.order.segments import derive_step, parse_segments
+from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.reading.identity import source_identity
 from meshfeed._src.reading.records import file_of
 from meshfeed._src.state import files as state_files
@@ -82,7 +83,7 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
             f"This is the state of {other}, which does not determine the records by itself. Make the feed, pass it the "
             "state with set_state, and call feed.record_ids(step)."
         )
-    segments = step_schedules.parse_segments(state.segments)
+    segments = parse_segments(state.segments)
     order = epoch_order.EpochOrder(
         fingerprint["source"]["records"],
         shuffle=fingerprint["shuffle"],
@@ -92,16 +93,14 @@ def replay(state: feed_state.FeedState, batch_index: int | None, global_batch_si
     current = {"algorithm": permutation.ALGORITHM, "version": permutation.VERSION}
     feed_state.compare_fingerprints({"order": fingerprint["order"]}, {"order": current})
     pad = fingerprint["end"] == "pad"
-    next_step = step_schedules.derive_step(segments, state.position, order.total, pad=pad)
+    next_step = derive_step(segments, state.position, order.total, pad=pad)
     size = global_batch_size or (segments[-1].size if segments else None)
     if size is None:
         raise SettingsError(
             "No batch was delivered before this state, so its batch size is not known. Give --global-batch-size.",
             setting="global_batch_size",
         )
-    step_schedule = step_schedules.StepSchedule(
-        BatchSchedule([(0, size)]), past=segments, step=next_step, position=state.position
-    )
+    step_schedule = StepSchedule(BatchSchedule([(0, size)]), past=segments, step=next_step, position=state.position)
     batch_index = max(0, next_step - 1) if batch_index is None else batch_index
     count = None if order.total is None else step_schedule.num_steps(order.total, pad=pad)
     if count is not None and batch_index >= count:

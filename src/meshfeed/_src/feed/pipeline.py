@@ -19,9 +19,9 @@ import jax
 
 from meshfeed._src.agreement.window_report import ReportContents, Stop, WindowReport, WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
-from meshfeed._src.base.background import ReadAhead
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
+from meshfeed._src.base.read_ahead import ReadAhead
 from meshfeed._src.base.stats import PROGRESS, StatsRecorder
 from meshfeed._src.base.types import PyTree
 from meshfeed._src.streams.protocol import AnyReader, Cursor, HostBatch

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.background import Background
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.base.fork import finalize
 from meshfeed._src.base.stats import CACHES, FeedStats, Sample, rates
+from meshfeed._src.base.threads import Background
 from meshfeed._src.base.types import JsonValue, public
 from meshfeed._src.feed.iterator import Feed
 from meshfeed._src.pictures.report import HostLog

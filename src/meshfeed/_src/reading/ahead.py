@@ -13,9 +13,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from meshfeed._src.base.background import Background, WakeUp
 from meshfeed._src.base.hooks import CachedFile
-from meshfeed._src.base.threads import Threads
+from meshfeed._src.base.read_ahead import WakeUp
+from meshfeed._src.base.threads import Background, Threads
 
 _log = logging.getLogger("meshfeed.ahead")
 _NUM_THREADS = 8  # files and connections; connections serve the nearest file first

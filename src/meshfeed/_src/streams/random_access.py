@@ -19,8 +19,9 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, RecordIds, RecordOrder
 from meshfeed._src.order.epochs import EpochOrder
+from meshfeed._src.order.segments import derive_step, parse_segments
 from meshfeed._src.order.shards import ShardOrder, default_num_lanes
-from meshfeed._src.order.steps import StepSchedule, derive_step, parse_segments
+from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.identity import identify_within, kind_of
 from meshfeed._src.reading.records import RecordReader, file_of, reads_columns

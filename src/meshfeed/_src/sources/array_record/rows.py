@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from meshfeed._src.sources.array_record.readers import (
 )
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import SparseFile
-from meshfeed._src.sources.files.open_files import Descriptor, fetch_together, read_again_if_damaged, shared_pool
+from meshfeed._src.sources.files.open_files import Descriptor, shared_pool
+from meshfeed._src.sources.files.shard_reader import fetch_together, read_again_if_damaged
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
@@ -207,9 +208,7 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
     records: list[bytes] = []
     for part in _parts(len(rows)):
         index = None if file_index is None else file_index[part]
-        found = readers.riegeli.read(
-            *handles.arguments, index, np.ascontiguousarray(rows[part], np.int64), None, None, 0
-        )
+        found = readers.riegeli.read(*handles[:2], index, np.ascontiguousarray(rows[part], np.int64), None, None, 0)
         if found is None:
             return None
         records += found
@@ -244,25 +243,21 @@ def read_into(
     rows, places = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(places, np.int64)
     for part in _parts(len(rows)):
         index = None if file_index is None else file_index[part]
-        found = readers.riegeli.read(*handles.arguments, index, rows[part], places[part], out, width)
+        found = readers.riegeli.read(*handles[:2], index, rows[part], places[part], out, width)
         if found != len(rows[part]):
             return False
     return True
 
 
-class _Handles(NamedTuple):
-    """Open files: the first arguments of a call of the extension module, and references that keep descriptors open."""
-
-    arguments: tuple[list[Any], np.ndarray]
-    opened: list[Descriptor | SparseFile]  # the number of a closed descriptor may be reused
-
-
-def _handles(files: Sequence[DirectFile]) -> _Handles | None:
+def _handles(
+    files: Sequence[DirectFile],
+) -> tuple[list[Any], np.ndarray, list[Descriptor | SparseFile]] | None:
+    """Returns indexes and descriptors for the extension, and the open files: the number of a closed one may be reused."""
     try:
         opened = [file.open() for file in files]
     except (OSError, SourceError):  # removed or changed: the library reports which
         return None
-    return _Handles(([file.index for file in files], np.array([file.number for file in opened], np.int64)), opened)
+    return [file.index for file in files], np.array([file.number for file in opened], np.int64), opened
 
 
 def _parts(count: int) -> list[slice]:

@@ -18,9 +18,10 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from meshfeed._src.base.background import Background, WakeUp
+from meshfeed._src.base.read_ahead import WakeUp
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
+from meshfeed._src.base.threads import Background
 from meshfeed._src.sources.files.paths import open_file_system, remote_errors
 
 _FIRST_BLOCK_BYTES = 4 << 20

@@ -13,11 +13,9 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from meshfeed._src.base.errors import CorruptDataError
-from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 from meshfeed._src.sources.files.shard_cache import ShardCache
-from meshfeed._src.sources.files.shards import S, max_open_files
+from meshfeed._src.sources.files.shards import max_open_files
 
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
 _LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
@@ -238,26 +236,6 @@ class ShardPool:
 # One pool per process, because open files and memory are limited per process: a mixture of 35 sources with one pool
 # each would exhaust both.
 shared_pool = ShardPool()
-
-
-def read_again_if_damaged(read: Callable[[], T], shard: Shard, cache: ShardCache | None, pool: ShardPool) -> T:
-    """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries once."""
-    try:
-        return read()
-    except CorruptDataError:
-        if cache is None or not shard.is_cached:
-            raise
-    pool.drop([shard])
-    cache.discard(shard.path, compression=shard.compression)
-    return read()
-
-
-def fetch_together(
-    shards: Sequence[S], cache: ShardCache | None, pool: ShardPool, open_shard: Callable[[S], object]
-) -> None:
-    """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
-    if cache is not None and len(shards) > 1:
-        file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])
 
 
 def open_descriptor(shard: Shard, path: str, status: os.stat_result) -> tuple[Descriptor, int]:

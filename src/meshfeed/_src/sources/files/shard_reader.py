@@ -9,11 +9,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.base.types import RecordIds
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import READ_THREADS, ByteRange, RemoteBytes, read_ranges
-from meshfeed._src.sources.files.open_files import Descriptor, fetch_together, read_again_if_damaged, shared_pool
+from meshfeed._src.sources.files.open_files import Descriptor, ShardPool, shared_pool
 from meshfeed._src.sources.files.paths import is_url
+from meshfeed._src.sources.files.shard import Shard
 from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
 from meshfeed._src.sources.files.shards import S, Shards
 
@@ -266,3 +268,23 @@ def _by_file(shards: Shards[S], ids: np.ndarray) -> list[tuple[int, np.ndarray, 
         for low, high in itertools.pairwise(bounds)
         if low < high
     ]
+
+
+def read_again_if_damaged(read: Callable[[], T], shard: Shard, cache: ShardCache | None, pool: ShardPool) -> T:
+    """Returns ``read()``; if a cached copy is damaged, fetches the file again and retries once."""
+    try:
+        return read()
+    except CorruptDataError:
+        if cache is None or not shard.is_cached:
+            raise
+    pool.drop([shard])
+    cache.discard(shard.path, compression=shard.compression)
+    return read()
+
+
+def fetch_together(
+    shards: Sequence[S], cache: ShardCache | None, pool: ShardPool, open_shard: Callable[[S], object]
+) -> None:
+    """Opens the files of a batch that are not open yet, in parallel if a cache has to fetch them."""
+    if cache is not None and len(shards) > 1:
+        file_paths.in_threads(open_shard, [shard for shard in shards if not pool.is_open(shard)])

@@ -20,7 +20,8 @@ from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings, Workers
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
-from meshfeed._src.order.steps import StepSchedule, parse_segments, position_at
+from meshfeed._src.order.segments import parse_segments, position_at
+from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
 from meshfeed._src.reading.host_batch import add_mask, spec_of_batch

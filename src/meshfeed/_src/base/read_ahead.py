@@ -1,35 +1,20 @@
-"""A daemon thread that Ctrl-C in the calling thread can neither leak, leave half-started, nor run twice.
-
-:class:`Background` runs a function once, and :class:`ReadAhead` runs it again and again, ahead of its caller.
-
-``concurrent.futures.ThreadPoolExecutor`` joins its threads at close and again at interpreter exit. A hanging read (a
-dead network disk) would then turn a reported timeout into a process that never exits. The threads here are daemons, and
-close waits for them for a limited time.
-
-Ctrl-C can arrive inside ``Thread.start()``, or between the start and the assignment of the object that owns the thread.
-Constructors therefore start nothing: the owner stores the object first, then calls ``start``, and may call it again
-after an interrupt. The calling thread also uses no ``threading.Condition`` (nor Event or Future, which contain one): an
-interrupt inside its ``__enter__`` leaves the lock held forever.
-"""
+"""One thread that runs ahead of another, and the wake-ups between them."""
 
 from __future__ import annotations
 
-import _thread
 import collections
-import contextlib
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
 from meshfeed._src.base.errors import MeshfeedError
+from meshfeed._src.base.threads import TICK_SECONDS, Background
 
-_prefetch_log = logging.getLogger("meshfeed.prefetch")
+_log = logging.getLogger("meshfeed.prefetch")
 _JOIN_SECONDS = 10.0
-_TICK_SECONDS = 0.5  # waits wake up this often, to call tick functions
 T = TypeVar("T")
 
 
@@ -56,7 +41,7 @@ class WakeUp:
         self._waiting = True
         if not until():  # checked after setting the flag: a thread that changes the condition from now on rings
             try:
-                self._rings.get(timeout=max(0.0, min(_TICK_SECONDS, seconds)))
+                self._rings.get(timeout=max(0.0, min(TICK_SECONDS, seconds)))
             except queue.Empty:
                 pass
         self._waiting = False
@@ -167,76 +152,8 @@ class ReadAhead(Generic[T]):
     def join(self) -> None:
         """Waits for the thread after :meth:`stop`."""
         if not self._thread.join(_JOIN_SECONDS):
-            _prefetch_log.warning(
+            _log.warning(
                 "thread %s is still reading the source %.0f s after close; it ends when that read returns",
                 self._name,
                 _JOIN_SECONDS,
             )
-
-
-class Background:
-    """A daemon thread that runs a function once."""
-
-    def __init__(self, function: Callable[[], object], name: str) -> None:
-        self._function, self._name = function, name
-        self._unclaimed = [None]  # popped by the one thread that runs the function
-        self._threads: list[threading.Thread] = []  # more than one only if start() was interrupted
-        self._requested = self._started = self._ended = False
-        self._end = WakeUp()
-
-    @property
-    def unused(self) -> bool:
-        """Whether :meth:`start` has never been called."""
-        return not self._requested
-
-    def start(self) -> None:
-        """Starts the thread, once. Safe to call again after an interrupt."""
-        if self._started:
-            return
-        self._requested = True
-        # Thread.start() waits for an Event, so it runs on a thread that no interrupt reaches.
-        _thread.start_new_thread(self._start_thread, ())
-        self._started = True
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._threads.append(thread)
-        try:
-            thread.start()
-        except RuntimeError:  # the process cannot start another thread; use this one, which is never joined
-            self._threads.remove(thread)
-            self._run()
-
-    def _run(self) -> None:
-        if claim(self._unclaimed):
-            function, self._function = self._function, lambda: None  # the thread must not keep its owner alive
-            try:
-                function()
-            finally:
-                self._ended = True
-                self._end.ring()
-
-    def join(self, seconds: float) -> bool:
-        """Waits for the function to return, unless called from its own thread. An unstarted thread can no longer start.
-
-        Returns:
-          True if the function has returned, will never run, or called this itself.
-        """
-        if threading.current_thread() in self._threads or (not self._started and claim(self._unclaimed)):
-            return True
-        deadline = time.monotonic() + seconds
-        while not self._ended and self._requested and time.monotonic() < deadline:
-            self._end.wait(lambda: self._ended, deadline - time.monotonic())
-        for thread in self._threads if self._ended else ():
-            with contextlib.suppress(RuntimeError):  # a duplicate after an interrupt, not started yet; it has no work
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return self._ended or not self._requested
-
-
-def claim(unclaimed: list[None]) -> bool:
-    """Returns True to the first caller only. ``list.pop`` is atomic and takes no lock that an interrupt could leave held."""
-    try:
-        unclaimed.pop()
-    except IndexError:
-        return False
-    return True
