@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import meshfeed
-from meshfeed._src.reading.records import RecordReader, read_records
+from meshfeed._src.reading.records import RecordReader, SourceReader
 from meshfeed.sources import ArrayRecord, DecodeRaw, Mixture
 
 LIMIT, RECORDS = 192, 4
@@ -27,7 +27,7 @@ def rows(paths: list[str]) -> None:
     source = ArrayRecord(paths, decode_batch=DecodeRaw(np.int64))
     for seed in range(3):
         ids = np.random.default_rng(seed).permutation(len(source))
-        assert (read_records(source, ids) == ids).all()
+        assert (SourceReader(source).read(ids) == ids).all()
 
 
 def library(paths: list[str]) -> None:
@@ -70,7 +70,7 @@ def cache(paths: list[str]) -> None:
     urls = [f"memory://{os.path.basename(path)}" for path in paths]
     source = ArrayRecord(urls, decode_batch=DecodeRaw(np.int64), cache=meshfeed.ShardCache(sys.argv[1] + "/cache"))
     ids = np.random.default_rng(0).permutation(len(source))
-    assert (read_records(source, ids) == ids).all()
+    assert (SourceReader(source).read(ids) == ids).all()
 
 
 def mixture(paths: list[str]) -> None:

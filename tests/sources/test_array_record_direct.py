@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from meshfeed import CorruptDataError, SourceError
 from meshfeed._src.base.memory import is_aligned
-from meshfeed._src.reading.records import read_records
+from meshfeed._src.reading.records import SourceReader
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record.rows import read_direct, read_into
 from meshfeed._src.sources.files import shards as files_shards
@@ -204,7 +204,7 @@ def test_a_damaged_record_is_named_and_the_others_still_read(folder: pathlib.Pat
     source = ArrayRecord(str(path), decode_batch=DecodeRaw(np.uint8, 64))
     for _ in range(10):  # damage is no reason to leave the direct way
         with pytest.raises(CorruptDataError, match=r"damaged: record 23 \(row 23 of the file\) is damaged"):
-            read_records(source, np.arange(40))
+            SourceReader(source).read(np.arange(40))
     assert source.read_rows(np.arange(40)) is None
     rows = source.read_rows(np.arange(24, 100))
     assert [row.tobytes() for row in rows] == records[24:]
@@ -265,7 +265,7 @@ def test_without_the_extension_everything_is_as_before(folder: pathlib.Path, mon
     source = ArrayRecord(write(folder / "without", records, PLAIN), decode_batch=DecodeRaw(np.int64))
     source._pool = ShardPool()
     assert source.read_rows(np.arange(30)) is None
-    assert read_records(source, np.arange(30)).tobytes() == b"".join(records)
+    assert SourceReader(source).read(np.arange(30)).tobytes() == b"".join(records)
 
 
 def test_a_failed_import_of_the_extension_is_logged_at_debug_level() -> None:
@@ -377,11 +377,11 @@ def test_who_overrides_read_raw_means_other_bytes(folder: pathlib.Path) -> None:
     records = random_bytes([16] * 5)
     path = write(folder / "inverted", records, PLAIN)
     decode = DecodeRaw(np.uint8, 16)
-    plain = read_records(ArrayRecord(path, decode_batch=decode), np.arange(5))
-    assert (read_records(Inverted(path, decode_batch=decode), np.arange(5)) == 255 - plain).all()
+    plain = SourceReader(ArrayRecord(path, decode_batch=decode)).read(np.arange(5))
+    assert (SourceReader(Inverted(path, decode_batch=decode)).read(np.arange(5)) == 255 - plain).all()
     patched = ArrayRecord(path, decode_batch=decode)
     patched.read_raw = lambda ids: [bytes(16)] * len(ids)
-    assert not read_records(patched, np.arange(5)).any()
+    assert not SourceReader(patched).read(np.arange(5)).any()
 
 
 def test_who_overrides_the_decoder_is_called(folder: pathlib.Path) -> None:
@@ -401,9 +401,9 @@ def test_who_overrides_the_decoder_is_called(folder: pathlib.Path) -> None:
 
     path = write(folder / "shifted", random_bytes([16] * 5), PLAIN)
     decode = DecodeRaw(np.int32, 4)
-    plain = read_records(ArrayRecord(path, decode_batch=decode), np.arange(5))
+    plain = SourceReader(ArrayRecord(path, decode_batch=decode)).read(np.arange(5))
     for other in (Shifted(np.int32, 4), Delegating(decode)):
-        assert (read_records(ArrayRecord(path, decode_batch=other), np.arange(5)) == plain + 100).all()
+        assert (SourceReader(ArrayRecord(path, decode_batch=other)).read(np.arange(5)) == plain + 100).all()
 
 
 def test_rows_that_the_file_has_not_are_refused(folder: pathlib.Path) -> None:
@@ -468,7 +468,7 @@ def test_a_program_may_end_while_its_threads_read(folder: pathlib.Path, options:
 def test_records_of_another_size_than_decode_raw_takes(folder: pathlib.Path) -> None:
     path = write(folder / "size", random_bytes([24] * 8), PLAIN)
     with pytest.raises(ValueError, match=r"record 0 of 3 has 24 bytes; int32\[5\] takes 20") as caught:
-        read_records(ArrayRecord(path, decode_batch=DecodeRaw(np.int32, 5)), np.arange(3))
+        SourceReader(ArrayRecord(path, decode_batch=DecodeRaw(np.int32, 5))).read(np.arange(3))
     assert any("while decoding 3 records" in note for note in caught.value.__notes__)
 
 

@@ -15,7 +15,7 @@ from format_files import FOLDER, plain_record, read_by_library
 import meshfeed
 from meshfeed import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.memory import is_aligned
-from meshfeed._src.reading.records import read_records
+from meshfeed._src.reading.records import SourceReader
 from meshfeed.sources import MDS
 
 RAW = FOLDER / "mds"
@@ -44,7 +44,7 @@ def test_every_value_is_what_the_library_reads() -> None:
 def test_a_batch_is_stacked() -> None:
     source = MDS(RAW, ["array_f32_2x3", "int64", "float16", "int"])
     ids = np.array([9, 0, 0, 13, 4])
-    batch = read_records(source, ids)
+    batch = SourceReader(source).read(ids)
     records = MDS(RAW).__getitems__(ids)
     for name, stacked in batch.items():
         expected = np.stack([record[name] for record in records])

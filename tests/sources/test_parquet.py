@@ -14,7 +14,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 import meshfeed  # noqa: E402
 from meshfeed import CorruptDataError, SettingsError, SourceError  # noqa: E402
-from meshfeed._src.reading.records import read_records  # noqa: E402
+from meshfeed._src.reading.records import SourceReader  # noqa: E402
 from meshfeed._src.sources import parquet  # noqa: E402
 from meshfeed.sources import Parquet  # noqa: E402
 
@@ -75,7 +75,7 @@ def test_every_row_is_what_arrow_reads(paths: str, folder: pathlib.Path) -> None
 def test_a_batch_is_stacked_over_files_and_row_groups(paths: str) -> None:
     source = Parquet(paths, NUMBERS)
     for ids in (np.array([70, 0, 23, 22, 0, 5, 4, 63]), np.arange(2, 4), np.array([9])):
-        batch = read_records(source, ids)
+        batch = SourceReader(source).read(ids)
         assert batch["id"].dtype == np.int32
         np.testing.assert_array_equal(batch["id"], ids)
         np.testing.assert_array_equal(batch["x"], (ids / 3).astype(np.float32))

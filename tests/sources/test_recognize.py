@@ -196,3 +196,16 @@ def test_an_array_record_source_in_a_few_words(tmp_path):
 
 def open_lane(lane_index, num_lanes):
     return iter([])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"x": np.zeros((4, 2)), "y": 3}, r"leaf \['y'\] is 3"),
+        ({"x": np.zeros(4), "more": {"name": "a"}}, r"leaf \['more'\]\['name'\] is 'a'"),
+        ({}, "it has no leaves"),
+    ],
+)
+def test_a_dict_with_a_leaf_that_is_no_array_names_the_leaf(given: dict[str, object], named: str) -> None:
+    with pytest.raises(errors.SourceError, match=f"dict of equally long numpy arrays, but {named}. Convert"):
+        as_source(given)

@@ -113,8 +113,6 @@ class Pipeline:
                 self._produce_ahead, depth=lambda: prefetch, name=f"meshfeed-prefetch-{name}"
             )
 
-    # ------------------------------------------------------------------ stages
-
     def _read(self) -> HostBatch:
         agreement = self._agreement
         try:
@@ -213,8 +211,6 @@ class Pipeline:
             while True:
                 self._host_stage.pop(self._host_stage.peek(self._tick))
         raise stop.exception()
-
-    # ------------------------------------------------------------------ the caller's side
 
     def start(self) -> None:
         """Starts the threads. An interrupted call can be repeated."""

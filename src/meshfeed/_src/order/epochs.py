@@ -79,14 +79,13 @@ class EpochOrder:
         _check_order(num_records, shuffle, seed, num_epochs)
         uniform = isinstance(shuffle, (bool, np.bool_)) and bool(shuffle)
         block = None if uniform or (shuffle and num_records <= shuffle) else int(shuffle)
-        for name, value in (
-            ("num_records", int(num_records)),
-            ("shuffle", bool(shuffle) if isinstance(shuffle, (bool, np.bool_)) else int(shuffle)),
-            ("seed", int(seed)),
-            ("num_epochs", None if num_epochs is None else int(num_epochs)),
-            ("_block_records", block),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(  # the dataclass is frozen
+            num_records=int(num_records),
+            shuffle=bool(shuffle) if isinstance(shuffle, (bool, np.bool_)) else int(shuffle),
+            seed=int(seed),
+            num_epochs=None if num_epochs is None else int(num_epochs),
+            _block_records=block,
+        )
 
     @property
     def total(self) -> int | None:

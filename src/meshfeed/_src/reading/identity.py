@@ -18,7 +18,7 @@ from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree, RandomAccessSource, StreamSource
-from meshfeed._src.reading.records import read_records, wants_rng
+from meshfeed._src.reading.records import SourceReader, wants_rng
 
 _log = logging.getLogger("meshfeed.feed")
 _PROBES = 4
@@ -85,7 +85,7 @@ def content_digest(source: RandomAccessSource, retry: Retry) -> str | None:
         return probe_digest(len(source), lambda ids: digest_raw(raw_reader.read_raw(ids)), retry)
     if wants_rng(source):
         return None
-    return probe_digest(len(source), lambda ids: digest_tree(read_records(source, ids)), retry)
+    return probe_digest(len(source), lambda ids: digest_tree(SourceReader(source).read(ids)), retry)
 
 
 def digest_raw(records: Iterable[bytes]) -> str:

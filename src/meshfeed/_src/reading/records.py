@@ -264,17 +264,6 @@ class SourceReader:
         return batch
 
 
-def read_records(
-    source: RandomAccessSource,
-    record_ids: RecordIds,
-    rngs: Rngs | None = None,
-    *,
-    columns: ColumnSlices | None = None,
-) -> PyTree:
-    """Reads records of a source once; see :meth:`SourceReader.read`."""
-    return SourceReader(source).read(record_ids, rngs, columns=columns)
-
-
 @dataclasses.dataclass(slots=True)
 class ReadRows:
     """Rows of a read, with timings and counts.

@@ -19,7 +19,7 @@ from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, Re
 from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
 from meshfeed._src.reading.identity import content_digest, source_identity
-from meshfeed._src.reading.records import read_records, wants_rng
+from meshfeed._src.reading.records import SourceReader, wants_rng
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.documents import RowError, in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
@@ -187,7 +187,7 @@ class MappedRecords(_Mapped):
         if not len(ids):
             return []
         if rngs is not None and self._source_rng:
-            return _rows(read_records(source, ids, rngs))
+            return _rows(SourceReader(source).read(ids, rngs))
         if hooks.find(source, hooks.ItemsReader) is None and hooks.find(source, hooks.BatchReader) is not None:
             return _rows(source.read_batch(ids))
         return read_items(source, ids)

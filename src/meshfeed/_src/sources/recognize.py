@@ -80,7 +80,13 @@ def _by_interface(obj: Any) -> Any:
     if _is_arrays(obj):
         return Memory(obj)
     if isinstance(obj, Mapping):
-        raise _refused(obj, "A mapping is taken as a dict of equally long numpy arrays; convert its values to arrays.")
+        leaves = jax.tree_util.tree_leaves_with_path(obj)
+        wrong = (f"leaf {jax.tree_util.keystr(path)} is {leaf!r:.40}" for path, leaf in leaves if not _is_array(leaf))
+        raise _refused(
+            obj,
+            "A mapping is taken as a dict of equally long numpy arrays, but "
+            f"{next(wrong, 'it has no leaves')}. Convert its values to arrays.",
+        )
     # torch's IterableDataset inherits a __getitem__ that only raises.
     if hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not _is_a(obj, "torch", "IterableDataset"):
         return obj

@@ -115,8 +115,8 @@ class RecordFiles:
             files = [file.direct for file in opened if file.direct is not None]
             if len(files) < len(opened):
                 return None
-            width = common_width(files)
-            if not width or (out is not None and out.shape[1] != width):
+            width = files[0].width  # 0 if the records of the file differ in size
+            if not width or any(file.width != width for file in files) or (out is not None and out.shape[1] != width):
                 self._rows_differ = True
                 return None
             if out is None:
@@ -141,11 +141,9 @@ class RecordFiles:
             found = None
         if found is not None:
             return found
-        if file_index is None:
-            return self._read_file(files[0], rows)
         records = [b""] * len(rows)
         for number, file in enumerate(files):
-            mine = np.flatnonzero(file_index == number)
+            mine = np.arange(len(rows)) if file_index is None else np.flatnonzero(file_index == number)
             for slot, record in zip(mine.tolist(), self._read_file(file, rows[mine]), strict=True):
                 records[slot] = record
         return records
@@ -263,9 +261,3 @@ def _handles(
 def _parts(count: int) -> list[slice]:
     """Returns the rows of each call, because Ctrl-C takes effect only between calls."""
     return [slice(first, first + _ROWS_PER_CALL) for first in range(0, count, _ROWS_PER_CALL)]
-
-
-def common_width(files: Sequence[DirectFile]) -> int:
-    """Returns the size in bytes of every record of all files; 0 if the sizes differ."""
-    widths = {file.width for file in files}
-    return widths.pop() if len(widths) == 1 else 0

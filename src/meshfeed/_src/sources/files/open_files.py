@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from meshfeed._src.sources.files.shard import Shard, changed, local_copy
 from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -20,7 +20,6 @@ from meshfeed._src.sources.files.shards import max_open_files
 _MAX_ENTRIES = 1 << 25  # of 8 bytes: the indexes of checked files in memory
 _LEAST_ENTRIES = 256  # charged per checked file, which bounds their number too
 T = TypeVar("T")
-Opened = TypeVar("Opened", covariant=True)
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -116,10 +115,8 @@ class Lru(Generic[K, V]):
                 self.weight -= self._values.pop(key, (None, 0))[1]
 
 
-class OpenCopy(Protocol[Opened]):
-    """Opens a local copy; returns what was opened and the number of 8-byte entries that it holds in memory."""
-
-    def __call__(self, shard: Shard, path: str, status: os.stat_result, /) -> tuple[Opened, int]: ...
+OpenCopy = Callable[[Shard, str, os.stat_result], tuple[T, int]]
+"""Opens a local copy; returns what was opened and the number of 8-byte entries that it holds in memory."""
 
 
 class ShardPool:
@@ -165,7 +162,13 @@ class ShardPool:
         """Returns what :meth:`checked` keeps of each file; None if one of them is not in memory."""
         return self._known.find_all([shard.key for shard in shards])
 
-    def opened(self, shard: Shard, kind: str, cache: ShardCache | None, open_copy: OpenCopy[T]) -> T:
+    def opened(
+        self,
+        shard: Shard,
+        kind: str,
+        cache: ShardCache | None,
+        open_copy: OpenCopy[T],
+    ) -> T:
         """Returns an open file, through ``cache`` if its path is a URL.
 
         Args:
