@@ -1,4 +1,4 @@
 """Host batches to global ``jax.Array``: dtypes, assembly, transfer, ``load="once"``, and exact resharding.
 
-May import: base, plan, reading. Read first: ``placer.py``, then ``device_put.py``.
+May import: base, plan, reading. Read first: ``device_put.py``, then ``placer.py``.
 """

@@ -1,4 +1,4 @@
 """Turns record ids into host batches: reads, retries, decoding, stacking and padding, on threads or worker processes.
 
-May import: base, order. Read first: ``records.py``, then ``host_batch.py``.
+May import: base, order. Read first: ``records.py``, then ``stacking.py``.
 """
