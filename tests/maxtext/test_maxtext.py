@@ -548,7 +548,7 @@ class Hanging(WithState):
 
 @pytest.fixture
 def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr("meshfeed._src.base.background._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("meshfeed._src.base.read_ahead._JOIN_SECONDS", 0.1)
     made = Hanging(read_once=getattr(request, "param", False))
     yield made
     made.released.set()

@@ -230,7 +230,7 @@ def hanging() -> dict[str, Any]:
 
     with (
         mock.patch("meshfeed._src.maxtext.loader._TIMEOUT_SECONDS", 8.0),
-        mock.patch("meshfeed._src.base.background._JOIN_SECONDS", 0.1),
+        mock.patch("meshfeed._src.base.read_ahead._JOIN_SECONDS", 0.1),
     ):
         loader = maxtext.MultiHostDataLoadIterator(read(), mesh())
         start = time.monotonic()
