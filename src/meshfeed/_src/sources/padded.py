@@ -119,11 +119,16 @@ class Pad:
         for row, record in enumerate(records):
             try:
                 leaves = self._leaves(record)
-                count = self._checked_count(len(leaves[self.keys[0]]), length, None if known is None else known[row])
+                count = len(leaves[self.keys[0]])
+                if count > length or known is not None:
+                    count = self._checked_count(count, length, None if known is None else known[row])
                 for name, leaf in leaves.items():
-                    if name not in padded:
-                        padded[name] = self._filled(name, (len(records), length), leaf)
-                    _copy(name, leaf[:count], padded[name], row)
+                    out = padded.get(name)
+                    if out is None:
+                        out = padded[name] = self._filled(name, (len(records), length), leaf)
+                    if out.dtype != leaf.dtype or out.shape[2:] != leaf.shape[1:]:
+                        raise _differs(name, leaf, out)
+                    out[row, :count] = leaf[:count]
                 if isinstance(record, Mapping) and len(record) > len(self.keys):
                     stack.add({key: leaf for key, leaf in record.items() if key not in self.keys})
             except SourceError as error:
@@ -175,13 +180,11 @@ class Pad:
         return leaves
 
 
-def _copy(name: str, leaf: np.ndarray, out: np.ndarray, row: int) -> None:
-    if out.dtype != leaf.dtype or out.shape[2:] != leaf.shape[1:]:
-        raise SourceError(
-            f"its leaf {name!r} is {leaf.dtype} with entries of shape {leaf.shape[1:]}, that of another record {out.dtype} "
-            f"with entries of shape {out.shape[2:]}. Expected records that differ in length only. Cast them with Map."
-        )
-    out[row, : len(leaf)] = leaf
+def _differs(name: str, leaf: np.ndarray, out: np.ndarray) -> SourceError:
+    return SourceError(
+        f"its leaf {name!r} is {leaf.dtype} with entries of shape {leaf.shape[1:]}, that of another record {out.dtype} with "
+        f"entries of shape {out.shape[2:]}. Expected records that differ in length only. Cast them with Map."
+    )
 
 
 _RECORDS_PER_PASS = 1 << 20

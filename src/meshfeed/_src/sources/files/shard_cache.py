@@ -848,11 +848,12 @@ def _kept(entry: _Entry, seconds: float) -> Iterator[bool]:
         yield False
         return
     try:
-        _poll(
-            lambda: _flock(handle, fcntl.LOCK_SH) or None,
-            seconds,
-            lambda: _stalled(entry.path, "another process", seconds),
-        )
+        if not _flock(handle, fcntl.LOCK_SH):
+            _poll(
+                lambda: _flock(handle, fcntl.LOCK_SH) or None,
+                seconds,
+                lambda: _stalled(entry.path, "another process", seconds),
+            )
         is_here = still_there(handle, entry.path)  # it may have been removed before the lock was acquired
         if is_here:
             os.utime(handle)

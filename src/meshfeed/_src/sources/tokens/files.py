@@ -433,7 +433,7 @@ class TokenFiles:
             for first in range(0, len(starts) if rows is None else len(rows), _RANGES_PER_CALL):
                 part = slice(first, first + _RANGES_PER_CALL)
                 chosen = part if rows is None else rows[part]
-                self._read_part(numbers, _Ranges(*(column[chosen] for column in ranges)), out)
+                self._read_part(numbers, _Ranges._make([column[chosen] for column in ranges]), out)
         return out
 
     def _groups(self, file_index: np.ndarray) -> list[list[int]]:
