@@ -23,7 +23,7 @@ RUNNERS = [("DirectRunner", []), ("DirectRunner", ["--direct_running_mode=multi_
 
 @pytest.mark.parametrize(("runner", "options"), RUNNERS)
 def test_the_same_bytes(runner: str, options: list[str], tmp_path: pathlib.Path) -> None:
-    from meshfeed._src.convert.beam import RunInBeam
+    from meshfeed._src.convert.run import RunInBeam
 
     data = formats.jsonl(tmp_path)
     for name, engine in (("here", run_here), ("beam", RunInBeam(runner, options))):
@@ -49,7 +49,7 @@ def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_workers_of_a_job_server_write_the_same_bytes(job_server: str, tmp_path: pathlib.Path) -> None:
     """The workers are processes that the server's side starts; they share nothing with this one but the disk."""
-    from meshfeed._src.convert.beam import RunInBeam
+    from meshfeed._src.convert.run import RunInBeam
 
     worker = f"{sys.executable} -m apache_beam.runners.worker.sdk_worker_main"
     options = [f"--job_endpoint={job_server}", "--environment_type=beam:env:harness_subprocess_python:v1"]
@@ -67,7 +67,7 @@ def test_workers_of_a_job_server_write_the_same_bytes(job_server: str, tmp_path:
 
 
 def test_errors_are_those_of_the_task(tmp_path: pathlib.Path) -> None:
-    from meshfeed._src.convert.beam import RunInBeam
+    from meshfeed._src.convert.run import RunInBeam
 
     pq.write_table(pa.table({"x": [[1, None]]}), tmp_path / "a.parquet")
     with pytest.raises(meshfeed.SourceError, match=r"a.parquet, record 0: the list in column 'x' holds a null"):

@@ -107,7 +107,7 @@ def convert(
 
 def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -> Engine:
     if runner is not None:
-        from meshfeed._src.convert.beam import RunInBeam
+        from meshfeed._src.convert.run import RunInBeam
 
         return RunInBeam(runner, [f"--{option.removeprefix('--')}" for option in options])
     from meshfeed._src.convert.run import RunInWorkers

@@ -43,7 +43,7 @@ FORMATS = {  # name → module and class, imported when needed: some need JAX, w
     "mds": "shards.Mds",
     "parquet": "tables.ParquetFiles",
     "text": "lines.TextLines",
-    "tfrecord": "tfrecord.TFRecords",
+    "tfrecord": "example.TFRecords",
     "webdataset": "shards.WebDatasets",
 }
 _EXTENSIONS = {

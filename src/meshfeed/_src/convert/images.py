@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.convert.buffers import binary, integers
-from meshfeed._src.convert.inputs import Input, Scan
+from meshfeed._src.convert.inputs import Input, Scan, binary, integers
 
 if TYPE_CHECKING:
     import pyarrow as pa

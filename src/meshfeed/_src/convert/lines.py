@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
-from meshfeed._src.convert.buffers import spans
-from meshfeed._src.convert.inputs import Input, Scan, TypesChanged
+from meshfeed._src.convert.inputs import Input, Scan, TypesChanged, spans
 
 if TYPE_CHECKING:
     import pyarrow as pa

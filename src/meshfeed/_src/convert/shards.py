@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshfeed._src.base.errors import SourceError
-from meshfeed._src.convert.buffers import binary
-from meshfeed._src.convert.inputs import Input, Scan
+from meshfeed._src.convert.inputs import Input, Scan, binary
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shard_cache import ShardCache
 from meshfeed._src.sources.files.shard_reader import read_spans
