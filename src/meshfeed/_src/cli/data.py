@@ -106,12 +106,10 @@ def convert(
 
 
 def _engine(workers: int | None, runner: str | None, options: tuple[str, ...]) -> Engine:
+    from meshfeed._src.convert.run import RunInBeam, RunInWorkers
+
     if runner is not None:
-        from meshfeed._src.convert.run import RunInBeam
-
         return RunInBeam(runner, [f"--{option.removeprefix('--')}" for option in options])
-    from meshfeed._src.convert.run import RunInWorkers
-
     return RunInWorkers(workers or len(os.sched_getaffinity(0)))
 
 
