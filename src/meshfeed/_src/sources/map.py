@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -123,7 +123,7 @@ class MappedRecords(_Mapped):
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, record_id: Any) -> Record:
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
         """The mapped record ``record_id``."""
         return self.__getitems__([operator.index(record_id)])[0]
 

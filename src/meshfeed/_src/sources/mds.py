@@ -15,7 +15,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
         shards = Shards([shard for _, part in found for shard in part], "MDS")
         super().__init__(ShardReader(shards, cache, _check_shard))
 
-    def __getitem__(self, record_id: Any) -> dict[str, Any]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
         """Returns record ``record_id``: column name → value."""
         return self.__getitems__([operator.index(record_id)])[0]
 

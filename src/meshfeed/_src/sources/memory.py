@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import SupportsIndex
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ class Memory:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, record_id: Any) -> PyTree:
+    def __getitem__(self, record_id: SupportsIndex) -> PyTree:
         """Record ``record_id``: each leaf without its first dimension, as a view of the array.
 
         Raises:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, SupportsIndex, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -286,9 +287,9 @@ class RandomMixture:
         """Total number of records of all components."""
         return int(self._lengths.sum())
 
-    def __getitem__(self, record_id: Any) -> Record:
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
         """The record with the id ``component << 48 | id``, as views of a batch of one."""
-        return jax.tree.map(lambda leaf: leaf[0], self.read_batch([record_id]))
+        return jax.tree.map(lambda leaf: leaf[0], self.read_batch([operator.index(record_id)]))
 
     @property
     def first_record_id(self) -> int:

@@ -10,7 +10,7 @@ import operator
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import numpy as np
 
@@ -130,7 +130,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
         self._cache = cache
         super().__init__(ShardReader(shards, cache, self._check))
 
-    def __getitem__(self, record_id: Any) -> dict[str, Any]:
+    def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
         """Returns record ``record_id``: column name → value."""
         return self.__getitems__([operator.index(record_id)])[0]
 

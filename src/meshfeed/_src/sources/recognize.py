@@ -73,7 +73,7 @@ def as_source(obj: Any) -> Any:
     return obj if _is_ours(obj) or _is_stream(obj) else _by_interface(obj)
 
 
-def _by_interface(obj: Any) -> Any:
+def _by_interface(obj: Any) -> object:
     """The source for an object that is known only by its methods."""
     if isinstance(obj, set | frozenset):
         raise _refused(obj, "A set has no order, so no two hosts would agree on it. Pass sorted(…).")
@@ -110,7 +110,7 @@ def describe_source(source: object) -> str:
     return f"{type(source).__name__}{count}"
 
 
-def _by_library(obj: Any) -> Any:
+def _by_library(obj: Any) -> object:
     """The source for an object of a supported library; None for other objects."""
     if _is_a(obj, "grain", "MapDataset", "IterDataset"):
         return Grain(obj)

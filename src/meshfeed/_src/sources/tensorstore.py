@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -254,7 +254,7 @@ class TensorStore:
     def __len__(self) -> int:
         return len(self._leaves[0])
 
-    def __getitem__(self, record_id: Any) -> Record:
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Record ``record_id``: each leaf without its first dimension.
 
         Raises:

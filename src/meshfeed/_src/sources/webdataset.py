@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import numpy as np
 import xxhash
@@ -120,7 +120,7 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
         )
         super().__init__(ShardReader(find_shards(paths, cache, form), cache, _check))
 
-    def __getitem__(self, record_id: Any) -> Record:
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Returns record ``record_id``, decoded; a dict of bytes if the source has no decoder."""
         return self.__getitems__([operator.index(record_id)])[0]
 

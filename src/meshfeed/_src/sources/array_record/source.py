@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 import jax
 import numpy as np
@@ -102,7 +102,7 @@ class ArrayRecord(RecordFiles):
     def __len__(self) -> int:
         return len(self._shards)
 
-    def __getitem__(self, record_id: Any) -> Record:
+    def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Returns record ``record_id``, decoded; its bytes if the source has no decoder."""
         return self.__getitems__([operator.index(record_id)])[0]
 
