@@ -66,7 +66,11 @@ class RecordOrder(Protocol):
         """Number of records in the whole stream; None if it never ends."""
 
     def config(self) -> dict[str, JsonValue]:
-        """Returns the part of the fingerprint that describes the order."""
+        """Returns the part of the fingerprint that describes the order.
+
+        ``algorithm`` and ``version`` identify how record ids are computed: raise ``version`` if they change. All other
+        entries are settings that must be equal for a saved state to be usable.
+        """
         ...
 
     def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
