@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Self
 
 import jax
@@ -301,24 +301,39 @@ class Checkpointer:
             except CheckpointError as error:
                 error.step = step
                 raise
-        steps = agreement.publish(lambda: find_steps(self._directory))
-        if not steps:
-            return 0, abstract_or_concrete_state
-        reasons = []
-        for number in sorted(steps, reverse=True):
-            # Host 0 checks each step for all, so hosts never restore different ones.
-            reason = agreement.publish(lambda number=number: self._problem(number))
+        reasons: dict[int, str] = {}
+        while True:
+            # Host 0 chooses the step for all, so hosts never restore different ones.
+            number, unreadable = agreement.publish(lambda: self._newest_readable(reasons))
+            for passed, reason in unreadable:
+                self._pass_over(passed, reason, reasons)
+            if number is None:
+                break
             try:
-                if reason is None:
-                    return number, self._restore_step(number, abstract_or_concrete_state, feed, agreement)
+                return number, self._restore_step(number, abstract_or_concrete_state, feed, agreement)
             except DamagedCheckpointError as error:
-                reason = str(error)
-            self._damaged.add(number)
-            _log.warning("step %d in %s is passed over: %s", number, self._directory, reason)
-            reasons.append(f"step {number}: {reason}")
+                self._pass_over(number, str(error), reasons)
+        if not reasons:
+            return 0, abstract_or_concrete_state
+        listed = "; ".join(f"step {number}: {reason}" for number, reason in reasons.items())
         raise CheckpointError(
-            f"{self._directory}: none of its steps is intact: {'; '.join(reasons)}. Move the folder away to start over."
+            f"{self._directory}: none of its steps is intact: {listed}. Move the folder away to start over."
         )
+
+    def _newest_readable(self, excluded: Collection[int]) -> JsonValue:
+        """Returns the newest step that can be read, or None, and the newer steps that cannot, each with the reason."""
+        unreadable: list[list[int | str]] = []
+        for step in sorted(set(find_steps(self._directory)) - set(excluded), reverse=True):
+            problem = self._problem(step)
+            if problem is None:
+                return [step, unreadable]
+            unreadable.append([step, problem])
+        return [None, unreadable]
+
+    def _pass_over(self, step: int, reason: str, reasons: dict[int, str]) -> None:
+        self._damaged.add(step)
+        _log.warning("step %d in %s is passed over: %s", step, self._directory, reason)
+        reasons[step] = reason
 
     def _problem(self, step: int) -> str | None:
         try:

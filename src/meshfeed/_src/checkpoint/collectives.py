@@ -65,6 +65,16 @@ def _error_of(failure: Failure, where: str) -> MeshfeedError:
     return (DamagedCheckpointError if failure.kind == "damaged" else CheckpointError)(message)
 
 
+def _report_of(error: BaseException | None) -> JsonValue:
+    return None if error is None else _failure_of(error).to_json()
+
+
+def _raise_reported(report: JsonValue, cause: BaseException | None) -> None:
+    if report is not None:
+        failure = Failure.from_json(report)
+        raise _error_of(failure, f"host {failure.host}") from cause
+
+
 class Agreement:
     """Agreement among all processes of the job about one operation, in numbered rounds.
 
@@ -107,18 +117,17 @@ class Agreement:
           SettingsError: a keyword's value is wrong on that host.
           CheckpointError: that host could not read for any other reason.
         """
-        failure = None if error is None else _failure_of(error)
         if len(self._participants) == 1:
             if isinstance(error, MeshfeedError):
                 raise error
-            if failure is not None:
-                raise _error_of(failure, self._doing) from error
+            if error is not None:
+                raise _error_of(_failure_of(error), self._doing) from error
             return
-        report = None if failure is None else failure.to_json()
-        first = self._reduce(report, lambda reports: next((one for _, one in sorted(reports.items()) if one), None))
-        if first is not None:
-            failure = Failure.from_json(first)
-            raise _error_of(failure, f"host {failure.host}") from error
+
+        def first(reports: dict[int, JsonValue]) -> JsonValue:
+            return next((report for _, report in sorted(reports.items()) if report is not None), None)
+
+        _raise_reported(self._reduce(_report_of(error), first), error)
 
     def attempt(self, work: Callable[[], R]) -> R:
         """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all."""
@@ -134,8 +143,15 @@ class Agreement:
         """Runs ``work`` on host 0 and returns its JSON value on all hosts; an error there is raised on all of them."""
         if len(self._participants) == 1:
             return work()
-        value = self.attempt(work if process_index() == 0 else lambda: None)
-        return self._reduce(value, lambda reports: reports[0])
+        value, failed = None, None
+        if process_index() == 0:
+            try:
+                value = work()
+            except Exception as error:
+                failed = error
+        value, report = self._reduce([value, _report_of(failed)], lambda reports: reports[0])
+        _raise_reported(report, failed)
+        return value
 
     def collect(self, value: JsonValue) -> dict[int, JsonValue]:
         """Returns every host's JSON value, keyed by host, on all hosts."""

@@ -238,12 +238,25 @@ def restore_planned(
     Every process of the job must call it with the same leaves.
     """
     agreement = agreement or Agreement(f"restoring {directory}", options.timeout_seconds)
+
+    def prepare() -> tuple[StoredArrays, list[Planned], Build, list[LeafRequest], list[LeafRequest]]:
+        stored = StoredArrays(find_item(directory), options.memory_limit_bytes, options.metadata_key)
+        planned, build = plan(stored)
+        requests = [leaf.request for leaf in planned if leaf.request is not None]
+        delegates = options.dispatch is not None
+        remote = [one for one in requests if delegates and one.as_orbax]
+        here = [one for one in requests if not (delegates and one.as_orbax)]
+        plan_all(here, options)
+        return stored, planned, build, remote, here
+
     with without_ambient_mesh():  # leaves may be on devices outside the caller's jax.set_mesh
-        stored = agreement.attempt(
-            lambda: StoredArrays(find_item(directory), options.memory_limit_bytes, options.metadata_key)
-        )
-        planned, build = agreement.attempt(lambda: plan(stored))
-        restore_leaves(stored, [leaf.request for leaf in planned if leaf.request is not None], options, agreement)
+        stored, planned, build, remote, here = agreement.attempt(prepare)
+        if options.dispatch is not None and remote:
+            dispatch = options.dispatch
+            arrays = agreement.attempt(lambda: dispatch(stored, remote))
+            for request, array in zip(remote, arrays, strict=True):
+                request.result = array
+        restore_leaves(stored, here, options, agreement)
         return build([leaf.leaf() for leaf in planned])
 
 
@@ -605,6 +618,12 @@ class LeafRequest:
         """Size of the stored leaf in bytes."""
         return math.prod(self.leaf.stored_shape) * self.leaf.stored_dtype.itemsize
 
+    @property
+    def as_orbax(self) -> bool:
+        """Whether Orbax stores and casts the leaf as we do, so remote workers can restore it; most others are small."""
+        ours = self.leaf.impl is not None or self.leaf.encoding in CARRIERS or self.must_fit
+        return self.plan.sharding is not None and not ours
+
     def cost(self, plan: LoadPlan) -> ReadCost:
         """Returns the bytes that each process reads under a plan."""
         return read_cost(plan, self.leaf.units, self.leaf.stored_dtype.itemsize)
@@ -784,15 +803,12 @@ def plan_all(requests: Sequence[LeafRequest], options: RestoreOptions) -> None:
 def restore_leaves(
     stored: StoredArrays, requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement
 ) -> None:
-    """Sets the results of all requests. Every process of the job must call it with the same requests.
+    """Sets the results of planned requests. Every process of the job must call it with the same requests.
 
     Raises:
       CheckpointError: on all hosts, if any host could not read.
       DamagedCheckpointError: on all hosts, if any host read bytes that differ from those written.
     """
-    if options.dispatch is not None:
-        requests = _dispatch(stored, requests, options.dispatch, agreement)
-    agreement.attempt(lambda: plan_all(requests, options))
     own, packed = ([one for one in requests if one.packed is sent] for sent in (False, True))
     limit = _limit_bytes(requests, options, agreement)
     with RestoreProgress(stored.directory, sum(request.nbytes for request in requests)) as progress:
@@ -813,20 +829,6 @@ def restore_leaves(
         if packed:
             restore.packed(packed, own)
         progress.finish(sum(_held_bytes(request.result) for request in requests))
-
-
-def _dispatch(
-    stored: StoredArrays, requests: Sequence[LeafRequest], dispatch: Dispatch, agreement: Agreement
-) -> list[LeafRequest]:
-    """Restores on the workers the leaves that Orbax stores and casts as we do; returns the others, mostly small."""
-    remote, here = [], []
-    for request in requests:
-        ours = request.leaf.impl is not None or request.leaf.encoding in CARRIERS or request.must_fit
-        (here if request.plan.sharding is None or ours else remote).append(request)
-    arrays = agreement.attempt(lambda: dispatch(stored, remote)) if remote else []
-    for request, array in zip(remote, arrays, strict=True):
-        request.result = array
-    return here
 
 
 def _limit_bytes(requests: Sequence[LeafRequest], options: RestoreOptions, agreement: Agreement) -> int | None:
