@@ -140,7 +140,7 @@ def stalls(url: str, total: int, options: argparse.Namespace) -> Table:
 def evictions(folder: str, total: int, options: argparse.Namespace) -> Table:
     """Two epochs with a cache of 30 %, in batches that need few shards; downloads of the second."""
     import meshfeed
-    from meshfeed._src.order.cache import shards_of_steps, simulate_cache
+    from meshfeed._src.cli.downloads import shards_of_steps, simulate_cache
     from meshfeed._src.order.epochs import EpochOrder
 
     lengths, batch = np.full(options.shards, options.records), 8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshfeed._src.base.settings import BatchSchedule
-from meshfeed._src.order.cache import Evict, shards_of_steps, simulate_cache
+from meshfeed._src.cli.downloads import Evict, shards_of_steps, simulate_cache
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.order.shards import ShardOrder
 from meshfeed._src.order.steps import StepSchedule
