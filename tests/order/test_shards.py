@@ -129,7 +129,7 @@ def test_a_long_epoch_costs_no_more_than_a_batch():
 @pytest.mark.parametrize("wrong", [[-1], [48], [0, 48]])
 def test_positions_outside_the_stream_are_refused(wrong):
     order, _ = order_of([24], 2, (0, 1), num_epochs=2)
-    with pytest.raises(IndexError, match=r"not all in \[0, 48\)"):
+    with pytest.raises(IndexError, match=r"not all within the stream's \[0, 48\)"):
         order.ids_at(np.array(wrong))
 
 

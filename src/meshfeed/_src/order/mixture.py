@@ -204,16 +204,10 @@ def check_stages(saved: JsonValue, current: JsonValue, position: int, *, step: i
     saved_components, saved_stages = _parse_mixture(saved)
     if not position:  # nothing has been drawn yet
         return
-    for name in {**current, **saved}:
-        value, here = saved.get(name), current.get(name)
-        if name not in ("stages", "components") and (value != here or type(value) is not type(here)):  # True equals 1
-            raise StateMismatchError(
-                f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
-            )
-    begun = [stage for stage in saved_stages if stage.first_position < position]
+    _check_settings(saved, current)
     now = [Stage(s[1], s[2], s[0]) for s in current["stages"]]
-    now_begun = [stage for stage in now if stage.first_position < position]
-    for index, (old, new) in enumerate(itertools.zip_longest(begun, now_begun)):
+    begun = _begun(saved_stages, position)
+    for index, (old, new) in enumerate(itertools.zip_longest(begun, _begun(now, position))):
         if old is None or new is None or not _same_stage(old, new):
             _raise_changed(index, old, new, begun, now, position, step)
     used = [name for name in saved_components if any(name in stage.weights for stage in begun)]
@@ -233,6 +227,19 @@ def _parse_mixture(saved: JsonValue) -> tuple[dict[str, tuple[int, JsonValue]], 
             "version, block, on_end, components and stages",
             "The state was changed or damaged; use an earlier checkpoint.",
         ) from None
+
+
+def _check_settings(saved: JsonValue, current: JsonValue) -> None:
+    for name in {**current, **saved}:
+        value, here = saved.get(name), current.get(name)
+        if name not in ("stages", "components") and (value != here or type(value) is not type(here)):  # True equals 1
+            raise StateMismatchError(
+                f"mixture.{name}", value, here, f"Pass {name}={value!r}, or start a new stream without the state."
+            )
+
+
+def _begun(stages: Sequence[Stage], position: int) -> list[Stage]:
+    return [stage for stage in stages if stage.first_position < position]
 
 
 def _same_stage(old: Stage, new: Stage) -> bool:

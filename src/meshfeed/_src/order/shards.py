@@ -26,6 +26,7 @@ import hashlib
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
+from meshfeed._src.order.epochs import check_positions
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 from meshfeed._src.order.steps import StepSchedule
 
@@ -110,8 +111,8 @@ class ShardOrder:
           IndexError: a position is outside the stream.
         """
         positions = np.asarray(positions, np.int64)
-        if positions.size and (positions.min() < 0 or (self.total is not None and positions.max() >= self.total)):
-            raise IndexError(f"positions {positions.min()}..{positions.max()} are not all in [0, {self.total})")
+        if positions.size:
+            check_positions(positions, self.total)
         cells = self._cells_at(positions)
         epochs = cells // self.num_records
         record_ids = np.empty_like(cells)

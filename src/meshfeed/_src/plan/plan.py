@@ -152,13 +152,7 @@ class HostPlan:
             for device, index in device_indices(sharding, global_shape).items()
             if device.process_index == self.process_index
         ]
-        columns = tuple(
-            slice(
-                min((index[dimension].start for _, index in indices), default=0),
-                max((index[dimension].stop for _, index in indices), default=0),
-            )
-            for dimension in range(1, len(global_shape))
-        )
+        columns = tuple(_cover([index[dimension] for _, index in indices]) for dimension in range(1, len(global_shape)))
         blocks = tuple(Block(device, index, self._local(index, columns)) for device, index in indices)
         return LeafPlan(sharding, global_shape, columns, blocks)
 
@@ -167,6 +161,11 @@ class HostPlan:
         return rows, *(
             slice(part.start - box.start, part.stop - box.start) for part, box in zip(index[1:], columns, strict=True)
         )
+
+
+def _cover(parts: Sequence[slice]) -> slice:
+    """Returns the smallest slice that contains all parts; an empty one if there are none."""
+    return slice(min((part.start for part in parts), default=0), max((part.stop for part in parts), default=0))
 
 
 def merge_ranges(ranges: list[RowRange]) -> tuple[RowRange, ...]:

@@ -31,37 +31,6 @@ from meshfeed._src.base.errors import StateMismatchError
 from meshfeed._src.base.trees import OTHER
 from meshfeed._src.base.types import JsonValue, public
 
-_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<after>.*)")
-
-
-def about_files(saved: Mapping[str, JsonValue], current: Mapping[str, JsonValue], names: Sequence[str]) -> str:
-    """Describes a change in the number of files, and missing files, as sentences with a trailing space, or nothing."""
-    counts = [
-        f"The saved source had {saved[name]} files, the current one has {count}. "
-        for name, count in current.items()
-        if name.endswith(".count") and name in saved and saved[name] != count
-    ]
-    missing = missing_shards(names) if counts else []
-    listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    return "".join(counts[:1]) + (f"Missing: {listed}. " if missing else "")
-
-
-def missing_shards(names: Iterable[str]) -> list[str]:
-    """Files missing from numbered sets: ``a-00001-of-00002`` if ``names`` contains only ``a-00000-of-00002``."""
-    sets: dict[tuple[str, str, str], set[str]] = {}
-    for name in names:
-        found = _SHARD.fullmatch(os.path.basename(name))
-        if found:
-            sets.setdefault((found["before"], found["total"], found["after"]), set()).add(found["number"])
-    missing: list[str] = []
-    for (before, total, after), numbers in sets.items():
-        # Sets are numbered from 0 or from 1; a file with the number ``total`` implies 1.
-        width, first = len(next(iter(numbers))), int(str(int(total)).zfill(len(total)) in numbers)
-        wanted = [str(number).zfill(width) for number in range(first, int(total) + first)]
-        missing += [f"{before}{number}-of-{total}{after}" for number in wanted if number not in numbers]
-    return missing
-
-
 VERSION = 2
 _OF_VERSION_2 = (f'"{OTHER}"', '"num_unlisted"')
 _MAX_NUMBER = 1 << 62
@@ -70,6 +39,7 @@ KINDS = ("random_access", "lanes", "host_batches")
 _DAMAGED = (
     "Pass the result of get_state(). If this was read from a file, the file is damaged: use an earlier checkpoint."
 )
+_MERGE = "Merge states that the hosts took after the same step of one feed."
 _REQUIRED: dict[str, type] = {"kind": str, "position": int, "segments": list, "fingerprint": dict}
 _OPTIONAL: dict[str, type] = {
     "step": int, "num_lanes": int, "lanes": dict, "hosts": dict, "skipped": dict, "num_skipped": int,
@@ -100,7 +70,7 @@ def seal(entry: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def unseal(entry: JsonValue, field: str) -> dict[str, JsonValue]:
-    """Returns the entry without its digest; raises StateMismatchError unless that is there and matches."""
+    """Returns the entry without its digest; raises StateMismatchError if it has none, or a different one."""
     remedy = "The state was changed or damaged; use an earlier checkpoint."
     if not isinstance(entry, dict) or "digest" not in entry:
         raise StateMismatchError(field, entry, "an object with a digest", remedy)
@@ -258,7 +228,7 @@ def compare_fingerprints(
         if _same(old, new) or (top == "num_epochs" and old is None):  # an endless stream may be given an end
             continue
         flat_old, flat_new = flatten(old, top), flatten(new, top)
-        if len(flat_old.keys() & {top}) != len(flat_new.keys() & {top}):  # only one of them is an object
+        if (top in flat_old) != (top in flat_new):  # only one of them is an object
             flat_old, flat_new = {top: old}, {top: new}
         field = next(
             name
@@ -274,6 +244,37 @@ def compare_fingerprints(
             flat_new.get(field, "missing"),
             lacks + files + _REMEDIES.get(top, "Use the saved value, or start a new stream without the state."),
         )
+
+
+_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<after>.*)")
+
+
+def about_files(saved: Mapping[str, JsonValue], current: Mapping[str, JsonValue], names: Sequence[str]) -> str:
+    """Describes a change in the number of files, and missing files, as sentences with a trailing space, or nothing."""
+    counts = [
+        f"The saved source had {saved[name]} files, the current one has {count}. "
+        for name, count in current.items()
+        if name.endswith(".count") and name in saved and saved[name] != count
+    ]
+    missing = missing_shards(names) if counts else []
+    listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return "".join(counts[:1]) + (f"Missing: {listed}. " if missing else "")
+
+
+def missing_shards(names: Iterable[str]) -> list[str]:
+    """Files missing from numbered sets: ``a-00001-of-00002`` if ``names`` contains only ``a-00000-of-00002``."""
+    sets: dict[tuple[str, str, str], set[str]] = {}
+    for name in names:
+        found = _SHARD.fullmatch(os.path.basename(name))
+        if found:
+            sets.setdefault((found["before"], found["total"], found["after"]), set()).add(found["number"])
+    missing: list[str] = []
+    for (before, total, after), numbers in sets.items():
+        # Sets are numbered from 0 or from 1; a file with the number ``total`` implies 1.
+        width, first = len(next(iter(numbers))), int(str(int(total)).zfill(len(total)) in numbers)
+        wanted = [str(number).zfill(width) for number in range(first, int(total) + first)]
+        missing += [f"{before}{number}-of-{total}{after}" for number in wanted if number not in numbers]
+    return missing
 
 
 def kind_mismatch(saved: str, current: str) -> StateMismatchError:
@@ -302,6 +303,19 @@ def _join_entries(part: str, left: JsonValue, right: JsonValue) -> JsonValue:
     return None
 
 
+def _join(part: str, states: Sequence[FeedState]) -> dict[str, JsonValue] | None:
+    """Merges the entries of several states, ascending by lane or host; None if no state has the field."""
+    found: list[dict[str, JsonValue]] = [entries for state in states if (entries := getattr(state, part)) is not None]
+    joined: dict[str, JsonValue] = {}
+    for entries in found:
+        for key, entry in entries.items():
+            merged = _join_entries(part, joined.setdefault(key, entry), entry)
+            if merged is None:
+                raise StateMismatchError(f"{part}.{key}", _shorten(joined[key]), _shorten(entry), _MERGE)
+            joined[key] = merged
+    return dict(sorted(joined.items(), key=lambda item: int(item[0]))) if found else None
+
+
 @public("meshfeed")
 def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonValue]:
     """Merges the states of several hosts, taken after the same step, into one.
@@ -322,24 +336,11 @@ def merge_states(states: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonVal
     if not parsed:
         raise StateMismatchError("states", [], "at least one state", "Pass the states of the hosts.")
     first = parsed[0]
-    remedy = "Merge states that the hosts took after the same step of one feed."
-    joined: dict[str, dict[str, JsonValue]] = {part: {} for part in _ENTRIES}
     for state in parsed:
         for name in ("kind", "position", "step", "segments", "num_lanes", "num_skipped", "fingerprint"):
             if getattr(state, name) != getattr(first, name):
-                raise StateMismatchError(name, getattr(first, name), getattr(state, name), remedy)
-        for part, target in joined.items():
-            entries: Mapping[str, JsonValue] = getattr(state, part) or {}
-            for key, entry in entries.items():
-                joined_entry = _join_entries(part, target.setdefault(key, entry), entry)
-                if joined_entry is None:
-                    raise StateMismatchError(f"{part}.{key}", _shorten(target[key]), _shorten(entry), remedy)
-                target[key] = joined_entry
-    merged = {
-        part: dict(sorted(entries.items(), key=lambda item: int(item[0]))) or getattr(first, part)
-        for part, entries in joined.items()
-    }
-    return dataclasses.replace(first, **merged).to_json()
+                raise StateMismatchError(name, getattr(first, name), getattr(state, name), _MERGE)
+    return dataclasses.replace(first, **{part: _join(part, parsed) for part in _ENTRIES}).to_json()
 
 
 MAX_LISTED = 16_384  # over all hosts; keeps a state with all ledgers below 1 MB
