@@ -76,14 +76,12 @@ def mix64_array(values: _Uint64Array) -> _Uint64Array:
     return x
 
 
-def hash_table(key: int, count: int) -> _Uint64Array:
-    """Returns ``count`` keyed 64-bit hashes, uint64[count]. They are distinct, so sorting them has no ties."""
-    return mix64_array(mix64_array(np.arange(count, dtype=np.uint64)) ^ _u64(key))
-
-
 def sorted_permutation(key: int, count: int) -> RecordIds:
-    """Returns a keyed permutation of [0, count) as a table, int64[count]: exactly uniform, O(count)."""
-    return np.argsort(hash_table(key, count))
+    """Returns a keyed permutation of [0, count) as a table, int64[count]: exactly uniform, O(count).
+
+    It is the argsort of keyed 64-bit hashes, which are distinct, so there are no ties.
+    """
+    return np.argsort(mix64_array(mix64_array(np.arange(count, dtype=np.uint64)) ^ _u64(key)))
 
 
 @functools.lru_cache(maxsize=128)

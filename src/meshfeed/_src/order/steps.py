@@ -42,13 +42,9 @@ class StepSchedule:
         self.segments: tuple[Segment, ...] = tuple(segments)
         self._firsts = [segment.first_step for segment in segments]
 
-    def segment_at(self, step: int) -> Segment:
-        """The segment that contains ``step``."""
-        return self.segments[bisect.bisect_right(self._firsts, step) - 1]
-
     def at(self, step: int) -> tuple[int, int]:
         """Returns the position of the first row of ``step`` and its global batch size."""
-        segment = self.segment_at(step)
+        segment = self.segments[bisect.bisect_right(self._firsts, step) - 1]
         return segment.first_position + (step - segment.first_step) * segment.size, segment.size
 
     def num_steps(self, total: int, *, pad: bool) -> int:
@@ -70,10 +66,6 @@ class StepSchedule:
         """Position at which ``step`` begins, ignoring the end of the stream."""
         return self.at(step)[0]
 
-    def delivered(self, step: int) -> tuple[Segment, ...]:
-        """Segments of all steps before ``step``."""
-        return tuple(segment for segment in self.segments if segment.first_step < step)
-
     def delivered_json(self, step: int) -> list[list[int]]:
-        """:meth:`delivered` in the format of a state, which :func:`parse_segments` reads."""
-        return [[s.first_step, s.first_position, s.size] for s in self.delivered(step)]
+        """Segments of all steps before ``step``, in the format of a state, which :func:`parse_segments` reads."""
+        return [[s.first_step, s.first_position, s.size] for s in self.segments if s.first_step < step]

@@ -70,7 +70,7 @@ def seal(entry: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def unseal(entry: JsonValue, field: str) -> dict[str, JsonValue]:
-    """Returns the entry without its digest; raises StateMismatchError if it has none, or a different one."""
+    """Returns the entry without its digest; raises StateMismatchError if it has none, or one that does not match."""
     remedy = "The state was changed or damaged; use an earlier checkpoint."
     if not isinstance(entry, dict) or "digest" not in entry:
         raise StateMismatchError(field, entry, "an object with a digest", remedy)
