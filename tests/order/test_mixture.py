@@ -30,7 +30,9 @@ WEIGHTS = {"web": 5, "code": 3, "books": 1}
 
 
 def mixture(sizes=SIZES, stages=((0, WEIGHTS),), **kwargs) -> MixtureOrder:
-    return MixtureOrder(sizes, stages=stages, **{"block": 64, "shuffle": True, "seed": 3, **kwargs})
+    options = {"block": 64, "shuffle": True, "seed": 3, "num_epochs": None, "on_end": "repeat", "repeat": {}, **kwargs}
+    stages = [stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages]
+    return MixtureOrder(sizes, stages=stages, **{"identities": sizes, **options})
 
 
 def drawn(order: MixtureOrder, start: int, stop: int) -> np.ndarray:

@@ -69,13 +69,13 @@ class EpochOrder:
     """
 
     num_records: int
-    shuffle: bool | int = dataclasses.field(default=False, compare=False)
-    seed: int = 0
-    num_epochs: int | None = 1
+    shuffle: bool | int = dataclasses.field(compare=False)
+    seed: int
+    num_epochs: int | None
     # 0: sequential; None: uniform; otherwise records per block. Compared instead of ``shuffle``, because True == 1.
     _block_records: int | None = dataclasses.field(init=False, repr=False)
 
-    def __init__(self, num_records: int, *, shuffle: bool | int = False, seed: int = 0, num_epochs: int | None = 1):
+    def __init__(self, num_records: int, *, shuffle: bool | int, seed: int, num_epochs: int | None) -> None:
         _check_order(num_records, shuffle, seed, num_epochs)
         uniform = isinstance(shuffle, (bool, np.bool_)) and bool(shuffle)
         block = None if uniform or (shuffle and num_records <= shuffle) else int(shuffle)

@@ -461,14 +461,14 @@ class MixtureOrder:
 
     Args:
       num_records: component → number of records, in the order of the components' numbers.
-      stages: (first position, weights) pairs or :class:`Stage`.
+      stages: stages with increasing first positions, starting at 0.
       block: number of records in which the weights hold exactly.
       shuffle: order of each component; see ``EpochOrder``.
       seed: 0 to 2**64 - 1.
       num_epochs: number of epochs, or None for an endless stream.
       on_end: "repeat" or "stop".
-      repeat: component → how many times it is read per epoch; default: 1.
-      identities: component → JSON value that must be equal for a state to be usable; default: the number of records.
+      repeat: component → how many times it is read per epoch; 1 if not given.
+      identities: component → JSON value that must be equal for a state to be usable.
 
     Raises:
       SettingsError: a setting is out of range.
@@ -479,17 +479,17 @@ class MixtureOrder:
         self,
         num_records: Mapping[str, int],
         *,
-        stages: Sequence[Stage | tuple[int, Weights]],
-        block: int = 2048,
-        shuffle: bool | int = False,
-        seed: int = 0,
-        num_epochs: int | None = None,
-        on_end: str = "repeat",
-        repeat: Mapping[str, int] | None = None,
-        identities: Mapping[str, JsonValue] | None = None,
+        stages: Sequence[Stage],
+        block: int,
+        shuffle: bool | int,
+        seed: int,
+        num_epochs: int | None,
+        on_end: str,
+        repeat: Mapping[str, int],
+        identities: Mapping[str, JsonValue],
     ) -> None:
         self._names = tuple(num_records)
-        self._stages = tuple(stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages)
+        self._stages = tuple(stages)
         # Component orders are endless; ``total`` ends the mixture.
         self._orders = [
             EpochOrder(count, shuffle=shuffle, seed=derive_key(seed, _COMPONENT_SEED, number), num_epochs=None)
@@ -509,7 +509,7 @@ class MixtureOrder:
         self.num_records = sum(num_records.values())
         self.total: int | None = None
         if num_epochs is not None:
-            times = [count * (repeat or {}).get(name, 1) for name, count in num_records.items()]
+            times = [count * repeat.get(name, 1) for name, count in num_records.items()]
             self.total = self._blocks.total(times, num_epochs, on_end)
         self._end = MAX_POSITION if self.total is None else self.total
 
@@ -525,10 +525,7 @@ class MixtureOrder:
                 "version": MIXTURE_VERSION,
                 "block": self._blocks.block,
                 "on_end": self._on_end,
-                "components": [
-                    [name, order.num_records if self._identities is None else self._identities[name]]
-                    for name, order in zip(self._names, self._orders, strict=True)
-                ],
+                "components": [[name, self._identities[name]] for name in self._names],
                 "stages": [stage.to_json() for stage in self._stages],
             },
         }
