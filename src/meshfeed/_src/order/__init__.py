@@ -1,4 +1,4 @@
-"""Maps positions in the stream to records: epochs, mixtures, stages, packing, and the step schedule. Pure numpy.
+"""Maps positions in the stream to records: epochs, shards, buckets, mixtures, packing, and the step schedule. Pure numpy.
 
 May import: base. Read first: ``epochs.py``; ``shards.py`` is another order with the same methods.
 """
