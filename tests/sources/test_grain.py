@@ -341,6 +341,30 @@ def test_array_record_is_read_by_our_reader_where_that_is_the_same(tmp_path):
         Grain(grain.MapDataset.source(whole))
 
 
+def test_close_closes_the_files_that_our_reader_opened(tmp_path):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    path = str(tmp_path / "a.array_record")
+    writer = module.ArrayRecordWriter(path, "group_size:1")
+    for number in range(8):
+        writer.write(b"%d" % number)
+    writer.close()
+
+    def is_open():
+        links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return any(os.path.exists(link) and os.readlink(link) == path for link in links)
+
+    records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource([path])).map(int)
+    parts = grain.experimental.InterleaveIterDataset([records[:4].to_iter_dataset(), records[4:]], cycle_length=1)
+    for dataset in (records, records.to_iter_dataset(), parts):
+        source = Grain(dataset)
+        for _ in range(2):  # a closed source opens them again
+            found = list(source) if dataset is records else list(source.open(0, 1))
+            assert found == [*range(8)]
+            assert is_open()
+            source.close()
+            assert not is_open()
+
+
 def test_sources_travel_to_worker_processes():
     import cloudpickle
 

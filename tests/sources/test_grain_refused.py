@@ -178,6 +178,30 @@ def test_records_before_a_failing_one_are_given_and_it_fails_by_itself():
     assert list(lane) == list(range(8, 20, 2))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dataset, stop: dataset.map(stop),
+        lambda dataset, stop: dataset.filter(stop),
+        lambda dataset, stop: dataset.seed(1).random_map(lambda x, rng: stop(x)),
+        lambda dataset, stop: dataset.map_with_index(lambda i, x: stop(x)),
+        lambda dataset, stop: grain.experimental.InterleaveIterDataset([dataset.map(stop)] * 3, cycle_length=2),
+        lambda dataset, stop: dataset.map(stop).batch(2, drop_remainder=True),
+    ],
+    ids=["map", "filter", "random_map", "map_with_index", "interleave", "batch"],
+)
+def test_a_function_that_raises_stop_iteration_does_not_end_the_data(change):
+    def stop(number):
+        return next(iter(())) if number == 10 else True
+
+    dataset = change(grain.MapDataset.range(20).to_iter_dataset(), stop)
+    for num_lanes in (1, 2):
+        with pytest.raises(errors.SourceError, match="raised StopIteration, which does not end the data"):
+            list(Grain(dataset).open(0, num_lanes))
+    dataset = change(grain.MapDataset.range(8).to_iter_dataset(), stop)
+    assert len(list(Grain(dataset).open(0, 1))) == len(list(dataset))
+
+
 def test_damaged_files_are_named(tmp_path):
     data = b"".join(struct.pack("<QI", 3, 0) + b"abc" + struct.pack("<I", 0) for _ in range(3))
     for name, content in (("cut", data[:-5]), ("garbage", b"no record at all here")):

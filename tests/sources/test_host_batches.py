@@ -262,5 +262,6 @@ def test_grain_data_loader_resumes_exactly():
         resumed.set_state(state)
         assert [batch.tolist() for batch in resumed] == whole[stop:]
     other = HostBatches(loader(seed=6)).iterator()
-    with pytest.raises(errors.StateMismatchError, match="not elastic"):
+    with pytest.raises(errors.StateMismatchError, match="not elastic") as error:
         other.set_state(state)
+    assert json.loads(error.value.saved)["sampler"], "as Grain wrote it, not encoded"

@@ -202,6 +202,10 @@ def test_images_are_decoded_by_the_library(tmp_path):
     batch = HuggingFace(dataset).read_batch([2, 0])
     np.testing.assert_array_equal(batch["image"], pixels[[2, 0]])
     assert batch["id"].tolist() == [2, 0]
+    missing = HuggingFace(dataset.map(lambda row: {"image": None if row["id"] == 1 else row["image"]}), ["image"])
+    with pytest.raises(SourceError, match=r"column 'image' is null in record 1\b") as error:
+        missing.read_batch([2, 1])
+    assert error.value.record_id == 1
 
 
 def test_fingerprint_tells_content_apart_and_is_stable(stored):
@@ -235,6 +239,7 @@ def test_it_travels_to_other_processes(stored):
             r"unknown columns \['nope'\]; the dataset has \['id'",
         ),
         (lambda d: HuggingFace(d, columns="id"), SettingsError, "columns is 'id'; expected a list"),
+        (lambda d: HuggingFace(d, columns=3), SettingsError, "columns is 3; expected a list"),
         (lambda d: HuggingFace(d, columns=[]), SettingsError, "columns is empty"),
         (lambda d: HuggingFace(d, shuffle_buffer=10), SettingsError, "shuffle=True"),
         (lambda d: HuggingFace(d, shuffle_buffer=-1), SettingsError, "shuffle_buffer is -1"),

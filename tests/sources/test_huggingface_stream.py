@@ -325,8 +325,8 @@ def test_only_the_columns_asked_for_are_read(tmp_path, monkeypatch):
     [
         (lambda d: d, None, r"column 's' holds string.*columns=\['id', 'x'\]"),
         (lambda d: d.map(double), None, r"column 's' holds str.*columns="),
-        (lambda d: d.map(lambda row: {"n": None}), ["n"], "column 'n' is null"),
-        (lambda d: d.map(lambda row: {"n": [[1], [2, 3]]}), ["n"], "ragged rows: column 'n'"),
+        (lambda d: d.map(lambda row: {"n": None}), ["n"], "column 'n' is null in a record of lane 0"),
+        (lambda d: d.map(lambda row: {"n": [[1], [2, 3]]}), ["n"], "ragged rows: column 'n' .* a record of lane 0"),
         (lambda d: d.map(double), ["nope"], r"no column 'nope'; it has \['id', 's', 'twice', 'x'\]"),
     ],
 )
@@ -342,8 +342,9 @@ def test_records_before_a_bad_one_are_given_and_nothing_after(tmp_path):
     lane = HuggingFace(stream([str(tmp_path / "a.parquet")])).open(0, 1)
     assert lane.next_batch(10)["id"].tolist() == [0, 1, 2]
     for _ in range(3):
-        with pytest.raises(SourceError, match="column 'x' is null in record 3"):
+        with pytest.raises(SourceError, match="column 'x' is null in a record of lane 0") as error:
             lane.next_batch(10)
+        assert (error.value.lane_index, error.value.record_id) == (0, None)
 
 
 @pytest.mark.parametrize("mapped", [False, True])

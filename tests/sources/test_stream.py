@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 
-from meshfeed._src.base import errors
+from meshfeed._src.base import errors, hooks
+from meshfeed._src.sources.map import Map
 from meshfeed._src.sources.stream import Stream
 
 
@@ -96,9 +99,26 @@ def test_what_open_raises_says_where():
     def open_lane(lane_index, num_lanes):
         raise KeyError("no such shard")
 
-    with pytest.raises(KeyError) as error:
-        Stream(open_lane).open(1, 2, epoch=3)
-    assert error.value.__notes__ == ["while opening lane 1 of 2, epoch 3"]
+    class Bare:
+        open = staticmethod(open_lane)
+
+    for source in (Stream(open_lane), Bare(), Map(Bare(), dict)):
+        with pytest.raises(KeyError) as error:
+            hooks.open_lane(source, 1, 2, epoch=3, seed=0)
+        assert error.value.__notes__ == ["while opening lane 1 of 2, epoch 3"]
+
+
+def test_a_source_that_nobody_uses_is_freed():
+    def make():
+        counter = Counter(range(8))
+        source = Stream(lambda lane_index, num_lanes: Counter(counter.values[lane_index::num_lanes]))
+        assert list(hooks.open_lane(source, 1, 2, epoch=0, seed=0)) == [1, 3, 5, 7]
+        return weakref.ref(source), weakref.ref(counter)
+
+    source, counter = make()
+    gc.collect()
+    assert source() is None
+    assert counter() is None
 
 
 def test_fingerprint():

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
+from meshfeed._src.base.errors import MeshfeedError
 from meshfeed._src.base.types import (
     Decode,
     DecodeBatch,
@@ -409,26 +410,29 @@ def is_stream(source: object) -> bool:
     return find(source, StreamSource) is not None and not hasattr(source, "__getitem__")
 
 
-@functools.lru_cache(maxsize=256)
-def _has_keyword(function: Callable[..., object], keyword: str) -> bool:
-    try:
+def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
+    """Whether ``function`` has the parameter ``keyword`` (``**kwargs`` does not count)."""
+    if function is None:
+        return False
+    try:  # not cached: a cache would keep the function, and so the source that a method is bound to
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some C callables have no signature
         return False
     return any(p.name == keyword and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def accepts_keyword(function: Callable[..., Any] | None, keyword: str) -> bool:
-    """Whether ``function`` has the parameter ``keyword`` (``**kwargs`` does not count)."""
-    if function is None:
-        return False
-    try:
-        return _has_keyword(function, keyword)
-    except TypeError:  # an unhashable callable
-        return _has_keyword.__wrapped__(function, keyword)
-
-
 def open_lane(source: StreamSource, lane_index: int, num_lanes: int, *, epoch: int, seed: int) -> LaneIterator:
-    """Opens a lane; passes ``epoch`` and ``seed`` only to sources whose ``open`` has these parameters."""
+    """Opens a lane; passes ``epoch`` and ``seed`` only to sources whose ``open`` has these parameters.
+
+    Errors of the user's code get a note that names the lane.
+    """
     extra = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(source.open, name)}
-    return source.open(lane_index, num_lanes, **extra)
+    try:
+        return source.open(lane_index, num_lanes, **extra)
+    except MeshfeedError:
+        raise
+    except Exception as error:
+        note = f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}"
+        if note not in getattr(error, "__notes__", ()):  # a source over a different one opens its lane with this too
+            error.add_note(note)
+        raise

@@ -321,14 +321,16 @@ class HostBatchIterator:
     def _restore(self, state: dict[str, Any]) -> None:
         # On a new iterator if possible: the current one stays usable if the state is rejected.
         iterator: Any = start(self._batches.iterable) if self._restartable and self._delivered else self._iterator
+        saved = state["state"]
         try:
-            iterator.set_state(trees.decode_value(state["state"]))
+            saved = trees.decode_value(saved)
+            iterator.set_state(saved)
         except StateMismatchError:
             raise
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise StateMismatchError(
                 f"{_FIELD}.state",
-                state["state"],
+                saved,
                 f"a {type(self._iterator).__name__} that refuses it: {error}",
                 "Host batches are not elastic: continue with the same number of hosts and workers, and the same data.",
             ) from error

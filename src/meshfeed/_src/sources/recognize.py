@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -235,12 +235,15 @@ def HuggingFace(  # named like a class, but returns one of several
     )
 
 
-def _check_columns(columns: Sequence[str] | None) -> None:
-    if isinstance(columns, str) or (columns is not None and not all(isinstance(name, str) for name in columns)):
+def _check_columns(columns: object) -> None:
+    if columns is None:
+        return
+    names = columns if isinstance(columns, Collection) and not isinstance(columns, str) else [None]
+    if not all(isinstance(name, str) for name in names):
         raise SettingsError(
             f"columns is {columns!r}; expected a list of column names, or None for all.", setting="columns"
         )
-    if columns is not None and not list(columns):
+    if not names:
         raise SettingsError("columns is empty; expected at least one name, or None for all.", setting="columns")
 
 

@@ -78,11 +78,7 @@ class Stream:
           SourceError: the user's function returned an object that is not iterable, or an iterator that it had already
             returned.
         """
-        try:
-            records = self._open(lane_index, num_lanes, **({"epoch": epoch} if self._takes_epoch else {}))
-        except Exception as error:
-            error.add_note(f"while opening lane {lane_index} of {num_lanes}, epoch {epoch}")
-            raise
+        records = self._open(lane_index, num_lanes, **({"epoch": epoch} if self._takes_epoch else {}))
         try:
             iterator = iter(records)
         except TypeError:

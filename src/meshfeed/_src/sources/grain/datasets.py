@@ -100,6 +100,10 @@ class GrainRecords:
                 )
         return records
 
+    def close(self) -> None:
+        """Closes files that were opened for the dataset."""
+        lanes.close_sources(self._dataset)
+
     def file_names(self) -> list[str]:
         """Paths of the files that the pipeline reads."""
         return file_names(self._given)
@@ -152,6 +156,10 @@ class GrainStream:
         iterator = dataset.__iter__()
         stateful = self._exact and _has_state(iterator)
         return (StatefulGrainLane if stateful else GrainLane)(dataset, iterator, lane_index)
+
+    def close(self) -> None:
+        """Closes files that were opened for the pipeline."""
+        lanes.close_sources(self._dataset)
 
     def file_names(self) -> list[str]:
         """Paths of the files that the pipeline reads."""

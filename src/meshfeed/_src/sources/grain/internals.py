@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 import grain
 
+from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import RandomAccessSource
@@ -182,6 +183,28 @@ def skip_traceback_filter(dataset: Pipeline) -> Pipeline:
     return dataset
 
 
+def refuse_stops(dataset: Pipeline) -> None:
+    """Makes a StopIteration of the user's functions a SourceError; Grain takes it for the end of the data."""
+    for name in ("_map_fn", "_filter_fn"):
+        function = vars(dataset).get(name)
+        if callable(function):
+            vars(dataset)[name] = _without_stops(function)
+
+
+def _without_stops(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except StopIteration as error:
+            raise SourceError(
+                "a function of the Grain pipeline raised StopIteration, which does not end the data. Raise ValueError for "
+                "a bad record."
+            ) from error
+
+    return call
+
+
 def inherit_options(outer: GrainIterator, inner: GrainIterator) -> None:
     """Applies the dataset options of an iterator to one that it opens.
 
@@ -224,6 +247,11 @@ class BatchedSource:
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[Any]:
         return self._records.__getitems__(indices)
+
+    def close(self) -> None:
+        """Closes a reader that is not the user's; it reopens its files when it is used again."""
+        if self._records is not self.source:
+            hooks.close(self._records)
 
 
 def is_read_at_once(source: object) -> bool:

@@ -109,7 +109,11 @@ def cut(dataset: Pipeline, place: Place) -> Pipeline:
                 return cutter(node, place, lambda child: copy_tree(child, replace, copies))
         return _cut_foreign(node, place) if _is_sliceable(node) else None
 
-    return internals.skip_traceback_filter(copy_tree(dataset, replace, copies))
+    lane = copy_tree(dataset, replace, copies)
+    for node in copies.values():
+        if isinstance(node, grain.IterDataset):
+            internals.refuse_stops(node)
+    return internals.skip_traceback_filter(lane)
 
 
 def check(dataset: Pipeline, num_lanes: int) -> None:
@@ -392,6 +396,18 @@ def batched_sources(node: Node) -> Node | None:
         source = internals.BatchedSource(source, _array_record(source) or source)
     # Measuring the records' bytes for Grain's statistics costs more than reading them.
     return shallow_copy(node, source=source, record_metrics=False)
+
+
+def close_sources(dataset: Node) -> None:
+    """Closes the files that :func:`batched_sources` opened for a pipeline."""
+    for node in walk(dataset):
+        source = internals.source_of(node)
+        if isinstance(source, internals.BatchedSource):
+            source.close()
+        datasets = private(node, "datasets") if is_named(node, internals.INTERLEAVE) else ()
+        if not isinstance(datasets, grain.MapDataset):  # whose datasets are made on each access
+            for inner in filter(None, datasets):
+                close_sources(inner)
 
 
 def _array_record(source: object) -> internals.ReadsMany | None:

@@ -7,7 +7,7 @@ a dict. Text, nulls and ragged lists raise errors that name the column.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -24,10 +24,16 @@ MAP = "meshfeed.sources.Map or map() of the dataset"
 
 
 class Where(TypedDict, total=False):
-    """Where a record is, for errors."""
+    """Where a record is, for errors: its id, or its lane if it has none."""
 
     record_id: int
     lane_index: int
+
+
+def _record(where: Where) -> str:
+    if "record_id" in where:
+        return f"record {where['record_id']:,}"
+    return f"a record of lane {where['lane_index']}" if "lane_index" in where else "a record"
 
 
 def _leave_out(name: str, all_columns: Sequence[str] | Mapping[str, Any]) -> str:
@@ -60,11 +66,10 @@ def chosen(record: Mapping[str, Any], columns: Sequence[str] | None, **where: Un
 
 def check_columns(found: Collection[str], columns: Sequence[str], **where: Unpack[Where]) -> None:
     """Raises a SourceError if a record lacks one of the chosen columns."""
-    place = f" of lane {where['lane_index']}" if "lane_index" in where else ""
     for name in columns:
         if name not in found:
             raise SourceError(
-                f"a record{place} has no column {name!r}; it has {sorted(found)}. Expected the columns {list(columns)} in "
+                f"{_record(where)} has no column {name!r}; it has {sorted(found)}. Expected the columns {list(columns)} in "
                 "every record. Correct columns=, or the map() that makes the records.",
                 **where,
             )
@@ -98,27 +103,25 @@ def value_to_numpy(
         return {key: value_to_numpy(item, f"{name}.{key}", all_columns, **where) for key, item in value.items()}
     if hasattr(value, "get_all_samples"):
         return _samples(value)
-    place = f" in record {where['record_id']:,}" if "record_id" in where else ""
-    without = _leave_out(name, all_columns)
-    if isinstance(value, str | bytes | bytearray):
-        raise _unusable(name, f"{type(value).__name__}{place}", "Turn it into token ids", without, **where)
-    if value is None:
-        raise SourceError(
-            f"column {name!r} is null{place}. Expected a value in every record. Fill it with "
-            f"{MAP}, filter such records out{without}.",
-            **where,
-        )
     try:
-        array = np.asarray(value, dtype)
+        array = None if isinstance(value, str | bytes | bytearray | None) else np.asarray(value, dtype)
     except ValueError as error:
         raise SourceError(
-            f"ragged rows: column {name!r} has lists of unequal lengths within one record{place} ({error}). Expected "
+            f"ragged rows: column {name!r} has lists of unequal lengths within {_record(where)} ({error}). Expected "
             f"rectangular lists. Pad or cut them with {MAP}.",
             **where,
         ) from None
-    if not _is_numeric(array.dtype):
-        raise _unusable(name, f"{type(value).__name__} of dtype {array.dtype}{place}", "Convert it", without, **where)
-    return array[()]  # a numpy scalar if it has no dimensions
+    if array is not None and _is_numeric(array.dtype):
+        return array[()]  # a numpy scalar if it has no dimensions
+    without = _leave_out(name, all_columns)
+    if value is None:
+        raise SourceError(
+            f"column {name!r} is null in {_record(where)}. Expected a value in every record. Fill it with {MAP}, filter "
+            f"such records out{without}.",
+            **where,
+        )
+    what = f"{type(value).__name__}{'' if array is None else f' of dtype {array.dtype}'} in {_record(where)}"
+    raise _unusable(name, what, "Turn it into token ids" if array is None else "Convert it", without, **where)
 
 
 def _samples(audio: Any) -> dict[str, PyTree]:
@@ -223,12 +226,12 @@ class ColumnRows:
         self._starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
         self._readers: dict[int, _ChunkRows] = {}
 
-    def read(self, row_ids: np.ndarray, record_ids: np.ndarray | None = None) -> PyTree:
+    def read(self, row_ids: np.ndarray, where: Callable[[int], Where]) -> PyTree:
         """Reads the rows ``row_ids``.
 
         Args:
           row_ids: int64[n], n at least 1, in any order.
-          record_ids: int64[n], ids of the rows in errors, if they are not ``row_ids``.
+          where: ``where(i)`` is the record of ``row_ids[i]``, for errors.
 
         Returns:
           An array ``[n, ...]``, or a dict of arrays for a struct. It may be a view of a mapped file, but never of
@@ -237,23 +240,22 @@ class ColumnRows:
         Raises:
           SourceError: a null, or lists of unequal lengths; names the column and the record.
         """
-        ids = row_ids if record_ids is None else record_ids
         if len(self._chunks) == 1:
-            return self._reader(0).read(row_ids, ids)
+            return self._reader(0).read(row_ids, where)
         which = np.searchsorted(self._starts, row_ids, side="right") - 1
         parts = [
-            (rows, self._reader(chunk).read(row_ids[rows] - self._starts[chunk], ids[rows]))
+            (rows, self._reader(chunk).read(row_ids[rows] - self._starts[chunk], lambda i, rows=rows: where(rows[i])))
             for chunk, rows in group_by(which)
         ]
-        return parts[0][1] if len(parts) == 1 else _merge(parts, len(row_ids), self._name, ids)
+        return parts[0][1] if len(parts) == 1 else _merge(parts, len(row_ids), self._name, where)
 
-    def read_range(self, start: int, stop: int) -> PyTree:
+    def read_range(self, start: int, stop: int, where: Callable[[int], Where]) -> PyTree:
         """Rows ``[start, stop)``; see :meth:`read`."""
         if len(self._chunks) == 1:
             rows = self._reader(0).view(start, stop)
             if rows is not None:
                 return rows
-        return self.read(np.arange(start, stop, dtype=np.int64))
+        return self.read(np.arange(start, stop, dtype=np.int64), where)
 
     def _reader(self, chunk_index: int) -> _ChunkRows:
         reader = self._readers.get(chunk_index)
@@ -264,37 +266,39 @@ class ColumnRows:
         return reader
 
 
-def table_rows(table: pa.Table, start: int, stop: int) -> dict[str, PyTree]:
+def table_rows(table: pa.Table, start: int, stop: int, **where: Unpack[Where]) -> dict[str, PyTree]:
     """Rows ``[start, stop)`` of a table: column name → array ``[stop - start, ...]``, or a dict of arrays for a struct.
+
+    ``where`` is the place of all of them, for errors.
 
     Raises:
       SourceError: see :class:`ColumnRows`.
     """
     usable = usable_columns(table.schema)
     return {
-        name: ColumnRows(name, column.chunks, column.type, usable).read_range(start, stop)
+        name: ColumnRows(name, column.chunks, column.type, usable).read_range(start, stop, lambda _: where)
         for name, column in zip(table.column_names, table.columns, strict=True)
     }
 
 
-def _merge(parts: list[tuple[np.ndarray, PyTree]], num_rows: int, name: str, row_ids: np.ndarray) -> PyTree:
+def _merge(parts: list[tuple[np.ndarray, PyTree]], num_rows: int, name: str, where: Callable[[int], Where]) -> PyTree:
     flat = [(out_rows, *jax.tree.flatten(part)) for out_rows, part in parts]
     _, first_leaves, treedef = flat[0]
     outputs = [np.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in first_leaves]
     for out_rows, leaves, _ in flat:
         for output, leaf in zip(outputs, leaves, strict=True):
             if leaf.shape[1:] != output.shape[1:]:
-                raise _ragged(name, int(row_ids[out_rows[0]]), list(leaf.shape[1:]), list(output.shape[1:]))
+                raise _ragged(name, where(out_rows[0]), list(leaf.shape[1:]), list(output.shape[1:]))
             output[out_rows] = leaf
     return treedef.unflatten(outputs)
 
 
-def _ragged(name: str, record_id: int, found: list[int], expected: list[int]) -> SourceError:
+def _ragged(name: str, where: Where, found: list[int], expected: list[int]) -> SourceError:
     return SourceError(
-        f"ragged rows: column {name!r} has lists of lengths {found} in record {record_id:,}, and of {expected} in "
+        f"ragged rows: column {name!r} has lists of lengths {found} in {_record(where)}, and of {expected} in "
         "another record of the same batch. Expected equally long lists. Pad or cut them with "
         f"{MAP}, or pack token ids with meshfeed.sources.Packed.",
-        record_id=record_id,
+        **where,
     )
 
 
@@ -354,34 +358,34 @@ class _ChunkRows:
         else:
             self._values = _buffer_values(array)
 
-    def read(self, rows: np.ndarray, record_ids: np.ndarray) -> PyTree:
-        """Reads the rows ``rows`` of the chunk; errors refer to them by ``record_ids``."""
-        self._check_valid(rows, record_ids)
+    def read(self, rows: np.ndarray, where: Callable[[int], Where]) -> PyTree:
+        """Reads the rows ``rows`` of the chunk; ``where(i)`` is the record of ``rows[i]``, for errors."""
+        self._check_valid(rows, where)
         if self._fields is not None:
-            return {key: field.read(rows, record_ids) for key, field in self._fields.items()}
+            return {key: field.read(rows, where) for key, field in self._fields.items()}
         if self._values is not None:
             return _take(self._values, rows)
         assert self._child is not None
-        width, starts = self._lists_at(rows, record_ids)
+        width, starts = self._lists_at(rows, where)
         if not width:
             part = self._child._empty()
         elif self._width is not None and (values := self._child._flat_values()) is not None:
             return _take(values.reshape(-1, width), rows)
         else:
             inner = (starts[:, None] + np.arange(width)).ravel()
-            part = self._child.read(inner, np.repeat(record_ids, width))
+            part = self._child.read(inner, lambda i: where(i // width))
         return jax.tree.map(lambda leaf: leaf.reshape(len(rows), width, *leaf.shape[1:]), part)
 
-    def _check_valid(self, rows: np.ndarray, record_ids: np.ndarray) -> None:
+    def _check_valid(self, rows: np.ndarray, where: Callable[[int], Where]) -> None:
         if self._valid is not None and not self._valid[rows].all():
-            record_id = int(record_ids[np.flatnonzero(~self._valid[rows])[0]])
+            found = where(int(np.argmin(self._valid[rows])))
             raise SourceError(
-                f"column {self._name!r} is null in record {record_id:,}. Expected a value in every record. Fill it "
+                f"column {self._name!r} is null in {_record(found)}. Expected a value in every record. Fill it "
                 f"with {MAP}, or filter such records out when the data is written.",
-                record_id=record_id,
+                **found,
             )
 
-    def _lists_at(self, rows: np.ndarray, record_ids: np.ndarray) -> tuple[int, np.ndarray]:
+    def _lists_at(self, rows: np.ndarray, where: Callable[[int], Where]) -> tuple[int, np.ndarray]:
         """The length of the lists in these rows, which must be equal, and where each begins among the values."""
         if self._width is not None:
             return self._width, rows * self._width
@@ -390,8 +394,8 @@ class _ChunkRows:
         lengths = self._offsets[rows + 1] - starts
         width = int(lengths[0])
         if (lengths != width).any():
-            other = int(np.flatnonzero(lengths != width)[0])
-            raise _ragged(self._name, int(record_ids[other]), [int(lengths[other])], [width])
+            other = int(np.argmax(lengths != width))
+            raise _ragged(self._name, where(other), [int(lengths[other])], [width])
         return width, starts
 
     def view(self, start: int, stop: int) -> PyTree | None:

@@ -230,6 +230,7 @@ class TableLane(_Lane):
         self._tree = tree
         self._foreign = any(_makes_tables(node) for node in walk(tree))
         self._cast = FeatureCast(features)
+        self._decode = functools.partial(table_rows, lane_index=cut.lane_index)
         internals.start(tree)
         self._tables: Iterator[tuple[object, pa.Table]] = _tables_of(tree)
         self._table: pa.Table | None = None
@@ -239,7 +240,7 @@ class TableLane(_Lane):
         self._block_start = self._block_stop = 0
 
     def __next__(self) -> dict[str, PyTree]:
-        row = self._ready() - self._block_start
+        row = self._ready(self._decode) - self._block_start
         self._row += 1
         return _rows_of(self._block, row)
 
@@ -253,8 +254,8 @@ class TableLane(_Lane):
         parts, size = [], 0
         while size < num_records:
             try:
-                start = self._ready() - self._block_start
-            except (StopIteration, Exception):
+                start = self._ready(self._decode) - self._block_start
+            except Exception:
                 if parts:  # return the records before the error; the next call raises it again
                     break
                 raise
@@ -290,7 +291,7 @@ class TableLane(_Lane):
         self._tables = iter(())
         self._forget(None)
 
-    def _ready(self, decode: Callable[[pa.Table, int, int], Any] = table_rows) -> int:
+    def _ready(self, decode: Callable[[pa.Table, int, int], Any]) -> int:
         """Decodes the block of the next row if necessary, and returns the row's index in the table."""
         if self._block_start <= self._row < self._block_stop:
             return self._row

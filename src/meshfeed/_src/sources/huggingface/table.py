@@ -138,7 +138,10 @@ class HuggingFaceTable(_Records):
         columns = {name: stored_values(table.column(name), self._dtype) for name in stored}
         decoded = self._decoder.__getitems__(list(record_ids)) if self._decoder is not None else []
         for name in self._decoded:
-            columns[name] = [value_to_numpy(record[name], name, self._columns) for record in decoded]
+            columns[name] = [
+                value_to_numpy(record[name], name, self._columns, record_id=int(record_id))
+                for record, record_id in zip(decoded, record_ids, strict=True)
+            ]
         return [{name: columns[name][row] for name in self._columns} for row in range(len(record_ids))]
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
@@ -171,11 +174,14 @@ class HuggingFaceTable(_Records):
             rows = ids if self._rows is None else self._rows.read(ids)
         batch: dict[str, PyTree] = dict.fromkeys(self._columns)  # keeps the order of the columns
         for name, reader in readers.items():
-            part = reader.read(rows, ids)
+            part = reader.read(rows, lambda i: {"record_id": int(ids[i])})
             batch[name] = part if self._dtype is None else jax.tree.map(lambda leaf: leaf.astype(self._dtype), part)
         records = [] if self._decoder is None else self._decoder.__getitems__(ids.tolist())
         for name in self._decoded:
-            values = [value_to_numpy(record[name], name, self._columns) for record in records]
+            values = [
+                value_to_numpy(record[name], name, self._columns, record_id=record_id)
+                for record, record_id in zip(records, ids.tolist(), strict=True)
+            ]
             batch[name] = _stack(name, values, ids)
         # Only views are read-only. Arrow marks memory as immutable that pandas or a bytearray may still write.
         return batch if self._mapped else jax.tree.map(_copied_if_read_only, batch)
