@@ -268,6 +268,8 @@ def test_fields_that_only_one_side_has_are_differences() -> None:
         "source.b", "missing", 2,
     )  # fmt: skip
     assert refusal(compare_fingerprints, {"seed": 1, "end": "pad"}, {"end": "drop", "seed": 2})[0] == "end"
+    named = {"source": {"a": "missing", "b": 1}}  # a value that reads like the word for none
+    assert refusal(compare_fingerprints, named, {"source": {"b": 1}})[:2] == ("source.a", "missing")
 
 
 def test_a_fingerprint_without_a_field_is_damaged_or_of_another_stream() -> None:
@@ -311,6 +313,7 @@ def test_missing_files_are_named_only_if_the_source_has_another_number_of_files(
         (["x-00002-of-00002"], ["x-00001-of-00002"]),
         (["x-3-of-12"], [f"x-{number}-of-12" for number in (0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11)]),
         (["x-00000-of-00002", "x-00001-of-00002", "y-00001-of-00002.gz"], ["y-00000-of-00002.gz"]),
+        (["x-0-of-2", "y-1-of-2"], ["x-1-of-2", "y-0-of-2"]),
         (["part-1", "part-3", "states-of-mind"], []),
     ],
 )

@@ -208,8 +208,14 @@ def flatten(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:
     return {prefix: value}
 
 
-def _same(left: JsonValue, right: JsonValue) -> bool:
-    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # in Python, True == 1
+def _text(value: JsonValue) -> str:
+    return json.dumps(value, sort_keys=True)  # to compare texts: in Python, True == 1
+
+
+def _first_difference(first: Mapping[str, JsonValue], second: Mapping[str, JsonValue]) -> str:
+    """Returns the first key with a different value, or with a value in only one of them."""
+    texts, others = ({name: _text(value) for name, value in flat.items()} for flat in (first, second))
+    return next(name for name in (*texts, *others) if texts.get(name) != others.get(name))
 
 
 def compare_fingerprints(
@@ -225,16 +231,12 @@ def compare_fingerprints(
     current = json.loads(json.dumps(current))  # saved has passed through JSON, which turns tuples into lists
     for top in dict.fromkeys((*current, *saved)):
         old, new = saved.get(top), current.get(top)
-        if _same(old, new) or (top == "num_epochs" and old is None):  # an endless stream may be given an end
+        if _text(old) == _text(new) or (top == "num_epochs" and old is None):  # an endless stream may be given an end
             continue
         flat_old, flat_new = flatten(old, top), flatten(new, top)
         if (top in flat_old) != (top in flat_new):  # only one of them is an object
             flat_old, flat_new = {top: old}, {top: new}
-        field = next(
-            name
-            for name in dict.fromkeys((*flat_new, *flat_old))
-            if not _same(flat_old.get(name, "missing"), flat_new.get(name, "missing"))
-        )
+        field = _first_difference(flat_new, flat_old)
         files = about_files(flat_old, flat_new, file_names() if file_names else ()) if top == "source" else ""
         absent = top not in saved or field not in flat_old
         lacks = f"The state has no {field!r}: it is damaged or belongs to a different stream. " if absent else ""
