@@ -424,6 +424,12 @@ def test_identities_are_compared_by_field():
     with pytest.raises(StateMismatchError, match="'abc'") as raised:
         check_stages(saved, current, 1)
     assert raised.value.field == "mixture.components.web.content"
+    without = mixture(identities={**SIZES, "web": {"kind": "array_record", "records": 1000}}).config()["mixture"]
+    with_none = mixture(identities={**SIZES, "web": {**identity, "content": None}}).config()["mixture"]
+    for one, other in ((without, with_none), (with_none, without)):
+        with pytest.raises(StateMismatchError, match="missing") as raised:
+            check_stages(one, other, 1)
+        assert raised.value.field == "mixture.components.web.content"
 
 
 @pytest.mark.parametrize(

@@ -298,8 +298,8 @@ def _check_components(
         if new_identity != identity:
             if isinstance(identity, dict) and isinstance(new_identity, dict):
                 old, new = cast("dict[str, JsonValue]", identity), cast("dict[str, JsonValue]", new_identity)
-                part = next(name for name in {**old, **new} if old.get(name) != new.get(name))
-                field, identity, new_identity = f"{field}.{part}", old.get(part), new.get(part)
+                part = next(name for name in {**old, **new} if old.get(name, "missing") != new.get(name, "missing"))
+                field, identity, new_identity = f"{field}.{part}", old.get(part, "missing"), new.get(part, "missing")
             raise StateMismatchError(
                 field,
                 identity,
