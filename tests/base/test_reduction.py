@@ -18,7 +18,7 @@ from hosts import CountingStore, Job
 
 from meshfeed import MeshfeedError, StalledError
 from meshfeed._src.base import coordination, reduction
-from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Stragglers, leave, reduce_json
+from meshfeed._src.base.reduction import Patience, ProgressReport, Reduction, Rounds, Stragglers, leave
 from meshfeed._src.base.stats import Dropping
 
 
@@ -26,8 +26,13 @@ def total(values: dict[int, Any]) -> Any:
     return sum(values.values())
 
 
-def reduce(value: Any, hosts: range = range(3), number: int = 0, seconds: float = 30, by: Any = total) -> Any:
-    return reduce_json("test", number, value, by, participants=hosts, timeout_seconds=seconds, doing="choosing a step")
+def rounds_of(hosts: range, seconds: float = 30) -> Rounds:
+    return Rounds("test", hosts, timeout_seconds=seconds, doing="choosing a step")
+
+
+def reduce(value: Any, hosts: range = range(3), seconds: float = 30, by: Any = total) -> Any:
+    with rounds_of(hosts, seconds) as rounds:
+        return rounds.reduce(value, by)
 
 
 def reduction_of(store: Any, host: int, hosts: int = 4) -> Reduction:
@@ -65,9 +70,12 @@ def test_all_receive_the_same_json_and_leave_no_key(monkeypatch: pytest.MonkeyPa
 
     def run(host: int) -> list[Any]:
         results = []
-        for number in range(20):
-            time.sleep(0.002 * ((host + number) % 3))
-            results.append(reduce([host, number], number=number, by=lambda values: list(values.items())))
+        with rounds_of(range(3)) as rounds:
+            for number in range(20):
+                time.sleep(0.002 * ((host + number) % 3))
+                results.append(rounds.reduce([host, number], lambda values: list(values.items())))
+                numbers = {key.split("/")[2] for key in job.store.keys}
+                assert len(numbers) <= 2, "only the keys of this round, and of one beside it, while the rounds run"
         return results
 
     expected = [[[host, [host, number]] for host in range(3)] for number in range(20)]
@@ -296,7 +304,7 @@ def test_hosts_that_do_not_come_are_named(here: int, monkeypatch: pytest.MonkeyP
         job.store.set(f"{prefix}/late", "[[2, 3], 2]")
     job.store.calls.clear()
     with pytest.raises(StalledError) as caught:
-        job.on(here, reduce, 0, range(4), 0, 0.05)
+        job.on(here, reduce, 0, range(4), 0.05)
     assert caught.value.hosts == (2, 3)
     assert caught.value.waited_seconds >= 0.05
     assert str(caught.value) == (
@@ -315,10 +323,10 @@ def test_all_that_wait_give_up_with_the_reducer_and_a_straggler_learns_why_at_on
         assert isinstance(error, StalledError)
         assert error.hosts == (2,)
         assert "host 2 did not arrive within 0 s" in str(error)
-    kept = ["meshfeed/test/0/late", "meshfeed/test/0/left", "meshfeed/test/0/out"]
+    kept = ["meshfeed/test/0/late", "meshfeed/test/0/out", "meshfeed/test/left"]
     assert job.store.keys == kept, "few keys, however many hosts, if the host was killed"
     with pytest.raises(StalledError, match=r"host 2 did not arrive within 0 s \(this is host 2 of 4\)"):
-        job.on(2, reduce, 2, range(4), 0, 60)
+        job.on(2, reduce, 2, range(4), 60)
     assert job.store.keys == []
 
 
@@ -335,7 +343,7 @@ def test_an_announcement_after_the_deadline_is_still_taken(monkeypatch: pytest.M
         return real(key)
 
     monkeypatch.setattr(job.store, "try_get", try_get)
-    assert job.on(1, reduce, 0, range(3), 0, 0.05) == 5
+    assert job.on(1, reduce, 0, range(3), 0.05) == 5
 
 
 def test_a_reducer_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +351,7 @@ def test_a_reducer_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(CountingStore(), monkeypatch)
     job.store.set("meshfeed/test/0/in/0", "0")
     with pytest.raises(StalledError, match="host 0 did not announce the result within 0 s") as caught:
-        job.on(1, reduce, 0, range(3), 0, 0.05)
+        job.on(1, reduce, 0, range(3), 0.05)
     assert caught.value.hosts == (0,)
 
 
@@ -357,7 +365,7 @@ def test_an_interrupted_host_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(TypeError):
         job.on(1, interrupted, 1)
-    assert "meshfeed/test/0/left" in job.store.keys
+    assert "meshfeed/test/left" in job.store.keys
 
 
 # ---------------------------------------------------------------------- leaving
@@ -411,7 +419,7 @@ def test_a_host_that_drops_records_for_longer_than_the_time_out_is_waited_for(
     store = Resuming(1 - here, looks=5)
     key, value = ("in/1", "1") if here == 0 else ("out", '{"result": 1}')
     store.arrive = lambda: store.set(f"meshfeed/test/0/{key}", value)
-    assert Job(store, monkeypatch).on(here, reduce, 0, range(2), 0, 0.05) == 1
+    assert Job(store, monkeypatch).on(here, reduce, 0, range(2), 0.05) == 1
     assert store.seen == 5
 
 
@@ -422,7 +430,7 @@ def test_a_host_that_no_longer_drops_records_is_a_stall(here: int, monkeypatch: 
         StalledError,
         match=rf"host {1 - here} did not .*\(host {1 - here} is resuming lane 3: dropped 3 of 400,000 records\)\. Check",
     ) as caught:
-        Job(store, monkeypatch).on(here, reduce, 0, range(2), 0, 0.05)
+        Job(store, monkeypatch).on(here, reduce, 0, range(2), 0.05)
     assert caught.value.hosts == (1 - here,)
     assert store.seen == 4
 
@@ -434,7 +442,7 @@ def test_nobody_looks_for_hosts_that_drop_records_before_the_time_out(
     store = Resuming(1 - here, looks=5)
     store.set("meshfeed/test/0/in/1", "1")
     store.set("meshfeed/test/0/out", '{"result": 1}')
-    Job(store, monkeypatch).on(here, reduce, 0, range(2), 0, 30)
+    Job(store, monkeypatch).on(here, reduce, 0, range(2), 30)
     assert store.seen == 0
 
 

@@ -21,7 +21,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import NAMED_HOSTS, KeyValueStore, call_briefly, format_hosts
@@ -284,53 +284,70 @@ class Reduction:
         )
 
 
-def reduce_json(
-    scope: str,
-    round_number: int,
-    value: JsonValue,
-    reduce: Callable[[dict[int, JsonValue]], JsonValue],
-    *,
-    participants: Sequence[int],
-    timeout_seconds: float,
-    doing: str,
-) -> JsonValue:
-    """Reduces one JSON value per participant to a JSON result that all participants receive.
+class Rounds:
+    """Successive reductions of one JSON value per participant, to a JSON result that all participants receive.
 
-    Takes few requests per host. The keys are deleted once all participants have the result.
+    Takes few requests per host. Every participant must call :meth:`reduce` equally often, in the same order, and close
+    the rounds at the end, which deletes their last keys.
 
     Args:
-      scope: name of the reduction; unique among concurrent ones.
-      round_number: number of the call with this scope: 0, 1, 2, … on every participant.
-      value: this host's value, JSON.
-      reduce: maps host → value of all participants to the result; runs on the lowest participant only. If it raises,
-        the other participants time out, so return errors as values.
+      scope: name of the rounds; unique in the job.
       participants: process indices, equal on all hosts and including this host.
       timeout_seconds: how long to wait for the slowest host; longer while it drops records and makes progress.
       doing: the operation, for the error message.
-
-    Returns:
-      The result, as decoded JSON on every participant, including the one that reduced.
-
-    Raises:
-      StalledError: some participants did not arrive; the message names them.
-      MeshfeedError: there is no key-value store.
     """
-    here = coordination.process_index()
-    if list(participants) == [here]:  # the JSON round trip gives the same types as with several hosts
-        return json.loads(json.dumps(reduce({here: json.loads(json.dumps(value))})))
-    store = coordination.require_store()
-    prefix = f"meshfeed/{scope}/{round_number}"
-    reduction = Reduction(store, prefix, participants, here)
 
-    def attempt(deadline: float) -> dict[str, JsonValue] | None:
-        values = reduction.collect(deadline)
-        return reduction.announce(reduce(values)) if len(values) == len(participants) else None
+    def __init__(self, scope: str, participants: Sequence[int], *, timeout_seconds: float, doing: str) -> None:
+        self.participants = participants
+        self.doing = doing
+        self._prefix = f"meshfeed/{scope}"
+        self._timeout_seconds = timeout_seconds
+        self._round = 0
 
-    try:
+    def reduce(self, value: JsonValue, reduce: Callable[[dict[int, JsonValue]], JsonValue]) -> JsonValue:
+        """Runs one round.
+
+        Args:
+          value: this host's value, JSON.
+          reduce: maps host → value of all participants to the result; runs on the lowest participant only. If it raises,
+            the other participants time out, so return errors as values.
+
+        Returns:
+          The result, as decoded JSON on every participant, including the one that reduced.
+
+        Raises:
+          StalledError: some participants did not arrive; the message names them.
+          MeshfeedError: there is no key-value store.
+        """
+        here = coordination.process_index()
+        if list(self.participants) == [here]:  # the JSON round trip gives the same types as with several hosts
+            return json.loads(json.dumps(reduce({here: json.loads(json.dumps(value))})))
+        number, self._round = self._round, self._round + 1
+        store = coordination.require_store()
+        reduction = Reduction(store, f"{self._prefix}/{number}", self.participants, here)
+
+        def attempt(deadline: float) -> dict[str, JsonValue] | None:
+            values = reduction.collect(deadline)
+            if len(values) < len(self.participants):
+                return None
+            announcement = reduction.announce(reduce(values))
+            if number:  # every host has arrived in this round, so it has the result of the last one
+                store.delete(f"{self._prefix}/{number - 1}")
+            return announcement
+
         reduction.publish(value)
-        return reduction.result(attempt, timeout_seconds=timeout_seconds, doing=doing)
-    finally:
-        leave(store, prefix, len(participants))
+        return reduction.result(attempt, timeout_seconds=self._timeout_seconds, doing=self.doing)
+
+    def close(self) -> None:
+        """Deletes the remaining keys, once every participant has closed its rounds."""
+        if self._round:
+            leave(coordination.require_store(), self._prefix, len(self.participants))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def leave(store: KeyValueStore, prefix: str, num_hosts: int) -> None:

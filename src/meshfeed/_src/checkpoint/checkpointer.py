@@ -183,14 +183,14 @@ class Checkpointer:
             options = ocp.CheckpointManagerOptions(**settings)
         if (forgotten := forgotten_processes()) is not None:
             raise CheckpointError(f"{directory}: every process would save into the same folder. {forgotten}")
-        agreement = Agreement("starting a checkpointer", timeout_seconds)
-        self._directory = agreement.attempt(lambda: as_directory(directory))
-        with opening(self._directory):
-            self._manager = ocp.CheckpointManager(
-                self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
-            )
-        # A random token per job and a counter make each save's id unique without communication per save.
-        self._job_id = agreement.publish(lambda: secrets.token_hex(8))
+        with Agreement("starting a checkpointer", timeout_seconds) as agreement:
+            self._directory = agreement.attempt(lambda: as_directory(directory))
+            with opening(self._directory):
+                self._manager = ocp.CheckpointManager(
+                    self._directory, options=options, item_handlers={ARRAYS: self._arrays, ITERATOR: IteratorHandler()}
+                )
+            # A random token per job and a counter make each save's id unique without communication per save.
+            self._job_id = agreement.publish(lambda: secrets.token_hex(8))
         self._owner = Owner()
         self._saves = 0
         self._save_last = save_last
@@ -292,8 +292,9 @@ class Checkpointer:
         check_train_state(abstract_or_concrete_state, RESTORE_ORDER)
         self._check_open()
         self.wait()
-        agreement = Agreement(f"restoring from {self._directory}", self._options.timeout_seconds)
-        if step is not None:
+        with Agreement(f"restoring from {self._directory}", self._options.timeout_seconds) as agreement:
+            if step is None:
+                return self._restore_newest(abstract_or_concrete_state, feed, agreement)
             # Host 0 checks the step for all, so all hosts raise the same error.
             agreement.publish(lambda: bool(read_step(self._directory, step)))
             try:
@@ -301,6 +302,8 @@ class Checkpointer:
             except CheckpointError as error:
                 error.step = step
                 raise
+
+    def _restore_newest(self, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> tuple[int, PyTree]:
         reasons: dict[int, str] = {}
         while True:
             # Host 0 chooses the step for all, so hosts never restore different ones.
@@ -310,11 +313,11 @@ class Checkpointer:
             if number is None:
                 break
             try:
-                return number, self._restore_step(number, abstract_or_concrete_state, feed, agreement)
+                return number, self._restore_step(number, wanted, feed, agreement)
             except DamagedCheckpointError as error:
                 self._pass_over(number, str(error), reasons)
         if not reasons:
-            return 0, abstract_or_concrete_state
+            return 0, wanted
         listed = "; ".join(f"step {number}: {reason}" for number, reason in reasons.items())
         raise CheckpointError(
             f"{self._directory}: none of its steps is intact: {listed}. Move the folder away to start over."
@@ -406,7 +409,8 @@ class Checkpointer:
                 path.rmtree()
             return [path.name for path in left]
 
-        removed = Agreement("removing unfinished steps", self._options.timeout_seconds).publish(remove)
+        with Agreement("removing unfinished steps", self._options.timeout_seconds) as agreement:
+            removed = agreement.publish(remove)
         if removed:
             _log.info("removed unfinished saves of a killed job in %s: %s", self._directory, ", ".join(removed))
         self._writes = True
@@ -426,7 +430,8 @@ class Checkpointer:
                     _log.warning("the damaged step %d is renamed to %s", number, aside)
             return newer
 
-        Agreement("setting damaged steps aside", self._options.timeout_seconds).publish(rename)
+        with Agreement("setting damaged steps aside", self._options.timeout_seconds) as agreement:
+            agreement.publish(rename)
         self._damaged.difference_update(newer)
         # Orbax caches the list of steps.
         self._manager.reload()
@@ -459,7 +464,8 @@ class Checkpointer:
         if last is None:
             return
         # Saving is collective, so all hosts save or none does.
-        found = self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)).collect(last.problem())
+        with self._leaving(min(_CLOSE_SECONDS, self._options.timeout_seconds)) as agreement:
+            found = agreement.collect(last.problem())
         problems = [f"host {host}: {problem}" for host, problem in sorted(found.items()) if problem is not None]
         if problems:
             _log.warning(_NOT_SAVED, last.step, self._directory, problems[0])
@@ -474,7 +480,8 @@ class Checkpointer:
         last, self._last = self._last, None
         if last is not None and process_count() > 1:
             try:
-                self._leaving(_GOODBYE_SECONDS).collect(reason)
+                with self._leaving(_GOODBYE_SECONDS) as agreement:
+                    agreement.collect(reason)
             except MeshfeedError:
                 pass  # the others failed too, or they wait in a collective that this host has left
 

@@ -31,7 +31,7 @@ from meshfeed._src.arrays.reshard import bit_width, bits_dtype, from_bits, resha
 from meshfeed._src.base import memory
 from meshfeed._src.base.coordination import next_use, process_count, process_index, require_store
 from meshfeed._src.base.errors import CheckpointError, Failure, MeshfeedError, SettingsError
-from meshfeed._src.base.reduction import reduce_json
+from meshfeed._src.base.reduction import Rounds
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.checkpoint.layout import (
     Box,
@@ -75,10 +75,8 @@ def _raise_reported(report: JsonValue, cause: BaseException | None) -> None:
         raise _error_of(failure, f"host {failure.host}") from cause
 
 
-class Agreement:
-    """Agreement among all processes of the job about one operation, in numbered rounds.
-
-    Every process must make the same calls in the same order.
+class Agreement(Rounds):
+    """Agreement among all processes of the job about one operation.
 
     Args:
       doing: the operation, for error messages.
@@ -86,26 +84,11 @@ class Agreement:
     """
 
     def __init__(self, doing: str, timeout_seconds: float) -> None:
-        self._doing = doing
-        self._timeout_seconds = timeout_seconds
-        self._scope = f"checkpoint/{next_use('checkpoint')}"
-        self._round = 0
-        self._participants = list(range(process_count()))
+        scope = f"checkpoint/{next_use('checkpoint')}"
+        super().__init__(scope, range(process_count()), timeout_seconds=timeout_seconds, doing=doing)
         # Fail now rather than at the first read: without a store hosts cannot agree.
-        if len(self._participants) > 1:
+        if len(self.participants) > 1:
             require_store()
-
-    def _reduce(self, value: JsonValue, reduce: Callable[[dict[int, JsonValue]], JsonValue]) -> JsonValue:
-        number, self._round = self._round, self._round + 1
-        return reduce_json(
-            self._scope,
-            number,
-            value,
-            reduce,
-            participants=self._participants,
-            timeout_seconds=self._timeout_seconds,
-            doing=self._doing,
-        )
 
     def confirm(self, error: BaseException | None) -> None:
         """Raises the same error on every host if any host passes one: the error of the lowest-numbered failed host.
@@ -117,17 +100,17 @@ class Agreement:
           SettingsError: a keyword's value is wrong on that host.
           CheckpointError: that host could not read for any other reason.
         """
-        if len(self._participants) == 1:
+        if len(self.participants) == 1:
             if isinstance(error, MeshfeedError):
                 raise error
             if error is not None:
-                raise _error_of(_failure_of(error), self._doing) from error
+                raise _error_of(_failure_of(error), self.doing) from error
             return
 
         def first(reports: dict[int, JsonValue]) -> JsonValue:
             return next((report for _, report in sorted(reports.items()) if report is not None), None)
 
-        _raise_reported(self._reduce(_report_of(error), first), error)
+        _raise_reported(self.reduce(_report_of(error), first), error)
 
     def attempt(self, work: Callable[[], R]) -> R:
         """Runs ``work`` and returns its result once every host has succeeded; if any host failed, raises on all."""
@@ -141,7 +124,7 @@ class Agreement:
 
     def publish(self, work: Callable[[], JsonValue]) -> JsonValue:
         """Runs ``work`` on host 0 and returns its JSON value on all hosts; an error there is raised on all of them."""
-        if len(self._participants) == 1:
+        if len(self.participants) == 1:
             return work()
         value, failed = None, None
         if process_index() == 0:
@@ -149,13 +132,13 @@ class Agreement:
                 value = work()
             except Exception as error:
                 failed = error
-        value, report = self._reduce([value, _report_of(failed)], lambda reports: reports[0])
+        value, report = self.reduce([value, _report_of(failed)], lambda reports: reports[0])
         _raise_reported(report, failed)
         return value
 
     def collect(self, value: JsonValue) -> dict[int, JsonValue]:
         """Returns every host's JSON value, keyed by host, on all hosts."""
-        reports = self._reduce(value, lambda reports: {str(host): report for host, report in reports.items()})
+        reports = self.reduce(value, lambda reports: {str(host): report for host, report in reports.items()})
         return {int(host): report for host, report in reports.items()}
 
 

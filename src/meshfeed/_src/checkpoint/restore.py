@@ -237,7 +237,9 @@ def restore_planned(
 
     Every process of the job must call it with the same leaves.
     """
-    agreement = agreement or Agreement(f"restoring {directory}", options.timeout_seconds)
+    if agreement is None:
+        with Agreement(f"restoring {directory}", options.timeout_seconds) as agreement:
+            return restore_planned(directory, plan, options, agreement)
 
     def prepare() -> tuple[StoredArrays, list[Planned], Build, list[LeafRequest], list[LeafRequest]]:
         stored = StoredArrays(find_item(directory), options.memory_limit_bytes, options.metadata_key)

@@ -35,7 +35,7 @@ from meshfeed._src.base.errors import (
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.hooks import Resumable, find
 from meshfeed._src.base.ownership import own, seal
-from meshfeed._src.base.reduction import reduce_json
+from meshfeed._src.base.reduction import Rounds
 from meshfeed._src.base.retry import call_with_retry
 from meshfeed._src.base.settings import Retry
 from meshfeed._src.base.stats import Dropping, FeedStats
@@ -219,15 +219,14 @@ class MultiHostDataLoadIterator:
         if self._no_data:
             raise ValueError(_NO_DATA)
         hosts = sorted({device.process_index for device in self.global_mesh.devices.flat})
-        result = reduce_json(
-            f"{self._feed.name}/padding",
-            coordination.next_use(f"{self._feed.name}/padding"),  # each reduction needs its own number
-            self._local_shape(),
-            lambda values: next((value for value in values.values() if value is not None), None),
-            participants=hosts,
-            timeout_seconds=_TIMEOUT_SECONDS,
-            doing="finding the shape of a padding batch",
-        )
+        name = f"{self._feed.name}/padding"
+        scope = f"{name}/{coordination.next_use(name)}"
+        doing = "finding the shape of a padding batch"
+        with Rounds(scope, hosts, timeout_seconds=_TIMEOUT_SECONDS, doing=doing) as rounds:
+            shape = self._local_shape()
+            result = rounds.reduce(
+                shape, lambda shapes: next((one for one in shapes.values() if one is not None), None)
+            )
         if result is None:
             self._no_data = True
             raise ValueError(_NO_DATA)
