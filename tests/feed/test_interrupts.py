@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import itertools
 import json
 import os
 import pathlib
@@ -164,6 +165,19 @@ def test_an_interrupt_in_a_middle_next_loses_nothing(kind: str) -> None:
             assert feed.step == step + (not again), point
             for later in range(feed.step, feed.step + 2):
                 assert ids(next(feed)) == batch_ids(later), point
+            if not again:
+                break
+        assert point > 30
+
+
+def test_an_interrupt_in_next_counts_each_batch_once() -> None:
+    with make_feed("random, prefetch 2", num_batches=4096) as feed:
+        next(feed)
+        for point in itertools.count():  # every one: few are where figures are added
+            again = interrupted(lambda: next(feed), point)
+            next(feed)
+            stats = feed.stats()
+            assert (stats.batches, stats.records, stats.bytes) == (feed.step, feed.position, 4 * feed.position), point
             if not again:
                 break
         assert point > 30

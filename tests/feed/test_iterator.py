@@ -372,6 +372,70 @@ def test_after_close_next_raises_state_works_and_nothing_is_left() -> None:
         next(feed)
 
 
+class Lanes:
+    """A stream that counts its open iterators; ``open`` waits for the event."""
+
+    def __init__(self) -> None:
+        self.opening, self.may_open = threading.Event(), threading.Event()
+        self.open_now = 0
+
+    def open(self, lane_index: int, num_lanes: int) -> Any:
+        self.opening.set()
+        self.may_open.wait()
+        self.open_now += 1
+        return LaneOfNumbers(self)
+
+
+class LaneOfNumbers:
+    def __init__(self, source: Lanes) -> None:
+        self.source, self.at = source, 0
+
+    def __next__(self) -> dict[str, Any]:
+        self.at += 1
+        return {"id": np.int32(self.at)}
+
+    def close(self) -> None:
+        self.source.open_now -= 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_close_in_another_thread_ends_a_next_that_opens_the_data(prefetch: int) -> None:
+    before = set(threading.enumerate())
+    source = Lanes()
+    feed = make_feed(source, num_lanes=1, prefetch=prefetch)
+    got: list[object] = []
+
+    def take() -> None:
+        try:
+            got.append(next(feed))
+        except meshfeed.MeshfeedError as error:
+            got.append(str(error).partition(".")[0])
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    source.opening.wait()
+    feed.close()
+    source.may_open.set()
+    thread.join()
+    assert got == [f"{feed.name} is closed"]
+    assert (feed.step, source.open_now) == (0, 0)
+    assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
+
+
+def test_a_closed_feed_takes_a_state_and_keeps_nothing_open() -> None:
+    source = Lanes()
+    source.may_open.set()
+    feed = make_feed(source, num_lanes=1)
+    next(feed)
+    state = feed.get_state()
+    next(feed)
+    feed.close()
+    assert source.open_now == 0
+    feed.set_state(state)
+    assert (feed.step, source.open_now) == (1, 0)
+    feed.close()
+
+
 def test_a_feed_that_is_dropped_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     feed = make_feed()

@@ -95,7 +95,7 @@ def test_history_covers_the_whole_run_in_bounded_memory(monkeypatch: pytest.Monk
     published = 0
     for step in range(20_000):
         clock[0] += 1 / 32
-        recorder.delivered(clock[0], records=1, bytes=1)
+        recorder.counts = recorder.delivered(clock[0], records=1, bytes=1)
         if recorder.due:
             recorder.publish(step + 1, step + 1)
             published += 1

@@ -320,6 +320,23 @@ def test_a_state_for_a_source_that_takes_none_is_refused() -> None:
     )
 
 
+def test_an_iterator_that_cannot_resume_is_closed() -> None:
+    def refuse(iterator: Any, state: Any) -> None:
+        raise OSError("no such file")
+
+    source = Scripted(np.int64)
+    iterator = type("Resumable", (ScriptedIterator,), {"get_state": lambda self: self.at, "set_state": refuse})
+    source.open = lambda lane_index, num_lanes: iterator(source)
+    with pytest.raises(OSError, match="no such file"):
+        open_lane(source, LaneEntry(records=2, taken=2, state={"at": 2}))
+    assert source.closed == 5  # one of each attempt
+
+    short = Scripted(np.int64, length=1)
+    with pytest.raises(SourceError, match="ended 1 records before"):
+        open_lane(short, LaneEntry(records=2, taken=2, skip=2))
+    assert (short.opened, short.closed) == (1, 1)
+
+
 def test_stop_iteration_where_no_data_ends_is_an_error() -> None:
     class Source:
         def open(self, lane_index: int, num_lanes: int) -> Any:

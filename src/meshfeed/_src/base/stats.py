@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshfeed._src.base.errors import SettingsError
 from meshfeed._src.base.types import public
@@ -148,60 +148,69 @@ _PUBLISH_SECONDS = 0.1
 _HISTORY = 512
 
 
+class Counts(NamedTuple):
+    """Deliveries so far: sums by field of :class:`FeedStats`, and the time of the last, unless a restart followed it."""
+
+    sums: Mapping[str, Any]  # int or float, like the fields
+    last_delivery: float | None
+
+
 class StatsRecorder:
-    """Accumulates statistics. Thread-safe, except that deliveries and restarts must not run concurrently."""
+    """Accumulates statistics. Any thread may read them; deliveries and restarts must not run concurrently.
+
+    Attributes:
+      counts: replaced as a whole, so that no interrupt and no other thread finds a batch that is counted in part.
+      peer_wait_seconds: added to by the thread that waits for other hosts.
+    """
 
     def __init__(self, name: str = "") -> None:
-        self._lock = threading.Lock()
         self._feed_id = uuid.uuid4().hex[:16]
         self._name = name
-        self._sums: dict[str, Any] = {name: getattr(FeedStats, name) for name in _SUMS}  # int or float, like the fields
-        self._published = dict(self._sums)
+        self.counts = Counts({name: getattr(FeedStats, name) for name in _SUMS}, None)
+        self.peer_wait_seconds = 0.0
+        self._published = self.counts.sums
         self._publish_at = 0.0
-        self._last_delivery: float | None = None
         self._history: list[Sample] = []
         self._history_at, self._history_seconds = 0.0, _PUBLISH_SECONDS
 
-    def waited_for_peers(self, seconds: float) -> None:
-        """Records a wait of the read-ahead for other hosts."""
-        with self._lock:
-            self._sums["peer_wait_seconds"] += seconds
-
     def restart(self) -> None:
         """Counts the wait for the next batch as startup."""
-        self._last_delivery = None
+        self.counts = self.counts._replace(last_delivery=None)
 
-    def delivered(self, start: float, **figures: float) -> None:
-        """Records the delivery of a batch that was requested at ``start`` (``time.perf_counter()``).
+    def delivered(self, start: float, **figures: float) -> Counts:
+        """Returns ``counts`` after one more batch, which was requested at ``start`` (``time.perf_counter()``).
 
         Args:
           start: when the batch was requested.
           figures: what else to add, by field of :class:`FeedStats`.
         """
         now = time.perf_counter()
-        last, self._last_delivery = self._last_delivery, now
-        sums = self._sums
-        with self._lock:
-            sums["batches"] += 1
-            sums["wait_seconds"] += now - start
-            if last is None:
-                sums["startup_seconds"] += now - start
-            else:
-                sums["elapsed_seconds"] += now - last
-            for name, value in figures.items():
-                sums[name] += value
+        old, last = self.counts
+        sums = dict(old)
+        sums["batches"] += 1
+        sums["wait_seconds"] += now - start
+        if last is None:
+            sums["startup_seconds"] += now - start
+        else:
+            sums["elapsed_seconds"] += now - last
+        for name, value in figures.items():
+            sums[name] += value
+        return Counts(sums, now)
+
+    def _sums(self) -> dict[str, Any]:
+        return {**self.counts.sums, "peer_wait_seconds": self.peer_wait_seconds}
 
     def snapshot(self) -> FeedStats:
         """Returns the current statistics."""
-        with self._lock:
-            return _make_stats(self._sums, self._feed_id)
+        return _make_stats(self._sums(), self._feed_id)
 
     # ------------------------------------------------------------------ increments and history
 
     @property
     def due(self) -> bool:
         """Whether to call :meth:`publish`: ten times per second while batches are delivered."""
-        return self._last_delivery is not None and self._last_delivery >= self._publish_at
+        last = self.counts.last_delivery
+        return last is not None and last >= self._publish_at
 
     def publish(self, step: int, position: int) -> None:
         """Keeps a sample for the report, and sends the increments since the last call to ``jax.monitoring``.
@@ -213,8 +222,7 @@ class StatsRecorder:
 
         now = time.perf_counter()
         self._publish_at = now + _PUBLISH_SECONDS
-        with self._lock:
-            sums = dict(self._sums)
+        sums = self._sums()
         before, self._published = self._published, sums
         if now >= self._history_at:
             stats = _make_stats(sums, self._feed_id)

@@ -13,7 +13,7 @@ import pathlib
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
 
@@ -451,7 +451,7 @@ class Feed:
           Exception: any error of the source.
         """
         if self._closed:
-            raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
+            self._raise_closed()
         if self._failed is not None:
             raise self._failed.with_traceback(self._failed_at)  # without it, the traceback would grow with each call
         start = time.perf_counter()
@@ -475,6 +475,9 @@ class Feed:
         # interrupt the batch is either delivered or still pending.
         ready.arrays, self._cursor = None, cursor
         return arrays
+
+    def _raise_closed(self) -> NoReturn:
+        raise MeshfeedError(f"{self.name} is closed. To continue, pass its get_state() to set_state of a new feed.")
 
     def _finish(self, ready: Ready) -> None:
         if ready.finishing and self._hosts_agree:
@@ -502,7 +505,7 @@ class Feed:
 
     def _count(self, ready: Ready, start: float) -> None:
         batch, position = ready.batch, self._cursor.position
-        self._stats.delivered(
+        counts = self._stats.delivered(
             start,
             records=ready.cursor.position - position,
             bytes=batch.num_bytes,
@@ -511,7 +514,7 @@ class Feed:
             skipped_records=len(batch.bad),
             **batch.times,
         )
-        ready.counted = True
+        self._stats.counts, ready.counted = counts, True  # without a call, so an interrupt cannot split it
         if self._stats.due:
             self._stats.publish(ready.cursor.step, ready.cursor.position)
         if _step_log.isEnabledFor(logging.DEBUG):
@@ -524,6 +527,9 @@ class Feed:
             self._close_left()
         if self._pipeline is None:
             self._pipeline = self._make_pipeline()
+            if self._closed:  # by another thread, which found no pipeline to close
+                self._pipeline.close()
+                self._raise_closed()
         if self._finalizer is None:
             # A feed that is dropped without close, or lives until exit, must not leave threads behind.
             self._finalizer = finalize(self, self._pipeline.close, "dropped its feed")
@@ -535,6 +541,9 @@ class Feed:
             if self._opening is None:
                 self._opening = self._open(cursor)
             reader = self._opened(self._opening)
+            if self._closed:  # by another thread: do not wait for other hosts below
+                reader.close()
+                self._raise_closed()
             fingerprint = self._stream.fingerprint(cursor) if self._hosts_agree else {}
         except Exception as error:
             self._handshake.fail(error)
@@ -639,6 +648,8 @@ class Feed:
         self._stats.restart()
         self._handshake.withdraw()
         self._leave(cursor, opening, doing)
+        if self._closed:  # nothing will read from what was opened to check a state
+            self._leave(cursor, None, doing)
 
     async def save(self, directory: state_files.Directory | state_files.PathAwaitingCreation) -> Awaitable[None]:
         """Orbax v1's StatefulCheckpointable: captures the state now and returns a coroutine that writes it."""

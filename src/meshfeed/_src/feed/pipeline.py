@@ -66,7 +66,7 @@ class Pipeline:
       advance: (cursor before a batch, batch, lanes ended so far on all hosts as lane → length in records, bad records
         replaced so far on all hosts) → cursor after the batch; called on any thread.
       timeout_seconds: longest wait for this host's own reader.
-      stats: records waits for other hosts.
+      stats: ``peer_wait_seconds`` is added to.
       name: name of the feed, for thread names.
       host: this process.
     """
@@ -187,7 +187,7 @@ class Pipeline:
         if self._agreement is not None:
             waited = self._agreement.peer_wait_seconds
             stop = self._agreement.wait_for(self._step)
-            self._stats.waited_for_peers(self._agreement.peer_wait_seconds - waited)
+            self._stats.peer_wait_seconds += self._agreement.peer_wait_seconds - waited
             announced = self._agreement.contents()
             for contents in announced:
                 self._window_reports.learn(contents)

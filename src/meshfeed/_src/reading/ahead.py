@@ -95,7 +95,8 @@ class FetchAhead:
                 wait = 60.0 if self._is_far_enough() else scan_at - time.monotonic()
                 self._wake.wait(lambda seen=seen: self._closed or self._events != seen, wait)
         except Exception as error:  # not fatal: reads fetch the files that they need
-            _log.warning("fetching ahead has stopped: %s: %s", type(error).__name__, error)
+            if not self._closed:  # close() also closes the threads, to which this one may be passing work
+                _log.warning("fetching ahead has stopped: %s: %s", type(error).__name__, error)
 
     def _is_far_enough(self) -> bool:
         """Whether the known uses fill the cache and the bytes to fetch ahead, or the plan has ended."""

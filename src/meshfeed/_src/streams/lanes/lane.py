@@ -155,29 +155,34 @@ class Lane:
     def _reopen(self) -> None:
         """Opens the lane at its snapshot and moves it forward by the records since."""
         self._close_iterator()
-        iterator = self._open(self._epoch)
-        resumable = find(iterator, hooks.Resumable)
+        self._iterator = iterator = self._open(self._epoch)
+        self._resumable = find(iterator, hooks.Resumable)
+        self._stacked = find(iterator, hooks.StackedLane) if self._decode is None else None
+        try:
+            self._restore(iterator)
+            self._drop(iterator, self._since)
+        except BaseException:
+            self._close_broken()
+            raise
+        finally:
+            self._dropping = None
+
+    def _restore(self, iterator: LaneIterator) -> None:
         if self._snapshot is not None:
-            if resumable is None:
+            if self._resumable is None:
                 raise StateMismatchError(
                     f"lanes.{self.lane_index}.state",
                     "a state of the source",
                     f"{type(iterator).__name__} has no set_state",
                     "Pass the source that the state was saved with.",
                 )
-            resumable.set_state(trees.decode_value(self._snapshot))
-        if resumable is None and self._taken and self._since == self._taken:
+            self._resumable.set_state(trees.decode_value(self._snapshot))
+        elif self._resumable is None and self._taken and self._since == self._taken:
             _log.info(
                 "lane %d has no get_state: it is resumed by reading and dropping %d records",
                 self.lane_index,
                 self._since,
             )
-        try:
-            self._drop(iterator, self._since)
-        finally:
-            self._dropping = None
-        self._iterator, self._resumable = iterator, resumable
-        self._stacked = find(iterator, hooks.StackedLane) if self._decode is None else None
 
     def _drop(self, iterator: LaneIterator, count: int) -> None:
         left = count
