@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshfeed._src.arrays.reshard import bits_dtype, from_bits, host_bits, reshard, to_bits
+from meshfeed._src.arrays.reshard import bits_dtype, from_bits, reshard, to_bits
 
 NARROW_FLOATS = [
     name
@@ -48,6 +48,12 @@ def every_bit_pattern(name: str) -> np.ndarray:
     special = np.array([0x80000000, 1, 0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x807FFFFF, 0], np.uint32)
     raw[: special.nbytes] = special.view(np.uint8)
     return raw.view(dtype)
+
+
+def host_bits(array: np.ndarray) -> np.ndarray:
+    """The bytes of each value; comparing values would take two NaNs of different bits for unequal or equal."""
+    array = np.ascontiguousarray(array)
+    return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
 def mesh() -> Mesh:

@@ -81,7 +81,7 @@ class TwoArguments(RuntimeError):
 )
 def test_exceptions_are_made_again(error: Exception, kind: type[Exception], text: str) -> None:
     error.add_note("a note")
-    again = sent(Failure.exact(error, 2)).exception()
+    again = sent(Failure.exact(error)).exception()
     assert (type(again), str(again)) == (kind, text)
     assert again.__notes__ == ["a note"]
     own = {key: value for key, value in vars(error).items() if key != "__notes__"}

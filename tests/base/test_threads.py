@@ -69,7 +69,8 @@ def test_shutdown_finishes_what_was_submitted_and_close_does_not() -> None:
         )
 
 
-def test_a_close_that_hangs_is_not_waited_for(caplog) -> None:
+def test_a_close_that_hangs_is_not_waited_for(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_threads, "_CLOSE_SECONDS", 0.1)
     go_on = threading.Event()
 
     class Reader:
@@ -81,7 +82,7 @@ def test_a_close_that_hangs_is_not_waited_for(caplog) -> None:
             raise ValueError("generator already executing")
 
     base_threads.close_within(object())  # nothing to close
-    base_threads.close_within(Reader(), 0.1)
+    base_threads.close_within(Reader())
     assert "close() of a Reader has not returned" in caplog.text
     with pytest.raises(ValueError, match="already executing"):
         base_threads.close_within(Failing())

@@ -20,7 +20,7 @@ from meshfeed._src.agreement.window_report import WindowReports
 from meshfeed._src.agreement.windows import WindowAgreement
 from meshfeed._src.base.settings import check_settings
 from meshfeed._src.base.stats import StatsRecorder
-from meshfeed._src.feed.iterator import make_stream
+from meshfeed._src.feed.parts import make_stream
 from meshfeed._src.feed.pipeline import Pipeline
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import merge_states, parse_state
@@ -106,7 +106,6 @@ class Host:
             agreement=agreement,
             window_reports=window_reports,
             cursor=cursor,
-            advance=reader.advance,
             timeout_seconds=TIMEOUT_SECONDS,
             stats=StatsRecorder(),
             name=f"host-{self.host}",

@@ -28,6 +28,9 @@ class Numbers:
         self.step += 1
         return HostBatch(self.step - 1, 4, {"x": np.zeros(4)}, 32)
 
+    def advance(self, cursor: Position, batch: HostBatch, ended: object, num_skipped: int) -> Position:
+        return Position(batch.step + 1)
+
     def rewind(self, step: int) -> None:
         pass
 
@@ -70,7 +73,6 @@ def numbers_pipeline(
         agreement=agreement,
         window_reports=window_reports,
         cursor=Position(0),
-        advance=lambda cursor, batch, ended, num_skipped: Position(batch.step + 1),
         timeout_seconds=30,
         stats=StatsRecorder(),
         name=f"host-{host}",

@@ -134,7 +134,7 @@ def run(stream: Any, owners: Sequence[int], *, steps: int = 1000, state: FeedSta
             batches.append(whole)
             ended = {lane: length for batch in made for lane, length in batch.ended.items()}
             cursors = [
-                reader.advance(cursor, batch, ended)
+                reader.advance(cursor, batch, ended, 0)
                 for reader, cursor, batch in zip(readers, cursors, made, strict=True)
             ]
     finally:

@@ -16,8 +16,8 @@ import meshfeed
 from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.trees import ALLOWED
-from meshfeed._src.streams.lanes import lane as lane_module
-from meshfeed._src.streams.lanes.lane import Lane, LaneEntry, LaneSettings
+from meshfeed._src.streams import lane as lane_module
+from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings
 
 
 class Decoded:

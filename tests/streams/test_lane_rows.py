@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshfeed
-from meshfeed._src.streams.lanes.lane import Taken, lane_runs, needed_lanes, place_rows
+from meshfeed._src.streams.lane import Taken
+from meshfeed._src.streams.lane_stream import lane_runs, needed_lanes, place_rows
 
 
 def taken(lane: int, count: int) -> Taken:

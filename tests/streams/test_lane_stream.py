@@ -16,8 +16,8 @@ from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchE
 from meshfeed._src.base.settings import BatchSchedule, SkipBad
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import parse_state, seal
-from meshfeed._src.streams.lanes.lane import LaneEntry
-from meshfeed._src.streams.lanes.stream import LaneGroup, LaneStream, default_num_lanes
+from meshfeed._src.streams.lane import LaneEntry
+from meshfeed._src.streams.lane_stream import LaneGroup, LaneStream, default_num_lanes
 
 CHANGED = "The state was changed or damaged; use an earlier checkpoint."
 

@@ -282,7 +282,7 @@ def deliver(
         rows = [[0] * size if batch.tree is None else batch.tree["x"].tolist() for batch in made]
         found.append([row for own in rows for row in own])
         ended = {key: rows for batch in made for key, rows in batch.ended.items()}
-        cursors = [r.advance(cursor, b, ended) for r, cursor, b in zip(readers, cursors, made, strict=True)]
+        cursors = [r.advance(cursor, b, ended, 0) for r, cursor, b in zip(readers, cursors, made, strict=True)]
     states = []
     for host, (stream, cursor) in enumerate(zip(streams, cursors, strict=True)):
         with on_host(host, num_hosts):
@@ -538,7 +538,7 @@ def test_the_number_of_rows_may_vary_where_the_batches_allow_it() -> None:
     for _ in range(3):
         batch = reader.next()
         sizes.append((batch.global_batch_size, batch.tree["x"].tolist(), batch.ended))
-        cursor = reader.advance(cursor, batch, {})
+        cursor = reader.advance(cursor, batch, {}, 0)
     assert sizes == [(4, [1, 2], {}), (6, [3, 4, 5], {}), (2, [6], {})]
     assert (cursor.step, cursor.position) == (3, 12)
     padding = reader.next()

@@ -403,7 +403,7 @@ def test_a_restored_cursor_has_what_was_saved() -> None:
     after = reader.advance(cursor, batch, {}, 4)
     assert (after.step, after.position, after.num_skipped) == (3, 20, 4)
     assert after.skipped.listed == {"0": [[7, 0, "bad", 1], [3, 1, "worse", 2]]}
-    assert reader.advance(cursor, HostBatch(2, 4, None, 0), {}).skipped == cursor.skipped
+    assert reader.advance(cursor, HostBatch(2, 4, None, 0), {}, 0).skipped == cursor.skipped
 
 
 def test_a_step_is_read_again_from_its_number() -> None:

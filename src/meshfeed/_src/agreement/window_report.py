@@ -253,10 +253,23 @@ class WindowReports:
 
     def contents(self, batches: Sequence[HostBatch]) -> ReportContents:
         """Returns what this host reports on the batches of a window."""
+        contents = self._ends(batches)
+        for batch in batches:
+            _log_bad(batch)
+        contents.update(self._bad.report(batches, self._own_ended))
+        if batches and batches[0].step == self._first_step and batches[0].tree is not None:
+            contents.update(self._structure(batches[0]))
+        if any(batch.tree is None for batch in batches):
+            contents["needs_element"] = True
+        digests = dict(self._digests(batches))
+        if digests:
+            contents["digests"] = digests
+        return contents
+
+    def _ends(self, batches: Sequence[HostBatch]) -> ReportContents:
         ended: dict[int, int] = {}
         unsized: dict[int, int] = {}
         for batch in batches:
-            _log_bad(batch)
             (unsized if batch.size_from_others else ended).update(batch.ended)
         contents: ReportContents = {}
         if unsized:
@@ -267,14 +280,6 @@ class WindowReports:
             contents["sizes"] = {str(one.step): one.global_batch_size for one in batches if not one.size_from_others}
         else:
             self._own_ended.update(ended)
-        contents.update(self._bad.report(batches, self._own_ended))
-        if batches and batches[0].step == self._first_step and batches[0].tree is not None:
-            contents.update(self._structure(batches[0]))
-        if any(batch.tree is None for batch in batches):
-            contents["needs_element"] = True
-        digests = dict(self._digests(batches))
-        if digests:
-            contents["digests"] = digests
         return contents
 
     def _structure(self, batch: HostBatch) -> ReportContents:

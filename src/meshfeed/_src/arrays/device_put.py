@@ -207,12 +207,12 @@ class LeafDevicePut:
         devices = [block.device for block in plan.blocks]
         indices = [block.index for block in plan.blocks]
         self._put = BlockDevicePut(device_put, plan.global_shape, plan.sharding, dtype, devices, indices)
-        keys = [_key(index) for index in local]
-        distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         # Replicas on this host share one block: a view, or a single copy if its columns are sliced.
-        self._distinct = [local[keys.index(key)] for key in distinct]
-        self._number_of_block = [distinct[key] for key in keys]
-        whole = all(key[1:] == tuple((0, size) for size in host_shape[1:]) for key in keys)
+        distinct = {_key(index): index for index in local}
+        self._distinct = list(distinct.values())
+        self._number_of_block = [list(distinct).index(_key(index)) for index in local]
+        columns = tuple((0, size) for size in host_shape[1:])
+        whole = all(key[1:] == columns for key in distinct)
         # The usual case: whole rows need no column indices and no contiguity check per block.
         self._rows = [index[0] for index in local] if whole else None
         row_bytes = math.prod(host_shape[1:]) * np.dtype(dtype).itemsize

@@ -92,12 +92,6 @@ def key_impl(dtype: DTypeLike) -> Any:
     return found[0]
 
 
-def host_bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Views a numpy array as uint8 ``[..., itemsize]``, to compare and hash bits; copies if not C-contiguous."""
-    array = np.ascontiguousarray(array)
-    return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
-
-
 def constraint_sharding(sharding: object) -> Any:
     """Returns the same sharding over a mesh of Auto axes, the only kind that ``with_sharding_constraint`` accepts."""
     if not isinstance(sharding, NamedSharding):

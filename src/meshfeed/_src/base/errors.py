@@ -200,7 +200,7 @@ class Failure:
         return cls(type(error).__name__, message[:_MAX_MESSAGE], host)
 
     @classmethod
-    def exact(cls, error: BaseException, host: int | None = None) -> Failure:
+    def exact(cls, error: BaseException) -> Failure:
         """Describes ``error`` in full: its text, and in ``details`` its types, arguments, attributes and notes."""
         details = {
             "types": [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__[:-1]],
@@ -208,7 +208,7 @@ class Failure:
             "attributes": {key: value for key, value in vars(error).items() if _is_json(value)},
             "notes": list(getattr(error, "__notes__", ())),
         }
-        return cls(type(error).__qualname__, str(error) or repr(error), host, details=details)
+        return cls(type(error).__qualname__, str(error) or repr(error), details=details)
 
     @classmethod
     def left(cls, message: str, host: int) -> Failure:

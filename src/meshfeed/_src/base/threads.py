@@ -262,8 +262,8 @@ class Threads:
         self.shutdown(cancel_futures=True)
 
 
-def close_within(thing: object, seconds: float | None = None) -> None:
-    """Calls ``thing.close()``, if defined, and waits at most ``seconds`` for it (default: 5).
+def close_within(thing: object) -> None:
+    """Calls ``thing.close()``, if defined, and waits at most 5 s for it.
 
     Iterators of other libraries join their threads in ``close``, and those may hang in a read.
     """
@@ -273,9 +273,9 @@ def close_within(thing: object, seconds: float | None = None) -> None:
     call = Call(close)
     thread = Background(call.run, "meshfeed-close")
     thread.start()
-    seconds = _CLOSE_SECONDS if seconds is None else seconds
-    if not thread.join(seconds):
-        _log.warning("close() of a %s has not returned after %.0f s; not waiting for it", type(thing).__name__, seconds)
+    if not thread.join(_CLOSE_SECONDS):
+        text = "close() of a %s has not returned after %.0f s; not waiting for it"
+        _log.warning(text, type(thing).__name__, _CLOSE_SECONDS)
         return
     call.result()
 

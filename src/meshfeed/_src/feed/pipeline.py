@@ -63,8 +63,6 @@ class Pipeline:
       agreement: agreement with other hosts, or None in a single process.
       window_reports: makes and checks window reports.
       cursor: where the reader starts.
-      advance: (cursor before a batch, batch, lanes ended so far on all hosts as lane → length in records, bad records
-        replaced so far on all hosts) → cursor after the batch; called on any thread.
       timeout_seconds: longest wait for this host's own reader.
       stats: ``peer_wait_seconds`` is added to.
       name: name of the feed, for thread names.
@@ -80,7 +78,6 @@ class Pipeline:
         agreement: WindowAgreement | None,
         window_reports: WindowReports,
         cursor: Cursor,
-        advance: Callable[[Cursor, HostBatch, Mapping[int, int], int], Cursor],
         timeout_seconds: float,
         stats: StatsRecorder,
         name: str,
@@ -91,7 +88,7 @@ class Pipeline:
         self._put = put
         self._agreement = agreement
         self._window_reports = window_reports
-        self._cursor, self._advance = cursor, advance
+        self._cursor = cursor
         self._step: int = cursor.step
         self._delivered = self._step
         self._read_step = self._step
@@ -201,7 +198,7 @@ class Pipeline:
             arrays = self._put(tree, batch.global_batch_size)
         seconds = time.perf_counter() - start
         known = self._window_reports.known_at(batch.step) if self._eventful else _NOTHING_KNOWN
-        return Ready(batch, arrays, self._advance(self._cursor, batch, *known), seconds)
+        return Ready(batch, arrays, self._reader.advance(self._cursor, batch, *known), seconds)
 
     def _raise_stop(self, stop: Stop) -> None:
         if not stop.failures:

@@ -100,25 +100,12 @@ def join_batches(batches: Sequence[PyTree], *, what: Callable[[int], str], lane_
     return jax.tree.map(lambda output, *parts: np.concatenate(parts, out=output), joined, *batches)
 
 
-def pad_rows(batch: PyTree, num_rows: int, first_row: int = 0) -> PyTree:
-    """Pads ``batch`` with rows of zeros.
-
-    Args:
-      batch: pytree of arrays ``[n, ...]``.
-      num_rows: number of rows of the result.
-      first_row: index of the first row of ``batch`` in the result.
-
-    Returns:
-      A pytree of arrays ``[num_rows, ...]``.
-    """
-    if all(leaf.shape[0] == num_rows for leaf in jax.tree.leaves(batch)):  # the usual case
-        return batch
+def pad_rows(batch: PyTree, num_rows: int) -> PyTree:
+    """Appends rows of zeros to arrays ``[n, ...]``; returns arrays ``[num_rows, ...]``."""
 
     def pad(leaf: np.ndarray) -> np.ndarray:
-        if leaf.shape[0] == num_rows:
-            return leaf
         padded = memory.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
-        padded[first_row : first_row + leaf.shape[0]] = leaf
+        padded[: leaf.shape[0]] = leaf
         return padded
 
     return jax.tree.map(pad, batch)

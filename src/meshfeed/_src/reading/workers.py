@@ -28,12 +28,11 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
-def pickle_task(make_task: Callable[[], object], *, setting: str = "num_workers") -> bytes:
+def pickle_task(make_task: Callable[[], object]) -> bytes:
     """Pickles ``make_task`` for a worker, including closures and functions of the user's script.
 
     Args:
       make_task: a function without arguments.
-      setting: name of the keyword, for the error.
 
     Raises:
       SettingsError: ``make_task`` refers to an object that cannot be pickled.
@@ -44,9 +43,9 @@ def pickle_task(make_task: Callable[[], object], *, setting: str = "num_workers"
         return cloudpickle.dumps(make_task)
     except Exception as error:
         raise SettingsError(
-            f"{setting} starts worker processes, but the source or its decoder cannot be pickled for them: {error}. "
-            f"Leave open files, locks and device arrays out of them, or set {setting}=0.",
-            setting=setting,
+            f"num_workers starts worker processes, but the source or its decoder cannot be pickled for them: {error}. "
+            "Leave open files, locks and device arrays out of them, or set num_workers=0.",
+            setting="num_workers",
         ) from error
 
 

@@ -19,7 +19,7 @@ from meshfeed._src.base.settings import BatchSchedule, FeedSettings
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.trees import flatten, flatten_with_paths
 from meshfeed._src.base.types import HostBatchPass, HostBatchSource, JsonValue, PyTree, RecordIds
-from meshfeed._src.order.segments import parse_segments, position_at
+from meshfeed._src.order.segments import Segment, parse_segments, position_at
 from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.host_batch import add_mask, check_spec, pad_rows, spec_of_batch
@@ -252,7 +252,7 @@ class LocalBatchReader:
         return pad_rows(batch, num_rows)
 
     def advance(
-        self, cursor: LocalBatchCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+        self, cursor: LocalBatchCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int
     ) -> LocalBatchCursor:
         """See :class:`meshfeed._src.streams.protocol.HostReader`; ``ended`` holds the padding that hosts announced."""
         del num_skipped
@@ -470,28 +470,31 @@ class LocalBatchStream:
         if state.hosts is None or state.step is None:
             raise StateMismatchError("hosts", None, "step and hosts of an iterable of host batches", _NOT_ELASTIC)
         check_fingerprint(state, self.fingerprint(self.start()), self.source)
-        host = str(coordination.process_index())
-        if host not in state.hosts and state.step:
-            raise StateMismatchError(
-                "hosts",
-                sorted(state.hosts),
-                f"host {host}",
-                "Merge the states of all hosts with meshfeed.merge_states.",
-            )
-        entries = {host: self._entry(host, state.hosts[host], state.step)} if host in state.hosts else {}
+        entries = self._entries(state.hosts, state.step)
         segments = parse_segments(state.segments)
         schedule = self.schedule or BatchSchedule([(0, segments[0].size if segments else 1)])
-        nominal = position_at(segments, state.step)  # if every batch is as large as the first
-        long = state.position > nominal and not self._rows_may_vary
-        short = state.position < nominal and not self._rows_may_vary and self._settings.end == "drop"
-        if long or short or (bool(segments) != bool(state.step)):
-            raise StateMismatchError("position", state.position, nominal, _EARLIER)
+        nominal = self._nominal_position(segments, state.step, state.position)
         step_schedule = StepSchedule(schedule, past=segments, step=state.step, position=nominal)
         return LocalBatchCursor(step_schedule, state.step, state.position, entries)
 
-    def _entry(self, host: str, sealed: JsonValue, step: int) -> dict[str, JsonValue]:
-        """Checks a host's entry of a state taken at ``step``, and returns it without its digest."""
-        entry = unseal(sealed, f"hosts.{host}")
+    def _nominal_position(self, segments: tuple[Segment, ...], step: int, position: int) -> int:
+        """Returns the position at which ``step`` begins if every batch is as large as the first."""
+        nominal = position_at(segments, step)
+        wrong = position > nominal or (position < nominal and self._settings.end == "drop")
+        if (wrong and not self._rows_may_vary) or bool(segments) != bool(step):
+            raise StateMismatchError("position", position, nominal, _EARLIER)
+        return nominal
+
+    def _entries(self, hosts: Mapping[str, JsonValue], step: int) -> dict[str, dict[str, JsonValue]]:
+        """Returns this host's entry of a state taken at ``step``, checked and without its digest, by host."""
+        host = str(coordination.process_index())
+        if host not in hosts:
+            if not step:
+                return {}
+            raise StateMismatchError(
+                "hosts", sorted(hosts), f"host {host}", "Merge the states of all hosts with meshfeed.merge_states."
+            )
+        entry = unseal(hosts[host], f"hosts.{host}")
         at = entry.get("step", step)  # this host's last batch; with end="pad" others may be ahead
         if at > step or (at < step and self._settings.end == "drop"):
             raise StateMismatchError("step", step, f"{at} in hosts.{host}", _EARLIER)
@@ -502,7 +505,7 @@ class LocalBatchStream:
                 "an iterator that can be read once",
                 "Pass an iterable that starts again at each iter(), or one with get_state and set_state.",
             )
-        return entry
+        return {host: entry}
 
     def replay_from(self, current: LocalBatchCursor, step: int, state: FeedState | None) -> LocalBatchCursor:
         """Always raises: host batches cannot be read again."""

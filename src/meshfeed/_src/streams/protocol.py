@@ -119,7 +119,7 @@ class HostReader(Protocol[C]):
         """
         ...
 
-    def advance(self, cursor: C, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0) -> C:
+    def advance(self, cursor: C, batch: HostBatch, ended: Mapping[int, int], num_skipped: int) -> C:
         """Returns the cursor after a batch of this reader; ``ended`` and ``num_skipped`` cover all hosts. Any thread."""
         ...
 

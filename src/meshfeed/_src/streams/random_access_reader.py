@@ -210,7 +210,7 @@ class RandomAccessReader:
         return batch
 
     def advance(
-        self, cursor: RandomAccessCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
+        self, cursor: RandomAccessCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int
     ) -> RandomAccessCursor:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         del ended

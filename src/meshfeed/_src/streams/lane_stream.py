@@ -14,31 +14,25 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import cast
 
+import jax
+import numpy as np
+
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.settings import FeedSettings, Workers
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import JsonValue, PyTree, RecordIds, StreamSource
-from meshfeed._src.order.segments import parse_segments, position_at
+from meshfeed._src.order.segments import Segment, parse_segments, position_at
 from meshfeed._src.order.steps import StepSchedule
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.reading.ahead import FetchAhead
-from meshfeed._src.reading.host_batch import add_mask, spec_of_batch
+from meshfeed._src.reading.host_batch import add_mask, check_spec, spec_of_batch
 from meshfeed._src.reading.identity import identify_within
 from meshfeed._src.reading.stacking import RecordSpec, num_bytes
 from meshfeed._src.reading.workers import WorkerPool, pickle_task
 from meshfeed._src.state.state import FeedState, Ledgers, count_skipped
-from meshfeed._src.streams.lanes.lane import (
-    Lane,
-    LaneEntry,
-    LaneRun,
-    LaneSettings,
-    Taken,
-    lane_runs,
-    needed_lanes,
-    place_rows,
-)
+from meshfeed._src.streams.lane import Lane, LaneEntry, LaneSettings, Taken
 from meshfeed._src.streams.protocol import (
     EMPTY_STREAM,
     Cursor,
@@ -351,14 +345,8 @@ class LaneStream:
         mixture = check_fingerprint(state, self.fingerprint(here), self.source)
         self._check_num_lanes(num_lanes, state.num_lanes)
         segments = parse_segments(state.segments)
-        nominal = position_at(segments, state.step)
-        consistent = state.step > segments[-1].first_step if segments else state.step == 0
-        if not consistent or state.position > nominal or (not self._pad and state.position != nominal):
-            raise StateMismatchError("position", state.position, f"{nominal} at step {state.step}", _DAMAGED)
-        entries = _parse_entries(state.lanes, num_lanes, nominal // num_lanes)
-        delivered = sum(entry.records for entry in entries.values())
-        if len(entries) == num_lanes and delivered != state.position:
-            raise StateMismatchError("position", state.position, f"{delivered} records in all lanes", _DAMAGED)
+        nominal = self._nominal_position(segments, state.step, state.position)
+        entries = _parse_entries(state.lanes, num_lanes, nominal // num_lanes, state.position)
         step_schedule = StepSchedule(self.schedule, past=segments, step=state.step, position=nominal)
         source = self._source_under(step_schedule)
         if self._staged is not None:
@@ -374,6 +362,14 @@ class LaneStream:
             skipped=Ledgers.of_state(state),
             num_skipped=count_skipped(state),
         )
+
+    def _nominal_position(self, segments: tuple[Segment, ...], step: int, position: int) -> int:
+        """Returns the position at which ``step`` begins if no lane has ended."""
+        nominal = position_at(segments, step)
+        consistent = step > segments[-1].first_step if segments else step == 0
+        if not consistent or position > nominal or (not self._pad and position != nominal):
+            raise StateMismatchError("position", position, f"{nominal} at step {step}", _DAMAGED)
+        return nominal
 
     def _check_num_lanes(self, num_lanes: int, saved: int) -> None:
         if num_lanes != saved:
@@ -483,8 +479,10 @@ class LaneStream:
         hooks.close(self.source)
 
 
-def _parse_entries(lanes: Mapping[str, JsonValue], num_lanes: int, expected: int) -> dict[str, LaneEntry]:
-    """Parses the lanes of a state; ``expected`` is the number of records that each has delivered, unless it ended."""
+def _parse_entries(
+    lanes: Mapping[str, JsonValue], num_lanes: int, expected: int, position: int
+) -> dict[str, LaneEntry]:
+    """Parses the lanes of a state at ``position``; each has delivered ``expected`` records, unless it has ended."""
     entries: dict[str, LaneEntry] = {}
     for key, value in lanes.items():
         if not key.isdecimal() or int(key) >= num_lanes:
@@ -492,7 +490,108 @@ def _parse_entries(lanes: Mapping[str, JsonValue], num_lanes: int, expected: int
         entry = entries[key] = LaneEntry.from_json(value, int(key))
         if entry.records > expected or (entry.records < expected and not entry.ended):
             raise StateMismatchError(f"lanes.{key}.records", entry.records, expected, _DAMAGED)
+    delivered = sum(entry.records for entry in entries.values())
+    if len(entries) == num_lanes and delivered != position:
+        raise StateMismatchError("position", position, f"{delivered} records in all lanes", _DAMAGED)
     return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneRun:
+    """A run of rows that are consecutive both in one lane and in the host's batch.
+
+    Attributes:
+      lane_index: index of the lane.
+      target: first row in the host's batch.
+      offset: first row in the lane's rows for this batch.
+      count: number of rows, at least 1.
+    """
+
+    lane_index: int
+    target: int
+    offset: int
+    count: int
+
+
+_RowPiece = tuple[int, int, int, list[np.ndarray]]
+"""First row of the output, first row and number of rows of the leaves, and the leaves."""
+
+
+def lane_runs(rows: np.ndarray, rows_per_lane: int) -> tuple[LaneRun, ...]:
+    """Splits a host's rows into runs. The result depends only on the batch size and can be cached.
+
+    Args:
+      rows: this host's rows of the global batch, int64, ascending.
+      rows_per_lane: rows of the global batch per lane.
+    """
+    if not len(rows):
+        return ()
+    new_run = (np.diff(rows) != 1) | (rows[1:] // rows_per_lane != rows[:-1] // rows_per_lane)
+    starts = np.concatenate(([0], np.flatnonzero(new_run) + 1))
+    counts = np.diff(np.append(starts, len(rows)))
+    lanes, offsets = np.divmod(rows[starts], rows_per_lane)
+    columns = (lanes, starts, offsets, counts)
+    return tuple(LaneRun(*values) for values in zip(*(column.tolist() for column in columns), strict=True))
+
+
+def place_rows(
+    lanes: Mapping[int, Taken], runs: Sequence[LaneRun], num_rows: int, spec: RecordSpec | None
+) -> tuple[PyTree | None, np.ndarray, RecordSpec | None]:
+    """Arranges rows of lanes as this host's part of a batch.
+
+    Args:
+      lanes: lane → rows taken; must include the lanes of ``runs``.
+      runs: see :func:`lane_runs`.
+      num_rows: rows of this host.
+      spec: required structure of the records, if known.
+
+    Returns:
+      A tuple of the tree ``[num_rows, ...]``, with zeros in rows that no lane filled (None if none did and ``spec`` is
+      None); a bool array ``[num_rows]``, True for real rows; and the structure of the records.
+
+    Raises:
+      SourceError: records of different lanes differ in structure.
+    """
+    pieces: list[_RowPiece] = []
+    real = np.zeros(num_rows, bool)
+    checked: dict[int, list[np.ndarray]] = {}
+    for run in runs:
+        taken = lanes[run.lane_index]
+        if taken.tree is None:
+            continue
+        leaves = checked.get(run.lane_index)
+        if leaves is None:
+            if spec is None or not spec.fits(taken.tree, taken.count):
+                found = spec_of_batch(taken.tree, taken.count, what=f"lane {run.lane_index}")
+                spec = spec or found
+                check_spec(spec, found, what=f"lane {run.lane_index}", lane_index=run.lane_index)
+            leaves = checked[run.lane_index] = [np.asarray(leaf) for leaf in jax.tree.leaves(taken.tree)]
+        count = min(run.count, taken.count - run.offset)
+        if count <= 0:
+            continue
+        real[run.target : run.target + count] = True
+        pieces.append((run.target, run.offset, count, leaves))
+    if spec is None:
+        return None, real, None
+    return _join_pieces(pieces, num_rows, spec), real, spec
+
+
+def _join_pieces(pieces: Sequence[_RowPiece], num_rows: int, spec: RecordSpec) -> PyTree:
+    if len(pieces) == 1 and pieces[0][2] == num_rows:
+        _, offset, count, leaves = pieces[0]
+        return spec.treedef.unflatten([leaf[offset : offset + count] for leaf in leaves])
+    filled = sum(count for _, _, count, _ in pieces) == num_rows
+    output = spec.empty(num_rows) if filled else spec.zeros(num_rows)
+    outputs = jax.tree.leaves(output)
+    for target, offset, count, leaves in pieces:
+        for leaf, source_leaf in zip(outputs, leaves, strict=True):
+            leaf[target : target + count] = source_leaf[offset : offset + count]
+    return output
+
+
+def needed_lanes(rows: Sequence[int] | np.ndarray, rows_per_lane: int) -> list[int]:
+    """Returns the lanes that feed ``rows``, ascending."""
+    return np.unique(np.asarray(rows, np.int64) // rows_per_lane).tolist()
 
 
 class LaneReader:
@@ -596,9 +695,7 @@ class LaneReader:
                 raise StopIteration
             self._final = step if self._final is None else self._final
 
-    def advance(
-        self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int = 0
-    ) -> LaneCursor:
+    def advance(self, cursor: LaneCursor, batch: HostBatch, ended: Mapping[int, int], num_skipped: int) -> LaneCursor:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
         return LaneCursor(
             cursor.step_schedule,

@@ -1,0 +1,140 @@
+"""The parts of a feed: the stream of its source, and the pipeline of each of its generations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshfeed._src.agreement.window_report import WindowReports
+from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.arrays.placer import Placer
+from meshfeed._src.base import coordination
+from meshfeed._src.base.errors import SettingsError
+from meshfeed._src.base.hooks import is_stream
+from meshfeed._src.base.settings import FeedSettings
+from meshfeed._src.base.stats import StatsRecorder
+from meshfeed._src.base.types import PyTree
+from meshfeed._src.feed.pipeline import Pipeline
+from meshfeed._src.plan.plan import HostRows
+from meshfeed._src.sources.host_batches import HostBatches
+from meshfeed._src.sources.recognize import as_source
+from meshfeed._src.streams.lane_stream import LaneStream
+from meshfeed._src.streams.local_batches import LocalBatchStream, RowShards
+from meshfeed._src.streams.protocol import AnyReader, AnyStream, C, Cursor, FeedStream
+from meshfeed._src.streams.random_access import RandomAccessStream
+
+_HOST_READ_AHEAD_BYTES = 1 << 30  # host memory for the two windows that are read ahead
+
+
+def make_stream(source: object, settings: FeedSettings, shards: RowShards) -> AnyStream:
+    """Recognizes the kind of ``source`` and returns its stream.
+
+    Raises:
+      SourceError: the source is of an unsupported type; the message lists the supported ones.
+      SettingsError: a setting does not apply to this kind of source.
+    """
+    recognized = as_source(source)
+    if settings.balance is not None and (isinstance(recognized, HostBatches) or is_stream(recognized)):
+        raise SettingsError(
+            f"balance={settings.balance!r} needs a random-access source, which has the lengths of records before they are "
+            "read. Omit it, or pack random-access documents with Packed.",
+            setting="balance",
+        )
+    if isinstance(recognized, HostBatches):
+        return LocalBatchStream(recognized, settings, shards)
+    if is_stream(recognized):
+        return LaneStream(recognized, settings)
+    return RandomAccessStream(recognized, settings)
+
+
+def make_pipeline(
+    reader: AnyReader,
+    *,
+    stream: AnyStream,
+    placer: Placer,
+    cursor: Cursor,
+    host_rows: HostRows,
+    settings: FeedSettings,
+    stats: StatsRecorder,
+    name: str,
+    scope: str | None,
+) -> Pipeline:
+    """Builds the pipeline that reads from ``cursor``. No thread starts before its first ``peek``.
+
+    No argument may reference the feed: garbage collection of the feed closes the pipeline, and a reference from the
+    pipeline would keep the feed alive.
+
+    Args:
+      reader: opened at ``cursor``; the pipeline closes it.
+      stream: the feed's stream.
+      placer: the feed's placer.
+      cursor: where to start.
+      host_rows: this host's rows.
+      settings: the feed's settings.
+      stats: records read times and retries.
+      name: name of the feed.
+      scope: key prefix, unique to this generation; None if there are no other hosts.
+    """
+    window_reports = WindowReports(
+        first_step=cursor.step,
+        bad_records=settings.bad_records,
+        blocks_of=placer.blocks if settings.check_replicas else None,
+        num_rows=lambda size: len(host_rows.rows(size)),
+        num_skipped=cursor.num_skipped,
+        records_after=lambda step, ended: stream.records_after(cursor, step, ended),
+        compare_records=not stream.in_columns,
+        compare_sizes=stream.hosts_make_batches,
+        largest_batch=0 if settings.schedule is None else max(settings.schedule.sizes),
+    )
+    agreement = None
+    if scope is not None:
+        agreement = WindowAgreement(
+            coordination.require_store(),
+            scope=scope,
+            participants=placer.participants,
+            host=coordination.process_index(),
+            first_step=cursor.step,
+            pad=settings.end == "pad" and not stream.length_is_known,
+            byte_limit=_HOST_READ_AHEAD_BYTES,
+            timeout_seconds=settings.timeout_seconds,
+            describe=reader.describe,
+            reduce=window_reports.reduce,
+        )
+    return Pipeline(
+        reader,
+        placer.put,
+        prefetch=settings.prefetch,
+        agreement=agreement,
+        window_reports=window_reports,
+        cursor=cursor,
+        timeout_seconds=settings.timeout_seconds,
+        stats=stats,
+        name=name,
+        host=coordination.process_index(),
+    )
+
+
+def replay_step(stream: FeedStream[C], cursor: C, step: int) -> PyTree:
+    """Reads all rows of one global batch, on this host alone.
+
+    Args:
+      stream: the feed's stream.
+      cursor: a cursor at or before the step, with all lanes; a stream is read from there to the step.
+      step: index of the batch.
+
+    Returns:
+      A pytree of host-local arrays ``[global_batch_size, ...]``, including padding and mask.
+
+    Raises:
+      IndexError: the data ends before the step.
+      StateMismatchError: ``cursor`` lacks lanes.
+    """
+    every_row = HostRows(lambda size: np.arange(size, dtype=np.int64), lambda size: None)
+    reader = stream.open_reader(cursor, every_row, hosts_agree=False)
+    try:
+        while (batch := reader.next()).step < step:
+            pass
+        return batch.tree
+    except StopIteration:
+        raise IndexError(f"step {step} is not in this stream, which ends before it.") from None
+    finally:
+        reader.close()

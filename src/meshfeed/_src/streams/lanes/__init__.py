@@ -1,1 +1,0 @@
-"""Streams divided into lanes. Start with ``lane.py``."""
