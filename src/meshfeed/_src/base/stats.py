@@ -148,8 +148,8 @@ _PUBLISH_SECONDS = 0.1
 _HISTORY = 512
 
 
-class Counts(NamedTuple):
-    """Deliveries so far: sums by field of :class:`FeedStats`, and the time of the last, unless a restart followed it."""
+class Deliveries(NamedTuple):
+    """What was delivered so far: sums by field of :class:`FeedStats`, and the time of the last, unless a restart followed it."""
 
     sums: Mapping[str, Any]  # int or float, like the fields
     last_delivery: float | None
@@ -166,7 +166,7 @@ class StatsRecorder:
     def __init__(self, name: str = "") -> None:
         self._feed_id = uuid.uuid4().hex[:16]
         self._name = name
-        self.counts = Counts({name: getattr(FeedStats, name) for name in _SUMS}, None)
+        self.counts = Deliveries({name: getattr(FeedStats, name) for name in _SUMS}, None)
         self.peer_wait_seconds = 0.0
         self._published = self.counts.sums
         self._publish_at = 0.0
@@ -174,10 +174,10 @@ class StatsRecorder:
         self._history_at, self._history_seconds = 0.0, _PUBLISH_SECONDS
 
     def restart(self) -> None:
-        """Counts the wait for the next batch as startup."""
+        """Deliveries the wait for the next batch as startup."""
         self.counts = self.counts._replace(last_delivery=None)
 
-    def delivered(self, start: float, **figures: float) -> Counts:
+    def delivered(self, start: float, **figures: float) -> Deliveries:
         """Returns ``counts`` after one more batch, which was requested at ``start`` (``time.perf_counter()``).
 
         Args:
@@ -195,7 +195,7 @@ class StatsRecorder:
             sums["elapsed_seconds"] += now - last
         for name, value in figures.items():
             sums[name] += value
-        return Counts(sums, now)
+        return Deliveries(sums, now)
 
     def _sums(self) -> dict[str, Any]:
         return {**self.counts.sums, "peer_wait_seconds": self.peer_wait_seconds}
@@ -320,7 +320,7 @@ class Dropping:
         self._done = 0
 
     def add(self, count: int = 1) -> None:
-        """Counts dropped records."""
+        """Deliveries dropped records."""
         self._done += count
         PROGRESS.moved(self)
 
