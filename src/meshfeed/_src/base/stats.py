@@ -149,7 +149,7 @@ _HISTORY = 512
 
 
 class Deliveries(NamedTuple):
-    """What was delivered so far: sums by field of :class:`FeedStats`, and the time of the last, unless a restart followed it."""
+    """What was delivered: sums by field of :class:`FeedStats`, and the time of the last batch since a restart, if any."""
 
     sums: Mapping[str, Any]  # int or float, like the fields
     last_delivery: float | None
@@ -174,7 +174,7 @@ class StatsRecorder:
         self._history_at, self._history_seconds = 0.0, _PUBLISH_SECONDS
 
     def restart(self) -> None:
-        """Deliveries the wait for the next batch as startup."""
+        """Counts the wait for the next batch as startup."""
         self.counts = self.counts._replace(last_delivery=None)
 
     def delivered(self, start: float, **figures: float) -> Deliveries:
@@ -320,7 +320,7 @@ class Dropping:
         self._done = 0
 
     def add(self, count: int = 1) -> None:
-        """Deliveries dropped records."""
+        """Counts dropped records."""
         self._done += count
         PROGRESS.moved(self)
 
