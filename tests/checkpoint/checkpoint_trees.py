@@ -68,7 +68,13 @@ def mixed_tree(mesh: Mesh, rows: int = 512) -> dict[str, Any]:
             out_shardings=NamedSharding(mesh, PartitionSpec("data")),
         )(),
         "legacy_key": place(np.array([1, 2], np.uint32), mesh),
-        "numpy": {"i64": np.arange(5), "f64": np.array([np.nan, -0.0]), "scalar": np.float16(1.5), "zero": np.zeros(0)},
+        "numpy": {
+            "i64": np.arange(5),
+            "f64": np.array([np.nan, -0.0]),
+            "scalar": np.float16(1.5),
+            "zero": np.zeros(0),
+            "big_endian": np.arange(5, dtype=">f4"),
+        },
         "python": [3, 2.5, True, "text", 1 << 70, float("inf"), 1j],
     }
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float8_e4m3b11fnuz"):

@@ -305,10 +305,13 @@ def test_trees_that_differ_are_named(tmp_path, mesh):
 def test_casts_on_restore(tmp_path, mesh):
     values = np.linspace(-3, 3, 512, dtype=np.float32).reshape(64, 8)
     with Checkpointer(tmp_path / "c", save_interval_steps=1) as ckpt:
-        ckpt.save(1, {"w": place(values, mesh, "data"), "n": np.arange(4)})
+        ckpt.save(1, {"w": place(values, mesh, "data"), "n": np.arange(4), "number": 2})
         ckpt.wait()
-        wanted = {"w": place(values.astype(jnp.bfloat16), mesh), "n": np.zeros(4, np.float32)}
-        restored = ckpt.restore(abstract(wanted))[1]
+        wanted = {"w": place(values.astype(jnp.bfloat16), mesh), "n": np.zeros(4, np.float32), "number": Number.ONE}
+        with pytest.raises(CheckpointError, match=r"leaf 'number' is 2.* not a valid Number\. Request int") as refused:
+            ckpt.restore(wanted)
+        assert refused.value.step == 1
+        restored = ckpt.restore({**abstract(wanted), "number": 0})[1]
     assert_same(wanted["w"], restored["w"])
     assert restored["n"].dtype == np.float32
 

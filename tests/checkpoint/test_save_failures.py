@@ -36,14 +36,16 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path, monkeypatch, part):
         with monkeypatch.context() as patch:
             for module in (handlers, stored):
                 patch.setattr(module, "write_part", fail)
-            ckpt.save(2, state, feed)
-            with pytest.raises(CheckpointError, match="No space left"):
-                ckpt.wait()
+            for report in (ckpt.wait, lambda: ckpt.save(3, state, feed)):
+                ckpt.save(2, state, feed)
+                with pytest.raises(CheckpointError, match=r"saving step 2 failed: .*No space left") as failed:
+                    report()
+                assert failed.value.step == 2
         assert ckpt.steps() == [1]
         assert ckpt.restore(state, feed)[0] == 1
-        assert ckpt.save(2, state, feed)
+        assert ckpt.save(3, state, feed)
         ckpt.wait()
-        assert ckpt.steps() == [1, 2]
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1", "3"]  # nothing of step 2 is left
 
 
 @pytest.mark.slow

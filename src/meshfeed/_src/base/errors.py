@@ -166,7 +166,7 @@ class CheckpointError(MeshfeedError):
     """A checkpoint cannot be written or restored.
 
     Attributes:
-      step: the requested step, or None if there was none.
+      step: the step that cannot be saved or restored, or None.
     """
 
     def __init__(self, message: str, *, step: int | None = None) -> None:

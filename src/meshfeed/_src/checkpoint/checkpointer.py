@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from meshfeed._src.base.coordination import forgotten_processes, process_count
+from meshfeed._src.base.coordination import forgotten_processes, process_count, process_index
 from meshfeed._src.base.errors import (
     CheckpointError,
     Failure,
@@ -198,6 +198,8 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._warned = False
         self._writes = False  # whether this job has saved
+        self._saving: int | None = None  # the newest step passed to Orbax
+        self._failed = False  # whether a save has failed since the last one
         self._closed = False
 
     @property
@@ -243,6 +245,11 @@ class Checkpointer:
 
     def _write(self, step: int, train_state: PyTree, feed: HasState | None) -> bool:
         self._last = None
+        self.wait()  # Orbax would do so too, but raise the error of the save before as it is
+        if self._failed and process_index() == 0:  # alone: the other hosts may not have seen the failure
+            with contextlib.suppress(OSError):
+                self._remove_unfinished()
+        self._failed = False
         identity = {
             "id": f"{self._job_id}-{self._saves}",
             "step": step,
@@ -257,6 +264,7 @@ class Checkpointer:
             items[ITERATOR] = IteratorSave(feed, identity=identity)
         self._saves += 1
         # Forced, because save() has checked the interval, and the last step of a run need not be on it.
+        self._saving = step
         try:
             return bool(self._manager.save(step, args=ocp.args.Composite(**items), force=True))
         except StepAlreadyExistsError as error:
@@ -297,11 +305,7 @@ class Checkpointer:
                 return self._restore_newest(abstract_or_concrete_state, feed, agreement)
             # Host 0 checks the step for all, so all hosts raise the same error.
             agreement.publish(lambda: bool(read_step(self._directory, step)))
-            try:
-                return step, self._restore_step(step, abstract_or_concrete_state, feed, agreement)
-            except CheckpointError as error:
-                error.step = step
-                raise
+            return step, self._restore_step(step, abstract_or_concrete_state, feed, agreement)
 
     def _restore_newest(self, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> tuple[int, PyTree]:
         reasons: dict[int, str] = {}
@@ -347,11 +351,15 @@ class Checkpointer:
 
     def _restore_step(self, step: int, wanted: PyTree, feed: Resumable | None, agreement: Agreement) -> PyTree:
         folder = self._directory / str(step)
-        # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
-        position = None if feed is None else agreement.attempt(lambda: _position(folder, step))
-        state = restore_tree(folder / ARRAYS, wanted, self._options, agreement)
-        if feed is not None and position is not None:
-            _continue(feed, position, agreement, step)
+        try:
+            # Read the feed's state first and set it last, so a failed restore leaves the feed unchanged.
+            position = None if feed is None else agreement.attempt(lambda: _position(folder))
+            state = restore_tree(folder / ARRAYS, wanted, self._options, agreement)
+            if feed is not None and position is not None:
+                _continue(feed, position, agreement, step)
+        except CheckpointError as error:
+            error.step = step
+            raise
         self._last = None  # a step that was skipped before the restore is no longer the last one
         return state
 
@@ -364,10 +372,10 @@ class Checkpointer:
         """
         try:
             self._manager.wait_until_finished()
-        except MeshfeedError:
-            raise
         except Exception as error:
-            raise CheckpointError(f"{self._directory}: the last save failed: {error}") from error
+            self._failed = True
+            text = f"{self._directory}: saving step {self._saving} failed: {error}"
+            raise CheckpointError(text, step=self._saving) from error
 
     def steps(self) -> list[int]:
         """Returns the numbers of the committed steps, ascending, including damaged ones."""
@@ -401,19 +409,17 @@ class Checkpointer:
         if self._writes:
             return
 
-        def remove() -> list[str]:
-            if not self._directory.exists():  # an object store has no folder before its first file
-                return []
-            left = [path for path in self._directory.iterdir() if _UNFINISHED in path.name and path.is_dir()]
-            for path in left:
-                path.rmtree()
-            return [path.name for path in left]
-
         with Agreement("removing unfinished steps", self._options.timeout_seconds) as agreement:
-            removed = agreement.publish(remove)
-        if removed:
-            _log.info("removed unfinished saves of a killed job in %s: %s", self._directory, ", ".join(removed))
+            agreement.publish(self._remove_unfinished)
         self._writes = True
+
+    def _remove_unfinished(self) -> None:
+        if not self._directory.exists():  # an object store has no folder before its first file
+            return
+        for path in self._directory.iterdir():
+            if _UNFINISHED in path.name and path.is_dir():
+                path.rmtree()
+                _log.info("removed the unfinished save %s", path)
 
     def _set_damaged_aside(self, step: int) -> None:
         # Damaged steps occupy future step numbers: Orbax would skip those steps or refuse to write them.
@@ -494,12 +500,11 @@ class Checkpointer:
         self.close()
 
 
-def _position(folder: epath.Path, step: int) -> dict[str, JsonValue]:
+def _position(folder: epath.Path) -> dict[str, JsonValue]:
     if not (folder / ITERATOR).exists():
         raise CheckpointError(
-            f"step {step} in {folder.parent} was saved without a feed, so it has no position to resume from. Restore it "
-            "without a feed, and set the feed's position with feed.set_state.",
-            step=step,
+            f"step {folder.name} in {folder.parent} was saved without a feed, so it has no position to resume from. "
+            "Restore it without a feed, and set the feed's position with feed.set_state."
         )
     return state_files.read_state(folder / ITERATOR)
 
@@ -518,7 +523,7 @@ def _continue(feed: Resumable, state: dict[str, JsonValue], agreement: Agreement
         feed.set_state(before)
         reason = Failure.from_json(reports[failed[0]])
         text = f"step {step}: host {failed[0]} cannot resume the feed: {reason}. The feeds of all hosts are unchanged."
-        raise CheckpointError(text, step=step)
+        raise CheckpointError(text)
 
 
 def as_step(step: object, order: str) -> int:

@@ -55,14 +55,15 @@ def _failure_of(error: BaseException) -> Failure:
     text = str(error) if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {error}"
     if isinstance(error, SettingsError) and error.setting is not None:
         return Failure("setting", text, process_index(), details={"setting": error.setting})
-    return Failure("damaged" if isinstance(error, DamagedCheckpointError) else "unreadable", text, process_index())
+    kind = "damaged" if isinstance(error, DamagedCheckpointError) else "unreadable"
+    return Failure(kind, text, process_index(), getattr(error, "step", None))
 
 
 def _error_of(failure: Failure, where: str) -> MeshfeedError:
     message = f"{where}: {failure.message}"
     if failure.kind == "setting":
         return SettingsError(message, setting=failure.details["setting"])
-    return (DamagedCheckpointError if failure.kind == "damaged" else CheckpointError)(message)
+    return (DamagedCheckpointError if failure.kind == "damaged" else CheckpointError)(message, step=failure.step)
 
 
 def _report_of(error: BaseException | None) -> JsonValue:

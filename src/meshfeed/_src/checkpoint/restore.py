@@ -343,7 +343,17 @@ def _plan_python(saved: SavedLeaf, leaf: Leaf) -> Planned:
         planned = _known(saved.value)
     else:
         planned = _host_values(saved, (), saved.dtype).then(KINDS["scalar"].from_host)
-    return planned if wanted is None else planned.then(type(leaf))
+    return planned if wanted is None else planned.then(functools.partial(_as_python, type(leaf), saved.name))
+
+
+def _as_python(kind: Callable[[Leaf], Leaf], name: str, value: Leaf) -> Leaf:
+    try:
+        return kind(value)
+    except Exception as error:  # of a subclass of a Python type, such as an enum
+        raise CheckpointError(
+            f"leaf {name!r} is {short(value)}, which is not of the requested type: {error}. Request "
+            f"{type(value).__name__}."
+        ) from error
 
 
 def plan_numpy(stored: StoredArrays, saved: SavedLeaf, shape: Shape | None, dtype: DTypeLike | None) -> Planned:
