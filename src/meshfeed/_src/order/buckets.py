@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import EpochOrder, check_positions
+from meshfeed._src.order.epochs import EpochOrder, checked_positions
 from meshfeed._src.order.permutation import derive_key, permute
 
 ALGORITHM = "length-buckets"
@@ -95,9 +95,7 @@ class BucketOrder:
         Raises:
           IndexError: a position is outside the stream.
         """
-        positions = np.asarray(positions, np.int64)
-        if positions.size:
-            check_positions(positions, self.total)
+        positions = checked_positions(positions, self.total)
         record_ids, epochs = np.empty_like(positions), np.empty_like(positions)
         steps, rows = np.divmod(positions, self._size)
         for step in np.unique(steps).tolist():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from meshfeed._src.order.permutation import (
 MAX_POSITION = 1 << 62
 
 
-def check_positions(positions: np.ndarray[Any, Any], total: int | None) -> tuple[int, int]:
+def check_positions(positions: RecordIds, total: int | None) -> tuple[int, int]:
     """Checks positions of a stream of ``total`` records, or of 2**62 if it never ends.
 
     Args:
@@ -46,6 +45,14 @@ def check_positions(positions: np.ndarray[Any, Any], total: int | None) -> tuple
     if low < 0 or high >= end:
         raise IndexError(f"positions {low}..{high} are not all within the stream's [0, {end})")
     return low, high
+
+
+def checked_positions(positions: RecordIds, total: int | None) -> RecordIds:
+    """Returns positions as int64[n], n at least 0; see :func:`check_positions`."""
+    positions = np.asarray(positions, np.int64)
+    if positions.size:
+        check_positions(positions, total)
+    return positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +103,7 @@ class EpochOrder:
         """The part of the fingerprint that describes the order, as JSON."""
         return {"algorithm": ALGORITHM, "version": VERSION, "shuffle": self.shuffle, "seed": self.seed}
 
-    def ids_at(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[RecordIds, RecordIds]:
+    def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns record ids and epochs at the given positions, in the same order.
 
         Args:

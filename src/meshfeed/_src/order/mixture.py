@@ -20,13 +20,13 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, StateMismatchError
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import MAX_POSITION, EpochOrder, check_positions
+from meshfeed._src.order.epochs import MAX_POSITION, EpochOrder, checked_positions
 from meshfeed._src.order.permutation import ALGORITHM, derive_key, sorted_permutation
 
 _log = logging.getLogger("meshfeed.mixture")
@@ -551,15 +551,13 @@ class MixtureOrder:
         start = index * _CHUNK_POSITIONS
         return self.ids_at(np.arange(start, min(start + _CHUNK_POSITIONS, self._end), dtype=np.int64))
 
-    def ids_at(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[RecordIds, RecordIds]:
+    def ids_at(self, positions: RecordIds) -> tuple[RecordIds, RecordIds]:
         """Returns mixture ids and the components' epochs at the given positions, int64[n] each.
 
         Raises:
           IndexError: a position is outside the stream.
         """
-        positions = np.asarray(positions, np.int64)
-        if positions.size:
-            check_positions(positions, self.total)
+        positions = checked_positions(positions, self.total)
         component, offsets = self._blocks.locate(positions)
         record_ids, epochs = np.empty_like(positions), np.empty_like(positions)
         for number, here in group_by(component):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import check_positions
+from meshfeed._src.order.epochs import checked_positions
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 
 try:
@@ -380,9 +380,7 @@ class PlaceOrder:
         Raises:
           IndexError: a position is outside the stream.
         """
-        positions = np.asarray(positions, np.int64)
-        if positions.size:
-            check_positions(positions, self.total)
+        positions = checked_positions(positions, self.total)
         return positions, positions // self.num_records
 
     def ids_between(self, start: int, stop: int) -> tuple[RecordIds, RecordIds]:

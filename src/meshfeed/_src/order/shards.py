@@ -26,7 +26,7 @@ import hashlib
 import numpy as np
 
 from meshfeed._src.base.types import JsonValue, RecordIds
-from meshfeed._src.order.epochs import check_positions
+from meshfeed._src.order.epochs import checked_positions
 from meshfeed._src.order.permutation import derive_key, permute, sorted_permutation
 from meshfeed._src.order.steps import StepSchedule
 
@@ -110,9 +110,7 @@ class ShardOrder:
         Raises:
           IndexError: a position is outside the stream.
         """
-        positions = np.asarray(positions, np.int64)
-        if positions.size:
-            check_positions(positions, self.total)
+        positions = checked_positions(positions, self.total)
         cells = self._cells_at(positions)
         epochs = cells // self.num_records
         record_ids = np.empty_like(cells)
