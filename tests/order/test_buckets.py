@@ -103,7 +103,11 @@ def test_far_positions_take_no_longer() -> None:
 
 
 def test_golden_values() -> None:
-    """Pins the order: a changed output requires a new version."""
+    """Pins the order and its form in states: a changed output requires a new version."""
+    assert order_of(np.arange(30) % 4, 4).config() == {
+        "algorithm": "length-buckets", "version": 1, "shuffle": True, "seed": 5,
+        "buckets": {"global_batch_size": 4, "num_epochs": 3},
+    }  # fmt: skip
     ids, _ = order_of(np.arange(30) % 4, 4).ids_between(0, 24)
     golden = [25, 29, 13, 21, 1, 5, 9, 17, 19, 11, 7, 27, 4, 28, 8, 12, 26, 2, 6, 10, 24, 16, 20, 0]
     assert ids.tolist() == golden

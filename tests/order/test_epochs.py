@@ -104,7 +104,10 @@ def test_total_and_the_ends_of_the_stream():
     order = EpochOrder(10, shuffle=True, seed=0, num_epochs=3)
     assert order.total == 30
     assert EpochOrder(10, shuffle=True, seed=0, num_epochs=None).total is None
-    assert order.ids_at(np.empty(0, np.int64))[0].size == 0
+    for shuffle in (False, True):
+        for positions in (np.empty(0, np.int32), np.arange(10, dtype=np.int32)):
+            found = EpochOrder(10, shuffle=shuffle, seed=0, num_epochs=3).ids_at(positions)
+            assert [(array.size, array.dtype) for array in found] == [(positions.size, np.int64)] * 2
     with pytest.raises(IndexError, match=r"28\.\.30 .*\[0, 30\)"):
         order.ids_at(np.array([28, 29, 30]))
     with pytest.raises(IndexError):

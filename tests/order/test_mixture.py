@@ -20,6 +20,7 @@ from meshfeed._src.order.mixture import (
     check_stages,
     group_by,
     join_ids,
+    nest_stages,
     parse_weights,
     split_ids,
     write_stages,
@@ -33,6 +34,9 @@ def mixture(sizes=SIZES, stages=((0, WEIGHTS),), **kwargs) -> MixtureOrder:
     options = {"block": 64, "shuffle": True, "seed": 3, "num_epochs": None, "on_end": "repeat", "repeat": {}, **kwargs}
     stages = [stage if isinstance(stage, Stage) else Stage(*stage) for stage in stages]
     return MixtureOrder(sizes, stages=stages, **{"identities": sizes, **options})
+
+
+ENDLESS, FINITE = mixture(), mixture(num_epochs=5)
 
 
 def drawn(order: MixtureOrder, start: int, stop: int) -> np.ndarray:
@@ -120,6 +124,20 @@ def test_weights_are_written_as_they_are_read():
     assert parse_weights(eval(text.removeprefix("weights=")), ["a", "b"]) == stages
 
 
+def test_a_mixture_within_a_mixture_shares_its_weight() -> None:
+    outer = ((0, {"a": 3, "b": 1}), (20, {"b": 2}), (30, {"b": 2, "a": 1}))
+    inner = ((0, {"x": 1, "y": 2}), (10, {"y": 5}), (20, {"x": 1, "y": 1}))
+    assert nest_stages(outer, "a", inner) == (
+        (0, {"a/x": 1, "a/y": 2, "b": 1}),
+        (10, {"a/y": 3, "b": 1}),
+        (20, {"b": 2}),
+        (30, {"b": 2, "a/x": 0.5, "a/y": 0.5}),
+    )
+    assert nest_stages(outer, "b", ((0, {"z": 4}), (5, {"z": 1}))) == tuple(
+        (step, {"b/z" if name == "b" else name: weight for name, weight in weights.items()}) for step, weights in outer
+    )
+
+
 # --- the stream -----------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +196,21 @@ def test_a_position_has_one_record_however_it_is_asked_for(data):
         if own.size >= size:
             np.testing.assert_array_equal(np.sort(own[:size]), np.arange(size))
         assert np.unique(own).size == own.size
+
+
+@given(st.integers(0, 12_000), st.integers(0, 5000))
+@settings(max_examples=60, deadline=None)
+def test_positions_between_are_those_one_by_one(start, count):
+    for order in (ENDLESS, FINITE):
+        assert order.total is None or order.total > 4096 * 2
+        stop = min(start + count, 12_000 if order.total is None else order.total)
+        begin = min(start, stop)
+        for found, wanted in zip(order.ids_between(begin, stop), order.ids_at(np.arange(begin, stop)), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+            found[:] = -1  # the caller's own
+    for start, stop in ((FINITE.total - 1, FINITE.total + 1), (-1, 1)):
+        with pytest.raises(IndexError):
+            FINITE.ids_between(start, stop)
 
 
 def test_a_later_stage_leaves_the_past_as_it_was():
@@ -405,9 +438,13 @@ def test_changed_components_are_named(sizes, weights, field, message):
 def test_a_component_dropped_by_later_stages_must_stay_for_the_past():
     saved, current = config_of(WEIGHTS), config_of([(0, WEIGHTS), (100, {"web": 1})])
     current["components"] = [entry for entry in current["components"] if entry[0] != "books"]
-    with pytest.raises(StateMismatchError, match="must remain replayable") as raised:
+    with pytest.raises(StateMismatchError) as raised:
         check_stages(saved, current, 1000, step=100)
-    assert raised.value.field == "mixture.components.books"
+    assert (raised.value.field, raised.value.saved, raised.value.current) == ("mixture.components.books", 50, None)
+    assert raised.value.remedy == (
+        "Delivered records came from it and must remain replayable: keep it among the components (in the order "
+        "['web', 'code', 'books'], additions last) and leave it out of later stages."
+    )
 
 
 def test_a_component_that_no_begun_stage_uses_may_change():
@@ -436,9 +473,15 @@ def test_identities_are_compared_by_field():
     ("name", "kwargs"), [("block", {"block": 32}), ("on_end", {"on_end": "stop", "num_epochs": 1})]
 )
 def test_block_and_end_must_match(name, kwargs):
+    saved, current = config_of(WEIGHTS), config_of(WEIGHTS, **kwargs)
     with pytest.raises(StateMismatchError) as raised:
-        check_stages(config_of(WEIGHTS), config_of(WEIGHTS, **kwargs), 10)
-    assert raised.value.field == f"mixture.{name}"
+        check_stages(saved, current, 10)
+    assert (raised.value.field, raised.value.saved, raised.value.current) == (
+        f"mixture.{name}",
+        saved[name],
+        kwargs[name],
+    )
+    assert raised.value.remedy == f"Pass {name}={saved[name]!r}, or start a new stream without the state."
 
 
 @pytest.mark.parametrize(
@@ -458,8 +501,10 @@ def test_block_and_end_must_match(name, kwargs):
     ],
 )
 def test_a_broken_mixture_is_refused(broken):
-    with pytest.raises(StateMismatchError, match="changed or damaged"):
+    with pytest.raises(StateMismatchError, match="changed or damaged") as raised:
         check_stages(broken, SAVED, 10)
+    assert (raised.value.field, raised.value.saved) == ("mixture", broken)
+    assert raised.value.current == "version, block, on_end, components and stages"
 
 
 def test_check_saved_knows_the_step():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed._src.order import packing
-from meshfeed._src.order.packing import Packing, best_fit
+from meshfeed._src.order.packing import Packing, PackingStats, PlaceOrder, best_fit
 
 RNG = np.random.default_rng(0)
 DISTRIBUTIONS = {
@@ -122,6 +122,26 @@ def test_a_sequence_is_a_function_of_its_place(method: str) -> None:
     rows = np.stack([pieces.documents, pieces.starts, pieces.lengths], 1).tolist()
     for i, position in enumerate(positions):
         assert [tuple(row) for row in rows[pieces.splits[i] : pieces.splits[i + 1]]] == whole[position]
+
+
+def test_statistics_are_those_of_all_blocks() -> None:
+    lengths = np.array([5, 40, 16, 17, 3, 0, 100])
+    source = packed(lengths, "split", "drop", block=4)
+    assert source.stats() == source.copy().stats(4) == PackingStats(3, 7, 24, 0.5, 1, 157)
+    assert packed(lengths, "fit", block=3).stats() == PackingStats(13, 7, 181, 1 - 181 / 208, 3, 0)
+
+
+def test_the_order_of_sequences_is_that_of_their_places() -> None:
+    order, endless = PlaceOrder(5, 7, 2), PlaceOrder(5, 7, None)
+    assert (order.total, endless.total) == (10, None)
+    assert order.config() == {"algorithm": "packing", "version": 1, "shuffle": True, "seed": 7}
+    for found in (order.ids_between(3, 7), order.ids_at(np.array([3, 4, 5, 6], np.int32))):
+        assert [array.tolist() for array in found] == [[3, 4, 5, 6], [0, 0, 1, 1]]
+        assert [array.dtype for array in found] == [np.int64, np.int64]
+    assert [array.size for array in order.ids_between(7, 7)] == [0, 0]
+    with pytest.raises(IndexError, match=r"9\.\.10 .*\[0, 10\)"):
+        order.ids_between(9, 11)
+    assert endless.ids_between(9, 11)[0].tolist() == [9, 10]
 
 
 def test_shuffling_permutes_blocks_and_documents_within_blocks() -> None:
