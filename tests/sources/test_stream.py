@@ -4,10 +4,14 @@ import gc
 import itertools
 import weakref
 
+import jax
+import numpy as np
 import pytest
 
+import meshfeed
 from meshfeed._src.base import errors, hooks
 from meshfeed._src.sources.map import Map
+from meshfeed._src.sources.shuffle_buffer import ShuffleBuffer
 from meshfeed._src.sources.stream import Stream
 
 
@@ -106,6 +110,40 @@ def test_what_open_raises_says_where():
         with pytest.raises(KeyError) as error:
             hooks.open_lane(source, 1, 2, epoch=3, seed=0)
         assert error.value.__notes__ == ["while opening lane 1 of 2, epoch 3"]
+
+
+def test_data_that_has_become_shorter_does_not_end_the_lane():
+    records = []
+
+    def open_lane(lane_index, num_lanes):
+        return iter(records[lane_index::num_lanes])
+
+    class Restored(Counter):
+        def set_state(self, state):
+            raise StopIteration
+
+    stream = Stream(open_lane)
+    sources = [Map(stream, int), Map(ShuffleBuffer(stream, 8), int), ShuffleBuffer(stream, 8)]
+    for source in sources:
+        records[:] = range(20)
+        lane = hooks.open_lane(source, 0, 2, epoch=0, seed=0)
+        for _ in range(7):
+            next(lane)
+        state = lane.get_state()
+        for length in (10, 6):
+            del records[length:]
+            shorter = hooks.open_lane(source, 0, 2, epoch=0, seed=0)
+            with pytest.raises(errors.SourceError, match=r"ended \d records before the record to resume at"):
+                shorter.set_state(state) or next(shorter)
+
+    def feed(kind):
+        source = Stream(lambda lane_index, num_lanes: kind(np.arange(20)[lane_index::num_lanes]))
+        return meshfeed.Feed(source, jax.make_mesh((1,), ("data",)), global_batch_size=4, num_lanes=1)
+
+    with feed(Counter) as first, feed(Restored) as second:
+        next(first)
+        with pytest.raises(errors.SourceError, match="restoring lane 0 raised StopIteration"):
+            second.set_state(first.get_state())
 
 
 def test_a_source_that_nobody_uses_is_freed():

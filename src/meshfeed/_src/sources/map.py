@@ -14,7 +14,6 @@ from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_fram
 from meshfeed._src.base.ownership import own_batch
 from meshfeed._src.base.rng import philox
 from meshfeed._src.base.settings import Retry
-from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, LaneIterator, PyTree, Record, RecordIds, Rngs, public
 from meshfeed._src.order.permutation import derive_key
 from meshfeed._src.reading.host_batch import num_rows, spec_of_batch
@@ -24,6 +23,7 @@ from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.documents import RowError, in_record, read_items
 from meshfeed._src.sources.host_batches import HostBatches
 from meshfeed._src.sources.recognize import as_source
+from meshfeed._src.sources.stream import drop
 
 _FUNCTION_KEY = 105  # purpose of a derived key: the function's numbers differ from those of the source's decoder
 
@@ -283,10 +283,7 @@ class MappedLane:
         if state["source"] is not None and resumable is not None:
             resumable.set_state(state["source"][0])
         else:
-            with Dropping("a mapped lane", state["read"]) as dropping:
-                for _ in range(state["read"]):
-                    next(self._lane)
-                    dropping.add()
+            drop(self._lane, state["read"], f"mapped lane {self._place[1]}")
         self._read = state["read"]
 
     def close(self) -> None:

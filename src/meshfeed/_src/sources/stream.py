@@ -11,7 +11,8 @@ from typing import Any
 from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
 from meshfeed._src.base.hooks import find
-from meshfeed._src.base.types import JsonValue, Record, public
+from meshfeed._src.base.stats import Dropping
+from meshfeed._src.base.types import JsonValue, LaneIterator, Record, public
 from meshfeed._src.sources.files.formats import reader_hint
 
 
@@ -136,6 +137,29 @@ class StreamLane:
     def close(self) -> None:
         """Closes the iterator, if it has a ``close``."""
         hooks.close(self._iterator)
+
+
+def drop(lane: LaneIterator, count: int, what: str) -> None:
+    """Reads and drops ``count`` records of ``what``, a lane without a state, to resume it.
+
+    Raises:
+      SourceError: the lane has fewer records.
+    """
+    with Dropping(what, count) as dropping:
+        for done in range(count):
+            try:
+                next(lane)
+            except StopIteration:
+                raise ended_early(what, count - done) from None
+            dropping.add()
+
+
+def ended_early(what: str, missing: int) -> SourceError:
+    """Returns the error for a lane that ended ``missing`` records before the record to resume at."""
+    return SourceError(
+        f"{what} ended {missing} records before the record to resume at; the data has become shorter. Pass the data that "
+        "the state was saved with."
+    )
 
 
 def _takes_keyword(function: Callable[..., Any], keyword: str) -> bool:

@@ -16,9 +16,9 @@ from meshfeed._src.base import hooks
 from meshfeed._src.base.errors import SourceError, StateMismatchError
 from meshfeed._src.base.hooks import find
 from meshfeed._src.base.ownership import own_batch
-from meshfeed._src.base.stats import Dropping
 from meshfeed._src.base.types import JsonValue, PyTree, Record
 from meshfeed._src.reading.host_batch import num_rows
+from meshfeed._src.sources.stream import drop, ended_early
 
 
 def shuffle_windows(lane: object, window_records: int, key: tuple[int, ...]) -> WindowShuffle:
@@ -85,11 +85,7 @@ class WindowShuffle:
                 "read. Restore the state before the first record."
             )
         else:
-            count = state["window"] * self._window_records
-            with Dropping("the windows of a shuffled lane", count) as dropping:
-                for _ in range(count):
-                    next(self._lane)
-                    dropping.add()
+            drop(self._lane, state["window"] * self._window_records, "a shuffled lane")
         self._start, self._window, self._done = state["start"], state["window"], state["done"]
         self._records, self._order, self._error = None, np.empty(0, np.int64), None
 
@@ -125,6 +121,8 @@ class WindowShuffle:
             self._start, self._window, self._done = start, self._window + 1, 0
         else:  # the first window, or the one in which the restored state was taken
             records, size = self._read_records()
+            if self._done > size:
+                raise ended_early("a shuffled lane", self._done - size)
         self._records = records
         self._order = permutation(size, (*self._key, self._window))
         if self._done >= size:

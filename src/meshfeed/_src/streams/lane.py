@@ -158,8 +158,12 @@ class Lane:
         try:
             self._restore(iterator)
             self._drop(iterator, self._since)
-        except BaseException:
+        except BaseException as error:
             self._close_broken()
+            if isinstance(error, StopIteration):  # which would end the feed
+                raise SourceError(
+                    f"restoring lane {self.lane_index} raised StopIteration.", lane_index=self.lane_index
+                ) from error
             raise
         finally:
             self._dropping = None
