@@ -54,6 +54,45 @@ def fail_on_host_1(directory: str):
     return message
 
 
+def fail_to_save_on_host_1(directory: str):
+    """Host 1 cannot write its digests, then its lanes: the same error on every host, at once; the next save succeeds."""
+    import jax
+    import numpy as np
+
+    from meshfeed._src.checkpoint import handlers
+    from meshfeed._src.state import files
+    from meshfeed.checkpoint import Checkpointer
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    mesh = checkpoint_trees.make_mesh(4, 2)
+    feed = checkpoint_feeds.LaneFeed(lanes(), NUM_LANES)
+    messages = []
+    with Checkpointer(f"{directory}/full", max_to_keep=1, save_interval_steps=1) as ckpt:
+        for step, module, name in (
+            (1, None, ""),
+            (2, handlers, "write_part"),
+            (3, files, "write_state"),
+            (4, None, ""),
+        ):
+            state = {"w": checkpoint_trees.place(np.full((1 << 10, 64), step), mesh, "data")}
+            whole = getattr(module, name, None)
+            if module is not None and jax.process_index() == 1:
+                setattr(module, name, fail)
+            try:
+                next(feed)
+                ckpt.save(step, state, feed)
+                ckpt.wait()
+            except Exception as error:
+                messages.append(f"{type(error).__name__}: {error}")
+            finally:
+                if module is not None:
+                    setattr(module, name, whole)
+        checkpoint_trees.assert_same(state, ckpt.restore(state, feed)[1])
+    return messages, sorted(path.name for path in pathlib.Path(directory, "full").iterdir())
+
+
 def refuse_what_does_not_fit(directory: str):
     """One host alone reads the integer that does not fit in the wanted dtype."""
     import jax
@@ -221,6 +260,11 @@ def test_exact_read_once_and_agreed_on_several_hosts(tmp_path):
         messages = {result.value for result in pool.run(fail_on_host_1, str(tmp_path))}
         assert len(messages) == 1
         assert "CheckpointError: host 1" in messages.pop()
+        for messages, left in (result.value for result in pool.run(fail_to_save_on_host_1, str(tmp_path))):
+            assert len(messages) == 2
+            for step, message in zip((2, 3), messages, strict=True):
+                assert f"saving step {step} failed: host 1: OSError: [Errno 28] No space left" in message
+            assert left == ["4"]
         refused = {tuple(result.value) for result in pool.run(refuse_what_does_not_fit, str(tmp_path))}
         assert len(refused) == 1
         for name, message in zip(("rows", "few"), refused.pop(), strict=True):

@@ -246,10 +246,12 @@ class Checkpointer:
     def _write(self, step: int, train_state: PyTree, feed: HasState | None) -> bool:
         self._last = None
         self.wait()  # Orbax would do so too, but raise the error of the save before as it is
-        if self._failed and process_index() == 0:  # alone: the other hosts may not have seen the failure
-            with contextlib.suppress(OSError):
-                self._remove_unfinished()
-        self._failed = False
+        if self._failed:
+            self._failed = False
+            self._manager.reload()  # Orbax has forgotten the old steps that it was to remove after the failed save
+            if process_index() == 0:  # not agreed on: the other hosts may not have seen the failure
+                with contextlib.suppress(OSError):
+                    self._remove_unfinished()
         identity = {
             "id": f"{self._job_id}-{self._saves}",
             "step": step,
@@ -374,7 +376,10 @@ class Checkpointer:
             self._manager.wait_until_finished()
         except Exception as error:
             self._failed = True
-            text = f"{self._directory}: saving step {self._saving} failed: {error}"
+            first = error  # Orbax raises errors of its barriers while it handles another
+            while first.__cause__ is None and isinstance(first.__context__, Exception):
+                first = first.__context__
+            text = f"{self._directory}: saving step {self._saving} failed: {first}"
             raise CheckpointError(text, step=self._saving) from error
 
     def steps(self) -> list[int]:

@@ -82,10 +82,11 @@ class Agreement(Rounds):
     Args:
       doing: the operation, for error messages.
       timeout_seconds: how long to wait for the slowest host.
+      name: unique name of the operation, needed on a background thread; by default operations are counted.
     """
 
-    def __init__(self, doing: str, timeout_seconds: float) -> None:
-        scope = f"checkpoint/{next_use('checkpoint')}"
+    def __init__(self, doing: str, timeout_seconds: float, name: str | None = None) -> None:
+        scope = f"checkpoint/{next_use('checkpoint') if name is None else name}"
         super().__init__(scope, range(process_count()), timeout_seconds=timeout_seconds, doing=doing)
         # Fail now rather than at the first read: without a store hosts cannot agree.
         if len(self.participants) > 1:
@@ -99,7 +100,7 @@ class Agreement(Rounds):
         Raises:
           DamagedCheckpointError: that host found stored bytes that differ from those written.
           SettingsError: a keyword's value is wrong on that host.
-          CheckpointError: that host could not read for any other reason.
+          CheckpointError: that host failed for any other reason.
         """
         if len(self.participants) == 1:
             if isinstance(error, MeshfeedError):

@@ -31,6 +31,7 @@ from meshfeed._src.base.errors import CheckpointError, SettingsError
 from meshfeed._src.base.hooks import Resumable
 from meshfeed._src.base.threads import SingleCall
 from meshfeed._src.base.types import JsonValue, PyTree, public
+from meshfeed._src.checkpoint.collectives import Agreement
 from meshfeed._src.checkpoint.layout import (
     MIN_SLICE_BYTES,
     Box,
@@ -384,7 +385,7 @@ class ArraysHandler(ocp.handlers.AsyncCheckpointHandler):
 
         if process_index() == 0 or self._all_primary:
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_tree"))
-        return futures
+        return _on_all_hosts(futures, identity, "arrays")
 
     def save(self, directory: epath.PathLike, args: ArraysSave) -> None:
         """Writes the tree before returning."""
@@ -593,6 +594,37 @@ class ShardDigests:
         return digests
 
 
+@dataclasses.dataclass
+class _OnAllHosts:
+    """The futures of this host's part of an item, which succeed on all hosts or raise the same error on all.
+
+    Otherwise, if one host failed, the others would wait for it in Orbax's barriers, and then raise the barriers' errors.
+    """
+
+    futures: Sequence[orbax_future.Future]
+    doing: str
+    name: str
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for this host's futures, then for the other hosts."""
+        with Agreement(self.doing, timeout or RestoreOptions.timeout_seconds, self.name) as agreement:
+            agreement.attempt(lambda: [future.result(timeout) for future in self.futures])
+
+    def cancel(self) -> None:
+        """Cancels this host's futures."""
+        for future in self.futures:
+            future.cancel()
+
+
+def _on_all_hosts(
+    futures: list[orbax_future.Future], identity: Mapping[str, JsonValue] | None, item: str
+) -> list[orbax_future.Future]:
+    # Other managers may save on some of the hosts only.
+    if identity is None or process_count() == 1:
+        return futures
+    return [_OnAllHosts(futures, f"saving step {identity['step']}", f"save-{identity['id']}/{item}")]
+
+
 async def created(folder: epath.PathLike) -> epath.Path:
     """Waits until the folder of a save exists: some versions of Orbax pass a handle instead of a path.
 
@@ -648,15 +680,15 @@ class IteratorHandler(ocp.handlers.AsyncCheckpointHandler):
     async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[orbax_future.Future]:
         """Captures the state and returns futures that write it."""
         check_feed(args.feed, ("get_state",), "Pass IteratorSave(feed).")
-        state, process = args.feed.get_state(), process_index()
-        if not state_files.must_write(state, process):
-            return []
-        identity = args.identity
+        state, process, identity = args.feed.get_state(), process_index(), args.identity
 
         async def write() -> None:
             state_files.write_state(await created(directory), state, identity=identity, process=process)
 
-        return [orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator")]
+        futures: list[orbax_future.Future] = []
+        if state_files.must_write(state, process):
+            futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write(), name="meshfeed_iterator"))
+        return _on_all_hosts(futures, identity, "iterator")
 
     def save(self, directory: epath.PathLike, args: IteratorSave) -> None:
         """Writes the state before returning."""
