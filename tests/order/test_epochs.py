@@ -1,4 +1,4 @@
-"""The order of records: a bijection, the same everywhere and for ever, and random enough.
+"""The order of records: a bijection, the same on every machine and in every version, and random enough.
 
 The statistics use fixed seeds, so each test has one outcome; the bounds are five standard deviations.
 """
@@ -28,7 +28,7 @@ def excess(counts: np.ndarray) -> float:
     """Chi-square of counts that should be equal, in standard deviations from what chance gives."""
     counts = counts.astype(float).reshape(-1)
     mean = counts.mean()
-    assert mean >= 5, "too few samples a cell"
+    assert mean >= 5, "too few samples per cell"
     degrees = counts.size - 1
     return float((((counts - mean) ** 2 / mean).sum() - degrees) / np.sqrt(2 * degrees))
 
@@ -45,7 +45,7 @@ def uniform(num_records: int, **kwargs) -> EpochOrder:
     return EpochOrder(num_records, shuffle=True, num_epochs=None, **kwargs)
 
 
-# --- a bijection, whatever is asked -------------------------------------------------------------------------------
+# --- a bijection ---------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -55,7 +55,7 @@ def uniform(num_records: int, **kwargs) -> EpochOrder:
     epoch=st.integers(0, 2**40),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_record_once_an_epoch(num_records, shuffle, seed, epoch):
+def test_every_record_once_per_epoch(num_records, shuffle, seed, epoch):
     order = EpochOrder(num_records, shuffle=shuffle, seed=seed, num_epochs=None)
     record_ids, epochs = order.ids_at(np.arange(num_records) + epoch * num_records)
     np.testing.assert_array_equal(np.sort(record_ids), np.arange(num_records))
@@ -80,7 +80,7 @@ def test_no_id_twice_nor_out_of_range_where_the_epoch_is_too_long_to_read(num_re
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_position_has_one_record_however_it_is_asked_for(num_records, shuffle, data):
+def test_a_position_has_one_record_however_it_is_requested(num_records, shuffle, data):
     order = EpochOrder(num_records, shuffle=shuffle, seed=5, num_epochs=None)
     total = 3 * num_records + 7
     together, epochs = order.ids_at(np.arange(total))
@@ -126,7 +126,7 @@ def test_far_positions_cost_no_more_and_are_right():
     assert epochs[-1] == start // 3 + 9
 
 
-# --- the same for ever ----------------------------------------------------------------------------------------------
+# --- golden values ----------------------------------------------------------------------------------------------------
 
 # A list, not a dict: as keys, True and 1 are the same.
 GOLDEN = [
@@ -157,7 +157,7 @@ def golden(order: EpochOrder) -> str:
 
 @pytest.mark.parametrize(("num_records", "shuffle", "seed", "digest"), GOLDEN)
 def test_the_algorithm_has_not_changed(num_records, shuffle, seed, digest):
-    """If this fails, saved states would go on with other records: raise VERSION, and only then these values."""
+    """If this fails, saved states would continue with different records: raise VERSION, and only then these values."""
     assert permutation.VERSION == 2
     found = golden(EpochOrder(num_records, shuffle=shuffle, seed=seed, num_epochs=None))
     assert found == digest
@@ -295,7 +295,7 @@ def test_fixed_points_between_epochs_are_as_rare_as_chance(num_records):
 
 @pytest.mark.parametrize("num_records", [2**20 + 1, 10**9, 10**12, 2**40 + 1])
 def test_gaps_between_the_sorted_ids_of_a_batch_are_exponential(num_records):
-    """A round function that is too linear spreads neighbours too evenly; this is where it shows."""
+    """A round function that is too linear spreads neighbours too evenly, which shows here."""
     statistics = []
     for seed in range(20):
         ids = np.sort(uniform(num_records, seed=seed).ids_at(np.arange(2048) + seed * 10_000)[0])
@@ -323,7 +323,7 @@ def test_blocks_are_read_one_after_the_other_and_whole(num_records, block):
 
 
 @pytest.mark.parametrize("num_records", [10**6, 10**6 - 317, 2**40 + 1])
-def test_blocked_reads_stay_within_few_blocks_however_long_the_source_is(num_records):
+def test_blocked_reads_stay_within_few_blocks_in_a_source_of_any_length(num_records):
     block = 512
     order = EpochOrder(num_records, shuffle=block, seed=3, num_epochs=None)
     for start in (0, 123_456, 8192 * 7):

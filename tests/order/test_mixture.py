@@ -172,7 +172,7 @@ def test_components_of_one_length_have_unlike_orders():
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_position_has_one_record_however_it_is_asked_for(data):
+def test_a_position_has_one_record_however_it_is_requested(data):
     names = list(SIZES)
     stages, position = [], 0
     for _ in range(data.draw(st.integers(1, 4))):
@@ -331,7 +331,7 @@ def test_components_out_of_range():
     )
 
 
-# --- the same for ever ----------------------------------------------------------------------------------------------
+# --- golden values ----------------------------------------------------------------------------------------------------
 
 
 GOLDEN_COMPONENTS = [2, 0, 0, 1, 0, 2, 2, 0, 0, 2, 0, 0, 2, 2, 2]
@@ -346,7 +346,7 @@ def test_the_algorithm_has_not_changed():
     assert ids.tolist() == GOLDEN_IDS
 
 
-def test_config_is_json_and_tells_mixtures_apart():
+def test_config_is_json_and_distinguishes_mixtures():
     config = mixture().config()
     assert json.loads(json.dumps(config)) == config
     assert config["mixture"]["stages"] == [[0, 0, WEIGHTS]]
@@ -507,7 +507,7 @@ def test_a_broken_mixture_is_refused(broken):
     assert raised.value.current == "version, block, on_end, components and stages"
 
 
-def test_check_saved_knows_the_step():
+def test_check_saved_passes_the_step():
     order = mixture(stages=[(0, {"web": 1})])
     with pytest.raises(StateMismatchError, match=r"\(7, \{'web': 1\}\)"):
         order.check_saved(config_of(WEIGHTS), 70, 7)

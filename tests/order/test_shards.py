@@ -51,7 +51,7 @@ def test_a_lane_delivers_the_same_records_with_any_batch_size(lengths, num_lanes
 
 
 @given(LENGTHS, st.integers(1, 6), st.integers(1, 5), st.data())
-def test_positions_may_be_asked_for_in_any_order(lengths, num_lanes, size, data):
+def test_positions_may_be_in_any_order(lengths, num_lanes, size, data):
     order, _ = order_of(lengths, num_lanes, (0, size))
     all_ids, all_epochs = order.ids_between(0, order.total)
     positions = np.array(data.draw(st.lists(st.integers(0, order.total - 1), min_size=1, max_size=40)))

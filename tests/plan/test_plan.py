@@ -56,7 +56,7 @@ def read(plan: HostPlan, columns: tuple[slice, ...], whole: np.ndarray) -> np.nd
 
 @given(topologies(), st.integers(1, 2))
 @settings(max_examples=150)
-def test_blocks_of_all_hosts_are_the_whole_array_where_the_sharding_says(
+def test_blocks_of_all_hosts_are_the_whole_array_as_the_sharding_divides_it(
     topology: tuple[Mesh, int, P], repeat: int
 ) -> None:
     mesh, num_hosts, spec = topology

@@ -30,7 +30,7 @@ def tables(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[str, ...] | None
 
 @given(tables())
 @settings(max_examples=200)
-def test_the_table_is_what_the_plan_of_each_host_says(
+def test_the_table_equals_the_plan_of_each_host(
     table: tuple[dict[str, int], list[tuple[str, ...] | None], int, int, list[int] | None],
 ) -> None:
     axes, spec, hosts, devices_per_host, order = table
@@ -46,7 +46,7 @@ def test_the_table_is_what_the_plan_of_each_host_says(
     np.testing.assert_array_equal(found.columns, np.array(boxes).reshape(hosts, 2, 2))
 
 
-def test_four_thousand_hosts_are_planned_as_the_sharding_says() -> None:
+def test_four_thousand_hosts_are_planned_as_the_sharding_divides_them() -> None:
     axes, hosts, devices_per_host = {"data": 4096, "model": 4}, 4096, 4
     order = np.random.default_rng(0).permutation(hosts * devices_per_host)
     spec = P("data", "model")

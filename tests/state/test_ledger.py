@@ -70,7 +70,7 @@ def test_a_state_stays_below_a_megabyte() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_count_goes_on_from_a_state_whose_ledger_is_full() -> None:
+def test_the_count_continues_from_a_state_whose_ledger_is_full() -> None:
     with make_feed() as feed:
         for _ in range(4):
             next(feed)

@@ -52,7 +52,7 @@ def refusal(call: Any, *arguments: Any) -> tuple[str, Any, Any, str]:
 # --- digests --------------------------------------------------------------------------------------------------------
 
 
-def test_a_digest_stays_the_same_for_ever_and_does_not_depend_on_the_order_of_keys() -> None:
+def test_a_digest_never_changes_and_does_not_depend_on_the_order_of_keys() -> None:
     value = {"b": [1, 2.5, None, "é"], "a": {"d": True, "c": ""}}
     assert digest_of(value) == digest_of(dict(reversed(value.items()))) == "2552445f7ed852c8"
     assert seal({"records": 3, "epoch": 0}) == {"records": 3, "epoch": 0, "digest": "e4814bfa11a2942f"}
