@@ -1,8 +1,7 @@
-"""Nanoseconds an id of the record order, one thread, by batch size and length of the source.
+"""Nanoseconds per id of the record order, on one thread, by batch size and length of the source.
 
-Each figure is CPU time of the thread, which a busy neighbour changes least: the best of five runs over neighbouring
-batches, as a feed asks for them; "cold" is a batch far from all earlier ones, which is what the first batch after a
-resume costs.
+Each figure is CPU time of the thread, which other processes affect least: the best of five runs over consecutive
+batches, as a feed requests them. "cold" is a batch far from all earlier ones, as the first batch after a resume is.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ LENGTHS = (10**6, 2**20 + 1, 10**9, 10**12, 2**40 + 1)
 
 
 def nanoseconds(order: EpochOrder, batch: int) -> float:
-    """Best nanoseconds an id over runs of neighbouring batches that no earlier run has asked for."""
+    """Best nanoseconds per id over runs of consecutive batches that no earlier run has requested."""
     batches = max(20, 300_000 // batch)
     best = float("inf")
     for repeat in range(5):
         first = order.num_records * (3 + repeat + 5 * BATCHES.index(batch)) + order.num_records // 3
-        asked = [np.arange(first + i * batch, first + (i + 1) * batch) for i in range(batches)]
+        requested = [np.arange(first + i * batch, first + (i + 1) * batch) for i in range(batches)]
         start = time.thread_time()
-        for positions in asked:
+        for positions in requested:
             order.ids_at(positions)
         best = min(best, (time.thread_time() - start) / (batches * batch) * 1e9)
     return best
 
 
 def cold_microseconds(order: EpochOrder, batch: int) -> float:
-    """Median microseconds of one batch at a place where nothing is cached."""
+    """Median microseconds of one batch at a position where nothing is cached."""
     rng = np.random.default_rng(0)
     times = []
     for _ in range(200):
@@ -48,7 +47,7 @@ def cold_microseconds(order: EpochOrder, batch: int) -> float:
 
 
 def grain_nanoseconds(num_records: int) -> float | None:
-    """Grain's shuffle, called as its MapDataset calls it: once an id. It takes lengths below 2**32."""
+    """Grain's shuffle, called as its MapDataset calls it, once per id. It takes lengths below 2**32."""
     try:
         from grain._src.python.experimental.index_shuffle.python import index_shuffle_module
     except ImportError:
@@ -68,7 +67,7 @@ def measure(options: argparse.Namespace) -> list[Table]:
         for shuffle in (True, 1024, False):
             order = EpochOrder(num_records, shuffle=shuffle, seed=1, num_epochs=None)
             row = {"order": f"meshfeed, {num_records:,} records, shuffle={shuffle}"}
-            row |= {f"ns an id, {batch:,} a batch": nanoseconds(order, batch) for batch in BATCHES}
+            row |= {f"ns per id, batches of {batch:,}": nanoseconds(order, batch) for batch in BATCHES}
             rows.append(row | {"cold batch of 256, µs": cold_microseconds(order, 256)})
     keys = list(rows[0])[1:-1]
     for num_records in LENGTHS:
@@ -79,7 +78,7 @@ def measure(options: argparse.Namespace) -> list[Table]:
         np.random.default_rng(0).permutation(num_records)
         seconds = time.thread_time() - start
         row = {
-            "order": f"numpy permutation of {num_records:,}, an id",
+            "order": f"numpy permutation of {num_records:,}, per id",
             **dict.fromkeys(keys, seconds / num_records * 1e9),
         }
         rows.append(row | {"cold batch of 256, µs": seconds * 1e6})
@@ -88,8 +87,8 @@ def measure(options: argparse.Namespace) -> list[Table]:
     for key in range(20):
         permute(positions, 10**12, key)
     bare = (time.thread_time() - start) / 20 / positions.size * 1e9
-    note = f"Bare permute at 1e12, batches of 65,536 with a new key each: {bare:.1f} ns an id."
-    return [Table("order of records", rows, note, bars=f"ns an id, {BATCHES[2]:,} a batch")]
+    note = f"Bare permute at 1e12, batches of 65,536 with a new key each: {bare:.1f} ns per id."
+    return [Table("order of records", rows, note, bars=f"ns per id, batches of {BATCHES[2]:,}")]
 
 
 if __name__ == "__main__":
