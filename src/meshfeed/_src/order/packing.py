@@ -16,6 +16,7 @@ import bisect
 import dataclasses
 import functools
 import logging
+import weakref
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,10 @@ class Packing:
         self._forget()
 
     def _forget(self) -> None:
-        self._plan = functools.lru_cache(_CACHED_BLOCKS)(self._compute_plan)  # a batch is usually within one block
-        self._order_of = functools.lru_cache(_CACHED_EPOCHS)(self._compute_order)
+        this = weakref.proxy(self)  # a reference cycle would keep the lengths in memory until a garbage collection
+        plan, order = functools.partial(Packing._compute_plan, this), functools.partial(Packing._compute_order, this)
+        self._plan = functools.lru_cache(_CACHED_BLOCKS)(plan)  # a batch is usually within one block
+        self._order_of = functools.lru_cache(_CACHED_EPOCHS)(order)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_plan", "_order_of")}
