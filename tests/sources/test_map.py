@@ -228,6 +228,20 @@ def test_records_of_unequal_shape_come_one_by_one() -> None:
     assert len(mapped[7]["x"]) == 7
 
 
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (lambda record: next(iter(())), meshfeed.SourceError, "raised StopIteration at record 0"),
+        (lambda record: None, meshfeed.SourceError, "returned None for record 0"),
+        (lambda record: record["y"], KeyError, "y"),
+    ],
+)
+def test_errors_of_records_that_come_one_by_one_name_the_record(function: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message) as raised:
+        meshfeed.sources.Packed(Map(memory(), function), 4)
+    assert "record 0" in f"{raised.value} {getattr(raised.value, '__notes__', '')}"
+
+
 def test_a_changed_function_is_another_source() -> None:
     with feed_of(Map(memory(), double)) as feed:
         state = feed.get_state()

@@ -131,7 +131,8 @@ class MappedRecords(_Mapped):
         """Several mapped records, which may differ in shape; without random numbers."""
         records = self._records(np.asarray(record_ids, np.int64), None)
         if not self._batched:
-            return [self._function(record) for record in records]
+            pairs = zip(records, record_ids, strict=True)
+            return [self._one(record, int(record_id), None) for record, record_id in pairs]
         return _rows(self._apply_to(record_ids, records, None)) if records else []
 
     def read_batch(self, record_ids: RecordIds | Sequence[int], rngs: Rngs | None = None) -> PyTree:

@@ -159,7 +159,7 @@ def _flatten(
 ) -> tuple[dict[str, Any], StagedWeights, Parts]:
     """Replaces components that are mixtures by their own components."""
     for name, source in list(sources.items()):
-        if not isinstance(source, RandomMixture | StreamMixture):
+        if not isinstance(source, _Mixture):
             continue
         if name in parts.take or name in parts.repeat:
             raise SettingsError(
@@ -186,15 +186,10 @@ def _within(outer: str, named: Mapping[str, T]) -> dict[str, T]:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Which part of each component is used, and how often.
+    """Which part of each component is used, and how often."""
 
-    Attributes:
-      take: component → number of records, or a fraction of them.
-      repeat: component → times that it is read per epoch.
-    """
-
-    take: dict[str, int | float] = dataclasses.field(default_factory=dict)
-    repeat: dict[str, int] = dataclasses.field(default_factory=dict)
+    take: dict[str, int | float]  # component → number of records, or a fraction of them
+    repeat: dict[str, int]  # component → times that it is read per epoch
 
     @classmethod
     def of(cls, sources: Mapping[str, Any], take: object, repeat: object) -> Parts:
@@ -251,7 +246,28 @@ def _wrong_take(part: object, source: Any) -> str:
     return f"it takes a number of records from 1 to {number}, or a float above 0 and up to 1.0 that is at least one record."
 
 
-class RandomMixture:
+class _Mixture:
+    """What both kinds of mixture share: the components with their weights, ``stages``, and how they are used, ``parts``."""
+
+    kind = "mixture"
+
+    def __init__(
+        self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str, parts: Parts
+    ) -> None:
+        self.components, self.stages, self.parts = dict(components), stages, parts
+        self._block, self._on_end = block, on_end
+
+    @functools.cached_property
+    def _identities(self) -> dict[str, JsonValue]:  # computing them may read records; copies keep them
+        return self.parts.identities(self.components)
+
+    def close(self) -> None:
+        """Closes the components that have a ``close``."""
+        for source in self.components.values():
+            hooks.close(source)
+
+
+class RandomMixture(_Mixture):
     """A :func:`Mixture` of random-access sources; made by that function.
 
     A read groups the ids and reads each group once per batch, in the caller's thread. Components that read and decode
@@ -259,16 +275,13 @@ class RandomMixture:
     groups of their own.
     """
 
-    kind = "mixture"
     fresh_arrays = True  # SourceReader copies memory that a component may reuse
 
     def __init__(
         self, components: Mapping[str, Any], stages: StagedWeights, block: int, on_end: str, parts: Parts
     ) -> None:
-        self.components, self.stages, self.parts = dict(components), stages, parts
-        self._names = tuple(components)
-        self._sources = tuple(components.values())
-        self._block, self._on_end = block, on_end
+        super().__init__(components, stages, block, on_end, parts)
+        self._names, self._sources = tuple(components), tuple(components.values())
         self.wants_rng = any(map(wants_rng, self._sources))
         self.reads_columns = all(getattr(source, "reads_columns", False) for source in self._sources)
         if self.reads_columns:  # column slices come from the first component's shapes and would truncate a wider one
@@ -295,10 +308,6 @@ class RandomMixture:
     def first_record_id(self) -> int:
         """Id of the record from which to infer the structure: the first of the first stage's first component."""
         return join_ids(self._names.index(next(iter(self.stages[0][1]))), 0)
-
-    @functools.cached_property
-    def _identities(self) -> dict[str, JsonValue]:
-        return self.parts.identities(self.components)
 
     def make_order(self, **settings: Unpack[hooks.OrderSettings]) -> MixtureOrder:
         """The order of the mixture for a feed's settings."""
@@ -453,11 +462,6 @@ class RandomMixture:
         """Identity without the components, since a later stage may add some; the order's stages compare them."""
         return {"kind": "mixture", "records": "by component"}
 
-    def close(self) -> None:
-        """Closes the components that have a ``close``."""
-        for source in self._sources:
-            hooks.close(source)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_joiner": Joiner()}  # a copy takes the structure from its own first batch
 
@@ -493,10 +497,8 @@ def _caching(source: object) -> hooks.CachesFiles | None:
     return None if files is None or files.cached_files(_NO_IDS) is None else files
 
 
-class StreamMixture:
+class StreamMixture(_Mixture):
     """A :func:`meshfeed.sources.Mixture` with at least one stream component; made by that function."""
-
-    kind = "mixture"
 
     def __init__(
         self,
@@ -507,8 +509,8 @@ class StreamMixture:
         shuffle: bool | int,
         parts: Parts,
     ) -> None:
-        self.components = dict(components)
-        self.stages, self.block, self.on_end, self.shuffle, self.parts = stages, block, on_end, shuffle, parts
+        super().__init__(components, stages, block, on_end, parts)
+        self.shuffle = shuffle
         for source in components.values():
             if not hooks.is_stream(source):
                 EpochOrder(max(1, len(source)), shuffle=shuffle, seed=0, num_epochs=1)  # validates shuffle
@@ -516,7 +518,6 @@ class StreamMixture:
         self._first_positions: Sequence[int] = (0,) * len(stages)
         self._seed = 0
         self._num_epochs: int | None = 1
-        self._identities: list[tuple[str, JsonValue]] = []  # shared by all copies: computing them may read records
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.components)}, read as lanes)"
@@ -527,7 +528,7 @@ class StreamMixture:
         Raises:
           SettingsError: ``on_end="stop"`` without ``num_epochs``.
         """
-        check_end(self.on_end, num_epochs)
+        check_end(self._on_end, num_epochs)
         clone = copy.copy(self)
         clone._is_bound, clone._seed, clone._num_epochs = True, seed, num_epochs
         clone._first_positions = [position_of_step(step) for step, _ in self.stages]
@@ -548,10 +549,10 @@ class StreamMixture:
         key = derive_key(self._seed, _LANE_LAYOUT, lane_index)
         return MixtureLane(
             [ComponentLane(self, n, lane_index, num_lanes, self._seed) for n in range(len(self.components))],
-            StagedBlocks(list(self.components), stages, self.block, key),
+            StagedBlocks(list(self.components), stages, self._block, key),
             stages[-1].weights,
             self._num_epochs,
-            self.on_end == "stop",
+            self._on_end == "stop",
         )
 
     def _stages_at(self, positions: Sequence[int]) -> list[Stage]:
@@ -563,25 +564,18 @@ class StreamMixture:
 
     def mixture_config(self) -> JsonValue:
         """Stages and components, for ``check_saved``."""
-        if not self._identities:
-            self._identities += self.parts.identities(self.components).items()
         return {
             "version": MIXTURE_VERSION,
-            "block": self.block,
-            "on_end": self.on_end,
+            "block": self._block,
+            "on_end": self._on_end,
             "shuffle": self.shuffle,
-            "components": [list(identity) for identity in self._identities],
+            "components": [list(identity) for identity in self._identities.items()],
             "stages": [stage.to_json() for stage in self._stages_at(self._first_positions)],
         }
 
     def check_saved(self, saved_mixture: JsonValue, position: int, step: int | None = None) -> None:
         """See :func:`meshfeed._src.order.mixture.check_stages`."""
         check_stages(saved_mixture, self.mixture_config(), position, step=step)
-
-    def close(self) -> None:
-        """Closes the components that have a ``close``."""
-        for source in self.components.values():
-            hooks.close(source)
 
 
 class MixtureLane:

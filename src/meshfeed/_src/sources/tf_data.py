@@ -33,7 +33,7 @@ class TFDataLane:
     Args:
       make: returns the lane's pipeline, a new one on each call, since a ``shuffle`` reorders its records each time the
         same pipeline object is iterated. The lane makes its order deterministic.
-      lane_index: index of the lane, for errors.
+      lane_index: the lane, for errors.
 
     Raises:
       SourceError: the pipeline has randomness without a seed.

@@ -43,14 +43,11 @@ _TRANSFORMS = (grain.transforms.Map, grain.transforms.RandomMap, grain.transform
 
 
 class GrainRecords:
-    """Elements of a ``grain.MapDataset`` by index; resumes exactly on any number of hosts.
+    """Elements of a ``grain.MapDataset`` without missing ones, by index; resumes exactly on any number of hosts.
 
     Reads several records at once if the underlying data source has ``__getitems__``, as
     ``grain.sources.ArrayRecordDataSource`` does. Never reads elements beyond the first epoch: the feed's ``shuffle``,
     ``seed`` and ``num_epochs`` order the records, and each epoch has the same ones.
-
-    Args:
-      dataset: a ``grain.MapDataset`` without ``filter`` or ``flat_map``.
 
     Raises:
       SourceError: the dataset is empty, or ends in a batch() whose last batch is short.
@@ -114,10 +111,7 @@ class GrainRecords:
 
 
 class GrainStream:
-    """A ``grain.IterDataset``, split into lanes at its sources.
-
-    Args:
-      dataset: the pipeline; it is not modified.
+    """A ``grain.IterDataset``, split into lanes at its sources; it is not modified.
 
     Raises:
       SourceError: the pipeline batches and shards by itself.

@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import grain
 
@@ -21,6 +21,8 @@ from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.threads import Threads
 from meshfeed._src.base.types import RandomAccessSource
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Records: TypeAlias = grain.MapDataset[Any]
 Pipeline: TypeAlias = grain.IterDataset[Any]
 Node: TypeAlias = "Records | Pipeline"
@@ -191,11 +193,11 @@ def refuse_stops(dataset: Pipeline) -> None:
             vars(dataset)[name] = _without_stops(function)
 
 
-def _without_stops(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_stops(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         except StopIteration as error:
             raise SourceError(
                 "a function of the Grain pipeline raised StopIteration, which does not end the data. Raise ValueError for "

@@ -87,12 +87,7 @@ def value_to_numpy(
     An image becomes a uint8 array as converted by Pillow; audio becomes ``{"array": [samples] or [channels, samples],
     "sampling_rate": int64}``.
 
-    Args:
-      value: the value.
-      name: the column, for errors.
-      all_columns: the columns or the record, for errors; see :func:`_leave_out`.
-      dtype: dtype of the array, if known.
-      **where: the place of the record, for errors.
+    ``name``, ``all_columns`` (see :func:`_leave_out`) and ``where`` are for errors.
 
     Raises:
       SourceError: text, a null, ragged lists, or an object without an array form.
@@ -113,14 +108,10 @@ def value_to_numpy(
         ) from None
     if array is not None and _is_numeric(array.dtype):
         return array[()]  # a numpy scalar if it has no dimensions
+    what = f"{type(value).__name__}{'' if array is None else f' of dtype {array.dtype}'} in {_record(where)}"
     without = _leave_out(name, all_columns)
     if value is None:
-        raise SourceError(
-            f"column {name!r} is null in {_record(where)}. Expected a value in every record. Fill it with {MAP}, filter "
-            f"such records out{without}.",
-            **where,
-        )
-    what = f"{type(value).__name__}{'' if array is None else f' of dtype {array.dtype}'} in {_record(where)}"
+        raise _null(name, where, f"filter such records out{without}")
     raise _unusable(name, what, "Turn it into token ids" if array is None else "Convert it", without, **where)
 
 
@@ -174,6 +165,13 @@ def _unusable(column: str, what: object, remedy: str, without: str, **where: Unp
     )
 
 
+def _null(column: str, where: Where, or_else: str) -> SourceError:
+    return SourceError(
+        f"column {column!r} is null in {_record(where)}. Expected a value in every record. Fill it with {MAP}, {or_else}.",
+        **where,
+    )
+
+
 def stored_values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None = None) -> list[Any]:
     """Returns the values of a column: numpy scalars, arrays for lists of numbers, and Python objects for all else."""
     values: list[Any] = []
@@ -210,11 +208,7 @@ def _numbers(array: pa.Array, dtype: np.dtype[Any] | None) -> np.ndarray:
 class ColumnRows:
     """Rows of one column, by id.
 
-    Args:
-      name: the column's name, for errors.
-      chunks: the column's chunks, in order.
-      arrow_type: the column's type.
-      all_columns: names of the columns that an error may suggest keeping.
+    Errors suggest keeping columns of ``all_columns``.
 
     Raises:
       SourceError: the type has no array form.
@@ -379,11 +373,7 @@ class _ChunkRows:
     def _check_valid(self, rows: np.ndarray, where: Callable[[int], Where]) -> None:
         if self._valid is not None and not self._valid[rows].all():
             found = where(int(np.argmin(self._valid[rows])))
-            raise SourceError(
-                f"column {self._name!r} is null in {_record(found)}. Expected a value in every record. Fill it "
-                f"with {MAP}, or filter such records out when the data is written.",
-                **found,
-            )
+            raise _null(self._name, found, "or filter such records out when the data is written")
 
     def _lists_at(self, rows: np.ndarray, where: Callable[[int], Where]) -> tuple[int, np.ndarray]:
         """The length of the lists in these rows, which must be equal, and where each begins among the values."""

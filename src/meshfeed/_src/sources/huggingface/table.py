@@ -16,11 +16,11 @@ from datasets.table import MemoryMappedTable
 from meshfeed._src.base import memory
 from meshfeed._src.base.errors import SourceError
 from meshfeed._src.base.types import JsonValue, PyTree
-from meshfeed._src.order.mixture import group_by
 from meshfeed._src.reading.identity import probe_digest
 from meshfeed._src.sources.checks import check_ids
 from meshfeed._src.sources.huggingface.arrow import (
     ColumnRows,
+    Where,
     chosen,
     record_to_numpy,
     stored_values,
@@ -86,10 +86,6 @@ class HuggingFaceTable(_Records):
 
     Integers, floats and booleans keep the column's dtype, even with ``with_format``, unless it was given a ``dtype``.
     datasets decodes image and audio columns, row by row.
-
-    Args:
-      dataset: a map-style dataset without a transform.
-      columns: names of the columns of a record.
     """
 
     fresh_arrays = True  # or views of mapped files, which datasets does not rewrite
@@ -102,7 +98,8 @@ class HuggingFaceTable(_Records):
         self._mapped = _is_mapped(dataset.data)
         self._readers: dict[str, ColumnRows] | None = None  # made late: functions may turn text into arrays
         chunks, self._direct = row_indices(dataset)
-        self._rows = None if chunks is None else _RowMap(chunks)
+        # Record id → row of the table, after ``shuffle``, ``sort`` or ``select``.
+        self._rows = None if chunks is None else ColumnRows("indices", chunks, chunks[0].type, ())
         self._decoder = dataset.with_format(None, columns=self._decoded) if self._decoded else None
 
     def check_records(self) -> None:
@@ -136,12 +133,7 @@ class HuggingFaceTable(_Records):
         stored = [name for name in self._columns if name not in self._decoded]
         table = cast("pa.Table", self._dataset.with_format("arrow", columns=stored)[list(record_ids)])
         columns = {name: stored_values(table.column(name), self._dtype) for name in stored}
-        decoded = self._decoder.__getitems__(list(record_ids)) if self._decoder is not None else []
-        for name in self._decoded:
-            columns[name] = [
-                value_to_numpy(record[name], name, self._columns, record_id=int(record_id))
-                for record, record_id in zip(decoded, record_ids, strict=True)
-            ]
+        columns |= self._decode(record_ids)
         return [{name: columns[name][row] for name in self._columns} for row in range(len(record_ids))]
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
@@ -165,26 +157,38 @@ class HuggingFaceTable(_Records):
             return {name: jax.tree.map(lambda leaf: leaf[:0], part) for name, part in one.items()}
         self.check_records()
         assert self._readers is not None
+
+        def where(row: int) -> Where:
+            return {"record_id": int(ids[row])}
+
         if not self._direct:  # datasets finds the rows, which takes longer
             table = self._dataset.with_format("arrow")[ids.tolist()]
             readers = self._readers_of(table)
             rows = np.arange(len(ids))
         else:
             readers = self._readers
-            rows = ids if self._rows is None else self._rows.read(ids)
+            rows = ids if self._rows is None else self._rows.read(ids, where).astype(np.int64)
         batch: dict[str, PyTree] = dict.fromkeys(self._columns)  # keeps the order of the columns
         for name, reader in readers.items():
-            part = reader.read(rows, lambda i: {"record_id": int(ids[i])})
+            part = reader.read(rows, where)
             batch[name] = part if self._dtype is None else jax.tree.map(lambda leaf: leaf.astype(self._dtype), part)
-        records = [] if self._decoder is None else self._decoder.__getitems__(ids.tolist())
-        for name in self._decoded:
-            values = [
-                value_to_numpy(record[name], name, self._columns, record_id=record_id)
-                for record, record_id in zip(records, ids.tolist(), strict=True)
-            ]
+        for name, values in self._decode(ids.tolist()).items():
             batch[name] = _stack(name, values, ids)
         # Only views are read-only. Arrow marks memory as immutable that pandas or a bytearray may still write.
         return batch if self._mapped else jax.tree.map(_copied_if_read_only, batch)
+
+    def _decode(self, record_ids: Sequence[int]) -> dict[str, list[PyTree]]:
+        """The values of the columns that datasets decodes."""
+        if self._decoder is None:
+            return {}
+        records = self._decoder.__getitems__(list(record_ids))
+        return {
+            name: [
+                value_to_numpy(record[name], name, self._columns, record_id=int(record_id))
+                for record, record_id in zip(records, record_ids, strict=True)
+            ]
+            for name in self._decoded
+        }
 
     def fingerprint(self) -> JsonValue:
         """Identity: number of records, columns and their types, and a digest of 4 evenly spaced records."""
@@ -194,20 +198,6 @@ class HuggingFaceTable(_Records):
             "columns": {name: repr(self._dataset.features[name]) for name in self._columns},
             "content": _content_digest(self._dataset, self._columns),
         }
-
-
-class _RowMap:
-    """Record id → row of the table, for datasets after ``shuffle``, ``sort`` or ``select``."""
-
-    def __init__(self, chunks: Sequence[pa.Array]) -> None:
-        self._parts = [chunk.to_numpy(zero_copy_only=True) for chunk in chunks]  # views of a memory map
-        self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
-
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        rows = np.empty(len(ids), np.int64)
-        for index, here in group_by(np.searchsorted(self._starts, ids, side="right") - 1):
-            rows[here] = self._parts[index][ids[here] - self._starts[index]]
-        return rows
 
 
 def _is_mapped(table: object) -> bool:
@@ -222,9 +212,7 @@ def _copied_if_read_only(leaf: np.ndarray) -> np.ndarray:
 class HuggingFaceRows(_Records):
     """Records of a ``datasets.Dataset`` with a transform (``with_transform``), read through the transform.
 
-    Args:
-      dataset: a map-style dataset.
-      columns: keys of the transform's output that form a record; None for all.
+    ``columns`` are the keys of the transform's output that form a record; None for all.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None) -> None:
