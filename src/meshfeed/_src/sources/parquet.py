@@ -317,7 +317,9 @@ def _stack(group: pa.Table, rows: np.ndarray, record_ids: np.ndarray) -> dict[st
 
     usable = usable_columns(group.schema)
     return {
-        name: ColumnRows(name, column.chunks, column.type, usable).read(rows, record_ids)
+        name: ColumnRows(name, column.chunks, column.type, usable).read(
+            rows, lambda i: {"record_id": int(record_ids[i])}
+        )
         for name, column in zip(group.column_names, group.columns, strict=True)
     }
 
