@@ -57,6 +57,7 @@ def _heavy(modules: object) -> list[str]:
 
 
 FEED = """
+sys.modules.update(dict.fromkeys(("bz2", "lzma")))  # a Python may be built without them
 import numpy as np
 import meshfeed
 mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
+import importlib
 import os
 import re
 import shutil
-import zlib
+from types import ModuleType
 from typing import Any, BinaryIO
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, MeshfeedError, SourceError
 
 _LOAD = "datasets.load_dataset({format!r}, data_files={path!r}, split='train')"
 _ARRAY_RECORD = ("an ArrayRecord file", "meshfeed.sources.ArrayRecord({path!r}, decode=…)")
@@ -111,14 +109,15 @@ def decompress(compression: str, source: str, target: str, num_bytes: int | None
         with open(source, "rb") as stored, open(target, "r+b") as out:
             out.truncate(0)
             if compression == "snappy":
-                out.write(_arrow(what).Codec("snappy").decompress(stored.read(), num_bytes).to_pybytes())
+                pyarrow = _library("pyarrow", what)
+                out.write(pyarrow.Codec("snappy").decompress(stored.read(), num_bytes).to_pybytes())
             else:
                 with _open(compression, stored, what) as content:
                     shutil.copyfileobj(content, out, _CHUNK_BYTES)
-    except (EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise _damaged(what, compression, error) from error
-    except OSError as error:
-        if error.errno is not None:  # bz2 and Arrow report damaged content as an OSError without a number
+    except (MeshfeedError, MemoryError):
+        raise
+    except Exception as error:  # whatever the libraries raise for bytes that they do not accept
+        if isinstance(error, OSError) and error.errno is not None:  # damage has no number
             raise
         raise _damaged(what, compression, error) from error
     found = os.path.getsize(target)
@@ -134,19 +133,20 @@ def _damaged(what: str, compression: str, error: object) -> CorruptDataError:
     )
 
 
-def _arrow(what: str) -> Any:
+def _library(name: str, what: str) -> ModuleType:
+    """Imports a library when it is needed: pyarrow is large, and a Python may be built without the others."""
     try:
-        import pyarrow as pa
+        return importlib.import_module(name)
     except ImportError as error:
-        raise SourceError(f"{what} is compressed, which needs pyarrow. Run: pip install pyarrow.") from error
-    return pa
+        hint = "Run: pip install pyarrow." if name == "pyarrow" else "Use a Python that was built with it."
+        raise SourceError(f"{what} is compressed, which needs {name}. {hint}") from error
 
 
 def _open(compression: str, stored: BinaryIO, what: str) -> Any:
     """Returns a readable file of the decompressed content."""
     if compression in _MODULES:
-        return _MODULES[compression].open(stored)
-    return _arrow(what).CompressedInputStream(stored, {"br": "brotli"}.get(compression, compression))
+        return _library(_MODULES[compression], what).open(stored)
+    return _library("pyarrow", what).CompressedInputStream(stored, {"br": "brotli"}.get(compression, compression))
 
 
-_MODULES: dict[str, Any] = {"gz": gzip, "bz2": bz2, "xz": lzma}
+_MODULES = {"gz": "gzip", "bz2": "bz2", "xz": "lzma"}
