@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import os
 import pathlib
 import pickle
@@ -16,6 +17,7 @@ pytest.importorskip("array_record")
 
 from array_record_files import some_records, write
 
+import meshfeed
 from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.sources.array_record import readers
 from meshfeed._src.sources.array_record import rows as array_record
@@ -178,6 +180,20 @@ def test_urls_that_are_no_files() -> None:
         ArrayRecord("memory://bucket")
     with pytest.raises(SourceError, match=r"no file matches 'memory://bucket/\*.y'"):
         ArrayRecord("memory://bucket/*.y")
+
+
+@pytest.mark.parametrize("options", ["group_size:1", "group_size:4"])
+def test_compressed_files_are_read_from_a_copy_in_the_cache(options: str, tmp_path: pathlib.Path) -> None:
+    records = [b"", *some_records(20)]
+    path = pathlib.Path(f"{write(tmp_path / 'a', records, options)}.gz")
+    path.write_bytes(gzip.compress((tmp_path / "a").read_bytes()))
+    with pytest.raises(SettingsError, match=r"compressed file .*a.gz' and no cache"):
+        ArrayRecord(path)
+    source = ArrayRecord(path, cache=meshfeed.ShardCache(tmp_path / "cache"))
+    assert source.read_raw(np.arange(21)) == records
+    path.write_bytes(gzip.compress(b"x" * 100))
+    with pytest.raises(CorruptDataError, match=r"a.gz: 100 bytes are not a whole ArrayRecord file"):
+        ArrayRecord(path, cache=meshfeed.ShardCache(tmp_path / "other"))
 
 
 def test_a_folder_is_no_cache() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import os
 import pathlib
 import pickle
@@ -220,6 +221,12 @@ def test_over_a_store(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch:
     assert cache.num_bytes() == 0
     np.testing.assert_array_equal(source.read_batch([70, 3, 24])["id"], [70, 3, 24])
     assert source.fingerprint()["files"] == Parquet(f"{folder}/*.parquet").fingerprint()["files"]
+    store.pipe("/rows/0.parquet.gz", gzip.compress((folder / "0.parquet").read_bytes()))
+    packed = Parquet(["memory://rows/0.parquet.gz", urls[2]], NUMBERS, cache=cache)
+    np.testing.assert_array_equal(packed.read_batch([30, 3])["id"], source.read_batch([30, 3])["id"])
+    store.pipe("/rows/1.parquet.gz", gzip.compress(b"x" * 100))
+    with pytest.raises(CorruptDataError, match=r"^memory://rows/1.parquet.gz is no intact Parquet file"):
+        Parquet("memory://rows/1.parquet.gz", cache=cache)
     store.pipe("/rows/0.parquet", b"x" * 100)
     with pytest.raises(CorruptDataError, match=r"memory://rows/0.parquet is no intact Parquet file"):
         Parquet(urls[0], cache=meshfeed.ShardCache(tmp_path / "cache"))

@@ -20,10 +20,11 @@ from meshfeed._src.base.types import JsonValue, PyTree, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, identify, sparse_files
+from meshfeed._src.sources.files.formats import compression_of
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile, damaged
-from meshfeed._src.sources.files.shard import Shard, local_copy
+from meshfeed._src.sources.files.shard import Shard, inspect_copy, local_copy
 from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource
 
 if TYPE_CHECKING:
@@ -228,6 +229,8 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
 
 def inspect(name: str, cache: ShardCache | None) -> ParquetShard:
     """Counts the rows of a file from its footer, without fetching the rest of a remote one."""
+    if cache is not None and compression_of(name):
+        return inspect_copy(name, cache, lambda copy: inspect(copy, None))
     if file_paths.is_url(name):
         remote, version = identify(name, cache, source="Parquet")
         num_bytes, file = remote.num_bytes, _open_footer(remote)

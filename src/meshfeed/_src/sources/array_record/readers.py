@@ -34,9 +34,9 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
-from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.open_files import Descriptor, ShardPool
-from meshfeed._src.sources.files.shard import Shard, changed, local_copy
+from meshfeed._src.sources.files.shard import Shard, changed, inspect_copy, local_copy
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -260,6 +260,8 @@ class OpenFile:
 
 def inspect(name: str, cache: ShardCache | None) -> ShardFile:
     """Counts the records of a file, given its path or URL; raises as :func:`inspect_file`."""
+    if cache is not None and compression_of(name):
+        return inspect_copy(name, cache, inspect_file)
     return _inspect_url(name, cache) if file_paths.is_url(name) else inspect_file(name)
 
 
@@ -577,11 +579,11 @@ def _check_length(opened: OpenFile, file: ShardFile) -> None:
         found = os.stat(opened.path)
     except FileNotFoundError:  # a deleted file stays readable while open
         return
-    num_bytes = found.st_size
-    if num_bytes != file.num_bytes and os.path.samestat(found, opened.status):
+    then, now = opened.status.st_size, found.st_size
+    if now != then and os.path.samestat(found, opened.status):
         raise SourceError(
-            f"the ArrayRecord file {file.path} has changed since the source was made: {file.num_bytes:,} bytes then, "
-            f"{num_bytes:,} now. Put it back as it was, or build the source again."
+            f"the ArrayRecord file {file.path} has changed since the source was made: {then:,} bytes then, {now:,} now. Put "
+            "it back as it was, or build the source again."
         )
 
 

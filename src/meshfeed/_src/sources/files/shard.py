@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
-from meshfeed._src.base.errors import SettingsError, SourceError
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes
@@ -17,6 +17,8 @@ from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged
 from meshfeed._src.sources.files.paths import is_url
 from meshfeed._src.sources.files.shard_cache import ShardCache
+
+S = TypeVar("S", bound="Shard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,22 @@ def local_copy(shard: Shard, cache: ShardCache | None) -> Iterator[tuple[str, os
             f"the {shard.source} file {shard.path} is gone; it was there when the source was made. Put it back, or "
             "build the source again."
         ) from error
+
+
+def inspect_copy(name: str, cache: ShardCache, inspect: Callable[[str], S]) -> S:
+    """Describes a compressed file, given its path or URL, by what ``inspect`` returns of its decompressed copy.
+
+    Raises:
+      CorruptDataError: as ``inspect`` does, or if the file cannot be decompressed; names it.
+    """
+    compression = compression_of(name)
+    with cache.open(name, compression=compression) as copy:
+        try:
+            found = inspect(str(copy))
+        except CorruptDataError as error:
+            raise CorruptDataError(str(error).replace(str(copy), name), path=name) from error
+    # A manifest, and a host that did not look at the file, do not know the size of the copy.
+    return dataclasses.replace(found, path=name, num_bytes=0, version=cache.identify(name)[1], compression=compression)
 
 
 def _check_unchanged(shard: Shard, path: str, status: os.stat_result, version: str) -> None:
