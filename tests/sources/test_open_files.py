@@ -1,14 +1,17 @@
-"""More shards than a process may have files open."""
+"""Open files: reads of them, and more shards than a process may have open."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from meshfeed._src.sources.files.open_files import Lru
+from meshfeed._src.sources.files.open_files import Descriptor, Lru
+from meshfeed._src.sources.files.shard_reader import read_spans
 
 CHILD = pathlib.Path(__file__).with_name("open_files_child.py")
 
@@ -23,7 +26,6 @@ def test_more_shards_than_files_may_be_open(tmp_path: pathlib.Path) -> None:
         except ImportError:
             continue
         ways.append(way)
-    import numpy as np
     from array_record_files import write
 
     for shard in range(240):
@@ -33,6 +35,23 @@ def test_more_shards_than_files_may_be_open(tmp_path: pathlib.Path) -> None:
     )
     assert done.stdout.splitlines() == [f"{way} worked" for way in ways]
     assert done.returncode == 0
+
+
+def test_a_read_goes_on_where_the_system_stopped_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call reads at most 2 GiB, and a signal or a network file system may end it earlier."""
+    (tmp_path / "x").write_bytes(bytes(range(100)))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, start: pread(file, min(size, 7), start))
+    file = Descriptor(str(tmp_path / "x"))
+    assert (file.read(3, 60), file.read(90, 200), file.read(100, 101)) == (
+        bytes(range(3, 60)),
+        bytes(range(90, 100)),
+        b"",
+    )
+    starts, stops = np.array([50, 0, 8, 99]), np.array([90, 8, 12, 130])
+    found = [bytes(range(low, min(high, 100))) for low, high in zip(starts, stops, strict=True)]
+    assert read_spans(file, starts, stops) == found
+    assert read_spans(file, starts[:1], stops[:1]) == found[:1]
 
 
 def test_what_is_least_recently_used_goes_first() -> None:

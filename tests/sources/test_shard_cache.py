@@ -55,11 +55,18 @@ def files_in(cache: ShardCache) -> list[str]:
     )
 
 
+class NamedCache(ShardCache):
+    def __init__(self, directory: pathlib.Path) -> None:
+        super().__init__(directory)
+        self.name = "of a user"
+
+
 def test_a_file_is_fetched_once_for_all_who_share_the_folder(store: Store, tmp_path) -> None:
     content = os.urandom(100_000)
     url = store.put("a/shard-0", content)
     first, second = ShardCache(tmp_path / "cache"), ShardCache(str(tmp_path / "cache"))
-    third = pickle.loads(pickle.dumps(first))
+    third = pickle.loads(pickle.dumps(NamedCache(tmp_path / "cache")))
+    assert third.name == "of a user"
     for cache in (first, second, third, first):
         assert read(cache, url) == content
     assert store.fetches == ["a/shard-0"]

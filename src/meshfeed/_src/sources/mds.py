@@ -26,7 +26,7 @@ from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.reading.stacking import RecordStack
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.shard import Shard, check_cache, need_cache
-from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource, Spans
+from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, Spans
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _CheckedShard:
 
 
 @public("meshfeed.sources")
-class MDS(ShardSource[MDSShard, _CheckedShard]):
+class MDS(ShardReader[MDSShard, _CheckedShard]):
     """Random-access source over data sets that Mosaic Streaming's ``MDSWriter`` wrote, concatenated in order.
 
     ``index.json`` lists the shards, so opening a data set reads no shard. A record is a dict of columns. In
@@ -103,7 +103,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
             for number, column in chosen
         ]
         shards = Shards([shard for _, part in found for shard in part], "MDS")
-        super().__init__(ShardReader(shards, cache, _check_shard))
+        super().__init__(shards, cache, _check_shard)
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
         """Returns record ``record_id``: column name → value."""
@@ -161,7 +161,7 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
         return records.take()[0][column.name]
 
     def _samples(self, ids: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-        samples = self._shard_reader.read_by_spans(ids, _spans_of, _build)
+        samples = self._read_by_spans(ids, _spans_of, _build)
         bounds, wrong = value_bounds(self._columns, samples)
         if wrong is not None:
             raise self._corrupt(int(ids[wrong]), "the sizes of its columns do not add up to its size")
@@ -188,17 +188,13 @@ class MDS(ShardSource[MDSShard, _CheckedShard]):
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: shards, columns, number of records, and a digest of 4 records spread over the source."""
-        shards = self._shard_reader.shards
+        files = self._shards.files
         return {
             "kind": "mds",
-            "files": file_paths.identify_files(
-                [shard.name for shard in shards.files], [shard.num_bytes for shard in shards.files]
-            ),
+            "files": file_paths.identify_files([file.name for file in files], [file.num_bytes for file in files]),
             "columns": [[column.name, column.encoding] for _, column in self._chosen],
             "records": len(self),
-            "content": probe_digest(
-                len(self), lambda ids: digest_raw(self._shard_reader.read_by_spans(ids, _spans_of, _build))
-            ),
+            "content": probe_digest(len(self), lambda ids: digest_raw(self._read_by_spans(ids, _spans_of, _build))),
         }
 
 

@@ -25,7 +25,7 @@ from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.open_files import Lru
 from meshfeed._src.sources.files.parquet import ParquetFile, damaged
 from meshfeed._src.sources.files.shard import Shard, inspect_copy, local_copy
-from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource
+from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,7 +89,7 @@ _decoded = _DecodedGroups(_MAX_GROUP_BYTES)
 
 
 @public("meshfeed.sources")
-class Parquet(ShardSource[ParquetShard, _CheckedFile]):
+class Parquet(ShardReader[ParquetShard, _CheckedFile]):
     """Random-access source over the rows of Parquet files, concatenated in file order.
 
     A record is a dict of columns. A feed stacks numbers, booleans, lists of one length and structs of them; for text and
@@ -128,8 +128,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
         form = FileFormat("Parquet", lambda name: inspect(name, cache), ParquetShard.describe, ParquetShard.from_entry)
         shards = find_shards(paths, cache, form)
         self._columns = _choose(shards.files, columns)
-        self._cache = cache
-        super().__init__(ShardReader(shards, cache, self._check))
+        super().__init__(shards, cache, self._check_footer)
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, Any]:
         """Returns record ``record_id``: column name → value."""
@@ -144,7 +143,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
           IndexError: if an id is not in [0, len).
           CorruptDataError: if a file is damaged; names it.
         """
-        found = self._shard_reader.read(np.asarray(record_ids, np.int64), self._read_rows)
+        found = self._read(np.asarray(record_ids, np.int64), self._read_rows)
         return [{name: _plain(item.group.column(name)[item.row]) for name in self._columns} for item in found]
 
     def read_batch(self, record_ids: np.ndarray | Sequence[int]) -> dict[str, PyTree]:
@@ -162,7 +161,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
           CorruptDataError: if a file is damaged; names it.
         """
         ids = np.asarray(record_ids, np.int64)
-        found = self._shard_reader.read(ids, self._read_rows)
+        found = self._read(ids, self._read_rows)
         slots: dict[int, list[int]] = {}
         for slot, item in enumerate(found):
             slots.setdefault(id(item.group), []).append(slot)
@@ -174,7 +173,7 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
             stacked = part if len(slots) == 1 else _place(stacked, part, places, ids)
         return stacked
 
-    def _check(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
+    def _check_footer(self, shard: ParquetShard, _open_file: OpenFile) -> tuple[_CheckedFile, int]:
         direct = self._cache is None and file_paths.is_url(shard.path)
         with contextlib.ExitStack() as stack:
             path = "" if direct else stack.enter_context(local_copy(shard, self._cache))[0]
@@ -201,29 +200,25 @@ class Parquet(ShardSource[ParquetShard, _CheckedFile]):
                 raise CorruptDataError(message, path=file.shard.path, record_id=record_id) from error
 
         needed = np.unique(numbers).tolist()
-        read_all = file_paths.in_threads if self._shard_reader.is_direct else map
+        read_all = file_paths.in_threads if self._is_direct else map
         groups = dict(zip(needed, read_all(read, needed), strict=True))
         return [
             _Rows(groups[number][0], row - groups[number][1])
             for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
         ]
 
-    def file_names(self) -> list[str]:
-        """Returns the paths and URLs of the files, in record id order."""
-        return self._shard_reader.shards.names()
-
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, columns, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "parquet",
-            "files": self._shard_reader.shards.identity(),
+            "files": self._shards.identity(),
             "columns": list(self._columns),
             "records": len(self),
             "content": probe_digest(len(self), self._digest),
         }
 
     def _digest(self, record_ids: np.ndarray) -> str:
-        found = self._shard_reader.read(record_ids, self._read_rows)
+        found = self._read(record_ids, self._read_rows)
         return digest_raw(repr(item.group.slice(item.row, 1).to_pylist()).encode() for item in found)
 
 

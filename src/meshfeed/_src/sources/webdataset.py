@@ -33,7 +33,7 @@ from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.manifest import FileEntry
 from meshfeed._src.sources.files.open_files import Descriptor
 from meshfeed._src.sources.files.shard import Shard, changed
-from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, ShardSource, Spans
+from meshfeed._src.sources.files.shard_reader import OpenFile, ShardReader, Spans
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -69,7 +69,7 @@ class _CheckedTar:
 
 
 @public("meshfeed.sources")
-class WebDataset(ShardSource[TarShard, _CheckedTar]):
+class WebDataset(ShardReader[TarShard, _CheckedTar]):
     """Random-access source over the samples of tar archives, concatenated in file order.
 
     A record is a dict ``{"__key__": str, extension: bytes, …}`` with the files of one sample, grouped as WebDataset groups
@@ -118,7 +118,7 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
             lambda entry, version, manifest: _listed(entry, version, manifest, cache),
             archives,
         )
-        super().__init__(ShardReader(find_shards(paths, cache, form), cache, _check))
+        super().__init__(find_shards(paths, cache, form), cache, _check)
 
     def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Returns record ``record_id``, decoded; a dict of bytes if the source has no decoder."""
@@ -144,13 +144,13 @@ class WebDataset(ShardSource[TarShard, _CheckedTar]):
           SourceError: if a file has been removed or changed since the source was created.
           OSError: if a file cannot be read.
         """
-        return self._shard_reader.read_by_spans(record_ids, _spans_of, _build)
+        return self._read_by_spans(record_ids, _spans_of, _build)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""
         return {
             "kind": "webdataset",
-            "files": self._shard_reader.shards.identity(),
+            "files": self._shards.identity(),
             "records": len(self),
             "content": probe_digest(len(self), self._digest),
         }

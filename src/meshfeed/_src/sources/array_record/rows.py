@@ -22,8 +22,8 @@ from meshfeed._src.sources.array_record.readers import (
 )
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import SparseFile
-from meshfeed._src.sources.files.open_files import Descriptor, shared_pool
-from meshfeed._src.sources.files.shard_reader import fetch_together, read_again_if_damaged
+from meshfeed._src.sources.files.open_files import Descriptor
+from meshfeed._src.sources.files.shard_reader import ShardSource, fetch_together, read_again_if_damaged
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ROWS_PER_CALL = 1024
 
 
-class RecordFiles:
+class RecordFiles(ShardSource[ShardFile]):
     """ArrayRecord files whose records are read by id, in batches. Safe to read from several threads.
 
     Args:
@@ -46,12 +46,9 @@ class RecordFiles:
     fresh_arrays = True
 
     def __init__(self, shards: Shards[ShardFile], cache: ShardCache | None) -> None:
-        self._shards = shards
-        self._cache = cache
+        super().__init__(shards, cache)
         self._one_record_a_chunk = all(file.group_size == 1 for file in shards.files)
-        remote = [file_paths.is_url(file.path) for file in shards.files]
-        self._is_direct = self._cache is None and any(remote)
-        if self._is_direct and not all(remote):
+        if self._is_direct and not all(file_paths.is_url(file.path) for file in shards.files):
             raise SettingsError(
                 "ArrayRecord got local files and URLs, and no cache. Pass cache=meshfeed.ShardCache(directory, max_bytes=…), "
                 "or join two sources with meshfeed.sources.Mixture.",
@@ -60,7 +57,6 @@ class RecordFiles:
         if self._is_direct:
             need_single_records(shards.files)
         self._rows_differ = False  # known once read_rows finds records of different sizes
-        self._pool = shared_pool
 
     def read_raw(self, record_ids: np.ndarray | Sequence[int]) -> list[bytes]:
         """Reads records without decoding them.
@@ -173,19 +169,6 @@ class RecordFiles:
                 record_id=record_id,
             )
         return found[0]
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        del state["_pool"]  # open files and locks belong to the process
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._pool = shared_pool
-
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._pool.drop(self._shards.files)
 
 
 def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows: np.ndarray) -> list[bytes] | None:

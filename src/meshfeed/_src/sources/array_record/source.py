@@ -11,18 +11,17 @@ import jax
 import numpy as np
 
 from meshfeed._src.base.errors import SettingsError, hides_own_frames
-from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, RecordIds, public
+from meshfeed._src.base.types import Decode, DecodeBatch, JsonValue, Record, public
 from meshfeed._src.reading.identity import digest_raw, probe_digest
 from meshfeed._src.sources.array_record.readers import ShardFile, inspect
 from meshfeed._src.sources.array_record.rows import RecordFiles
 from meshfeed._src.sources.decode import refuse_as_decode
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import READ_THREADS
 from meshfeed._src.sources.files.lookup import FileFormat, find_shards
 from meshfeed._src.sources.files.shards import Shards
 
 if TYPE_CHECKING:
-    from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+    from meshfeed._src.sources.files.shard_cache import ShardCache
 
 
 @public("meshfeed.sources")
@@ -96,12 +95,6 @@ class ArrayRecord(RecordFiles):
         RecordFiles.__init__(joined, Shards(files, "ArrayRecord", tuple(manifests)), self._cache)
         return joined
 
-    def __repr__(self) -> str:
-        return f"ArrayRecord({self._shards!r})"
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
     def __getitem__(self, record_id: SupportsIndex) -> Record:
         """Returns record ``record_id``, decoded; its bytes if the source has no decoder."""
         return self.__getitems__([operator.index(record_id)])[0]
@@ -116,34 +109,9 @@ class ArrayRecord(RecordFiles):
             return [jax.tree.map(lambda leaf, row=row: leaf[row], batch) for row in range(len(raw))]
         return list(raw)
 
-    @property
-    def read_threads(self) -> int | None:
-        """Threads that read by default, if remote files are read without a cache."""
-        return READ_THREADS if self._is_direct else None
-
-    def shard_lengths(self) -> RecordIds:
-        """Returns the number of records of each file, int64[files]."""
-        return self._shards.lengths
-
-    def stored_lengths(self, key: str) -> np.ndarray | None:
-        """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
-        return self._shards.stored_lengths(key)
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the file that contains a record."""
-        return self._shards.file_of(record_id)
-
-    def file_names(self) -> list[str]:
-        """Returns the paths and URLs of the files, in record id order."""
-        return self._shards.names()
-
     def fingerprint_files(self) -> JsonValue:
         """Returns the identity of the files: count, total bytes, digest of base names and sizes in order."""
         return self._shards.identity()
-
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
-        """Returns the files that hold these records, int64[n], and are read through the cache; reads nothing."""
-        return self._shards.cached_files(record_ids, self._cache)
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, number of records, and a digest of 4 records spread over the source."""

@@ -44,7 +44,11 @@ class Descriptor:
 
     def read(self, start: int, stop: int) -> bytes:
         """Reads bytes ``[start, stop)``; fewer if the file ends before."""
-        return os.pread(self.number, stop - start, start)
+        parts = []
+        while start < stop and (part := os.pread(self.number, stop - start, start)):  # at most 2 GiB, or until a signal
+            parts.append(part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Lru(Generic[K, V]):

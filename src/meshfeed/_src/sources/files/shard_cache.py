@@ -394,8 +394,9 @@ class ShardCache:
         self._verify = verify
         self._stall_seconds, self._read_timeout_seconds = stall_seconds, read_timeout_seconds
         self._entries: dict[tuple[str, str | None], _Entry] = {}
-        self._pickled = tuple(self.__dict__)
+        pickled = set(self.__dict__)
         self._forget_process()
+        self._of_process = self.__dict__.keys() - pickled
         self._check_directory(directory)
 
     def _check_directory(self, given: object) -> None:
@@ -423,7 +424,7 @@ class ShardCache:
         self._downloads = Downloads(self._retry, self._read_timeout_seconds)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in (*self._pickled, "_pickled")}
+        return {name: value for name, value in self.__dict__.items() if name not in self._of_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

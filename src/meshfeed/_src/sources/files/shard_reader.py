@@ -1,10 +1,9 @@
-"""Reads records of files by id, one file after the other, or byte ranges of many files at once."""
+"""Sources over files: what they share, and reads by id, one file after the other or byte ranges of many files at once."""
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,27 +45,18 @@ ReadRows = Callable[[T, np.ndarray, int], Sequence[R]]
 """Reads rows, int64[n], of a checked file; gets the record id of its row 0 too, for errors."""
 
 
-class ShardReader(Generic[S, T]):
-    """Reads records of shards by id, one file after the other.
+class ShardSource(Generic[S]):
+    """What all sources over files share.
 
     Args:
-      shards: the files.
-      cache: the cache of the source.
-      check: checks a file once, when it is first read. Returns what the source keeps of it, and the number of 8-byte
-        entries that this holds in memory.
-
-    Attributes:
-      shards: the files.
-      is_direct: whether remote files are read without a cache.
+      shards: the files, in the order of their record ids.
+      cache: cache on a local disk; None to read remote files as byte ranges.
     """
 
-    def __init__(
-        self, shards: Shards[S], cache: ShardCache | None, check: Callable[[S, OpenFile], tuple[T, int]]
-    ) -> None:
-        self.shards = shards
+    def __init__(self, shards: Shards[S], cache: ShardCache | None) -> None:
+        self._shards = shards
         self._cache = cache
-        self._check = check
-        self.is_direct = cache is None and any(is_url(shard.path) for shard in shards.files)
+        self._is_direct = cache is None and any(is_url(shard.path) for shard in shards.files)
         self._pool = shared_pool
 
     def __getstate__(self) -> dict[str, object]:
@@ -78,7 +68,59 @@ class ShardReader(Generic[S, T]):
         self.__dict__.update(state)
         self._pool = shared_pool
 
-    def read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[T, R]) -> list[R]:
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shards!r})"
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read by default, if remote files are read without a cache."""
+        return READ_THREADS if self._is_direct else None
+
+    def shard_lengths(self) -> RecordIds:
+        """Returns the number of records of each file, int64[files]."""
+        return self._shards.lengths
+
+    def stored_lengths(self, key: str) -> np.ndarray | None:
+        """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
+        return self._shards.stored_lengths(key)
+
+    def file_of(self, record_id: int) -> str:
+        """Returns the path or URL of the file that contains a record."""
+        return self._shards.file_of(record_id)
+
+    def file_names(self) -> list[str]:
+        """Returns the paths and URLs of the files, in record id order."""
+        return self._shards.names()
+
+    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
+        """Returns the files that hold these records, int64[n], and are read through the cache; None without one."""
+        return self._shards.cached_files(record_ids, self._cache)
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        self._pool.drop(self._shards.files)
+
+
+class ShardReader(ShardSource[S], Generic[S, T]):
+    """A source that reads one file after the other, or byte ranges of many files at once.
+
+    Args:
+      shards: see :class:`ShardSource`.
+      cache: see :class:`ShardSource`.
+      check: checks a file once, when it is first read. Returns what the source keeps of it, and the number of 8-byte
+        entries that this holds in memory.
+    """
+
+    def __init__(
+        self, shards: Shards[S], cache: ShardCache | None, check: Callable[[S, OpenFile], tuple[T, int]]
+    ) -> None:
+        super().__init__(shards, cache)
+        self._check = check
+
+    def _read(self, record_ids: np.ndarray | Sequence[int], read_rows: ReadRows[T, R]) -> list[R]:
         """Reads records, in the order of ``record_ids``.
 
         Args:
@@ -90,17 +132,12 @@ class ShardReader(Generic[S, T]):
           CorruptDataError: if a file is damaged, also after it was fetched again.
           SourceError: if a file has been removed or changed since the source was created.
         """
-        parts = _by_file(self.shards, self.shards.checked(record_ids))
-        fetch_together([self.shards.files[part[0]] for part in parts], self._cache, self._pool, self._checked)
-        records: list[R | None] = [None] * sum(len(rows) for _, rows, _ in parts)
-        read_all = file_paths.in_threads if self.is_direct else map
-        found = read_all(lambda part: self._read_file(part[0], part[1], read_rows), parts)
-        for (_, _, slots), part in zip(parts, found, strict=True):
-            for slot, record in zip(slots.tolist(), part, strict=True):
-                records[slot] = record
-        return records  # type: ignore[return-value]
+        parts = _by_file(self._shards, self._shards.checked(record_ids))
+        fetch_together([self._shards.files[part.number] for part in parts], self._cache, self._pool, self._checked)
+        read_all = file_paths.in_threads if self._is_direct else map
+        return _in_order(parts, read_all(lambda part: self._read_file(part.number, part.rows, read_rows), parts))
 
-    def read_by_spans(
+    def _read_by_spans(
         self,
         record_ids: np.ndarray | Sequence[int],
         spans_of: Callable[[T, np.ndarray], Spans],
@@ -115,39 +152,36 @@ class ShardReader(Generic[S, T]):
             each range, fewer than requested if the file ends before.
 
         Raises:
-          IndexError, CorruptDataError, SourceError: as for :meth:`read`.
+          IndexError, CorruptDataError, SourceError: as for :meth:`_read`.
         """
 
         def read_rows(checked: T, rows: np.ndarray, first: int) -> Sequence[R]:
             spans = spans_of(checked, rows)
             return build(checked, rows, first, read_spans(spans.open(), spans.starts, spans.stops))
 
-        ids = self.shards.checked(record_ids)
-        parts = _by_file(self.shards, ids)
-        if not self.is_direct:
-            return self.read(ids, read_rows)
-        remote = [part for part in parts if is_url(self.shards.files[part[0]].path)]
-        checked = file_paths.in_threads(lambda part: self._checked(self.shards.files[part[0]]), remote)
+        if not self._is_direct:
+            return self._read(record_ids, read_rows)
+        parts = _by_file(self._shards, self._shards.checked(record_ids))
+        remote = [part for part in parts if is_url(self._shards.files[part.number].path)]
+        local = [part for part in parts if not is_url(self._shards.files[part.number].path)]
+        checked = file_paths.in_threads(lambda part: self._checked(self._shards.files[part.number]), remote)
         ranges = [
-            ByteRange(self.shards.files[number].remote, start, stop)
+            ByteRange(self._shards.files[number].remote, start, stop)
             for file, (number, rows, _) in zip(checked, remote, strict=True)
             for spans in [spans_of(file, rows)]
             for start, stop in zip(spans.starts.tolist(), spans.stops.tolist(), strict=True)
         ]
         contents = iter(read_ranges(ranges))
-        records: list[R | None] = [None] * len(ids)
-        for file, (number, rows, slots) in zip(checked, remote, strict=True):
-            built = build(file, rows, int(self.shards.starts[number]), list(itertools.islice(contents, len(rows))))
-            for slot, record in zip(slots.tolist(), built, strict=True):
-                records[slot] = record
-        for number, rows, slots in parts:
-            if not is_url(self.shards.files[number].path):
-                for slot, record in zip(slots.tolist(), self._read_file(number, rows, read_rows), strict=True):
-                    records[slot] = record
-        return records  # type: ignore[return-value]
+        built = [
+            build(file, rows, int(self._shards.starts[number]), list(itertools.islice(contents, len(rows))))
+            for file, (number, rows, _) in zip(checked, remote, strict=True)
+        ]
+        return _in_order(
+            remote + local, [*built, *(self._read_file(part.number, part.rows, read_rows) for part in local)]
+        )
 
     def _read_file(self, number: int, rows: np.ndarray, read_rows: ReadRows[T, R]) -> Sequence[R]:
-        shard, first = self.shards.files[number], int(self.shards.starts[number])
+        shard, first = self._shards.files[number], int(self._shards.starts[number])
         return read_again_if_damaged(
             lambda: read_rows(self._checked(shard), rows, first), shard, self._cache, self._pool
         )
@@ -156,56 +190,6 @@ class ShardReader(Generic[S, T]):
         direct = self._cache is None and is_url(shard.path)
         open_file = (lambda: shard.remote) if direct else self._pool.descriptor(shard, self._cache)
         return self._pool.checked(shard, lambda: self._check(shard, open_file))
-
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
-        """See :class:`meshfeed._src.base.hooks.CachesFiles`."""
-        return self.shards.cached_files(record_ids, self._cache)
-
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._pool.drop(self.shards.files)
-
-
-class ShardSource(Generic[S, T]):
-    """What sources that read through a :class:`ShardReader` share.
-
-    Args:
-      reader: reads the files.
-    """
-
-    def __init__(self, reader: ShardReader[S, T]) -> None:
-        self._shard_reader = reader
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._shard_reader.shards!r})"
-
-    def __len__(self) -> int:
-        return len(self._shard_reader.shards)
-
-    @property
-    def read_threads(self) -> int | None:
-        """Threads that read by default, if remote files are read without a cache."""
-        return READ_THREADS if self._shard_reader.is_direct else None
-
-    def shard_lengths(self) -> RecordIds:
-        """Returns the number of records of each file, int64[files]."""
-        return self._shard_reader.shards.lengths
-
-    def stored_lengths(self, key: str) -> np.ndarray | None:
-        """Returns the length of the leaf ``key`` of each record, if a manifest lists them."""
-        return self._shard_reader.shards.stored_lengths(key)
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the file that contains a record."""
-        return self._shard_reader.shards.file_of(record_id)
-
-    def cached_files(self, record_ids: np.ndarray) -> list[RemoteFile] | None:
-        """Returns the files that hold these records, int64[n], and are read through the cache; None without one."""
-        return self._shard_reader.cached_files(record_ids)
-
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._shard_reader.close()
 
 
 def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.ndarray) -> list[bytes]:
@@ -223,8 +207,7 @@ def read_spans(file: Descriptor | RemoteBytes, starts: np.ndarray, stops: np.nda
         pairs = zip(starts.tolist(), stops.tolist(), strict=True)
         return read_ranges([ByteRange(file, *pair) for pair in pairs])
     if len(starts) == 1:
-        low = int(starts[0])
-        return [os.pread(file.number, int(stops[0]) - low, low)]
+        return [file.read(int(starts[0]), int(stops[0]))]
     order = np.argsort(starts, kind="stable")
     lows, highs = starts[order], stops[order]
     apart = (lows[1:] > highs[:-1] + _GAP_BYTES) | (lows[1:] < highs[:-1])
@@ -244,7 +227,7 @@ def _read_run(
     start, stop = lows[first], first
     while stop < last and highs[stop + 1] - start <= _SPAN_BYTES:
         stop += 1
-    content = os.pread(file.number, highs[stop] - start, start)
+    content = file.read(start, highs[stop])
     if stop == first:
         found[order[first]] = content
         return first + 1
@@ -253,10 +236,18 @@ def _read_run(
     return stop + 1
 
 
-def _by_file(shards: Shards[S], ids: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """Returns, for each file of a batch: its number, the rows to read, and their indices in ``ids``."""
+class _Part(NamedTuple):
+    """The records of a batch that are in one file: its number, the rows to read, and their indices in the batch."""
+
+    number: int
+    rows: np.ndarray
+    slots: np.ndarray
+
+
+def _by_file(shards: Shards[S], ids: np.ndarray) -> list[_Part]:
+    """Returns the parts of a batch."""
     if len(shards.files) == 1:
-        return [(0, ids, np.arange(len(ids)))] if ids.size else []
+        return [_Part(0, ids, np.arange(len(ids)))] if ids.size else []
     which = np.searchsorted(shards.ends, ids, side="right")
     order = np.argsort(which, kind="stable")
     sorted_files = which[order]
@@ -264,10 +255,19 @@ def _by_file(shards: Shards[S], ids: np.ndarray) -> list[tuple[int, np.ndarray, 
     rows = (ids - shards.starts[which])[order]
     bounds = [0, *edges.tolist(), len(ids)]
     return [
-        (int(sorted_files[low]), rows[low:high], order[low:high])
+        _Part(int(sorted_files[low]), rows[low:high], order[low:high])
         for low, high in itertools.pairwise(bounds)
         if low < high
     ]
+
+
+def _in_order(parts: Sequence[_Part], found: Iterable[Sequence[R]]) -> list[R]:
+    """Returns the records of all parts, in the order of the batch."""
+    records: list[R | None] = [None] * sum(len(part.slots) for part in parts)
+    for part, of_part in zip(parts, found, strict=True):
+        for slot, record in zip(part.slots.tolist(), of_part, strict=True):
+            records[slot] = record
+    return records  # type: ignore[return-value]
 
 
 def read_again_if_damaged(read: Callable[[], T], shard: Shard, cache: ShardCache | None, pool: ShardPool) -> T:
