@@ -286,6 +286,28 @@ def test_a_host_that_failed_is_named_on_the_others_after_the_grace_period(bad: i
     assert job.run(range(3), lambda host: hosts[host].agree(SEED, 30)) == [None] * 3, "the next round is joint"
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_host_that_left_before_a_round_is_named_in_it(gone: int, job: Job) -> None:
+    hosts = make(2)
+    assert job.run(range(2), lambda host: hosts[host].agree(SEED, 30)) == [None, None]
+    for one in hosts:
+        one.withdraw()
+    job.on(gone, hosts[gone].leave, "closed its feed at step 3 after ValueError: the loss is nan")
+    with pytest.raises(PeerError) as caught:
+        job.on(1 - gone, hosts[1 - gone].agree, SEED, 30)
+    assert caught.value.peer_message == "closed its feed at step 3 after ValueError: the loss is nan"
+    assert str(caught.value) == f"host {gone} {caught.value.peer_message}. See the log of host {gone}."
+    job.on(1 - gone, hosts[1 - gone].leave, "closed its feed at step 3")
+    assert not job.store.keys
+
+
+def test_a_host_that_leaves_after_its_round_says_nothing_there(job: Job) -> None:
+    hosts = make(2)
+    assert job.run(range(2), lambda host: hosts[host].agree(SEED, 30)) == [None, None]
+    job.on(1, hosts[1].leave, "closed its feed at step 9")
+    assert job.store.keys == [f"{FEED}/left", f"{FEED}/settings/0/out"]
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_host_that_refused_a_state_and_then_comes_is_waited_for(bad: int, job: Job) -> None:
     hosts = make(2)

@@ -66,6 +66,18 @@ def _one_leaves_early() -> None:
     feed.close()
 
 
+def _one_leaves_before_its_first_batch() -> None:
+    with contextlib.suppress(ValueError), make_feed() as feed:
+        if jax.process_index():
+            raise ValueError("no state to restore")
+        try:
+            next(feed)
+        except meshfeed.PeerError as error:
+            assert "host 1 closed its feed at step 0 after ValueError: no state to restore." in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("host 1 took no batch")
+
+
 def _one_cannot_make_it(options: dict[str, Any]) -> None:
     try:
         feed = make_feed(**(options if jax.process_index() else {}))
@@ -123,6 +135,7 @@ def keys_after(directory: str) -> dict[str, list[str]]:
         "dropped": _dropped,
         "dropped after a reset": _dropped_after_a_reset,
         "one leaves early": _one_leaves_early,
+        "one leaves before its first batch": _one_leaves_before_its_first_batch,
         "one cannot lay it out": lambda: _one_cannot_make_it({"global_batch_size": 2 * jax.device_count() + 1}),
         "one has a wrong setting": lambda: _one_cannot_make_it({"prefetch": -1}),
         "differing seeds": _differing,

@@ -1,10 +1,10 @@
 """Compares settings and position between hosts before the first batch of each generation of a feed.
 
 Each generation takes one round, a reduction (:mod:`meshfeed._src.base.reduction`) of all hosts' settings to their
-differences. A host that cannot take part (making the feed, opening the data or restoring a state failed) publishes that
-failure instead, and the others raise an error naming it after a grace period of a few seconds. The grace period, and
-the tracking of refused states, are for hosts that recover: if every host refuses the same state and starts from the
-beginning, none has failed.
+differences. A host that cannot take part (making the feed, opening the data or restoring a state failed, or it has
+closed the feed) publishes that failure instead, and the others raise an error naming it after a grace period of a few
+seconds. The grace period, and the tracking of refused states, are for hosts that recover: if every host refuses the same
+state and starts from the beginning, none has failed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshfeed._src.base import coordination
-from meshfeed._src.base.coordination import KeyValueStore, format_hosts
-from meshfeed._src.base.errors import AgreementError, Failure, PeerError
+from meshfeed._src.base.coordination import KeyValueStore, call_briefly, format_hosts
+from meshfeed._src.base.errors import LEFT, AgreementError, Failure, PeerError
 from meshfeed._src.base.reduction import Reduction, leave
 from meshfeed._src.base.settings import BatchSchedule, FeedSettings, balance_json
 from meshfeed._src.base.types import JsonValue
@@ -108,11 +108,20 @@ class Handshake:
             self._reduction(store).retract()
         self._refused = False
 
-    def leave(self) -> None:
-        """Marks this host as done with the feed; it no longer reads or writes the feed's keys."""
+    def leave(self, notice: str | None = None) -> None:
+        """Marks this host as done with the feed; it no longer reads or writes the feed's keys.
+
+        Args:
+          notice: why, for hosts that wait for this one in the next round; None to leave silently.
+        """
         store, self._left = self._store(), True
-        if store is not None:
-            leave(store, self._feed, len(self.participants))
+        if store is None:
+            return
+        if notice is not None and not self.in_force:
+            reduction = self._reduction(store)
+            value = {"failure": Failure.left(notice, coordination.process_index()).to_json()}
+            call_briefly(lambda: reduction.publish(value), name="meshfeed-leave-notice", at_exit=True)
+        leave(store, self._feed, len(self.participants))
 
     def _store(self) -> KeyValueStore | None:
         """Returns the store for optional messages, or None if no other host would read them."""
@@ -162,8 +171,9 @@ class Handshake:
             if failure.host == coordination.process_index():
                 return False
             text = str(failure).removesuffix(".")
+            what = text if failure.kind == LEFT else f"failed before its first batch: {text}"
             raise PeerError(
-                f"host {failure.host} failed before its first batch: {text}. See the log of host {failure.host}.",
+                f"host {failure.host} {what}. See the log of host {failure.host}.",
                 host=failure.host,
                 peer_message=str(failure),
             )

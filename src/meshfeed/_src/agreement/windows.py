@@ -133,6 +133,11 @@ def _prevails(failure: Failure, upto: int, stop: Stop | None) -> bool:
     return failure.step < upto
 
 
+def leave_notice(doing: str, step: int, because: BaseException | None) -> str:
+    """Describes why a host leaves, such as ``closed its feed at step 3 after ValueError: the loss is nan``."""
+    return f"{doing} at step {step}" + ("" if because is None else f" after {type(because).__name__}: {because}")
+
+
 class _AlreadySeen(Exception):
     """Another thread has read the announcement that this thread waits for."""
 

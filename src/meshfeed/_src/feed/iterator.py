@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, NoReturn, Protocol, cast
 import numpy as np
 
 from meshfeed._src.agreement import handshake
+from meshfeed._src.agreement.windows import leave_notice
 from meshfeed._src.arrays.placer import make_placer
 from meshfeed._src.base import coordination
 from meshfeed._src.base.coordination import warn_if_forgotten
@@ -282,7 +283,7 @@ class Feed:
             raise
         if self._hosts_agree:
             # For a feed dropped without close; runs after the pipeline's finalizer, which is registered later.
-            finalize(self, self._handshake.leave)
+            finalize(self, self._handshake.leave, "dropped its feed")
 
     def _make(self, source: object, sharding: PyTree, settings: FeedSettings) -> None:
         self._settings = settings
@@ -701,8 +702,9 @@ class Feed:
         self._closed = True
         if not self._owner.is_here:  # in a forked child: threads, files and keys belong to the parent
             return
-        self._leave(self._cursor, None, "closed its feed", self._failed or _because)
-        self._handshake.leave()
+        doing, because = "closed its feed", self._failed or _because
+        self._leave(self._cursor, None, doing, because)
+        self._handshake.leave(leave_notice(doing, self._cursor.step, because))
         self._stream.close()
         self._stats.publish(self._cursor.step, self._cursor.position)
         self._released = True

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from meshfeed._src.agreement.window_report import ReportContents, Stop, WindowReport, WindowReports
-from meshfeed._src.agreement.windows import WindowAgreement
+from meshfeed._src.agreement.windows import WindowAgreement, leave_notice
 from meshfeed._src.base.errors import Failure, StalledError
 from meshfeed._src.base.fork import Owner
 from meshfeed._src.base.read_ahead import ReadAhead
@@ -261,16 +261,13 @@ class Pipeline:
         """
         if self._closed or not self._owner.is_here:
             return
-        leave_notice = None
-        if leaving is not None:
-            leave_notice = f"{leaving} at step {self._delivered}"
-            leave_notice += "" if because is None else f" after {type(because).__name__}: {because}"
+        notice = None if leaving is None else leave_notice(leaving, self._delivered, because)
         # Stop every thread before joining any: a stage may wait on the agreement or on the stage before it.
         stages = [stage for stage in (self._host_stage, self._device_stage) if stage is not None]
         for stage in stages:
             stage.stop()
         if self._agreement is not None:
-            self._agreement.close(leave_notice)
+            self._agreement.close(notice)
         for stage in reversed(stages):
             stage.join()
         self._reader.close()
