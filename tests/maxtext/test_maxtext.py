@@ -719,5 +719,30 @@ def test_remote_iterator_by_itself(mesh: Mesh, tmp_path: Path) -> None:
     assert numbers([fresh.get_next(dummy)]) == [0]
 
 
+def test_a_remote_iterator_whose_data_cannot_be_opened_again_keeps_its_place(mesh: Mesh, tmp_path: Path) -> None:
+    broken = False
+
+    def open_dataset(**how: Any) -> Any:
+        if broken:
+            raise OSError("unreachable")
+        return get_ds(**how)
+
+    flat = Mesh(mesh.devices.reshape(-1), ("data",), axis_types=(AxisType.Auto,))
+    dummies = [
+        jax.device_put(np.zeros(8), NamedSharding(each, PartitionSpec(each.axis_names))) for each in (mesh, flat)
+    ]
+    remote = RemoteIterator(open_dataset, Stateful, (16, 3), str(tmp_path))
+    assert numbers([remote.get_next(dummies[0])]) == [0]
+    broken = True
+    with pytest.raises(OSError, match="unreachable"):
+        remote.get_next(dummies[1])
+    with pytest.raises(OSError, match="unreachable"):
+        remote.reset()
+    assert numbers([remote.get_next(dummies[0])]) == [1]
+    broken = False
+    assert numbers([remote.get_next(dummies[1]), remote.get_next(dummies[1])]) == [2, 3]
+    remote.close()
+
+
 def test_the_module_has_maxtexts_names() -> None:
     assert maxtext.__all__ == ["MultiHostDataLoadIterator", "RemoteIterator", "RemoteIteratorWrapper"]

@@ -72,27 +72,25 @@ class RemoteIterator:
 
     def over(self, mesh: Mesh) -> MultiHostDataLoadIterator:
         """Returns an iterator over global arrays on ``mesh``, with dimension 0 sharded over all its axes."""
-        if self._loader is not None and mesh == self._mesh:
-            return self._loader
-        before, self._loader = self._loader, None
-        if before is not None:  # a different mesh: continue from the same state with a new loader
-            before.close()
-            self._dataloader = self._make_dataloader()
-        loader = MultiHostDataLoadIterator(self._dataloader, mesh)
+        before = self._loader
+        if before is not None and mesh == self._mesh:
+            return before
+        dataloader = self._dataloader if before is None else self._make_dataloader()
+        loader = MultiHostDataLoadIterator(dataloader, mesh)
         if self.global_shape is not None:
             loader.expect_rows(int(self.global_shape[0]))
-        if before is not None:
+        if before is not None:  # a different mesh: continue from the same state, or keep the loader if that fails
             loader.local_iterator.set_state(before.local_iterator.get_state())
-        self._loader, self._mesh = loader, mesh
+            before.close()
+        self._dataloader, self._loader, self._mesh = dataloader, loader, mesh
         return loader
 
     def reset(self, dummy_array: jax.Array | None = None) -> None:
         """Restarts from the beginning with a new dataset."""
         del dummy_array
-        if self._loader is not None:
-            self._loader.close()
-        self._loader = None
-        self._dataloader = self._make_dataloader()
+        dataloader = self._make_dataloader()
+        self.close()
+        self._loader, self._dataloader = None, dataloader
 
     def get_next(self, dummy_array: jax.Array) -> PyTree:
         """Returns the next batch over the mesh of ``dummy_array``, a pytree of global arrays.
