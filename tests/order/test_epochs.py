@@ -214,6 +214,14 @@ def test_wrong_settings_are_named(setting, kwargs):
     assert raised.value.setting == setting
 
 
+@pytest.mark.parametrize("num_records", [2**62 + 1, 10.0, True, None])
+def test_a_wrong_number_of_records_is_named(num_records):
+    with pytest.raises(SettingsError) as raised:
+        EpochOrder(num_records, shuffle=False, seed=0, num_epochs=1)
+    assert raised.value.setting == "num_records"
+    assert str(raised.value) == f"num_records must be an int from 1 to 2**62, not {num_records!r}."
+
+
 def test_no_records_is_a_source_error():
     with pytest.raises(SourceError, match="0 records"):
         EpochOrder(0, shuffle=False, seed=0, num_epochs=1)

@@ -72,7 +72,7 @@ class ShardOrder:
     def __init__(
         self, lengths: RecordIds, *, num_lanes: int, seed: int, num_epochs: int | None, step_schedule: StepSchedule
     ) -> None:
-        self._lengths = np.asarray(lengths, np.int64)
+        self._lengths = lengths
         self._shard_ids = np.cumsum(self._lengths) - self._lengths
         self.num_records = int(self._lengths.sum())
         self.total = None if num_epochs is None else self.num_records * num_epochs
