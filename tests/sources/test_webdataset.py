@@ -10,6 +10,7 @@ import shutil
 import tarfile
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from format_files import FOLDER, plain_record, read_by_library
@@ -84,8 +85,6 @@ def test_names_are_split_as_the_library_splits_them(name: str) -> None:
 
 
 def test_a_feed_decodes_it(folder: pathlib.Path) -> None:
-    import jax
-
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     source = WebDataset(f"{folder}/shard-?.tar", decode=by_key)
     assert source.shard_lengths().tolist() == [7, 4]
@@ -97,6 +96,25 @@ def test_a_feed_decodes_it(folder: pathlib.Path) -> None:
     assert source[8] == {"cls": 101, "length": source[1]["length"]}
     with pytest.raises(SourceError, match=r"'__key__'.*decode= or meshfeed.sources.Map"):
         next(meshfeed.Feed(WebDataset(folder / "shard-0.tar"), mesh, global_batch_size=4))
+
+
+def test_an_archive_that_is_missing_on_resume_is_named(tmp_path: pathlib.Path) -> None:
+    for number in range(3):
+        write_tar(tmp_path / f"x-{number}-of-3.tar", {f"{number}.cls": b"1"})
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+
+    def feed() -> meshfeed.Feed:
+        source = WebDataset(f"{tmp_path}/*.tar", lambda record: {"x": int(record["cls"])})
+        return meshfeed.Feed(source, mesh, global_batch_size=1)
+
+    with feed() as saved:
+        state = saved.get_state()
+    (tmp_path / "x-1-of-3.tar").unlink()
+    with feed() as restored, pytest.raises(meshfeed.StateMismatchError) as raised:
+        restored.set_state(state)
+    assert raised.value.remedy.startswith(
+        "The saved source had 3 files, the current one has 2. Missing: x-1-of-3.tar. "
+    )
 
 
 def test_an_index_is_made_again_if_the_archive_changes(folder: pathlib.Path) -> None:
