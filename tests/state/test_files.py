@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from etils import epath
@@ -119,6 +119,20 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name(
     monkeypatch.setattr(os, "fsync", sync)
     files.write_json(epath.Path(tmp_path / "state.json"), [1])
     assert synced == [f"{tmp_path}/state.json.writing-{os.getpid()}:3"]
+
+
+def test_a_file_in_an_object_store_is_written_with_one_call() -> None:
+    class Remote:
+        written: ClassVar[list[str]] = []
+
+        def __fspath__(self) -> str:
+            return "gs://bucket/state.json"
+
+        def write_text(self, text: str) -> None:
+            self.written.append(text)
+
+    files.write_json(Remote(), {"a": [1]})  # type: ignore[arg-type]
+    assert Remote.written == ['{"a":[1]}']
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

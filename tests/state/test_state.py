@@ -256,6 +256,7 @@ def test_the_first_difference_is_named(change: dict[str, Any], field: str, curre
 def test_fingerprints_that_mean_the_same_match() -> None:
     compare_fingerprints(FINGERPRINT, FINGERPRINT)
     compare_fingerprints(FINGERPRINT, dict(reversed(FINGERPRINT.items())))
+    compare_fingerprints(FINGERPRINT, {**FINGERPRINT, "order": dict(reversed(FINGERPRINT["order"].items()))})
     compare_fingerprints({"source": {"shape": [1, 2]}}, {"source": {"shape": (1, 2)}})
     compare_fingerprints({"num_epochs": None}, {"num_epochs": 3})  # an endless stream may be given an end
     compare_fingerprints({"end": None}, {})  # absent and None are the same
