@@ -173,14 +173,16 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         if infos[0].is_ocdbt_checkpoint or infos[0].use_zarr3:
             _check_metadata_key(self.restore_options.metadata_key)
         with without_ambient_mesh():  # not across an await: another coroutine on this thread may need the caller's mesh
-            laid = [self._lay_out(*one) for one in zip(values, infos, args, strict=True)]
-        names = [info.name for info in infos]
-        pending = {name: one.digests for name, one in zip(names, laid, strict=True) if one.digests is not None}
+            laid = {
+                info.name: self._lay_out(value, info, arg) for value, info, arg in zip(values, infos, args, strict=True)
+            }
+        pending = {name: one.digests for name, one in laid.items() if one.digests is not None}
         for digests in pending.values():  # before Orbax starts threads that compete for the GIL
             digests.capture()
-        futures = list(await super().serialize([one.array for one in laid], infos, [one.args for one in laid]))
+        arrays, args = [one.array for one in laid.values()], [one.args for one in laid.values()]
+        futures = list(await super().serialize(arrays, infos, args))
+        entries = {name: one.entry for name, one in laid.items() if one.entry is not None}
         process, folder = process_index(), infos[0]
-        entries = {name: one.entry for name, one in zip(names, laid, strict=True) if one.entry is not None}
         if process != 0 and not self._local_storage:
             entries = {}
 
@@ -198,11 +200,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             return _Laid(value, args)  # Orbax rejects it with a clear message
         assert info.name is not None
         _check_hosts(info.name, value)
-        # Under Orbax's limit on host memory, copy early only what Orbax itself copies synchronously.
-        limited = getattr(info.device_host_byte_limiter, "max_bytes", None) is not None
-        # Values that Orbax copies to the host later are not copied here: the caller must keep them alive until then.
-        early = not limited or self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
-        entry = describe_array(value)
+        early, entry = self._copies_early(info), describe_array(value)
         if self.restore_options.metadata_key is not None:
             entry["metadata_key"] = self.restore_options.metadata_key
         if value.size == 0:
@@ -225,6 +223,14 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         if asked is None:  # a slice is a chunk (or a few, if Orbax slices too): known without opening it
             entry["chunk"] = entry["cell"]
         return _Laid(array, args, entry, ShardDigests(array, cell, replica_id=self._replica, early=early))
+
+    def _copies_early(self, info: ocp.type_handlers.ParamInfo) -> bool:
+        """Returns whether a parameter is copied to the host at once; otherwise the caller must keep it alive.
+
+        Under Orbax's limit on host memory, only what Orbax itself copies synchronously is copied at once.
+        """
+        limited = getattr(info.device_host_byte_limiter, "max_bytes", None) is not None
+        return not limited or self._status is None or self._status.key_priority(info.keypath).name == "SYNCHRONOUS"
 
     async def deserialize(
         self,

@@ -427,11 +427,7 @@ def encode_host_leaf(leaf: Leaf, where: str) -> tuple[Entry, Leaf]:
 
 def leaf_name(path: jax.tree_util.KeyPath) -> str:
     """Returns Orbax's name of a leaf: the keys on its path, joined by dots."""
-    return ".".join(str(_key(entry)) for entry in path)
-
-
-def _key(entry: object) -> object:
-    return next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), entry)
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 class EncodedTree(NamedTuple):
@@ -497,7 +493,7 @@ def skeleton_of(tree: PyTree) -> JsonValue:
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     if len(children) == 1 and not children[0][0]:
         return "leaf"
-    return {"dict": [[str(_key(path[0])), skeleton_of(child)] for path, child in children]}
+    return {"dict": [[leaf_name(path), skeleton_of(child)] for path, child in children]}
 
 
 def _child(key: Hashable, child: PyTree) -> list[JsonValue]:

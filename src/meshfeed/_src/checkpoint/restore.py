@@ -397,25 +397,21 @@ def plan_array(
       CheckpointError: the shapes or kinds of dtypes differ, or no sharding is given or known.
     """
     saved, sharding = stored.saved(name), _sharding_of(placement)
-    if sharding is None and saved.encoding != VALUE:
-        raise CheckpointError(
-            f"{stored.directory}: parameter {name!r}: no sharding given, and none was saved that fits these "
-            f"{jax.device_count()} devices. Pass a ShapeDtypeStruct with a sharding."
-        )
     _check_dtype(saved, dtype, any_cast)
-    # What is read is the key data of PRNG keys.
-    impl = _impl_of(dtype) if is_key_dtype(dtype) else saved.impl if dtype is None else None
-    read_dtype = saved.dtype if impl is not None or dtype is None else np.dtype(dtype)
-    read_shape = saved.data_shape if shape is None else key_shape(tuple(shape), impl)
+    read_shape, read_dtype, impl = _stored_form(saved, shape, dtype)
     # Local arrays are on a different device in each process, but all processes must make the same plan.
     local = process_count() > 1 and sharding is not None and sharding.is_fully_addressable
     _check_shape(stored, saved, read_shape, strict or local)
     if placement is None or sharding is None:
+        if saved.encoding != VALUE:
+            raise CheckpointError(
+                f"{stored.directory}: parameter {name!r}: no sharding given, and none was saved that fits these "
+                f"{jax.device_count()} devices. Pass a ShapeDtypeStruct with a sharding."
+            )
         return _host_values(saved, read_shape, read_dtype, any_cast).then(jnp.asarray)
-    final_shape = keys_of(read_shape, impl)
     if impl is not None and placement is sharding:
-        placement = sharding = cut_to_rank(sharding, len(final_shape))
-    _check_sharding(name, final_shape, sharding)
+        placement = sharding = cut_to_rank(sharding, len(keys_of(read_shape, impl)))
+    _check_sharding(name, keys_of(read_shape, impl), sharding)
     _check_x64(name, read_dtype, any_cast)
     readable = _readable(sharding)
     if local or saved.encoding in (VALUE, NOTHING, BYTES):
@@ -426,6 +422,15 @@ def plan_array(
     if impl is not None:
         planned = planned.then(functools.partial(_wrap_keys, impl=impl, sharding=readable))
     return planned.then(functools.partial(_placed, placement=placement))
+
+
+def _stored_form(
+    saved: SavedLeaf, shape: Shape | None, dtype: DTypeLike | None
+) -> tuple[Shape, np.dtype[np.generic], str | None]:
+    """Returns the shape and dtype to read, and the implementation if the values read are the data of PRNG keys."""
+    impl = _impl_of(dtype) if is_key_dtype(dtype) else saved.impl if dtype is None else None
+    read_dtype = saved.dtype if impl is not None or dtype is None else np.dtype(dtype)
+    return saved.data_shape if shape is None else key_shape(tuple(shape), impl), read_dtype, impl
 
 
 def cut_to_rank(sharding: Sharding, rank: int) -> Sharding:

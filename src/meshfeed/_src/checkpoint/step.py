@@ -258,23 +258,22 @@ def _check_copy(parts: StepParts) -> None:
 
 
 def _verify_arrays(item: epath.Path, step: int | None, problems: list[str]) -> Finding:
-    started = time.perf_counter()
+    started, without = time.perf_counter(), 0
     names: list[str] = []
-    without = count = 0
+    sizes: list[int] = []
     try:
         stored = StoredArrays(item)
         problems += [f"{path}: {problem}" for path, problem in file_problems(item, stored.manifest, content=True)]
         names = stored.array_names()
         stored.open_soon(names)
-        reader = UnitReader(stored, verify=True, bytes_in_flight=None)
+        reader = UnitReader(stored, verify=True, bytes_in_flight=None, on_bytes=sizes.append)
         for name in names:
             problems += _problems(lambda name=name: _read_leaf(stored.saved(name), reader))
             without += not stored.manifest.digests.get(name)
-        count = reader.bytes_read
     except MeshfeedError as error:
         problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # read_step may already have reported the same
-    return Finding(str(item), step, tuple(problems), len(names), count, without, time.perf_counter() - started)
+    return Finding(str(item), step, tuple(problems), len(names), sum(sizes), without, time.perf_counter() - started)
 
 
 def _read_leaf(leaf: SavedLeaf, reader: UnitReader) -> None:

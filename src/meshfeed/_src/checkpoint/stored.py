@@ -300,7 +300,7 @@ class StoredArrays:
         return dataclasses.replace(
             leaf,
             cell=tuple(entry["cell"]) if "cell" in entry else None,
-            chunk=tuple(entry.get("chunk") or self.chunk_of(name)),
+            chunk=tuple(entry["chunk"] if "chunk" in entry else self.chunk_of(name)),
             digests=self.manifest.digests.get(name, {}),
         )
 
@@ -470,7 +470,7 @@ class UnitReader:
         *,
         verify: bool,
         bytes_in_flight: int | None,
-        on_bytes: Callable[[int], object] = lambda count: None,
+        on_bytes: Callable[[int], object],
         must_fit: Mapping[str, DTypeLike] | None = None,
     ) -> None:
         self._stored = stored
@@ -478,7 +478,6 @@ class UnitReader:
         self._limit = _BYTES_IN_FLIGHT if bytes_in_flight is None else max(1, bytes_in_flight)
         self._on_bytes = on_bytes
         self._must_fit = must_fit or {}
-        self.bytes_read = 0
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Reads units in order and fills the targets of each in the same order."""
@@ -509,7 +508,6 @@ class UnitReader:
         values = self._stored.finish_read(leaf, reading.box, reading.values, self._verify)
         if leaf.name in self._must_fit:  # while hosts still agree on errors
             check_fits(f"leaf {leaf.name!r}", values, self._must_fit[leaf.name])
-        self.bytes_read += reading.bytes
         self._on_bytes(reading.bytes)
         for target in () if reading.placed else reading.unit.targets:
             target.fill(reading.box, values)
