@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pathlib
 import pickle
@@ -418,6 +419,26 @@ def test_remote_files_are_read_through_the_cache(tmp_path: pathlib.Path) -> None
     check(Tokens("memory://tokens-test/text.bin", 10, cache=cache), windows(np.concatenate(joined), 10, 10))
     found = Tokens.documents("memory://tokens-test/*.idx", cache=cache)
     np.testing.assert_array_equal(found.lengths(), [len(document) for document in joined])
+
+
+def test_compressed_files_are_read_from_a_copy_in_the_cache(tmp_path: pathlib.Path) -> None:
+    tokens = some_tokens(500)
+    np.save(tmp_path / "x.npy", tokens)
+    (tmp_path / "x.npy.gz").write_bytes(gzip.compress((tmp_path / "x.npy").read_bytes()))
+    (tmp_path / "x.bin.gz").write_bytes(gzip.compress(tokens.tobytes()))
+    cache = meshfeed.ShardCache(tmp_path / "cache")
+    for name, dtype in (("x.npy.gz", None), ("x.bin.gz", tokens.dtype)):
+        with pytest.raises(meshfeed.SettingsError, match="compressed file .* and no cache"):
+            Tokens(tmp_path / name, 16, dtype=dtype)
+        source = Tokens(tmp_path / name, 16, dtype=dtype, cache=cache)
+        check(source, windows(tokens, 16, 16))
+        [file] = source._shards.files
+        assert files.listed(*file.describe(), "", None) == file  # what a host knows that did not look at it
+        documents = Tokens.documents(tmp_path / name, dtype=dtype, eod=int(tokens[50]), cache=cache)
+        np.testing.assert_array_equal(np.concatenate([record["tokens"] for record in documents]), tokens)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}" * 50))
+    with pytest.raises(meshfeed.SourceError, match="no header of a token file"):
+        Tokens(tmp_path / "x.jsonl.gz", 16, dtype=np.uint16, cache=cache)
 
 
 def test_arguments_that_do_not_fit_their_buffers() -> None:

@@ -120,14 +120,13 @@ _INSPECT: dict[str, Callable[[str, None], Shard]] = {
 def _describe(name: str, source: str, dtype: DTypeLike | None, digests: bool) -> FileEntry:
     """Looks at a file; reads all of it for its digest."""
     if source == "Tokens":
-        found = token_files.inspect(name, None if dtype is None else np.dtype(dtype), None)
-        entry, remote = found.entry(), found.stored.remote
+        shard: Shard = token_files.inspect(name, None if dtype is None else np.dtype(dtype), None)
     else:
         shard = _INSPECT[source](name, None)
-        entry, remote = shard.entry(), shard.remote
     if not digests:
-        return entry
-    return dataclasses.replace(entry, digest=digest_remote(remote) if file_paths.is_url(name) else digest_file(name))
+        return shard.entry()
+    digest = digest_remote(shard.remote) if file_paths.is_url(name) else digest_file(name)
+    return dataclasses.replace(shard.entry(), digest=digest)
 
 
 def _default_output(names: list[str]) -> str:

@@ -34,6 +34,7 @@ class Shards(Generic[S]):
       shards: the files.
       what: the files in an error, such as "ArrayRecord".
       manifests: paths of the manifests that list some of them.
+      lengths: int64[files], the number of records of each file, if it is not what the file itself says.
 
     Attributes:
       files: the files.
@@ -46,11 +47,13 @@ class Shards(Generic[S]):
       SourceError: if the files have no record.
     """
 
-    def __init__(self, shards: Sequence[S], what: str, manifests: Sequence[str] = ()) -> None:
+    def __init__(
+        self, shards: Sequence[S], what: str, manifests: Sequence[str] = (), lengths: np.ndarray | None = None
+    ) -> None:
         self.files = list(shards)
         self.what = what
         self.manifests = tuple(manifests)
-        self.lengths = np.array([file.num_records for file in self.files], np.int64)
+        self.lengths = np.array([file.num_records for file in self.files], np.int64) if lengths is None else lengths
         self.ends = np.cumsum(self.lengths)
         self.starts = self.ends - self.lengths
         if not len(self):

@@ -32,12 +32,12 @@ from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceErr
 from meshfeed._src.base.types import JsonValue
 from meshfeed._src.sources.files import paths as file_paths
 from meshfeed._src.sources.files.direct import RemoteBytes, SparseFile, identify, sparse_files
-from meshfeed._src.sources.files.formats import reader_hint
+from meshfeed._src.sources.files.formats import compression_of, reader_hint
 from meshfeed._src.sources.files.manifest import FileEntry, damaged, lengths_by_file
 from meshfeed._src.sources.files.open_files import Descriptor, open_descriptor, shared_pool
 from meshfeed._src.sources.files.paths import is_url
-from meshfeed._src.sources.files.shard import Shard
-from meshfeed._src.sources.files.shard_cache import RemoteFile, ShardCache
+from meshfeed._src.sources.files.shard import Shard, inspect_copy
+from meshfeed._src.sources.files.shard_cache import ShardCache
 from meshfeed._src.sources.files.shards import files_per_call
 
 _NPY_MAGIC = b"\x93NUMPY"
@@ -50,8 +50,8 @@ _HEAD_BYTES = 1 << 16  # a numpy header of version 1 is no longer
 _SCANNED_BYTES = 1 << 22
 
 
-class StoredFile(Shard):
-    """A file as it was when the source was created; ``num_records`` is not used."""
+class _TokenShard(Shard):
+    """A file that is read through the pool of open files."""
 
     source = "token"
 
@@ -75,46 +75,49 @@ class StoredFile(Shard):
             what = f"it had {self.num_bytes:,} bytes when the source was made and has {now:,} now"
             raise cut_short(self.path, what) from error
 
+    def read(self, start: int, stop: int, cache: ShardCache | None) -> bytes:
+        """Reads bytes ``[start, stop)``; fetches a remote file whole if there is a cache."""
+        if cache is None and is_url(self.path):
+            return self.remote.read(start, stop)
+        found = self.open(cache).read(start, stop)
+        if len(found) < stop - start:
+            raise cut_short(self.path, f"it ends at byte {start + len(found):,} instead of {self.num_bytes:,}")
+        return found
+
 
 @dataclasses.dataclass(frozen=True)
-class DocumentIndex:
-    """A Megatron index: the ``.idx`` file, the number of parts of documents, and of their bounds, one more than documents."""
+class DocumentIndex(_TokenShard):
+    """A Megatron index; its records are the parts of documents, and it has one more bound than documents."""
 
-    file: StoredFile
-    num_sequences: int
     num_bounds: int
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenFile:
-    """Where the tokens of a file are.
+class TokenFile(_TokenShard):
+    """Where the tokens of a file are; they are its records.
 
     Attributes:
-      stored: the file.
       dtype: of the stored tokens.
       offset: of the first token, in bytes.
-      num_tokens: number of tokens.
       index: Megatron's index; None for other formats.
     """
 
-    stored: StoredFile
     dtype: np.dtype[Any]
-    offset: int
-    num_tokens: int
+    offset: int = 0
     index: DocumentIndex | None = None
 
-    def entry(self) -> FileEntry:
-        """Returns what a manifest lists of the file."""
+    def details(self) -> dict[str, JsonValue]:
         details: dict[str, JsonValue] = {"dtype": self.dtype.str}
         if self.offset:
             details["offset"] = self.offset
         if self.index is not None:
-            index = self.index
-            details["index"] = [index.file.num_bytes, index.num_sequences, index.num_bounds]
-        return FileEntry(self.stored.path, self.stored.num_bytes, self.num_tokens, self.stored.digest, details)
+            details["index"] = [self.index.num_bytes, self.index.num_records, self.index.num_bounds]
+        return details
 
 
-_OTHER_FORMAT = re.compile(r"\.(jsonl?|csv|parquet|arrow|array_?record|tfrecords?|tar|mds)$", re.IGNORECASE)
+_OTHER_FORMAT = re.compile(
+    r"\.(jsonl?|csv|parquet|arrow|array_?record|tfrecords?|tar|mds)(\.(gz|bz2|xz|zstd?|br|snappy))?$", re.IGNORECASE
+)
 
 
 def cut_short(path: str, what: str, record_id: int | None = None) -> CorruptDataError:
@@ -132,16 +135,25 @@ def listed(entry: FileEntry, version: str, manifest: str, dtype: np.dtype[Any] |
       CorruptDataError: if the manifest lists something else than a file of tokens.
     """
     try:
-        stored = StoredFile(entry.path, entry.num_bytes, version, 0, digest=entry.digest, manifest=manifest)
         index = None
         if "index" in entry.details:
             num_bytes, num_sequences, num_bounds = entry.details["index"]
-            file = StoredFile(f"{entry.path[:-4]}.idx", num_bytes, "", 0, manifest=manifest)
-            index = DocumentIndex(file, num_sequences, num_bounds)
-        stored_dtype, offset = np.dtype(entry.details["dtype"]), int(entry.details.get("offset", 0))
+            index = DocumentIndex(f"{entry.path[:-4]}.idx", num_bytes, "", num_sequences, num_bounds, manifest=manifest)
+        file = TokenFile(
+            entry.path,
+            entry.num_bytes,
+            version,
+            entry.num_records,
+            np.dtype(entry.details["dtype"]),
+            int(entry.details.get("offset", 0)),
+            index,
+            compression=compression_of(entry.path),
+            digest=entry.digest,
+            manifest=manifest,
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(manifest, f"it lists {entry.path} with the details {dict(entry.details)}") from error
-    return _checked_dtype(TokenFile(stored, stored_dtype, offset, entry.num_records, index), dtype)
+    return _checked_dtype(file, dtype)
 
 
 def token_files(names: Sequence[str]) -> list[str]:
@@ -157,14 +169,16 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
       CorruptDataError: if the file is empty or shorter than its header says.
       OSError: if it cannot be read.
     """
-    stored = _stored(path, cache)
+    if cache is not None and compression_of(path):
+        return inspect_copy(path, cache, lambda copy: inspect(copy, dtype, None))
+    opened, version = _look(path, cache)
     index_path = f"{path[:-4]}.idx"
     if path.endswith(".bin") and _exists(index_path):
-        return _checked_dtype(_inspect_megatron(stored, _stored(index_path, cache), cache), dtype)
-    head = _read(stored, 0, min(stored.num_bytes, _HEAD_BYTES), cache)
-    if head.startswith(_NPY_MAGIC):
-        return _checked_dtype(_inspect_npy(stored, head), dtype)
-    if (found := _inspect_llm_c(stored, head)) is not None:
+        return _checked_dtype(_inspect_megatron(path, opened.num_bytes, version, *_look(index_path, cache)), dtype)
+    head = opened.read(0, min(opened.num_bytes, _HEAD_BYTES))
+    bare = TokenFile(path, opened.num_bytes, version, 0, dtype or np.dtype(np.uint8))
+    found = _inspect_npy(bare, head) if head.startswith(_NPY_MAGIC) else _inspect_llm_c(bare, head)
+    if found is not None:
         return _checked_dtype(found, dtype)
     if dtype is None:
         raise SourceError(
@@ -176,24 +190,24 @@ def inspect(path: str, dtype: np.dtype[Any] | None, cache: ShardCache | None) ->
             f"Tokens: {path} has no header of a token file, and would be read as bare {dtype}.{reader_hint(path)} If it "
             "does hold bare tokens, rename it to end with .bin."
         )
-    if not stored.num_bytes or stored.num_bytes % dtype.itemsize:
+    if not bare.num_bytes or bare.num_bytes % dtype.itemsize:
         raise CorruptDataError(
-            f"the token file {path} has {stored.num_bytes:,} bytes, which is not a positive multiple of the "
+            f"the token file {path} has {bare.num_bytes:,} bytes, which is not a positive multiple of the "
             f"{dtype.itemsize} bytes of {dtype}. It was cut short, or dtype= is wrong.",
             path=path,
         )
-    return TokenFile(stored, dtype, 0, stored.num_bytes // dtype.itemsize)
+    return dataclasses.replace(bare, num_records=bare.num_bytes // dtype.itemsize)
 
 
-def _stored(path: str, cache: ShardCache | None) -> StoredFile:
+def _look(path: str, cache: ShardCache | None) -> tuple[Descriptor | RemoteBytes, str]:
+    """Returns a file, from which its header can be read without fetching the rest, and its version."""
     if is_url(path):
-        remote, version = identify(path, cache, source="Tokens")
-        return StoredFile(path, remote.num_bytes, version, 0)
+        return identify(path, cache, source="Tokens")
     try:
-        status = os.stat(path)
+        opened = Descriptor(path)
     except FileNotFoundError as error:
         raise SourceError(f"Tokens: there is no file {path}. Check the path.") from error
-    return StoredFile(path, status.st_size, str(status.st_mtime_ns), 0)
+    return opened, str(opened.status.st_mtime_ns)
 
 
 def _exists(path: str) -> bool:
@@ -204,23 +218,8 @@ def _exists(path: str) -> bool:
         return file_system.exists(inner)
 
 
-def _read(stored: StoredFile, start: int, stop: int, cache: ShardCache | None, *, fetch: bool = False) -> bytes:
-    """Reads a range of bytes; of a remote file without fetching it whole, unless ``fetch`` and there is a cache."""
-    if is_url(stored.path) and (cache is None or not fetch):
-        remote = stored.remote if cache is None else RemoteBytes(stored.path, stored.num_bytes, "", "Tokens")
-        return remote.read(start, stop)
-    descriptor, parts = stored.open(cache), []
-    while start < stop:
-        part = os.pread(descriptor.number, min(stop - start, _SCANNED_BYTES), start)
-        if not part:
-            raise cut_short(stored.path, f"it ends at byte {start:,} instead of {stored.num_bytes:,}")
-        parts.append(part)
-        start += len(part)
-    return b"".join(parts)
-
-
 def _checked_dtype(file: TokenFile, dtype: np.dtype[Any] | None) -> TokenFile:
-    path = file.stored.path
+    path = file.path
     if file.dtype.kind not in "iu":
         raise SourceError(f"Tokens: {path} holds {file.dtype}. Expected integers.")
     if dtype is not None and dtype != file.dtype:
@@ -228,72 +227,72 @@ def _checked_dtype(file: TokenFile, dtype: np.dtype[Any] | None) -> TokenFile:
     return file
 
 
-def _inspect_npy(stored: StoredFile, head: bytes) -> TokenFile:
+def _inspect_npy(bare: TokenFile, head: bytes) -> TokenFile:
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(stream)
     except (ValueError, EOFError) as error:
-        raise CorruptDataError(
-            f"{stored.path}: not a numpy file: {error}. Write it again.", path=stored.path
-        ) from error
+        raise CorruptDataError(f"{bare.path}: not a numpy file: {error}. Write it again.", path=bare.path) from error
     if len(shape) != 1:
         raise SourceError(
-            f"Tokens: {stored.path} holds an array of shape {shape}. Expected one dimension. For rows of equal length "
-            f"pass meshfeed.sources.Memory(numpy.load({stored.path!r}, mmap_mode='r'))."
+            f"Tokens: {bare.path} holds an array of shape {shape}. Expected one dimension. For rows of equal length "
+            f"pass meshfeed.sources.Memory(numpy.load({bare.path!r}, mmap_mode='r'))."
         )
-    return _checked_size(TokenFile(stored, dtype, stream.tell(), int(shape[0])))
+    return _checked_size(dataclasses.replace(bare, num_records=int(shape[0]), dtype=dtype, offset=stream.tell()))
 
 
-def _inspect_llm_c(stored: StoredFile, head: bytes) -> TokenFile | None:
+def _inspect_llm_c(bare: TokenFile, head: bytes) -> TokenFile | None:
     if len(head) < LLM_C_BYTES:
         return None
     magic, version, num_tokens = np.frombuffer(head, "<i4", 3).tolist()
     dtype = LLM_C_DTYPES.get((magic, version))
     if dtype is not None:
-        return _checked_size(TokenFile(stored, np.dtype(dtype), LLM_C_BYTES, num_tokens))
+        found = dataclasses.replace(bare, num_records=num_tokens, dtype=np.dtype(dtype), offset=LLM_C_BYTES)
+        return _checked_size(found)
     for known_magic, known_version in LLM_C_DTYPES:
         if magic == known_magic:
             raise SourceError(
-                f"Tokens: {stored.path} has llm.c's header with version {version}. Expected version {known_version}. "
+                f"Tokens: {bare.path} has llm.c's header with version {version}. Expected version {known_version}. "
                 "Write the file again with that version, or without a header."
             )
     return None
 
 
 def _checked_size(file: TokenFile) -> TokenFile:
-    wanted = file.offset + file.num_tokens * file.dtype.itemsize
-    if file.stored.num_bytes < wanted:
-        raise cut_short(
-            file.stored.path, f"it has {file.stored.num_bytes:,} bytes, and {wanted:,} according to its header"
-        )
+    wanted = file.offset + file.num_records * file.dtype.itemsize
+    if file.num_bytes < wanted:
+        raise cut_short(file.path, f"it has {file.num_bytes:,} bytes, and {wanted:,} according to its header")
     return file
 
 
-def _inspect_megatron(tokens: StoredFile, index: StoredFile, cache: ShardCache | None) -> TokenFile:
-    head = _read(index, 0, min(index.num_bytes, _MEGATRON_BYTES), cache)
+def _inspect_megatron(
+    path: str, num_bytes: int, version: str, index: Descriptor | RemoteBytes, index_version: str
+) -> TokenFile:
+    index_path = f"{path[:-4]}.idx"
+    head = index.read(0, min(index.num_bytes, _MEGATRON_BYTES))
     if not head.startswith(_MEGATRON_MAGIC) or len(head) < _MEGATRON_BYTES or head[9:17] != (1).to_bytes(8, "little"):
         raise CorruptDataError(
-            f"{index.path} is not a Megatron index of version 1, and beside a .bin it is taken for one. Write it again, "
+            f"{index_path} is not a Megatron index of version 1, and beside a .bin it is taken for one. Write it again, "
             "or move it away.",
-            path=index.path,
+            path=index_path,
         )
     dtype = _MEGATRON_DTYPES.get(head[17])
     if dtype is None:
-        raise SourceError(f"Tokens: {tokens.path} holds the dtype with Megatron's code {head[17]}. Expected integers.")
+        raise SourceError(f"Tokens: {path} holds the dtype with Megatron's code {head[17]}. Expected integers.")
     num_sequences, num_bounds = np.frombuffer(head, "<u8", 2, offset=18).tolist()
     wanted = _MEGATRON_BYTES + 12 * num_sequences + 8 * num_bounds
     if index.num_bytes < wanted:
-        raise cut_short(index.path, f"it has {index.num_bytes:,} bytes, and {wanted:,} according to its header")
+        raise cut_short(index_path, f"it has {index.num_bytes:,} bytes, and {wanted:,} according to its header")
     num_tokens = 0
     if num_sequences:
         at = _MEGATRON_BYTES + 4 * num_sequences
-        last_length = int.from_bytes(_read(index, at - 4, at, cache), "little")
-        last_start = int.from_bytes(_read(index, at + 8 * num_sequences - 8, at + 8 * num_sequences, cache), "little")
+        last_length = int.from_bytes(index.read(at - 4, at), "little")
+        last_start = int.from_bytes(index.read(at + 8 * num_sequences - 8, at + 8 * num_sequences), "little")
         num_tokens = last_start // np.dtype(dtype).itemsize + last_length
-    found = TokenFile(tokens, np.dtype(dtype), 0, num_tokens, DocumentIndex(index, num_sequences, num_bounds))
-    return _checked_size(found)
+    documents = DocumentIndex(index_path, index.num_bytes, index_version, num_sequences, num_bounds)
+    return _checked_size(TokenFile(path, num_bytes, version, num_tokens, np.dtype(dtype), 0, documents))
 
 
 def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None) -> np.ndarray:
@@ -310,55 +309,56 @@ def document_lengths(file: TokenFile, eod: int | None, cache: ShardCache | None)
         return _indexed_lengths(file, file.index, cache)
     if eod is None:
         raise SourceError(
-            f"Tokens: {file.stored.path} has no index of its documents. Pass eod=, the token that ends a document."
+            f"Tokens: {file.path} has no index of its documents. Pass eod=, the token that ends a document."
         )
     bounds = np.iinfo(file.dtype)
     if not bounds.min <= eod <= bounds.max:
         raise SettingsError(
-            f"eod={eod}; {file.stored.path} holds {file.dtype.name}, {bounds.min} to {bounds.max}, so it never occurs there. "
+            f"eod={eod}; {file.path} holds {file.dtype.name}, {bounds.min} to {bounds.max}, so it never occurs there. "
             "Pass the token that ends a document.",
             setting="eod",
         )
     ends = []
     step = _SCANNED_BYTES // file.dtype.itemsize
-    for first in range(0, file.num_tokens, step):
-        size = min(step, file.num_tokens - first) * file.dtype.itemsize
+    for first in range(0, file.num_records, step):
+        size = min(step, file.num_records - first) * file.dtype.itemsize
         start = file.offset + first * file.dtype.itemsize
-        part = np.frombuffer(_read(file.stored, start, start + size, cache, fetch=True), file.dtype)
+        part = np.frombuffer(file.read(start, start + size, cache), file.dtype)
         ends.append(np.flatnonzero(part == eod) + (first + 1))
     bounds = np.concatenate([[0], *ends])
-    if bounds[-1] < file.num_tokens:
-        bounds = np.append(bounds, file.num_tokens)
+    if bounds[-1] < file.num_records:
+        bounds = np.append(bounds, file.num_records)
     return np.diff(bounds)
 
 
 def _ends_with(file: TokenFile, token: int | None, cache: ShardCache | None) -> bool:
     """Whether the last token of a file is ``token``."""
-    if not file.num_tokens:
+    if not file.num_records:
         return False
-    stop = file.offset + file.num_tokens * file.dtype.itemsize
-    last = _read(file.stored, stop - file.dtype.itemsize, stop, cache, fetch=True)
+    stop = file.offset + file.num_records * file.dtype.itemsize
+    last = file.read(stop - file.dtype.itemsize, stop, cache)
     return np.frombuffer(last, file.dtype)[0] == token
 
 
 def _indexed_lengths(file: TokenFile, index: DocumentIndex, cache: ShardCache | None) -> np.ndarray:
-    content = memoryview(_read(index.file, 0, index.file.num_bytes, cache, fetch=True))
-    lengths = np.frombuffer(content, "<i4", index.num_sequences, _MEGATRON_BYTES)
-    starts = np.frombuffer(content, "<i8", index.num_sequences, _MEGATRON_BYTES + lengths.nbytes)
+    content = index.read(0, index.num_bytes, cache)
+    shared_pool.drop([index])
+    lengths = np.frombuffer(content, "<i4", index.num_records, _MEGATRON_BYTES)
+    starts = np.frombuffer(content, "<i8", index.num_records, _MEGATRON_BYTES + lengths.nbytes)
     bounds = np.frombuffer(content, "<i8", index.num_bounds, _MEGATRON_BYTES + lengths.nbytes + starts.nbytes)
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     one_after_another = (
         (lengths >= 0).all()
         and np.array_equal(starts, ends[:-1] * file.dtype.itemsize)
         and bounds.size > 0
-        and (bounds[0], bounds[-1]) == (0, index.num_sequences)
+        and (bounds[0], bounds[-1]) == (0, index.num_records)
         and (np.diff(bounds) >= 0).all()
     )
     if not one_after_another:
         raise CorruptDataError(
-            f"{index.file.path}: its documents are not stored one after the other, as Megatron's builder writes them. "
+            f"{index.path}: its documents are not stored one after the other, as Megatron's builder writes them. "
             "Write the index again.",
-            path=index.file.path,
+            path=index.path,
         )
     return np.diff(ends[bounds])
 
@@ -399,11 +399,9 @@ class TokenFiles:
 
     def __init__(self, files: Sequence[TokenFile], manifests: Sequence[str], cache: ShardCache | None) -> None:
         self.files, self._manifests, self._cache = files, manifests, cache
-        self.is_direct = cache is None and any(is_url(file.stored.path) for file in files)
-        self._any_cached = any(file.stored.is_cached for file in files)
         self._headers = np.array([file.offset for file in files], np.int64)
-        self._kinds = [(file.dtype.str, is_url(file.stored.path)) for file in files]
-        alike = len(set(self._kinds)) == 1 and not self._kinds[0][1]  # opening a remote file fetches it
+        self._kinds = [(file.dtype.str, file.is_cached) for file in files]
+        alike = len(set(self._kinds)) == 1 and not self._kinds[0][1]  # opening a remote or compressed file fetches it
         self._all = list(range(len(files))) if len(files) <= _FEW and alike else None
 
     def read(
@@ -466,10 +464,10 @@ class TokenFiles:
         self, numbers: Sequence[int], of_file: np.ndarray, offsets: np.ndarray, stops: np.ndarray
     ) -> Sequence[Descriptor | SparseFile]:
         """Opens files; of remote ones without a cache, only the ranges are there."""
-        stored = [self.files[number].stored for number in numbers]
+        files = [self.files[number] for number in numbers]
         if self._cache is None and self._kinds[numbers[0]][1]:
-            return sparse_files([file.remote for file in stored], of_file, offsets, stops)
-        return [file.open(self._cache) for file in stored]
+            return sparse_files([file.remote for file in files], of_file, offsets, stops)
+        return [file.open(self._cache) for file in files]
 
     def document_lengths(self, eod: int | None) -> list[np.ndarray]:
         """Returns the lengths of the documents of each file.
@@ -480,8 +478,8 @@ class TokenFiles:
         listed = lengths_by_file(self._manifests, LENGTHS_KEY, eod)
 
         def find(file: TokenFile) -> np.ndarray:
-            found = listed.get(file.stored.path)
-            if found is None or int(found.sum(dtype=np.int64)) != file.num_tokens:
+            found = listed.get(file.path)
+            if found is None or int(found.sum(dtype=np.int64)) != file.num_records:
                 return document_lengths(file, eod, self._cache)
             return found.astype(np.int64)
 
@@ -489,35 +487,16 @@ class TokenFiles:
         searched = [
             (file, len(found))
             for file, found in zip(self.files, lengths, strict=True)
-            if file.index is None and file.stored.path not in listed
+            if file.index is None and file.path not in listed
         ]
         # A file of one document may or may not end with the token.
         if searched and not any(number > 1 or _ends_with(file, eod, self._cache) for file, number in searched):
             others = f" or the {len(searched) - 1:,} other file(s)" if len(searched) > 1 else ""
             raise SettingsError(
-                f"eod={eod} does not occur in {searched[0][0].stored.path}{others}. Pass the token that ends a document.",
+                f"eod={eod} does not occur in {searched[0][0].path}{others}. Pass the token that ends a document.",
                 setting="eod",
             )
         return lengths
-
-    def cached(self, file_index: np.ndarray) -> list[RemoteFile] | None:
-        """Returns the files of reads, int64[n], that come through the cache; None if no file does."""
-        if self._cache is None or not self._cache.ahead_bytes or not self._any_cached:
-            return None
-        stored = [self.files[number].stored for number in np.unique(file_index).tolist()]
-        return [RemoteFile(self._cache, file.path, None, file.num_bytes) for file in stored if file.is_cached]
-
-    def names(self) -> list[str]:
-        """Returns the paths and URLs of the files."""
-        return [file.stored.path for file in self.files]
-
-    def fingerprint(self) -> JsonValue:
-        """Returns the identity of the files."""
-        return file_paths.identify_files(self.names(), [file.stored.num_bytes for file in self.files])
-
-    def close(self) -> None:
-        """Closes the files once no read uses them."""
-        shared_pool.drop([file.stored for file in self.files])
 
 
 def _read_range(file: TokenFile, record_id: int, fd: int, offset: int, out: np.ndarray) -> None:
@@ -527,12 +506,12 @@ def _read_range(file: TokenFile, record_id: int, fd: int, offset: int, out: np.n
         number = os.preadv(fd, [view[done:]], offset + done)
         if not number:
             where = f"it ends at byte {offset + done:,} or before, within record {record_id}"
-            raise cut_short(file.stored.path, where, record_id)
+            raise cut_short(file.path, where, record_id)
         done += number
     wrong = np.flatnonzero((tokens > _INT32.max) | (tokens < _INT32.min))
     if wrong.size:
         raise SourceError(
-            f"{file.stored.path} holds the token {tokens[wrong[0]]} in record {record_id}. Expected tokens that fit into "
+            f"{file.path} holds the token {tokens[wrong[0]]} in record {record_id}. Expected tokens that fit into "
             f"int32. Check that the file holds {file.dtype}.",
             record_id=record_id,
         )

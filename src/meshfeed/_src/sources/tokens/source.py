@@ -12,14 +12,14 @@ import xxhash
 from numpy.typing import DTypeLike
 
 from meshfeed._src.base.errors import SettingsError, SourceError, hides_own_frames
-from meshfeed._src.base.types import ColumnSlices, JsonValue, RecordIds, public
+from meshfeed._src.base.types import ColumnSlices, JsonValue, public
 from meshfeed._src.reading.identity import digest_tree, probe_digest
 from meshfeed._src.sources.checks import check_ids, is_count
 from meshfeed._src.sources.files import paths as file_paths
-from meshfeed._src.sources.files.direct import READ_THREADS
 from meshfeed._src.sources.files.lookup import FileFormat, find_files
-from meshfeed._src.sources.files.shard_cache import RemoteFile
-from meshfeed._src.sources.tokens.files import TokenFiles, inspect, listed, token_files
+from meshfeed._src.sources.files.shard_reader import ShardSource
+from meshfeed._src.sources.files.shards import Shards
+from meshfeed._src.sources.tokens.files import TokenFile, TokenFiles, inspect, listed, token_files
 
 if TYPE_CHECKING:
     from meshfeed._src.sources.files.shard_cache import ShardCache
@@ -30,7 +30,7 @@ def _find(paths: file_paths.Paths, dtype: DTypeLike | None, cache: ShardCache | 
     form = FileFormat(
         "Tokens",
         lambda name: inspect(name, wanted, cache),
-        lambda file: (file.entry(), file.stored.version),
+        TokenFile.describe,
         lambda entry, version, manifest: listed(entry, version, manifest, wanted),
         token_files,
     )
@@ -52,39 +52,8 @@ class _Pieces(NamedTuple):
     ends: np.ndarray
 
 
-class _TokenSource:
-    """What windows and documents share."""
-
-    _files: TokenFiles
-
-    def _file_index(self, record_ids: RecordIds) -> RecordIds:
-        """Returns the index of the file of each record, int64[n]."""
-        raise NotImplementedError
-
-    @property
-    def read_threads(self) -> int | None:
-        """Threads that read by default, if remote files are read without a cache."""
-        return READ_THREADS if self._files.is_direct else None
-
-    def cached_files(self, record_ids: RecordIds) -> list[RemoteFile] | None:
-        """Returns the files that hold records, int64[n], and are read through the cache; None without one."""
-        return self._files.cached(self._file_index(record_ids))
-
-    def file_of(self, record_id: int) -> str:
-        """Returns the path or URL of the file that holds a record."""
-        return self._files.names()[int(self._file_index(np.array([record_id]))[0])]
-
-    def file_names(self) -> list[str]:
-        """Returns the paths and URLs of the files, in order."""
-        return self._files.names()
-
-    def close(self) -> None:
-        """Closes the files; a later read opens them again."""
-        self._files.close()
-
-
 @public("meshfeed.sources")
-class Tokens(_TokenSource):
+class Tokens(ShardSource[TokenFile]):
     """Random-access source over windows of flat token files.
 
     Record i of a file is ``{key: int32[sequence_length + next_token]}``, the tokens from ``i * stride`` on. Windows never
@@ -143,12 +112,15 @@ class Tokens(_TokenSource):
         self._files = _find(paths, dtype, cache)
         self._pieces = self._find_pieces()
         if not self._pieces.ends.size:
-            longest = max(file.num_tokens for file in self._files.files)
+            longest = max(file.num_records for file in self._files.files)
             raise SourceError(
                 f"Tokens: no window of {self._width:,} tokens fits into the {len(self._files.files):,} file(s), of which "
                 f"the longest has {longest:,} tokens{'' if eod is None else ' in all its documents'}. Use a smaller "
                 "sequence_length."
             )
+        files = self._files.files
+        windows = np.bincount(self._pieces.file_index, np.diff(self._pieces.ends, prepend=0), len(files))
+        super().__init__(Shards(files, "Tokens", lengths=windows.astype(np.int64)), cache)
 
     @staticmethod
     def documents(
@@ -179,7 +151,7 @@ class Tokens(_TokenSource):
 
     def _find_pieces(self) -> _Pieces:
         if self._eod is None:
-            lengths = [np.array([file.num_tokens], np.int64) for file in self._files.files]
+            lengths = [np.array([file.num_records], np.int64) for file in self._files.files]
         else:
             lengths = self._files.document_lengths(self._eod)
         counts = [np.maximum(0, (length - self._width) // self._stride + 1) for length in lengths]
@@ -192,11 +164,7 @@ class Tokens(_TokenSource):
         return _Pieces(file_index, first - (ends - windows) * self._stride, ends)
 
     def __repr__(self) -> str:
-        number = len(self._files.files)
-        return f"Tokens({number:,} file{'s' * (number != 1)}, {len(self):,} windows of {self._width:,} tokens)"
-
-    def __len__(self) -> int:
-        return int(self._pieces.ends[-1])
+        return f"Tokens({str(self._shards).replace('records', 'windows')} of {self._width:,} tokens)"
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, np.ndarray]:
         """Window ``record_id``: ``{key: int32[sequence_length + next_token]}``."""
@@ -238,25 +206,17 @@ class Tokens(_TokenSource):
         tokens = self._files.read(self._pieces.file_index[piece], starts, np.full(len(ids), width), ids)
         return {self._key: tokens.reshape(len(ids), width)}
 
-    def shard_lengths(self) -> RecordIds:
-        """Returns the number of windows of each file, int64[files]."""
-        windows = np.diff(self._pieces.ends, prepend=0)
-        return np.bincount(self._pieces.file_index, windows, len(self._files.files)).astype(np.int64)
-
-    def _file_index(self, record_ids: RecordIds) -> RecordIds:
-        return self._pieces.file_index[np.searchsorted(self._pieces.ends, record_ids, side="right")]
-
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, windows, and a digest of 4 windows spread over the source."""
         return {
             "kind": "tokens",
-            "files": self._files.fingerprint(),
+            "files": self._shards.identity(),
             "window": [self._width, self._stride],
             "content": probe_digest(len(self), lambda ids: digest_tree(self.read_batch(ids))),
         }
 
 
-class TokenDocuments(_TokenSource):
+class TokenDocuments(ShardSource[TokenFile]):
     """Documents of flat token files; made by :meth:`Tokens.documents`."""
 
     fresh_arrays = True
@@ -267,20 +227,17 @@ class TokenDocuments(_TokenSource):
     ) -> None:
         self._key, self._files = _checked_key(key), _find(paths, dtype, cache)
         lengths = self._files.document_lengths(_checked_eod(eod))
-        self._ends = np.cumsum([len(part) for part in lengths])  # documents up to and including each file
         joined = np.concatenate(lengths)
         if not joined.size:
             raise SourceError(f"Tokens: the {len(lengths):,} file(s) hold no document. Check what wrote them.")
         # A document of 2**32 tokens or more is rare, and 4 bytes instead of 8 matter at 10**9 documents.
         self._lengths = joined.astype(np.uint32) if int(joined.max()) < 1 << 32 else joined
         self._checkpoints = [_checkpoints(part) for part in lengths]
+        numbers = np.array([len(part) for part in lengths], np.int64)
+        super().__init__(Shards(self._files.files, "Tokens", lengths=numbers), cache)
 
     def __repr__(self) -> str:
-        number = len(self._files.files)
-        return f"Tokens.documents({number:,} file{'s' * (number != 1)}, {len(self):,} documents)"
-
-    def __len__(self) -> int:
-        return len(self._lengths)
+        return f"Tokens.documents({str(self._shards).replace('records', 'documents')})"
 
     def lengths(self) -> np.ndarray:
         """Returns the number of tokens of each document, uint32[documents]; int64 if one has 2**32 or more."""
@@ -288,7 +245,7 @@ class TokenDocuments(_TokenSource):
 
     def documents_per_file(self) -> list[int]:
         """Returns the number of documents of each file."""
-        return np.diff(self._ends, prepend=0).tolist()
+        return self._shards.lengths.tolist()
 
     def __getitem__(self, record_id: SupportsIndex) -> dict[str, np.ndarray]:
         """Document ``record_id``: ``{key: int32[tokens]}``."""
@@ -317,29 +274,21 @@ class TokenDocuments(_TokenSource):
         Raises:
           SourceError, CorruptDataError, OSError: as for :class:`Tokens`.
         """
-        file_index = np.searchsorted(self._ends, record_ids, side="right")
-        within = record_ids - np.where(file_index > 0, self._ends[file_index - 1], 0)
+        firsts, ends = self._shards.starts, self._shards.ends
+        file_index = np.searchsorted(ends, record_ids, side="right")
+        within = record_ids - firsts[file_index]
         begins = np.empty(len(record_ids), np.int64)
         for number in np.unique(file_index).tolist():
             rows = np.flatnonzero(file_index == number)
-            first = int(self._ends[number - 1]) if number else 0
-            begins[rows] = _starts(
-                self._lengths[first : int(self._ends[number])], self._checkpoints[number], within[rows]
-            )
+            of_file = self._lengths[int(firsts[number]) : int(ends[number])]
+            begins[rows] = _starts(of_file, self._checkpoints[number], within[rows])
         return {self._key: self._files.read(file_index, begins + starts, lengths, record_ids)}
-
-    def shard_lengths(self) -> RecordIds:
-        """Returns the number of documents of each file, int64[files]."""
-        return np.diff(self._ends, prepend=0)
-
-    def _file_index(self, record_ids: RecordIds) -> RecordIds:
-        return np.searchsorted(self._ends, record_ids, side="right")
 
     def fingerprint(self) -> JsonValue:
         """Returns the identity: files, documents, and a digest of all lengths."""
         return {
             "kind": "token_documents",
-            "files": self._files.fingerprint(),
+            "files": self._shards.identity(),
             "records": len(self),
             "lengths": xxhash.xxh3_64(np.ascontiguousarray(self._lengths).data).hexdigest(),
         }
