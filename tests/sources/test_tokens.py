@@ -428,7 +428,7 @@ def test_compressed_files_are_read_from_a_copy_in_the_cache(tmp_path: pathlib.Pa
     (tmp_path / "x.bin.gz").write_bytes(gzip.compress(tokens.tobytes()))
     cache = meshfeed.ShardCache(tmp_path / "cache")
     for name, dtype in (("x.npy.gz", None), ("x.bin.gz", tokens.dtype)):
-        with pytest.raises(meshfeed.SettingsError, match="compressed file .* and no cache"):
+        with pytest.raises(meshfeed.SettingsError, match=r"compressed file .* and no cache"):
             Tokens(tmp_path / name, 16, dtype=dtype)
         source = Tokens(tmp_path / name, 16, dtype=dtype, cache=cache)
         check(source, windows(tokens, 16, 16))

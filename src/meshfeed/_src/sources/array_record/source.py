@@ -39,8 +39,8 @@ class ArrayRecord(RecordFiles):
         records of one size, ``numpy.frombuffer(b"".join(records), dtype).reshape(len(records), -1)`` is far faster
         than decoding one by one. Arrays returned by either function are copied before its next call, so it may reuse
         them; views of ``bytes``, as in this example, are not copied.
-      cache: cache on a local disk. Without it, remote records are read as byte ranges, from files of one record per
-        chunk.
+      cache: cache on a local disk; required for compressed files (``.gz``). Without it, remote records are read as byte
+        ranges, from files of one record per chunk.
 
     Raises:
       SettingsError: if both decoders are given, or without a cache a URL of a file of several records per chunk.

@@ -76,7 +76,8 @@ class Tokens(ShardSource[TokenFile]):
         documents.
       next_token: whether windows are one token longer, for inputs ``[:-1]`` and targets ``[1:]``.
       key: name of the leaf.
-      cache: cache on a local disk. Without it, remote files are read as byte ranges.
+      cache: cache on a local disk; required for compressed files (``.bin.gz``). Without it, remote files are read as byte
+        ranges.
 
     Raises:
       SettingsError: if a setting is out of range; names the keyword.
