@@ -16,7 +16,7 @@ tf = pytest.importorskip("tensorflow")
 from lane_checks import check_lanes, read_ids, restored, saved  # noqa: E402  # after the check that it is installed
 
 import meshfeed  # noqa: E402
-from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError  # noqa: E402
+from meshfeed._src.base.errors import CorruptDataError, SettingsError, SourceError, StateMismatchError  # noqa: E402
 from meshfeed.sources import TFData  # noqa: E402
 
 N = 24
@@ -212,6 +212,17 @@ def test_a_shuffle_shared_by_lanes_is_refused(shared):
     else:
         check_lanes(TFData(lambda i, n: fixed.shard(n, i)), 2, range(N), step=9)
         check_lanes(TFData(lambda i, n: base.shuffle(N, seed=1).shard(n, i)), 2, range(N), step=9)
+
+
+def test_what_cannot_open_lanes_or_identify_data_is_refused_at_once():
+    with pytest.raises(
+        SourceError, match=r"TFData got .*\(lane_index\), which cannot be called as open\(lane_index, num"
+    ):
+        TFData(lambda lane_index: None)
+    with pytest.raises(SettingsError, match="fingerprint of TFData is a set that is not JSON") as error:
+        TFData(numbers, fingerprint={1})
+    assert error.value.setting == "fingerprint"
+    assert TFData(numbers, fingerprint=["a"]).fingerprint() == {"kind": "tf.data", "given": ["a"]}
 
 
 def test_a_running_lane_is_set_back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshfeed._src.base import hooks
@@ -49,24 +49,8 @@ class Stream:
                 "itertools.islice(make_records(), lane_index, None, num_lanes)); for batches: HostBatches(iterable)."
                 f"{reader_hint(open)}"
             )
-        try:
-            inspect.signature(open).bind(0, 1, **({"epoch": 0} if _takes_keyword(open, "epoch") else {}))
-        except ValueError:  # some C callables have no signature
-            pass
-        except TypeError as error:
-            raise SourceError(
-                f"Stream got {getattr(open, '__qualname__', open)}{inspect.signature(open)}, which cannot be called as "
-                f"open(lane_index, num_lanes): {error}. Give it these two parameters, and epoch= if it wants the epoch."
-            ) from None
-        try:
-            json.dumps(fingerprint)
-        except (TypeError, ValueError) as error:
-            raise SettingsError(
-                f"fingerprint of Stream is a {type(fingerprint).__name__} that is not JSON ({error}). Expected None, "
-                "numbers, strings, and lists and string-keyed dicts of them.",
-                setting="fingerprint",
-            ) from None
         self._open, self._fingerprint, self._takes_epoch = open, fingerprint, _takes_keyword(open, "epoch")
+        check_lane_function(open, ["epoch"] if self._takes_epoch else [], fingerprint, "Stream")
         self._given: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -137,6 +121,35 @@ class StreamLane:
     def close(self) -> None:
         """Closes the iterator, if it has a ``close``."""
         hooks.close(self._iterator)
+
+
+def check_lane_function(
+    open_lane: Callable[..., object], passed: Sequence[str], fingerprint: object, whose: str
+) -> None:
+    """Checks a function that opens lanes, to which the keywords ``passed`` are passed, and the user's ``fingerprint``.
+
+    Raises:
+      SourceError: the function cannot be called as ``open(lane_index, num_lanes)``.
+      SettingsError: ``fingerprint`` is not JSON.
+    """
+    try:
+        inspect.signature(open_lane).bind(0, 1, **dict.fromkeys(passed, 0))
+    except ValueError:  # some C callables have no signature
+        pass
+    except TypeError as error:
+        raise SourceError(
+            f"{whose} got {getattr(open_lane, '__qualname__', open_lane)}{inspect.signature(open_lane)}, which cannot be "
+            f"called as open(lane_index, num_lanes): {error}. Give it these two parameters, and epoch= if it wants the "
+            "epoch."
+        ) from None
+    try:
+        json.dumps(fingerprint)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"fingerprint of {whose} is a {type(fingerprint).__name__} that is not JSON ({error}). Expected None, numbers, "
+            "strings, and lists and string-keyed dicts of them.",
+            setting="fingerprint",
+        ) from None
 
 
 def drop(lane: LaneIterator, count: int, what: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from meshfeed._src.base.errors import CorruptDataError, SourceError, StateMismatchError, hides_own_frames
 from meshfeed._src.base.hooks import accepts_keyword
 from meshfeed._src.base.types import JsonValue, Record, public
+from meshfeed._src.sources.stream import check_lane_function
 from meshfeed._src.sources.tf_internals import (
     Dataset,
     find_randomness,
@@ -215,7 +216,8 @@ class TFData:
       fingerprint: JSON value that identifies the data, such as the file names. A state can resume only if it is equal.
 
     Raises:
-      SourceError: ``open`` is not callable.
+      SourceError: ``open`` is not callable, or not as ``open(lane_index, num_lanes)``.
+      SettingsError: ``fingerprint`` is not JSON.
     """
 
     @hides_own_frames
@@ -226,6 +228,8 @@ class TFData:
                 "tf.data.Dataset of records, such as lambda lane_index, num_lanes: dataset.shard(num_lanes, "
                 "lane_index)."
             )
+        self._passed = [name for name in ("epoch", "seed") if accepts_keyword(open, name)]
+        check_lane_function(open, self._passed, fingerprint, "TFData")
         self._open, self._fingerprint, self._checked = open, fingerprint, False
 
     def __repr__(self) -> str:
@@ -238,7 +242,7 @@ class TFData:
           SourceError: the function did not return a tf.data.Dataset, or the dataset has randomness without a seed, or a
             ``shuffle`` that an earlier call had already returned.
         """
-        more = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if accepts_keyword(self._open, name)}
+        more = {name: value for name, value in (("epoch", epoch), ("seed", seed)) if name in self._passed}
 
         def make() -> Dataset:
             return _checked_dataset(self._open(lane_index, num_lanes, **more), lane_index)

@@ -108,11 +108,11 @@ def value_to_numpy(
         ) from None
     if array is not None and _is_numeric(array.dtype):
         return array[()]  # a numpy scalar if it has no dimensions
-    what = f"{type(value).__name__}{'' if array is None else f' of dtype {array.dtype}'} in {_record(where)}"
     without = _leave_out(name, all_columns)
     if value is None:
         raise _null(name, where, f"filter such records out{without}")
-    raise _unusable(name, what, "Turn it into token ids" if array is None else "Convert it", without, **where)
+    dtype_of, remedy = ("", "Turn it into token ids") if array is None else (f" of dtype {array.dtype}", "Convert it")
+    raise _unusable(name, f"{type(value).__name__}{dtype_of} in {_record(where)}", remedy, without, **where)
 
 
 def _samples(audio: Any) -> dict[str, PyTree]:

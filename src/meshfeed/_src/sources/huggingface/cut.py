@@ -371,11 +371,7 @@ class TablePieces(_Pieces):
     """
 
     def __init__(
-        self,
-        files: Files,
-        pieces: Sequence[Piece],
-        features: Features | None = None,
-        columns: Sequence[str] | None = None,
+        self, files: Files, pieces: Sequence[Piece], features: Features | None, columns: Sequence[str] | None
     ) -> None:
         super().__init__(files, pieces)
         self._features, self._columns = features, columns
