@@ -93,6 +93,20 @@ class Batches(WithState):
         return {"x": np.arange(self.at - count, self.at, dtype=np.int64) + self.base + 1}
 
 
+class Fetches:
+    """Stands in for FetchAhead: a list gets each that is made."""
+
+    def __init__(self, made: list[Fetches], plan: Any) -> None:
+        self.plan, self.reached_batches, self.closed = plan, [], 0
+        made.append(self)
+
+    def reached(self, batch: int) -> None:
+        self.reached_batches.append(batch)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 def zeros_like(tree: Any, num_rows: int) -> Any:
     return jax.tree.map(lambda leaf: np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype), tree)
 

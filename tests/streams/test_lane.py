@@ -337,6 +337,12 @@ def test_an_iterator_that_cannot_resume_is_closed() -> None:
     assert (short.opened, short.closed) == (1, 1)
 
 
+def test_records_that_are_decoded_are_taken_one_by_one() -> None:
+    source = Batched(np.int64, decode=lambda record: record * 10)
+    assert open_lane(source).take(3).tree.tolist() == [0, 10, 20]
+    assert source.requested == []
+
+
 def test_stop_iteration_where_no_data_ends_is_an_error() -> None:
     class Source:
         def open(self, lane_index: int, num_lanes: int) -> Any:

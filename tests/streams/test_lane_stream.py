@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_parts import Numbers, Plain, rows_of_host, run, settings_of
+from stream_parts import Fetches, Numbers, Plain, rows_of_host, run, settings_of
 
 import meshfeed
 from meshfeed._src.base.errors import SettingsError, SourceError, StateMismatchError
 from meshfeed._src.base.settings import BatchSchedule, SkipBad
 from meshfeed._src.plan.plan import HostRows
 from meshfeed._src.state.state import parse_state, seal
+from meshfeed._src.streams import lane_stream
 from meshfeed._src.streams.lane import LaneEntry
 from meshfeed._src.streams.lane_stream import LaneGroup, LaneStream, default_num_lanes
 
@@ -454,6 +458,59 @@ def test_workers_change_nothing() -> None:
         assert batches[0].times["read_seconds"] > 0
     finally:
         reader.close()
+
+
+def test_each_of_two_threads_reads_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([5.0, 7.5])
+    monkeypatch.setattr(lane_stream.time, "perf_counter", lambda: next(now))
+    names = set()
+    both = threading.Barrier(2, timeout=60)
+
+    class Watched(Plain):
+        def __next__(self) -> dict[str, Any]:
+            names.add(threading.current_thread().name)
+            both.wait()
+            return super().__next__()
+
+    class Source:
+        def open(self, lane_index: int, num_lanes: int) -> Any:
+            return Watched(1000 * lane_index, 9)
+
+    shared = stream_of([1, 1]).lane_settings(2)
+    group = LaneGroup(Source(), shared, {0: LaneEntry(), 1: LaneEntry()}, 2)
+    assert group.read(3).seconds == 2.5
+    assert names == {"meshfeed-lanes-0", "meshfeed-lanes-1"}
+    group.close()
+
+
+def test_the_files_of_coming_reads_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planned(Plain):
+        def coming_files(self, num_records: int) -> Any:
+            names = [f"{self.base}-{at // 3}" for at in range(self.at, self.length, num_records)]
+            return iter([[name] for name in names]) if self.base < 2000 else None
+
+    class Source(Numbers):
+        def open(self, lane_index: int, num_lanes: int, **_: Any) -> Any:
+            return Planned(1000 * lane_index, self.lengths[lane_index])
+
+    made: list[Fetches] = []
+    monkeypatch.setattr(lane_stream, "FetchAhead", functools.partial(Fetches, made))
+    shared = stream_of([1]).lane_settings(3)
+    group = LaneGroup(Source([9, 5, 9]), shared, {lane: LaneEntry() for lane in range(3)})
+    group.read(2)
+    assert not made, "a replay may read only once"
+    for _ in range(3):
+        group.read(2)
+    assert list(made[0].plan) == [["0-0", "1000-0"], ["0-1", "1000-1"], ["0-2"], ["0-2"]]
+    assert made[0].reached_batches == [0, 1, 2]
+    group.close()
+    assert made[0].closed == 1
+    dropped = LaneGroup(Source([9, 5, 9]), shared, {0: LaneEntry()})
+    for _ in range(2):
+        dropped.read(2)
+    del dropped
+    gc.collect()
+    assert made[1].closed == 1
 
 
 def test_lanes_are_closed_when_one_cannot_be_opened() -> None:

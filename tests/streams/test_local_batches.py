@@ -514,6 +514,19 @@ def test_padding_has_the_shape_and_size_of_the_batches_before_it() -> None:
     assert (reader.next().step, reader.final()) == (3, 2)
 
 
+def test_a_host_restored_at_its_end_keeps_its_entry_while_others_go_on() -> None:
+    stream = stream_of(numbers([1, 2]), num_hosts=2, end="pad", num_epochs=2)
+    reader = open_reader(stream, (0, 1), 0, hosts_agree=True)
+    batches = [reader.next() for _ in range(3)]
+    cursor = stream.start()
+    for batch in batches:
+        cursor = reader.advance(cursor, batch, {}, 0)
+    again = stream_of(numbers([1, 2]), num_hosts=2, end="pad", num_epochs=2)
+    restored = again.restore(parse_state(stream.state(cursor).to_json()))
+    padding = again.open_reader(restored, rows_of_host((0, 1), 0), hosts_agree=True).next()
+    assert padding.entries == batches[2].entries == {"0": {"epoch": 1, "step": 2, "iterator": {"batches": 1}}}
+
+
 def test_padded_rows_are_announced_in_runs() -> None:
     reader = open_reader(stream_of(numbers([1, 2]), 2, end="pad", global_batch_size=8), (0, 1, 0, 1), hosts_agree=True)
     assert [reader.next().ended, reader.next().ended] == [{1 << 32 | 4: 2}, {2 << 32: 2, 2 << 32 | 4: 2}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -13,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
-from stream_parts import rows_of_host, run, settings_of
+from stream_parts import Fetches, rows_of_host, run, settings_of
 
 import meshfeed
 from meshfeed._src.base.settings import BatchSchedule
 from meshfeed._src.order.epochs import EpochOrder
 from meshfeed._src.state.state import parse_state
 from meshfeed._src.streams import random_access_reader
+from meshfeed._src.streams.balance import RowBalance
 from meshfeed._src.streams.protocol import HostBatch
 from meshfeed._src.streams.random_access import RandomAccessStream
 
@@ -495,6 +498,112 @@ def test_what_a_reader_does_is_described(monkeypatch: pytest.MonkeyPatch) -> Non
     assert readers[0].describe() == "waiting for room for 1.5 s"
     readers[0]._doing = ((2, np.empty(0, np.int64)), now[0])
     assert readers[0].describe() == "padding step 2 for 0.0 s"
+
+
+def test_a_reader_of_a_source_without_files_names_none() -> None:
+    reader = open_reader(RandomAccessStream(Records(lambda i: {"x": np.int64(i)}), settings_of()))
+    reader._doing = ((3, np.arange(24, 32)), random_access_reader.time.monotonic())
+    assert reader.describe() == "reading step 3 (record 24 and 7 more) for 0.0 s"
+
+
+class Lengths(Numbers):
+    """Record i has the length i + 1."""
+
+    def lengths(self) -> np.ndarray:
+        return np.arange(self.count) + 1
+
+
+@pytest.mark.parametrize("owners", [(0,), (0, 1), (1, 0, 1, 0)])
+def test_balanced_batches_are_the_same_on_any_hosts(owners: tuple[int, ...]) -> None:
+    made = settings_of(balance="tokens", end="pad", shuffle=True)
+    stream, plain = RandomAccessStream(Lengths(20), made), stream_of(end="pad", shuffle=True)
+    result = run(stream, owners)
+    batches = [batch["x"].tolist() for batch in result.batches]
+    cursor = stream.start()
+    assert batches[2][4:] == [0] * 4
+    for step, batch in enumerate(batches):
+        rows = [value for value in batch if value]
+        ids, unbalanced = stream.record_ids(cursor, step), plain.record_ids(plain.start(), step)
+        assert (
+            rows == (ids + 1).tolist() == (unbalanced[RowBalance(Lengths(20), "tokens").rows(unbalanced)] + 1).tolist()
+        )
+    assert [value for batch in batches for value in batch] != [
+        value for batch in run(plain, owners).batches for value in batch["x"].tolist()
+    ]
+
+
+class Cached(Lengths):
+    """Files of 10 records, which are read through a cache; the file is its own description."""
+
+    def cached_files(self, record_ids: np.ndarray) -> Any:
+        return list(dict.fromkeys(map(self.file_of, record_ids.tolist())))
+
+
+def test_the_files_of_coming_steps_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Fetches] = []
+    monkeypatch.setattr(random_access_reader, "FetchAhead", functools.partial(Fetches, made))
+
+    def open_at(step: int, owners: tuple[int, ...] = (0, 1), **changes: Any) -> Any:
+        stream = RandomAccessStream(Cached(36), settings_of(**changes))
+        cursor = stream.start() if not step else run(stream, [0], steps=step).cursors[0]
+        made.clear()
+        return stream.open_reader(cursor, rows_of_host(owners, 1), hosts_agree=False)
+
+    reader = open_at(1, global_batch_size=BatchSchedule([(0, 8), (2, 4), (5, 16)]), end="pad")
+    fetches = made[0]
+    assert list(fetches.plan) == [["part-1"], ["part-1"], ["part-2"], ["part-2"], ()]  # rows 12-15, 18-19, 22-23, 26-27
+    for _ in range(3):
+        reader.next()
+    assert fetches.reached_batches == [1, 2]  # not for the first batch, since a replay reads only one
+    reader.close()
+    assert fetches.closed == 1
+    open_at(0, num_epochs=None)
+    assert list(itertools.islice(made[0].plan, 3, 6)) == [["part-2", "part-3"], ["part-0"], ["part-0", "part-1"]]
+    balanced = open_at(0, balance="tokens")
+    planned = list(made[0].plan)
+    ids = [balanced.next().record_ids.tolist() for _ in range(4)]
+    assert ids != [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 23], [28, 29, 30, 31]]
+    assert planned == [list(dict.fromkeys(f"part-{one // 10}" for one in step)) for step in ids]
+
+
+def test_a_source_that_waits_for_a_store_is_read_by_several_threads() -> None:
+    class Waits(Numbers):
+        read_threads = 3
+
+    for num_threads, found in ((None, 3), (2, 2)):
+        reader = open_reader(RandomAccessStream(Waits(80), settings_of(num_threads=num_threads)))
+        reader.next()
+        assert (len(reader._threads._threads), reader._ahead) == (found, 2 * found)
+        reader.close()
+    assert open_reader(stream_of())._threads is None
+
+
+def test_the_source_orders_the_parts_of_its_records() -> None:
+    class Orders(Numbers):
+        def with_order(self, **settings: Any) -> Numbers:
+            return Numbers(10 if settings == {"shuffle": 4, "seed": 3} else 0)
+
+    assert len(RandomAccessStream(Orders(20), settings_of(shuffle=4, seed=3)).source) == 10
+
+
+def test_the_structure_is_that_of_the_next_step_if_records_differ_in_shape() -> None:
+    class Shapes(Numbers):
+        def __getitem__(self, record_id: int) -> Any:
+            return {"x": np.zeros(record_id // 8 + 1)}
+
+        def shape_index(self, record_ids: np.ndarray) -> int:
+            return int(record_ids[0]) // 8
+
+    stream = RandomAccessStream(Shapes(24), settings_of())
+    cursors = [stream.start(), *(run(stream, [0], steps=steps).cursors[0] for steps in (1, 2, 3))]
+    shapes = [stream.record_spec(cursor).leaves[0].shape for cursor in cursors]
+    assert shapes == [(1,), (2,), (3,), (1,)], "after the last step, that of the first record"
+
+
+def test_shuffled_shards_need_shards() -> None:
+    with pytest.raises(meshfeed.SettingsError, match="shuffle='shards' needs a source whose files") as caught:
+        stream_of(shuffle="shards")
+    assert caught.value.setting == "shuffle"
 
 
 def test_reads_that_an_interrupt_left_are_collected_and_not_repeated() -> None:

@@ -631,25 +631,23 @@ class LaneReader:
         self._spec: RecordSpec | None = None
         self._runs: dict[int, tuple[int, tuple[LaneRun, ...]]] = {}  # batch size → (host rows, their runs)
         self._final: int | None = None
-        self._group: LaneGroup | None = None
-        self._workers: WorkerLanes | None = None
         shared = stream.lane_settings(cursor.num_lanes)
-        if settings.num_workers and entries:
-            self._workers = WorkerLanes(cursor.source, shared, entries, settings.num_workers, settings.timeout_seconds)
-        else:
-            self._group = LaneGroup(cursor.source, shared, entries, settings.num_threads or 1)
+        self._lanes = (
+            WorkerLanes(cursor.source, shared, entries, settings.num_workers, settings.timeout_seconds)
+            if settings.num_workers and entries
+            else LaneGroup(cursor.source, shared, entries, settings.num_threads or 1)
+        )
 
     def _rows_per_lane(self, step: int) -> int:
         return self._step_schedule.at(step)[1] // self._num_lanes
 
     def _read(self, step: int) -> GroupRows:
-        if self._group is not None:
-            return self._group.read(self._rows_per_lane(step))
-        assert self._workers is not None
+        if isinstance(self._lanes, LaneGroup):
+            return self._lanes.read(self._rows_per_lane(step))
         while self._asked <= step + 1:  # queue the next step too, so that workers read while this one is delivered
-            self._workers.submit(self._rows_per_lane(self._asked))
+            self._lanes.submit(self._rows_per_lane(self._asked))
             self._asked += 1
-        return self._workers.result()
+        return self._lanes.result()
 
     def next(self) -> HostBatch:
         """See :class:`meshfeed._src.streams.protocol.HostReader`."""
@@ -718,11 +716,8 @@ class LaneReader:
 
     def describe(self) -> str:
         """Returns what the reader is doing."""
-        reader = self._group if self._group is not None else self._workers
-        return f"step {self._step}: {reader.describe()}" if reader is not None else "idle"
+        return f"step {self._step}: {self._lanes.describe()}"
 
     def close(self) -> None:
         """Closes lanes, threads and processes."""
-        for reader in (self._group, self._workers):
-            if reader is not None:
-                reader.close()
+        self._lanes.close()
