@@ -138,6 +138,10 @@ BATCH = {"a": {"x": 0, "y": 1}, "b": [2, 3]}
         ({"a": ROWS, "b": ROWS, "c": ROWS}, "at batch there is a sharding for ['c'], but the batch has no such part"),
         ({"a": {"x": ROWS}, "b": ROWS}, "at batch['a'] the batch has ['y'], but there is no sharding for it"),
         ({"a": ROWS, "b": [ROWS]}, "at batch['b'] the batch has [1], but there is no sharding for it"),
+        (
+            {"a": {"x": ROWS, "y": ROWS}, "b": [ROWS]},
+            "at batch['b'] the batch has [1], but there is no sharding for it",
+        ),
         ({"a": ROWS, "b": (ROWS, ROWS)}, "at batch['b'] the shardings are a tuple and the batch is a list"),
         ({"a": ROWS, "b": Pair(ROWS, ROWS)}, "at batch['b'] the shardings are a Pair and the batch is a list"),
         (
