@@ -30,8 +30,7 @@ from meshfeed._src.base.trees import decode_value, encode_value, tree_from_json,
 from meshfeed._src.base.types import JsonValue, PyTree
 
 OK, END, ERROR = 0, 1, 2
-_FIELDS = 8
-HEADER_BYTES = 8 * _FIELDS
+_HEADER = struct.Struct("<6q")
 _JSON, _ARRAYS, _FAILURE = b"J", b"A", b"E"
 _LENGTH = struct.Struct("<Q")
 _HOST = struct.Struct("<q")
@@ -40,34 +39,23 @@ _PAD = b" "
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Outcome of a call on one host; part of every answer.
+    """Outcome of a call on one host; part of every answer."""
 
-    Attributes:
-      flag: OK, END (no further batch) or ERROR.
-      length: size in bytes of the answer to fetch.
-      step: number of batches delivered.
-      position: number of records delivered across all hosts.
-      size: rows of the next global batch; 0 if unknown.
-      host: process index.
-    """
-
-    flag: int
-    length: int = 0
-    step: int = 0
-    position: int = 0
-    size: int = 0
-    host: int = 0
+    flag: int  # OK, END (no further batch) or ERROR
+    length: int = 0  # of the answer to fetch, in bytes
+    step: int = 0  # batches delivered
+    position: int = 0  # records delivered across all hosts
+    size: int = 0  # rows of the next global batch; 0 if unknown
+    host: int = 0  # process index
 
     def to_row(self) -> np.ndarray[Any, Any]:
-        """Returns uint8 ``[HEADER_BYTES]``; as bytes, 64-bit integers survive with ``jax_enable_x64`` off."""
-        values = np.zeros(_FIELDS, "<i8")
-        values[:6] = dataclasses.astuple(self)
-        return values.view(np.uint8)
+        """Returns uint8 ``[48]``; as bytes, 64-bit integers survive with ``jax_enable_x64`` off."""
+        return np.frombuffer(_HEADER.pack(*dataclasses.astuple(self)), np.uint8)
 
     @classmethod
     def from_row(cls, row: np.ndarray[Any, Any]) -> Header:
         """The inverse of :meth:`to_row`."""
-        return cls(*(int(value) for value in np.ascontiguousarray(row[:HEADER_BYTES]).view("<i8")[:6]))
+        return cls(*_HEADER.unpack_from(row.tobytes()))
 
 
 def to_rows(row: np.ndarray[Any, Any], sharding: Sharding, num_rows: int) -> jax.Array:
@@ -242,11 +230,7 @@ def colocated_mesh(mesh: Mesh) -> Mesh:
 
 
 class RemoteClient:
-    """Calls the endpoint on the hosts of ``mesh``.
-
-    Args:
-      payload: see :class:`Endpoint`.
-      mesh: the mesh of accelerators.
+    """Calls the :class:`Endpoint` on the hosts of ``mesh``, a mesh of accelerators.
 
     Attributes:
       mesh: the mesh of accelerators.

@@ -290,6 +290,7 @@ class RandomMixture(_Mixture):
         self._lengths = np.array([parts.length(name, source) for name, source in components.items()], np.int64)
         groups, self._group_of, self._first_id = _concatenate(self._sources)
         self._readers, self._group_readers = tuple(map(SourceReader, self._sources)), tuple(map(SourceReader, groups))
+        self._rng_readers = {reader for reader in (*self._readers, *self._group_readers) if wants_rng(reader.source)}
         self._compared = np.zeros(len(self._sources), bool)  # whether a component's structure has been checked
 
     def __repr__(self) -> str:
@@ -401,7 +402,7 @@ class RandomMixture(_Mixture):
         parts = []
         for number, rows in group_by(numbers):
             reader = readers[number]
-            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and wants_rng(reader.source) else None
+            own_rngs = [rngs[row] for row in rows.tolist()] if rngs and reader in self._rng_readers else None
             name = self._names[number if readers is self._readers else int(np.argmax(self._group_of == number))]
             try:
                 tree = reader.read(ids[rows], own_rngs, columns=columns)

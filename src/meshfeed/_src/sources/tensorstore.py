@@ -30,12 +30,7 @@ _UNREACHABLE = {
 class Array:
     """One stored array as records, opened on the first read; its rows or windows are read directly into a buffer.
 
-    Attributes:
-      num_records: number of rows, or of whole windows.
-      shape: shape of one record.
-      dtype: dtype of the elements, in native byte order.
-      stored_shape: shape of the stored array.
-      where: URL or path.
+    ``shape`` and ``dtype``, in native byte order, are those of one record; ``where`` is a URL or path.
     """
 
     def __init__(self, spec: JsonValue, store: Any, where: str, window: int | None, cache_bytes: int) -> None:
