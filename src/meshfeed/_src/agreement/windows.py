@@ -203,9 +203,7 @@ class WindowAgreement:
         describe: Callable[[], str],
         reduce: Reduce,
     ) -> None:
-        self._store = store
         self._keys = _Keys(store, f"meshfeed/{scope}", tuple(participants), host)
-        self._host = host
         self._first_step = first_step
         self._pad = pad
         self._timeout_seconds = timeout_seconds
@@ -312,7 +310,7 @@ class WindowAgreement:
         """
         self._start_reducer()
         start = time.monotonic()
-        report = ProgressReport(self._store, self._timeout_seconds)
+        report = ProgressReport(self._keys.store, self._timeout_seconds)
         late_log = _LateLog(start, min(30.0, self._timeout_seconds / 4))
 
         def tick(_: float) -> None:
@@ -355,7 +353,7 @@ class WindowAgreement:
 
     def _announcement(self, number: int, tick: Callable[[float], None]) -> tuple[Announcement | None, Stragglers]:
         reduction = self._keys.reduction(number)
-        patience = Patience(self._store, self._timeout_seconds)
+        patience = Patience(self._keys.store, self._timeout_seconds)
         while True:
             found, stragglers = reduction.wait_or_find_stragglers(patience.deadline, tick)
             if found is not None:
@@ -367,7 +365,9 @@ class WindowAgreement:
     def _describe_stragglers(self, stragglers: Stragglers) -> str:
         if not stragglers.total:
             return f"host {self._keys.reducer}, which announces, has not responded"
-        doing = {host: self._describe() if host == self._host else self._keys.doing(host) for host in stragglers.hosts}
+        doing = {
+            host: self._describe() if host == self._keys.host else self._keys.doing(host) for host in stragglers.hosts
+        }
         notes = "; ".join(f"host {host} is {what}" for host, what in doing.items() if what)
         have = "has" if stragglers.total == 1 else "have"
         return f"{stragglers} {have} not read it yet" + (f" ({notes})" if notes else "")
@@ -384,7 +384,7 @@ class WindowAgreement:
         Args:
           leave_notice: why this host leaves and at which step, for hosts that continue; None to leave silently.
         """
-        notice = None if leave_notice is None else Failure.left(leave_notice, self._host)
+        notice = None if leave_notice is None else Failure.left(leave_notice, self._keys.host)
         self._closed = True
         if self._stop is not None:
             notice = None

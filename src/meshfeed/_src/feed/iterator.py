@@ -1,4 +1,4 @@
-"""The feed that users iterate over: it chooses the stream for their source and runs it, one generation after another.
+"""The feed that users iterate over: it runs the stream of their source, one generation after another.
 
 A generation begins when the feed is created and at each ``reset`` and ``set_state``. Its first ``next`` opens the data,
 compares settings with the other hosts and builds the pipeline; each later ``next`` only takes a batch from it.
