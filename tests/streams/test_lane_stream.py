@@ -442,6 +442,8 @@ def test_threads_change_nothing(num_threads: int) -> None:
     assert [batch["x"].tolist() for batch in run(stream, [0]).batches] == wanted
     reader = open_reader(stream)
     assert reader.describe() == "step 0: reading lane 0 (epoch 0, after record 0)"
+    threads = reader._lanes._threads
+    assert (0 if threads is None else len(threads._threads)) == {1: 0, 2: 2, 9: 4}[num_threads]
     reader.close()
 
 
