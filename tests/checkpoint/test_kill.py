@@ -19,16 +19,19 @@ from meshfeed.checkpoint import Checkpointer
 HERE = pathlib.Path(__file__).parent
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+
+
 def kill_once(directory: pathlib.Path, rng: random.Random, run: int) -> tuple[int, int]:
     """Starts a child, kills it while it saves; gives the last step it said was committed, and the restored one."""
-    path = os.pathsep.join([str(HERE), *sys.path])
     log = directory.parent / f"log-{run}"
     with log.open("wb") as errors:
         child = subprocess.Popen(
             [sys.executable, str(HERE / "kill_child.py"), str(directory)],
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
         )
     try:
         assert child.stdout is not None
@@ -60,8 +63,31 @@ def check(tmp_path: pathlib.Path, kills: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_few_kills(tmp_path):
-    check(tmp_path, 2)
+def test_a_kill(tmp_path):
+    check(tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_a_kill_before_each_change_of_a_file(tmp_path):
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    command = [sys.executable, str(HERE / "snapshot_child.py"), str(tmp_path / "c"), str(copies)]
+    subprocess.run(command, env=environment(), check=True)
+    mesh, found = make_mesh(4, 2), []
+    for number in range(len(list(copies.iterdir()))):
+        feed = CountingFeed()
+        with Checkpointer(copies / str(number), save_interval_steps=1, max_to_keep=1) as ckpt:
+            step, restored = ckpt.restore(state_of(0, mesh), feed)
+            assert_same(state_of(step, mesh), restored)
+            assert feed.position == 4 * step
+            found.append(step)
+            if number % 8 == 0:
+                assert ckpt.save(step + 1, state_of(step + 1, mesh), feed)
+                ckpt.wait()
+                assert [path.name for path in (copies / str(number)).iterdir()] == [str(step + 1)]
+    assert len(found) > 20
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
 
 
 @pytest.mark.slow
