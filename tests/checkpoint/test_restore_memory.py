@@ -175,3 +175,17 @@ def test_few_threads_read_within_a_small_limit(saved):
         context = StoredArrays(directory, limit)._context
         names = ("file_io_concurrency", "data_copy_concurrency")
         assert [context[name].to_json()["limit"] for name in names] == threads
+
+
+def test_a_fraction_of_the_free_memory_is_the_least_of_all_hosts(monkeypatch):
+    monkeypatch.setattr(checkpoint_restore, "_device_bytes", lambda: 10_000)
+    sharding = NamedSharding(make_mesh(2, 1), PartitionSpec("data"))
+    leaf = types.SimpleNamespace(stored_dtype=np.dtype(np.int16))
+    requests: Any = [
+        checkpoint_restore.LeafRequest(leaf, (40, 5), np.dtype(np.float32), placement)  # pyright: ignore[reportArgumentType]
+        for placement in (sharding, None)  # 20 × 5 floats on each device; numpy arrays are not in device memory
+    ]
+    for other, limit in ((9_000, 2_400), (7, 7)):
+        options = checkpoint_restore.RestoreOptions(memory_fraction=0.25)
+        hosts: Any = types.SimpleNamespace(collect=lambda own, other=other: {0: own, 1: other})
+        assert checkpoint_restore._limit_bytes(requests, options, hosts) == limit
