@@ -48,7 +48,7 @@ def test_a_manifest_is_what_was_written_wherever_the_folder_is_moved(tmp_path: p
     folder.mkdir()
     (folder / "x.bin").write_bytes(b"abc")
     files = [
-        describe_file(f"{folder}/x.bin", 3, {"group_size": 1}),
+        dataclasses.replace(describe_file(f"{folder}/x.bin", 3), details={"group_size": 1}),
         FileEntry("s3://bucket/y.bin", 5, 2, None, {"group_size": 1}),
         FileEntry("/elsewhere/z.bin", 6, 1, "md5:00", {"group_size": 2}),
     ]

@@ -140,13 +140,18 @@ def _as_array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], values: _
         raise ValueError(
             f"{holds} {_describe(values)}; expected {dtype}{list(shape)}. Give DecodeExample the shape that was written."
         )
+    return _cast(values, dtype, holds).reshape(shape)
+
+
+def _cast(values: np.ndarray, dtype: np.dtype[Any], holds: str) -> np.ndarray:
+    """Converts numbers to a dtype that can represent each of them, up to the precision of floats."""
     if values.dtype.kind == "f" and dtype.kind in "iub":
         raise ValueError(f"{holds} floats; expected {dtype}. Give a float dtype.")
     cast = values.astype(dtype, copy=False)
     if values.dtype != dtype and dtype.kind in "iub" and (cast != values).any():
         wrong = values[np.flatnonzero(cast != values)[0]]
         raise ValueError(f"{holds} {wrong}, which does not fit into {dtype}.")
-    return cast.reshape(shape)
+    return cast
 
 
 def _describe(values: _Feature) -> str:

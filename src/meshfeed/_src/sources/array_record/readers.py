@@ -132,12 +132,13 @@ def _read_footer(fd: int, num_bytes: int, num_records: int) -> tuple[np.ndarray,
 
 def _read_records(fd: int, offset: int, num_bytes: int, num_records: int) -> tuple[bool, bytes, int] | None:
     """Returns whether a chunk is compressed, its concatenated records, and the size of the first one; None on failure."""
-    if not 0 <= offset < num_bytes:
-        return None
-    data_size = _data_size(fd, offset, num_records)
+    data_size = _data_size(fd, offset, num_records) if 0 <= offset < num_bytes else 0
     chunk = riegeli.read_chunk(fd, offset, data_size) if 0 < data_size <= num_bytes else None
-    if chunk is None:
-        return None
+    return None if chunk is None else _parse_records(chunk, num_records)
+
+
+def _parse_records(chunk: bytes, num_records: int) -> tuple[bool, bytes, int] | None:
+    """Parses a chunk; see :func:`_read_records`."""
     data = memoryview(chunk)[_CHUNK_HEADER_BYTES:]
     compressed = data[0] == ord("z")
     found = _varint(data, 1)

@@ -104,23 +104,30 @@ class RecordFiles(ShardSource[ShardFile]):
         ids = self._shards.checked(record_ids)
         out: np.ndarray | None = None
         for numbers, file_index, rows, slots in self._shards.parts(ids):
-            try:
-                opened = self._open(numbers, file_index, rows)
-            except CorruptDataError:  # perhaps only the cached copy: read_raw fetches it again
+            files = self._open_direct(numbers, file_index, rows)
+            if files is None:
                 return None
-            files = [file.direct for file in opened if file.direct is not None]
-            if len(files) < len(opened):
-                return None
-            width = files[0].width  # 0 if the records of the file differ in size
-            if not width or any(file.width != width for file in files) or (out is not None and out.shape[1] != width):
+            widths = {file.width for file in files}  # 0 if the records of a file differ in size
+            if out is None:
+                out = memory.empty((len(ids), max(widths)), np.uint8)
+            width = out.shape[1]
+            if widths != {width} or not width:
                 self._rows_differ = True
                 return None
-            if out is None:
-                out = memory.empty((len(ids), width), np.uint8)
             places = (np.arange(len(ids)) if slots is None else slots) * width
             if not read_into(files, file_index, rows, places, out.reshape(-1), width=width):
                 return None
         return out
+
+    def _open_direct(
+        self, numbers: list[int], file_index: np.ndarray | None, rows: np.ndarray
+    ) -> list[DirectFile] | None:
+        """Returns files for the extension; None if one needs the library."""
+        try:
+            opened = self._open(numbers, file_index, rows)
+        except CorruptDataError:  # perhaps only the cached copy: read_raw fetches it again
+            return None
+        return _direct(opened)
 
     def _open(self, numbers: list[int], file_index: np.ndarray | None, rows: np.ndarray) -> list[OpenFile]:
         files = [self._shards.files[number] for number in numbers]
@@ -182,8 +189,8 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
     Returns:
       The n records; None if a file needs the library, or a record cannot be read or is damaged.
     """
-    files = [file.direct for file in opened if file.direct is not None]
-    handles = _handles(files) if len(files) == len(opened) else None
+    files = _direct(opened)
+    handles = None if files is None else _handles(files)
     if handles is None:
         return None
     records: list[bytes] = []
@@ -196,6 +203,11 @@ def read_direct(opened: Sequence[OpenFile], file_index: np.ndarray | None, rows:
     return records
 
 
+def _direct(opened: Sequence[OpenFile]) -> list[DirectFile] | None:
+    files = [file.direct for file in opened if file.direct is not None]
+    return files if len(files) == len(opened) else None
+
+
 def read_into(
     files: Sequence[DirectFile],
     file_index: np.ndarray | None,
@@ -205,15 +217,9 @@ def read_into(
     *,
     width: int = 0,
 ) -> bool:
-    """Reads records of several files into one buffer.
+    """Reads records of several files into ``out``, uint8, each at its byte offset in ``places``, int64[n].
 
-    Args:
-      files: the files.
-      file_index: int64[n], the file of each record; None if there is only one file.
-      rows: int64[n], row numbers within the files.
-      places: int64[n], the byte offset of each record in ``out``.
-      out: uint8, large enough for all records at their offsets.
-      width: size in bytes that each record must have; 0 for any size.
+    The other arguments are those of :func:`read_direct`; ``width`` is the size that each record must have, 0 for any.
 
     Returns:
       Whether all records were read and are intact; otherwise the content of ``out`` is undefined.

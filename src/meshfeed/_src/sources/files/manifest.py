@@ -147,9 +147,9 @@ def digest_file(path: str) -> str:
         return f"xxh3_64:{hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"
 
 
-def describe_file(path: str, num_records: int, details: Mapping[str, JsonValue] | None = None) -> FileEntry:
+def describe_file(path: str, num_records: int) -> FileEntry:
     """Returns the entry of a local file, an absolute path; reads all of it for the digest."""
-    return FileEntry(path, os.path.getsize(path), num_records, digest_file(path), details or {})
+    return FileEntry(path, os.path.getsize(path), num_records, digest_file(path))
 
 
 def is_manifest(name: str) -> bool:
