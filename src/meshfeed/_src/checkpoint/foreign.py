@@ -115,12 +115,7 @@ def convert_state(
             "record each host's epoch. Repeat inside the stream, as before, and pass num_epochs=1."
         )
     moved = {"position": step * size, "step": step, "segments": [[0, 0, size]] if step else []}
-    in_lanes = template["kind"] == "lanes"
-    if in_lanes:
-        states = {host: run.only_worker(host, state) for host, state in states.items()}
-    saved = {host: encode_value(_as_grain_gave_it(state)) for host, state in states.items()}
-    entries = {"lanes": run.lanes(saved, step)} if in_lanes else {"hosts": run.hosts(saved, step)}
-    return _stamped({**template, **moved, **entries})
+    return _stamped({**template, **moved, **run.entries(step)})
 
 
 def _stamped(state: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -294,7 +289,14 @@ class _OldRun:
             )
         return read
 
-    def lanes(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
+    def entries(self, step: int) -> dict[str, JsonValue]:
+        """Returns the states of the lanes, or of the hosts, of a feed that reads streams."""
+        in_lanes = self.template["kind"] == "lanes"
+        states = {host: self.only_worker(host, state) if in_lanes else state for host, state in self.states.items()}
+        saved = {host: encode_value(_as_grain_gave_it(state)) for host, state in states.items()}
+        return {"lanes": self._lanes(saved, step)} if in_lanes else {"hosts": self._hosts(saved, step)}
+
+    def _lanes(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
         num_lanes = self.template["num_lanes"]
         if num_lanes != len(saved) or self.size % num_lanes:
             raise self.refused(
@@ -305,7 +307,7 @@ class _OldRun:
         entry = {"records": records, "epoch": 0, "taken": records, "skip": 0, "ended": False}
         return {str(host): seal({**entry, "state": state}) for host, state in sorted(saved.items())}
 
-    def hosts(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
+    def _hosts(self, saved: Mapping[int, JsonValue], step: int) -> dict[str, JsonValue]:
         processes = self.template["fingerprint"]["processes"]
         if processes != len(saved):
             raise self.refused(

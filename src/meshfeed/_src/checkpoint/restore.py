@@ -306,7 +306,7 @@ def plan_leaf(stored: StoredArrays, name: str, leaf: Leaf, strict: bool) -> Plan
     if leaf is ...:
         return _known(...)
     kind, saved_kind = kind_of(leaf), stored.kinds[name]
-    if isinstance(leaf, type) or not (kind or isinstance(leaf, Shaped) or saved_kind == "scalar"):
+    if not _describes(leaf, saved_kind):
         raise CheckpointError(
             f"leaf {name!r}: a {type(leaf).__name__} does not describe a leaf. Pass an array, a jax.ShapeDtypeStruct, or "
             "a number or text like the one saved."
@@ -319,6 +319,13 @@ def plan_leaf(stored: StoredArrays, name: str, leaf: Leaf, strict: bool) -> Plan
     if kind in _HOST_KINDS:
         return plan_numpy(stored, saved, leaf.shape, leaf.dtype).then(KINDS[kind].from_host)
     return plan_array(stored, name, leaf.shape, leaf.dtype, sharding or saved.saved_sharding(), strict=strict)
+
+
+def _describes(leaf: Leaf, saved_kind: str) -> bool:
+    """Returns whether ``leaf`` stands for a leaf; for a number whose type plain Orbax did not record, any object does."""
+    if isinstance(leaf, type):
+        return False
+    return kind_of(leaf) is not None or isinstance(leaf, Shaped) or saved_kind == "scalar"
 
 
 def _placement(leaf: Leaf) -> Placement | None:
