@@ -135,6 +135,33 @@ def test_a_library_that_is_not_installed_is_one_message(
     assert (result.exit_code, result.output[:7], "pip install '.[convert]'" in result.output) == (1, "Error: ", True)
 
 
+@pytest.mark.parametrize(
+    ("package", "file", "arguments", "status", "extra"),
+    [
+        ("datasets", "x.arrow", "", 1, "hf"),
+        ("tokenizers", "x.txt", "--encoding tokens --tokenizer x.json", 1, "convert"),
+        ("google_crc32c", "x.tfrecord", "", 1, "convert"),
+        ("apache_beam", "x.txt", "--runner DirectRunner", 2, "beam"),
+    ],
+)
+def test_convert_names_the_extra_that_installs_a_library(
+    package: str,
+    file: str,
+    arguments: str,
+    status: int,
+    extra: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / file).write_text("one line\n")
+    result = run(f"convert {tmp_path / file} --to {tmp_path / 'out'} --workers 1 {arguments}")
+    assert (result.exit_code, f"Run pip install '.[{extra}]' in a checkout." in result.output) == (status, True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_it_runs_as_a_program(tmp_path: pathlib.Path) -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}; from meshfeed._src.cli.main import main; main()"
     ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
@@ -173,6 +200,21 @@ def test_an_early_interrupt_ends_quietly(module: str, status: int) -> None:
         [sys.executable, "-c", _INTERRUPTED_AT, module, *command.split()], capture_output=True, text=True
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["click", "meshfeed._src.pictures.plan"])
+def test_an_ignored_interrupt_stays_ignored(module: str) -> None:
+    """Shells start the background jobs of a script so, and Ctrl-C is for the script."""
+    command = f"{SMALL} --mesh data=8 --spec data --global-batch-size 16"
+    ended = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED_AT, module, *command.split()],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "host" in ended.stdout
 
 
 def test_completion() -> None:

@@ -199,7 +199,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "optax" else object())
     result = CliRunner().invoke(main.main, ["demo"])
     assert result.exit_code == 1
-    assert "the demo needs optax: pip install optax." in result.output
+    assert "the demo needs optax. Run pip install '.[demo]' in a checkout." in result.output
 
 
 def test_a_checkout_has_the_training_script() -> None:

@@ -29,6 +29,7 @@ import numpy as np
 
 from meshfeed._src.base.errors import CorruptDataError, SourceError
 from meshfeed._src.convert.inputs import Input, Scan, binary, flags, integers, null_mask, numbers, to_bytes
+from meshfeed._src.sources.checks import missing_package
 from meshfeed._src.sources.decode import BYTES, FLOAT, INT64
 
 if TYPE_CHECKING:
@@ -485,7 +486,7 @@ def _crc32c(path: str) -> Callable[[bytes | memoryview], int]:
     try:
         import google_crc32c
     except ImportError as error:
-        raise SourceError(f"checking {path} needs google-crc32c. Run: pip install google-crc32c.") from error
+        raise missing_package(f"reading {path}", error, "convert") from error
     return google_crc32c.value
 
 

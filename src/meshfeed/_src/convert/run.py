@@ -411,7 +411,8 @@ class RunInBeam:
             from apache_beam.runners.runner import create_runner
         except ImportError as error:
             raise SettingsError(
-                "--runner needs Apache Beam. Run: pip install apache-beam.", setting="runner"
+                f"--runner needs Apache Beam, which cannot be imported: {error}. Run pip install '.[beam]' in a checkout.",
+                setting="runner",
             ) from error
         try:
             create_runner(runner)

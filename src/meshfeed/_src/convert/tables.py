@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from meshfeed._src.base.errors import CorruptDataError, SourceError
+from meshfeed._src.base.errors import CorruptDataError
 from meshfeed._src.convert.inputs import Input, Scan
+from meshfeed._src.sources.checks import missing_package
 from meshfeed._src.sources.files.parquet import ParquetFile
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Datasets(Input):
         try:
             import datasets
         except ImportError as error:
-            raise SourceError(f"reading {path} needs Hugging Face datasets. Run: pip install datasets.") from error
+            raise missing_package(f"reading {path}", error, "hf") from error
         try:
             found = datasets.Dataset.from_file(path) if os.path.isfile(path) else datasets.load_from_disk(path)
         except Exception as error:  # whatever Arrow, json and datasets raise for a damaged folder

@@ -18,6 +18,7 @@ import numpy as np
 from meshfeed._src.base.errors import SettingsError, SourceError
 from meshfeed._src.convert.example import encode_examples, flatten, is_text_or_bytes
 from meshfeed._src.convert.inputs import flags, to_bytes
+from meshfeed._src.sources.checks import missing_package
 from meshfeed._src.sources.decode import parse_example
 from meshfeed._src.sources.tokens.files import LLM_C_BYTES, LLM_C_DTYPES
 
@@ -197,7 +198,7 @@ def load_tokenizer(path: str) -> tokenizers.Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise SourceError("--encoding tokens needs tokenizers. Run: pip install tokenizers.") from error
+        raise missing_package("--encoding tokens", error, "convert") from error
     if not os.path.isfile(path):
         raise SettingsError(
             f"there is no tokenizer file {path!r}. Give the path of a tokenizer.json.", setting="tokenizer"

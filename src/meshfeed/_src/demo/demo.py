@@ -458,7 +458,7 @@ def run_demo(num_steps: int | None, directory: str | None, how: str | None, *, q
     """
     missing = [name for name in ("rich", "optax") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MeshfeedError(f"the demo needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
+        raise MeshfeedError(f"the demo needs {' and '.join(missing)}. Run pip install '.[demo]' in a checkout.")
     from rich.console import Console
 
     folder = pathlib.Path(directory or tempfile.mkdtemp(prefix="meshfeed-demo-")).resolve()
